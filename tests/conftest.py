@@ -59,20 +59,27 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of the pr
     os.environ["HEADWAY_CACHE"] = str(_cache_of_these_tests())
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave files that need Triton's interpreter to the processes that tests/test_interpreter.py starts."""
+    return True if collection_path.name.endswith("_interpreted.py") and os.environ.get("TRITON_INTERPRET") != "1" else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `sampled` leaves out as slow, and leave out what needs a CUDA device where there is none.
+    """Mark what `sampled` leaves out as slow or soak, and leave out what needs a CUDA device where there is none.
 
     `-m gpu` shows the latter, as skipped.
     """
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark is not None and item.get_closest_marker("slow") is None:
+        then = mark.kwargs.get("then", "slow") if mark is not None else ""
+        if mark is not None and (then == "soak" or item.get_closest_marker("slow") is None):
             name = item.nodeid.partition("[")[0]
             step, first = (*mark.args, 0)[:2]
             if seen[name] % step != first:
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(then)
             seen[name] += 1
     if torch.cuda.is_available():
         return

@@ -31,8 +31,6 @@ EXAMPLE = ROOT / "examples" / "headway-example" / "headway_example.py"
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("headway_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from types import ModuleType
 
 import pytest
@@ -147,16 +147,10 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
     assert len(found.kernels) == 58, "the number of kernels when this was written"
 
 
-OF_TWO = [pytest.param(ADA, marks=pytest.mark.soak), HOPPER]
-"""For an older kind every kernel is compiled once; all that life chooses from is left to `make soak`."""
-OFTEN = {HOPPER}
-"""The others, older and newer, are compiled for in `make soak`."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(each, marks=() if each in OFTEN else pytest.mark.soak) for each in SHARED_MEMORY],
+    [pytest.param(each, marks=() if each == HOPPER else pytest.mark.soak) for each in SHARED_MEMORY],
     ids="{0[0]}.{0[1]}".format,
 )
 def test_every_kernel_compiles(capability: Capability) -> None:
@@ -168,9 +162,8 @@ def test_every_kernel_compiles(capability: Capability) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "vocab_size", [pytest.param(512, marks=pytest.mark.soak), 50_257, pytest.param(128_256, marks=pytest.mark.soak), 151_936]
-)
+@pytest.mark.sampled(4, 1, then="soak")
+@pytest.mark.parametrize("vocab_size", [512, 50_257, 128_256, 151_936])
 def test_the_choice_of_tokens_compiles(vocab_size: int) -> None:
     with absent_gpu(HOPPER) as found:
         for dtype in (BF16, FP16, FP32):
@@ -179,12 +172,9 @@ def test_the_choice_of_tokens_compiles(vocab_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("slots", "rank", "dtype"),
-    [(8, 16, BF16), (1, 64, FP16), (64, 512, BF16), pytest.param(2, 8, FP32, marks=pytest.mark.soak)],
-    ids=str,
-)
-@pytest.mark.parametrize("capability", OF_TWO, ids="{0[0]}.{0[1]}".format)
+@pytest.mark.sampled(3, 1, then="soak")
+@pytest.mark.parametrize(("slots", "rank", "dtype"), [(8, 16, BF16), (1, 64, FP16), (64, 512, BF16), (2, 8, FP32)], ids=str)
+@pytest.mark.parametrize("capability", [ADA, HOPPER], ids="{0[0]}.{0[1]}".format)
 def test_what_adapters_add_compiles(capability: Capability, slots: int, rank: int, dtype: torch.dtype) -> None:
     with absent_gpu(capability) as found:
         run_adapted(shipped("llama-3-8b"), dtype, slots, rank)
@@ -196,8 +186,9 @@ def test_what_adapters_add_compiles(capability: Capability, slots: int, rank: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.soak)], ids=str)
-@pytest.mark.parametrize("capability", OF_TWO, ids="{0[0]}.{0[1]}".format)
+@pytest.mark.sampled(4, 2, then="soak")
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("capability", [ADA, HOPPER], ids="{0[0]}.{0[1]}".format)
 def test_products_over_quantised_weights_compile(capability: Capability, dtype: torch.dtype) -> None:
     with absent_gpu(capability) as found:
         multiply_quantized((4096, 4096), dtype, (12, 40))
@@ -214,42 +205,12 @@ def test_tiles_of_a_weights_rows_compile_to_products_of_warpgroups() -> None:
     assert "wgmma.mma_async.sync.aligned.m64n16k16" in compiled.asm["ptx"]
 
 
-def rare(names: Iterable[str], left: Container[str]) -> list[object]:
-    """Names as a test's parameters; some are left to `make soak`."""
-    return [pytest.param(name, marks=pytest.mark.soak if name in left else ()) for name in names]
-
-
-NEAR_OTHERS = {
-    "int8 cache, float16 and blocks of 128",
-    "head 128, blocks of 256",
-    "head 128, float16",
-    "head 128, hnd",
-    "head 256, window",
-    "head 64, float32",
-    "head 64, vllm_5d",
-}
-STATES_NEAR_OTHERS = {"gated_delta, value_key", "kda", "mamba2, 256"}
-"""Kinds of layers whose kernels differ from another kind's in a constant or two: left to `make soak`."""
-LIKE_OTHERS = {
-    "deepseek_v2",
-    "qwen2_moe",
-    "qwen3_5_moe_text",
-    "kimi_linear",
-    "jamba",
-    "granitemoehybrid",
-    "minimax",
-    "lfm2_moe",
-    "mixtral",
-    "qwen3_moe",
-    "gpt_oss",
-    "nemotron_h",
-}
-"""Families whose experts take the compiler long and differ from another family's in sizes alone: left to `make soak`."""
 MANY_EXPERTS = {"deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "kimi_linear", "gpt_oss"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", rare(FAMILIES, LIKE_OTHERS))
+@pytest.mark.sampled(5, then="soak")
+@pytest.mark.parametrize("model", FAMILIES)
 def test_what_stands_between_attentions_compiles(model: str) -> None:
     with absent_gpu(HOPPER) as found:
         run_model(family(model), BF16, FEW_ROWS if model in MANY_EXPERTS else ROWS)
@@ -257,8 +218,9 @@ def test_what_stands_between_attentions_compiles(model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", OF_TWO, ids="{0[0]}.{0[1]}".format)
-@pytest.mark.parametrize("name", rare(ATTENTION, NEAR_OTHERS))
+@pytest.mark.sampled(5, then="soak")
+@pytest.mark.parametrize("capability", [ADA, HOPPER], ids="{0[0]}.{0[1]}".format)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_attention_compiles(name: str, capability: Capability) -> None:
     with absent_gpu(capability) as found:
         attend(*ATTENTION[name])
@@ -266,8 +228,9 @@ def test_attention_compiles(name: str, capability: Capability) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", OF_TWO, ids="{0[0]}.{0[1]}".format)
-@pytest.mark.parametrize("name", rare(STATES, STATES_NEAR_OTHERS))
+@pytest.mark.sampled(5, then="soak")
+@pytest.mark.parametrize("capability", [ADA, HOPPER], ids="{0[0]}.{0[1]}".format)
+@pytest.mark.parametrize("name", STATES)
 def test_layers_with_a_state_compile(name: str, capability: Capability) -> None:
     with absent_gpu(capability) as found:
         run_states(*STATES[name])
@@ -275,6 +238,7 @@ def test_layers_with_a_state_compile(name: str, capability: Capability) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4, then="soak")
 @pytest.mark.parametrize("name", ATTENTION)
 def test_all_that_attention_chooses_from_passes_the_front_end(name: str) -> None:
     with absent_gpu(HOPPER, whole=False) as found:

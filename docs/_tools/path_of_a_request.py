@@ -177,7 +177,13 @@ def trace_slot() -> Calls:
     return calls
 
 
-GRAPH = ("Decoder.__call__", "Decoder.compute_logits", "TritonAttention.plan", "TritonAttention.prefill", "TritonAttention.decode")
+GRAPH = (
+    "Decoder.__call__",
+    "Decoder.compute_logits",
+    "TritonAttention.plan",
+    "TritonAttention.prefill",
+    "TritonAttention.decode",
+)
 """Functions that a captured step calls."""
 
 
@@ -261,7 +267,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the lists into docs/design.md")
     asked = parser.parse_args()
     if asked.walk != "request":
-        calls = {"gpu": trace_gpu, "auto": trace_auto, "plugin": trace_plugin, "slot": lambda _: trace_slot()}[asked.walk](asked.model)
+        calls = {"gpu": trace_gpu, "auto": trace_auto, "plugin": trace_plugin, "slot": lambda _: trace_slot()}[asked.walk](
+            asked.model
+        )
         print(*(f"{number}. {file} ({first})" for number, (file, first) in enumerate(calls.first.items(), start=1)), sep="\n")
         return
     text = section(trace_request(asked.model, asked.attn_backend))

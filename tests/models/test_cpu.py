@@ -40,7 +40,6 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 def as_read(x: Tensor) -> Tensor:
     """x as products over codes read it: float64, rounded in groups of 32 where the CPU multiplies whole numbers."""
     found = functions()
-    assert found is not None
     if not found.x_bits:
         return x.double()
     groups = x.float().unflatten(1, (-1, 32))
@@ -87,7 +86,6 @@ def test_blocks_are_what_the_gguf_package_makes_of_them_and_are_multiplied_so(na
 def test_a_rounding_of_x_is_far_below_that_of_the_blocks(name: str) -> None:
     """Beside exact activations: of ordinary size, with outliers, tiny, zero, and at the largest codes of either sign."""
     found = functions()
-    assert found is not None
     bound = {0: 3e-6, 8: 3e-2, 16: 1e-4}[found.x_bits]
     weight = GgufWeight((name,), (blocks_of(name, 48, 768, seed=6),))
     linear, plain = Linear(weight, dtype=torch.float32), weight.dequantized(torch.float64).t()
@@ -184,7 +182,6 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
 def test_other_instructions_of_the_cpu_are_right_too(without: str, rounds: str, tmp_path: Path) -> None:
     """The products above by C that rounds x to 8 bits, or not at all, and as for a CPU without some instructions."""
     found, _ = library.find_compiler()
-    assert found is not None
     script = tmp_path / "cc"
     script.write_text(f'#!/bin/sh\nexec {found.path} "$@"{without and f" -mno-{without}"}\n')
     script.chmod(0o755)

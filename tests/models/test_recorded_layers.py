@@ -27,7 +27,6 @@ def written(folder: Path, repeats: bool, backend: str = "prefill=sdpa,decode=nat
         enable_prefix_caching=False,
     )  # fmt: skip
     recorded = llm.model.decoder.recorded
-    assert recorded is not None
     if not repeats:
         llm.model.decoder.recorded = None
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1) for count in (12, 17, 25)]

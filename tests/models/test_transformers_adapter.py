@@ -16,7 +16,6 @@ from graph_stub import PiecesTape
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.model_runner import CompilationWatch
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import LoadOptions, load_model
@@ -24,6 +23,7 @@ from headway.models.transformers_adapter.interface import NAME, attend
 from headway.models.transformers_adapter.load import compile_layers
 from headway.models.transformers_adapter.model import TransformersModel
 from headway.registry import Registry
+from made_engine import made_engine
 from run_engine import generate
 from sampled_logits import logits_of, watched
 from transformers_release import needs
@@ -82,11 +82,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {},
     "OPTForCausalLM": {"ffn_dim": 80, "word_embed_proj_dim": 48, "init_std": 0.2},
     "GPTNeoXForCausalLM": {"rotary_pct": 0.5},
-    "Phi3ForCausalLM": {
-        "max_position_embeddings": 256,
-        "original_max_position_embeddings": 64,
-        "rope_parameters": LONGROPE,
-    },
+    "Phi3ForCausalLM": {"max_position_embeddings": 256, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
     "GraniteForCausalLM": {"attention_multiplier": 0.4, "logits_scaling": 3.0, "residual_multiplier": 0.7},
     "Olmo2ForCausalLM": {},
     "Starcoder2ForCausalLM": {"sliding_window": WINDOW},
@@ -147,7 +143,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, registry: Registry, 
     model = load_model(str(tmp_path), skip_tokenizer_init=True, model_impl="transformers", options=LoadOptions(max_model_len=64))
     assert architecture in model.implementation
     config = EngineConfig(attn_backend=backend, max_num_batched_tokens=16, max_num_seqs=8, block_size=8, kv_cache_memory="8MiB")
-    engine = make_engine(EngineParts(model=model.decoder, source=registry, config=config))
+    engine = made_engine(model.decoder, registry, config)
     assert set(engine.selection.names.values()) == {backend}
     take = watched(engine)
     first, second = ([torch.randint(1, VOCABULARY, (length,)).tolist() for length in PROMPT_LENS] for _ in range(2))

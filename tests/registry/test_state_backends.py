@@ -116,11 +116,6 @@ def test_unknown_names_are_answered_with_those_there_are(registry: Registry) -> 
         (Plugin(backends=None), "headway_register_state_backends() must return a list of StateBackendInfo, got None"),
         (Plugin([TorchStates]), "item 0 of headway_register_state_backends() must be a StateBackendInfo"),
         (Plugin([info(api_version=2)]), "state backend 'mine' is written for api_version 2, Headway has 3: install"),
-        (Plugin([info(api_version=4)]), "state backend 'mine' is written for api_version 4, Headway has 3: install"),
-        (Plugin([info(api_version="3")]), "StateBackendInfo.api_version must be a whole number, as 3, got '3'"),
-        (Plugin([info("a b")]), "StateBackendInfo.name must be a text without blanks"),
-        (Plugin([info(load=3)]), "state backend 'mine': StateBackendInfo.load must be callable, got 3"),
-        (Plugin([info(extra=None)]), "state backend 'mine': StateBackendInfo.extra must be a text, got None"),
         (Plugin([info("torch")]), "state backend name 'torch' of toy is already taken by built-in"),
         (Plugin([info(), info()]), "state backend name 'mine' of toy is already taken by toy"),
         (Plugin(layouts=["own"]), "item 0 of headway_register_state_layouts() must be a StateLayout, got str 'own'"),
@@ -130,9 +125,7 @@ def test_unknown_names_are_answered_with_those_there_are(registry: Registry) -> 
     ],
     ids=lambda value: value[:60] if isinstance(value, str) else "",
 )
-def test_what_a_hook_hands_in_is_checked_and_a_plugin_comes_whole_or_not_at_all(
-    registry: Registry, plugin: Plugin, words: str
-) -> None:
+def test_what_a_hook_hands_in_is_checked_and_taken_whole_or_not(registry: Registry, plugin: Plugin, words: str) -> None:
     fresh = create_registry(load_entry_points=False)
     with pytest.raises(PluginError, match=re.escape(words)):
         fresh.add_plugin("toy", "toy", plugin)
@@ -144,13 +137,10 @@ def test_what_a_hook_hands_in_is_checked_and_a_plugin_comes_whole_or_not_at_all(
     ("field", "value"),
     [
         ("kinds", frozenset({"rwkv"})),
-        ("kinds", ["conv"]),
         ("kinds", frozenset()),
         ("layouts", (OWN_LAYOUT.recurrent,)),
-        ("layouts", ()),
         ("phases", frozenset({"decode"})),
         ("convolution", 1),
-        ("dtypes", ()),
         ("state_dtypes", ("float32",)),
         ("devices", "cpu"),
         ("key_dims", 128),

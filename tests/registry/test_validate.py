@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +23,12 @@ from headway.contract import (
     Phase,
     PluginError,
 )
+from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import write_rows
-from headway.registry import create_registry, hookimpl
+from headway.core.contract.spec import AttentionSpec
+from headway.registry import Registry, create_registry, hookimpl
+from headway.registry.plugin_sources import installed_plugins
+from sandbox import BROKEN, BROKEN_SAYS, TOY, install, run_headway, save_tiny_model
 
 AXES = ("head", "block", "slot", "dim")
 
@@ -57,7 +65,6 @@ def refused(plugin: object) -> str:
     [
         (Plugin(backends=None), "headway_register_backends() must return a list of BackendInfo, got None"),
         (Plugin(backends="flash"), "headway_register_backends() must return a list of BackendInfo, got 'flash'"),
-        (Plugin(backends={"a": 1}), "headway_register_backends() must return a list of BackendInfo, got {'a': 1}"),
         (Plugin(backends=[SDPA]), "item 0 of headway_register_backends() must be a BackendInfo, got ABCMeta"),
         (Plugin(layouts=5), "headway_register_layouts() must return a list of LayoutInfo, got 5"),
         (Plugin(layouts=[info()]), "item 0 of headway_register_layouts() must be a LayoutInfo, got BackendInfo"),
@@ -65,15 +72,12 @@ def refused(plugin: object) -> str:
             Plugin([info(name="")]),
             "BackendInfo.name must be a text without blanks, commas or equals signs, of at most 64 characters, got ''",
         ),
-        (Plugin([info(name="a b")]), "BackendInfo.name must be a text without blanks"),
         (Plugin([info(name="a" * 10**5)]), "of at most 64 characters, got 'aaaa"),
-        (Plugin([info(name="a,b")]), "BackendInfo.name must be a text without blanks"),
         (Plugin([info(name=3)]), "BackendInfo.name must be a text without blanks"),
         (Plugin([info(name="auto")]), "BackendInfo.name must be none of the words auto and reference, got 'auto'"),
         (Plugin([info(load=SDPA.name)]), "backend 'mine': BackendInfo.load must be callable"),
         (Plugin([info(summary=None)]), "backend 'mine': BackendInfo.summary must be a text, got None"),
         (Plugin([info(api_version=1)]), f"backend 'mine' is written for api_version 1, Headway has {API_VERSION}"),
-        (Plugin([info(api_version=True)]), "BackendInfo.api_version must be a whole number, as 3, got True"),
         (Plugin([info(api_version="2")]), "BackendInfo.api_version must be a whole number, as 3, got '2'"),
         (Plugin(layouts=[LayoutInfo(AXES, lambda device: write_rows)]), "LayoutInfo.layout must be a CacheLayout"),
         (
@@ -106,24 +110,17 @@ GOOD: dict[str, Any] = {"phases": ALL_PHASES, "devices": ("cpu",)}
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("phases", ["decode"]),
         ("phases", frozenset({"decode"})),
         ("phases", frozenset()),
         ("layouts", ["nhd"]),
-        ("layouts", ()),
-        ("dtypes", torch.float32),
         ("dtypes", ("float32",)),
         ("kv_dtypes", ("fp8_e4m3",)),
         ("devices", "cpu"),
-        ("devices", ()),
         ("block_multiple", 0),
-        ("block_multiple", 16.0),
-        ("head_dims", 64),
         ("head_dims", (64, -1)),
         ("v_head_dims", ((192,),)),
         ("max_group_size", 0),
         ("features", frozenset({"sink"})),
-        ("features", {"sinks": True}),
         ("lse", "yes"),
         ("batch_invariant", 1),
     ],
@@ -159,7 +156,6 @@ class Plain(AttentionBackend):
         ({"capabilities": None}, "capabilities must be a Capabilities, got None"),
         ({"capabilities": Capabilities(**GOOD)}, r"phases names prefill, but class Changed has no prefill\(\)"),
         ({"graph_level": 1}, "graph_level must be a GraphLevel, got 1"),
-        ({"options": {"splits"}}, "options must be a mapping of texts to texts"),
         ({"options": {"splits": 4}}, "options must be a mapping of texts to texts"),
         ({"tolerance": 1e-3}, "tolerance must be a mapping of torch.dtype to numbers above 0"),
         ({"tolerance": {torch.float32: float("inf")}}, "tolerance must be a mapping"),
@@ -176,3 +172,253 @@ def test_a_class_that_does_not_keep_its_word_is_refused(changes: dict[str, Any],
 def test_the_plain_class_itself_is_taken() -> None:
     registry = create_registry([Plugin([info(load=lambda: Plain)])], load_entry_points=False)
     assert registry.backend("mine") is Plain
+
+
+WITHOUT_HOOK = TOY.replace("@hookimpl\n", "")
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def registry_of(*plugins: object) -> Registry:
+    return create_registry(plugins, load_entry_points=False)
+
+
+def test_a_file_with_hooks_is_a_plugin(folder: Path) -> None:
+    (folder / "toy_file.py").write_text(TOY)
+    registry = registry_of("toy_file.py")
+    entry = registry.backends["toy.decode"]
+    assert entry.owner.startswith("toy_file.py@")
+    assert registry.supports("toy.decode", SPEC, registry.layout("hnd").layout, 64, Phase.DECODE)
+
+
+def test_another_text_of_a_file_is_another_owner_so_that_its_tables_are_stale(folder: Path) -> None:
+    path = folder / "toy_file.py"
+    owners = []
+    for text in (TOY, TOY + "\n# changed\n", TOY):
+        path.write_text(text)
+        owners.append(registry_of(path).backends["toy"].owner)
+    assert owners[0] == owners[2] != owners[1]
+
+
+def test_a_class_of_a_file_needs_no_hook(folder: Path) -> None:
+    (folder / "toy_file.py").write_text(WITHOUT_HOOK)
+    registry = registry_of("toy_file.py:ToyDecode")
+    assert "toy" not in registry.backends
+    assert registry.backends["toy.decode"].owner.startswith("toy_file.py@")
+
+
+def test_a_file_may_import_what_lies_beside_it_and_puts_no_other_module_aside(folder: Path) -> None:
+    (folder / "json.py").write_text(TOY.replace("import torch\n", "import torch\nfrom beside_it import NOTHING\n"))
+    (folder / "beside_it.py").write_text("NOTHING = None\n")
+    known = sys.modules["json"]
+    assert "toy" in registry_of("json.py").backends
+    assert sys.modules["json"] is known
+
+
+OWN = CacheLayout("slots_outermost", {"key": ("slot", "block", "head", "dim"), "value": ("slot", "block", "head", "dim")})
+
+
+class Alone(AttentionBackend):
+    """Attends to nothing."""
+
+    name = "alone"
+    capabilities = Capabilities(phases=ALL_PHASES, layouts=(OWN,), devices=("cpu",))
+
+    def plan(self, metadata: object) -> None: ...
+
+    def prefill(self, q: object, k: object, v: object, cache: object, plan: object, out: torch.Tensor) -> None: ...
+
+    def decode(self, q: object, cache: object, plan: object, out: torch.Tensor) -> None: ...
+
+
+def test_a_class_is_a_plugin_with_the_layouts_that_it_reads() -> None:
+    registry = registry_of(Alone)
+    assert registry.backends["alone"].info.summary == "Attends to nothing."
+    assert registry.backend("alone") is Alone
+    layout = registry.layout("slots_outermost").layout
+    assert registry.supports("alone", SPEC, layout, 16, Phase.DECODE)
+    assert callable(registry.layout("slots_outermost").load_writer(torch.device("cpu")))
+
+
+def test_a_class_whose_layouts_are_names_is_told_so() -> None:
+    class Named(Alone):
+        capabilities = Capabilities(phases=ALL_PHASES, layouts=("nhd",), devices=("cpu",))  # type: ignore[arg-type]
+
+    with pytest.raises(
+        HeadwayError, match=r"capabilities.layouts must be a tuple of CacheLayout, or None for any, got \('nhd',\)"
+    ):
+        registry_of(Named).backend("alone")
+
+
+BAD = {
+    "missing.py": (None, ("missing.py", "there is no such file")),
+    "folder": (None, ("'folder'", "FILE.py or FILE.py:CLASS")),
+    "bad_syntax.py": ("def f(:\n", ("plugin bad_syntax.py: SyntaxError", "bad_syntax.py, line 1")),
+    "raises.py": ("x = 1\nimport no_such_library\n", ("plugin raises.py: ModuleNotFoundError", "no_such_library", "(line 2)")),
+    "exits.py": ("import sys\nsys.exit(3)\n", ("plugin exits.py: SystemExit: 3 (line 2)",)),
+    "hookless.py": (WITHOUT_HOOK, ("implements no hook", "headway.hookimpl", "hookless.py:CLASS")),
+    "hookless.py:Nobody": (WITHOUT_HOOK, ("one of Toy, ToyDecode", "'Nobody'")),
+    "nameless.py:Toy": (WITHOUT_HOOK.replace('name = "toy"', ""), ("class Toy", "`name`")),
+    "taken.py": (TOY.replace('"toy"', '"sdpa"'), ("'sdpa'", "taken.py", "already taken by built-in", "rename one of them")),
+    "taken.py:Toy": (WITHOUT_HOOK.replace('name = "toy"', 'name = "sdpa"'), ("'sdpa'", "already taken by built-in")),
+}
+
+
+@pytest.mark.parametrize("given", BAD)
+def test_a_refused_file_says_why_in_one_line_and_costs_nothing_else(folder: Path, given: str) -> None:
+    text, words = BAD[given]
+    name = given.partition(":")[0]
+    if text is not None:
+        (folder / name).write_text(text)
+    with pytest.raises(HeadwayError) as refused:
+        registry_of(given)
+    assert "\n" not in str(refused.value)
+    for word in words:
+        assert word in str(refused.value)
+    if text is None or "SystemExit" in words[0] or "Error" in words[0]:
+        assert Path(name).stem not in sys.modules
+    assert "toy" not in registry_of().backends
+
+
+EXITS = "import sys\nsys.exit(3)\n"
+MALFORMED = "[headway]\nthis line has no equals sign\n"
+
+
+@pytest.fixture
+def plugins(tmp_path: Path) -> Path:
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    return folder
+
+
+def create(plugins: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> Registry:
+    monkeypatch.syspath_prepend(str(plugins))
+    return create_registry(**options)
+
+
+def test_an_entry_point_is_found_with_its_distribution(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(plugins, "headway_toy", TOY, version="2.5")
+    registry = create(plugins, monkeypatch)
+    assert not registry.failures
+    assert registry.backends["toy"].owner == "headway_toy 2.5"
+    assert registry.availability("toy")
+
+
+def test_a_blocked_entry_point_is_left_alone(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(plugins, "headway_blocked", 'raise AssertionError("imported all the same")\n')
+    registry = create(plugins, monkeypatch, block=["headway_blocked"])
+    assert not registry.failures
+
+
+def test_a_distribution_that_is_on_the_path_twice_counts_once(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(plugins, "headway_twice", TOY)
+    monkeypatch.syspath_prepend(str(plugins))
+    monkeypatch.syspath_prepend(f"{plugins}/../{plugins.name}")
+    assert [point.name for point in installed_plugins("headway") if point.name == "headway_twice"] == ["headway_twice"]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_plugin_registers_nothing(registry: Registry, plugins: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    install(plugins, f"broken_{name}", BROKEN[name])
+    broken = create(plugins, monkeypatch)
+    (failure,) = broken.failures
+    assert (failure.name, failure.owner) == (f"broken_{name}", f"broken_{name} 1.0")
+    for word in BROKEN_SAYS[name]:
+        assert word in str(failure)
+    assert list(broken.backends) == list(registry.backends)
+
+
+def test_a_plugin_that_exits_on_import_is_a_record(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(plugins, "broken_exit", EXITS)
+    try:
+        (failure,) = create(plugins, monkeypatch).failures
+    except SystemExit:
+        pytest.fail("the plugin's sys.exit() ended headway")
+    assert "SystemExit" in str(failure)
+
+
+def test_metadata_that_cannot_be_read_does_not_stop_start_up(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(plugins, "broken_metadata", "", entry_points=MALFORMED)
+    install(plugins, "headway_good", TOY)
+    registry = create(plugins, monkeypatch)
+    assert registry.backends["toy"].owner == "headway_good 1.0"
+
+
+def test_an_entry_point_to_nothing_is_a_record(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        plugins, "broken_point", "", entry_points="[headway]\na = broken_point:missing\nb = no_such_module\nc = not a module\n"
+    )
+    failures = create(plugins, monkeypatch).failures
+    assert sorted(failure.name for failure in failures) == ["a", "b", "c"]
+    assert {failure.owner for failure in failures} == {"broken_point 1.0"}
+
+
+def test_one_entry_point_name_in_two_distributions_costs_only_the_second(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(plugins, "first_of_two", TOY, entry_points="[headway]\nfast = first_of_two\n")
+    install(plugins, "second_of_two", TOY.replace('"toy', '"yot'), entry_points="[headway]\nfast = second_of_two\n")
+    registry = create(plugins, monkeypatch)
+    (failure,) = registry.failures
+    brought = {"toy", "toy.decode", "yot", "yot.decode"} & set(registry.backends)
+    assert brought in ({"toy", "toy.decode"}, {"yot", "yot.decode"})
+    assert failure.owner == ("second_of_two 1.0" if "toy" in brought else "first_of_two 1.0")
+    for word in ("'fast'", "first_of_two 1.0", "second_of_two 1.0"):
+        assert word in str(failure)
+    assert "<module" not in str(failure)
+
+
+@pytest.fixture
+def all_together(plugins: Path) -> Path:
+    """One good plugin and all broken ones."""
+    install(plugins, "headway_toy", TOY)
+    for name, source in BROKEN.items():
+        install(plugins, f"broken_{name}", source)
+    return plugins
+
+
+@pytest.mark.slow
+def test_every_failure_is_listed_from_outside(all_together: Path, tmp_path: Path) -> None:
+    plugins = all_together
+    listed = run_headway("backends", plugins=plugins, cwd=tmp_path, columns=200)
+    assert listed.code == 0, listed
+    for name in BROKEN:
+        (line,) = [line for line in listed.out.splitlines() if line.startswith(f"plugin not loaded: broken_{name} ")]
+        assert f"(from broken_{name} 1.0)" in line
+        for word in BROKEN_SAYS[name]:
+            assert word in line or word in listed.out
+    (row,) = [line for line in listed.out.splitlines() if re.match(r"\W*toy\s", line)]
+    assert "headway_toy 1.0" in row
+
+    answer = run_headway("backends", "--json", plugins=plugins, cwd=tmp_path)
+    parsed = json.loads(answer.out)
+    assert {failure["plugin"] for failure in parsed["failures"]} == {f"broken_{name}" for name in BROKEN}
+    assert {row["kind"] for row in parsed["backends"] if row["name"].startswith("toy")} == {"headway_toy 1.0"}
+
+
+@pytest.mark.slow
+def test_generation_goes_on_beside_broken_plugins(all_together: Path, tmp_path: Path) -> None:
+    plugins = all_together
+    unknown = run_headway("generate", "--attn-backend", "nope", "fox", plugins=plugins, cwd=tmp_path)
+    assert unknown.code == 2
+    assert unknown.err.count("plugin that failed to load: ") == len(BROKEN)
+
+    model = str(save_tiny_model(tmp_path / "model"))
+    texts = {}
+    for wish in ("toy", "prefill=sdpa,decode=toy.decode", "sdpa.math"):
+        done = run_headway(
+            "generate", "--model", model, "--attn-backend", wish, "--max-tokens", "24", "--ignore-eos", "the quick fox",
+            plugins=plugins, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.code == 0, done
+        assert "24 tokens" in done.err
+        texts[wish] = done.out
+    assert texts["toy"].strip()
+    assert texts["toy"] == texts["prefill=sdpa,decode=toy.decode"] == texts["sdpa.math"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,67 +18,77 @@ from headway.core.oracle.cells import CheckCell
 from headway.testing.broken import attention as planted
 from headway.testing.broken.attention import PlainBackend, PlainPlan
 from headway.testing.kit.kit import Kit
+from headway.testing.kit.report import CellResult
 from headway.testing.kit.subject import load_subject
 
 CELL = CheckCell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
+MANY_LATENT = {"layout": "latent", "feature": "latent", "head_dim": 576, "group": 128, "dtype": "bfloat16", "work": "few"}
+Backend = type[PlainBackend]
 
 
-class IgnoresTheTable(PlainBackend):
-    def plan(self, metadata: AttentionMetadata) -> PlainPlan:
-        blocks = torch.arange(metadata.block_table.shape[1], dtype=torch.int32)
-        return super().plan(replace(metadata, block_table=blocks.expand_as(metadata.block_table)))
+def variant(**members: Any) -> Backend:
+    return type("Made", (PlainBackend,), members)
 
 
-class SortsTheTable(PlainBackend):
-    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        used = blocks[: -(-kv_len // self.block_size)]
-        return super().rows(cache, used.sort().values, kv_len)
+def scaled(change: Callable[[PlainBackend], float]) -> Backend:
+    """Backends whose scale is multiplied by a number."""
+    return variant(scale=lambda self: PlainBackend.scale(self) * change(self))
 
 
-class LeavesTheLastOut(PlainBackend):
-    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+def capped(change: Callable[[Tensor], Tensor]) -> Backend:
+    """Backends that change scores where the soft-cap would."""
+    return variant(cap=lambda self, scores: change(scores))
+
+
+def masked(change: Callable[[PlainBackend, Tensor, int, Tensor], Tensor]) -> Backend:
+    """Backends whose masked scores are change(self, scores, context, the right ones)."""
+    return variant(mask=lambda self, scores, context: change(self, scores, context, PlainBackend.mask(self, scores, context)))
+
+
+def planned(change: Callable[[AttentionMetadata], Tensor]) -> Backend:
+    """Backends that plan with another block table."""
+    return variant(plan=lambda self, step: PlainBackend.plan(self, replace(step, block_table=change(step))))
+
+
+def tabled(change: Callable[[PlainBackend, Tensor, int], Tensor]) -> Backend:
+    """Backends that read change(self, blocks, kv_len) in place of a sequence's blocks."""
+    return variant(rows=lambda self, cache, blocks, kv_len: PlainBackend.rows(self, cache, change(self, blocks, kv_len), kv_len))
+
+
+def valued(change: Callable[[Tensor], Tensor]) -> Backend:
+    """Backends that read other values."""
+
+    def rows(self: PlainBackend, *given: Any) -> tuple[Tensor, Tensor]:
+        keys, values = PlainBackend.rows(self, *given)
+        return keys, change(values)
+
+    return variant(rows=rows)
+
+
+def decoding(change: Callable[..., Tensor]) -> Backend:
+    """Backends that decode change(self, q) in place of q."""
+    return variant(decode=lambda self, q, *rest: PlainBackend.decode(self, change(self, q), *rest))
+
+
+def answering(change: Callable[[Tensor, Tensor], object]) -> Backend:
+    """Backends that decode, and then leave what change(out as it was given, the right answer) makes of it in out."""
+
+    def decode(self: PlainBackend, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
         right = out.clone()
-        super().decode(q, cache, plan, right, lse)
-        out[:-1] = right[:-1]
+        PlainBackend.decode(self, q, cache, plan, right, lse)
+        change(out, right)
+
+    return variant(decode=decode)
 
 
-class KeepsElevenBits(PlainBackend):
-    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
-        super().decode(q.half().float(), cache, plan, out, lse)
+def run(made: Backend, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> CellResult:
+    """Run a cell that differs from CELL so."""
+    monkeypatch.setitem(planted.PLANTED, "made", made)
+    return Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, **changes))
 
 
-class KeepsEightBits(PlainBackend):
-    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
-        super().decode(q.bfloat16().float(), cache, plan, out, lse)
-
-
-class GroupsTheOtherWay(PlainBackend):
-    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
-        heads = q.reshape(len(q), self.spec.group_size, self.spec.num_kv_heads, -1).transpose(1, 2).flatten(1, 2)
-        super().decode(heads, cache, plan, out, lse)
-
-
-class ClaimsAWindow(PlainBackend):
-    def window(self) -> int:
-        return 1 << 20
-
-
-class TakesQForOnePiece(PlainBackend):
-    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
-        strides = (q.shape[1] * q.shape[2], q.shape[2], 1)
-        super().decode(q.as_strided(q.shape, strides, q.storage_offset()), cache, plan, out, lse)
-
-
-class TakesEachSequencesQForOnePiece(PlainBackend):
-    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata) -> Tensor:
-        strides = (q.shape[1] * q.shape[2], q.shape[2], 1)
-        whole = q.as_strided(q.shape, strides, q.storage_offset())
-        return super().sequence(whole, keys, values, context, number, metadata)
-
-
-class HidesByANumber(PlainBackend):
-    def mask(self, scores: Tensor, context: int) -> Tensor:
-        return scores.masked_fill(super().mask(scores, context) == -torch.inf, -100.0)
+def as_one_piece(self: PlainBackend, q: Tensor) -> Tensor:
+    return q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1), q.storage_offset())
 
 
 class KeepsPlansByFirstBlocks(PlainBackend):
@@ -97,33 +108,13 @@ class KeepsSinksByHeads(PlainBackend):
             self.spec = replace(self.spec, sinks=self.kept.setdefault(self.spec.num_heads, self.spec.sinks))
 
 
-MANY_LATENT = {"layout": "latent", "feature": "latent", "head_dim": 576, "group": 128, "dtype": "bfloat16", "work": "few"}
-
-
-class LosesHeadsBehind64(PlainBackend):
-    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
-        super().decode(q, cache, plan, out, lse)
-        out[:, 64:] = 0.0
-
-
 class HidesAKeyFromHeadsBehind64(PlainBackend):
     capabilities = replace(PlainBackend.capabilities, value_in_key=True, v_head_dims=((576, 512),))
 
     def mask(self, scores: Tensor, context: int) -> Tensor:
-        masked = super().mask(scores, context)
-        masked[torch.arange(self.spec.num_heads) % self.spec.group_size >= 64, :, 0] = -torch.inf
-        return masked
-
-
-class EndsTablesAtZero(PlainBackend):
-    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        kept = blocks[blocks != 0]
-        return super().rows(cache, torch.cat([kept, blocks.new_zeros(len(blocks) - len(kept))]), kv_len)
-
-
-class NumbersBlocksIn16Bits(PlainBackend):
-    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        return super().rows(cache, blocks % (1 << 15), kv_len)
+        hidden = super().mask(scores, context)
+        hidden[torch.arange(self.spec.num_heads) % self.spec.group_size >= 64, :, 0] = -torch.inf
+        return hidden
 
 
 class ForgetsTheValuesScales(PlainBackend):
@@ -134,36 +125,50 @@ class ForgetsTheValuesScales(PlainBackend):
         return super().rows(cache.over(ones), blocks, kv_len)
 
 
-def test_forgotten_scales_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(planted.PLANTED, "made", ForgetsTheValuesScales)
-    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, layout="nhd_int8", feature="int8"))
-    assert result.guess == "matches a cache whose values are read without their scales", result
+def without_zeros(self: PlainBackend, blocks: Tensor, kv_len: int) -> Tensor:
+    kept = blocks[blocks != 0]
+    return torch.cat([kept, blocks.new_zeros(len(blocks) - len(kept))])
+
+
+ENDS_TABLES_AT_ZERO = tabled(without_zeros)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("made", "feature", "words"),
+    ("made", "changes", "words"),
     [
-        (IgnoresTheTable, "none", "ignores the block table: matches blocks 0, 1, ..."),
-        (SortsTheTable, "none", "ignores the order of the block table: matches its blocks sorted"),
-        (LeavesTheLastOut, "none", "of some sequences; wrong in exactly the last sequence of the step"),
-        (KeepsElevenBits, "none", "float32 rounded to 11 bits"),
-        (KeepsEightBits, "none", "float32 rounded to 8 bits"),
-        (GroupsTheOtherWay, "none", "query heads in the order [group, kv head]"),
-        (ClaimsAWindow, "window", "matches the answer without the sliding window"),
+        (
+            planned(lambda step: torch.arange(step.block_table.shape[1], dtype=torch.int32).expand_as(step.block_table)),
+            {},
+            "ignores the block table: matches blocks 0, 1, ...",
+        ),
+        (
+            tabled(lambda self, blocks, kv_len: blocks[: -(-kv_len // self.block_size)].sort().values),
+            {},
+            "ignores the order of the block table: matches its blocks sorted",
+        ),
+        (
+            answering(lambda out, right: out[:-1].copy_(right[:-1])),
+            {},
+            "of some sequences; wrong in exactly the last sequence of the step",
+        ),
+        (decoding(lambda self, q: q.half().float()), {}, "float32 rounded to 11 bits"),
+        (decoding(lambda self, q: q.bfloat16().float()), {}, "float32 rounded to 8 bits"),
+        (
+            decoding(lambda self, q: q.unflatten(1, (self.spec.group_size, -1)).transpose(1, 2).flatten(1, 2)),
+            {},
+            "query heads in the order [group, kv head]",
+        ),
+        (variant(window=lambda self: 1 << 20), {"feature": "window"}, "matches the answer without the sliding window"),
+        (
+            ForgetsTheValuesScales,
+            {"layout": "nhd_int8", "feature": "int8"},
+            "matches a cache whose values are read without their scales",
+        ),
     ],
 )
-def test_a_first_mistake_is_named(made: type[PlainBackend], feature: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(planted.PLANTED, "made", made)
-    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, feature=feature))
-    assert result.status == "failed"
-    assert words in result.guess, result
-
-
-def assert_guessed(made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend fails a cell that differs from CELL so, and its guess holds these words."""
-    monkeypatch.setitem(planted.PLANTED, "made", made)
-    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, **changes))
+def test_a_first_mistake_is_named(made: Backend, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(made, monkeypatch, **changes)
     assert result.status == "failed"
     assert words in result.guess, result
 
@@ -172,81 +177,63 @@ def assert_guessed(made: type[PlainBackend], changes: dict[str, Any], words: str
 @pytest.mark.parametrize(
     ("made", "changes", "words"),
     [
-        (TakesQForOnePiece, {}, ""),
-        (TakesEachSequencesQForOnePiece, {"phase": "extend"}, ""),
-        (HidesByANumber, {"phase": "extend", "scores": "low"}, ""),
+        (decoding(as_one_piece), {}, ""),
+        (
+            variant(sequence=lambda self, q, *rest: PlainBackend.sequence(self, as_one_piece(self, q), *rest)),
+            {"phase": "extend"},
+            "",
+        ),
+        (
+            masked(lambda self, scores, context, right: scores.masked_fill(right == -torch.inf, -100.0)),
+            {"phase": "extend", "scores": "low"},
+            "",
+        ),
         (KeepsPlansByFirstBlocks, {"work": "again"}, "had in a step before: a plan that is kept too long"),
         (KeepsSinksByHeads, {"check": "siblings", "feature": "sinks"}, "keeps something of one layer for another"),
-        (LosesHeadsBehind64, {"phase": "verify", "kv_heads": 40}, ""),
-        (EndsTablesAtZero, {"work": "again"}, ""),
-        (EndsTablesAtZero, {"work": "many", "feature": "window-16", "phase": "extend"}, ""),
-        (NumbersBlocksIn16Bits, {"memory": "far"}, "numbers of blocks and slots are beyond 16 bits"),
+        (answering(lambda out, right: out[:, :64].copy_(right[:, :64])), {"phase": "verify", "kv_heads": 40}, ""),
+        (ENDS_TABLES_AT_ZERO, {"work": "again"}, ""),
+        (ENDS_TABLES_AT_ZERO, {"work": "many", "feature": "window-16", "phase": "extend"}, ""),
+        (
+            tabled(lambda self, blocks, kv_len: blocks % (1 << 15)),
+            {"memory": "far"},
+            "numbers of blocks and slots are beyond 16 bits",
+        ),
     ],
 )
 def test_an_input_brings_a_mistake_out(
-    made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    made: Backend, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(planted.PLANTED, "made", made)
-    cell = replace(CELL, **changes)
-    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(cell)
+    result = run(made, monkeypatch, **changes)
     assert result.status == "failed"
     assert words in result.guess, result
-    monkeypatch.setitem(planted.PLANTED, "made", PlainBackend)
-    assert Kit(load_subject("broken:made", torch.device("cpu"))).run(cell).status == "passed"
+    assert run(PlainBackend, monkeypatch, **changes).status == "passed"
 
 
-class HidesByWholeTiles(PlainBackend):
-    def mask(self, scores: Tensor, context: int) -> Tensor:
-        keys = torch.arange(scores.shape[2])
-        whole = (keys // 32 + 1) * 32 < scores.shape[2]
-        return scores.masked_fill((self.ago(scores, context) < 0) & ~whole, -torch.inf)
+def by_whole_tiles(self: PlainBackend, scores: Tensor, context: int, right: Tensor) -> Tensor:
+    whole = (torch.arange(scores.shape[2]) // 32 + 1) * 32 < scores.shape[2]
+    return scores.masked_fill((self.ago(scores, context) < 0) & ~whole, -torch.inf)
 
 
-class RoundsTheWindowUp(PlainBackend):
-    def mask(self, scores: Tensor, context: int) -> Tensor:
-        begin = max(context - self.window() + 1, 0)
-        early = torch.arange(scores.shape[2]) < -(-begin // 16) * 16
-        return super().mask(scores, context).masked_fill(early, -torch.inf)
+def by_a_rounded_window(self: PlainBackend, scores: Tensor, context: int, right: Tensor) -> Tensor:
+    early = torch.arange(scores.shape[2]) < -(-max(context - self.window() + 1, 0) // 16) * 16
+    return right.masked_fill(early, -torch.inf)
 
 
-class ReadsTheTableByItsOwnWidth(PlainBackend):
-    def plan(self, metadata: AttentionMetadata) -> PlainPlan:
-        width = -(-metadata.max_seq_len // metadata.block_size)
-        table = metadata.block_table.flatten()[: metadata.num_seqs * width].view(-1, width)
-        return super().plan(replace(metadata, block_table=table))
+def by_whole_blocks(self: PlainBackend, scores: Tensor, context: int, right: Tensor) -> Tensor:
+    ago = self.ago(scores, context)
+    first = (torch.arange(context, context + len(ago)) - self.window() + 1).clamp(min=0) // 8 * 8
+    return scores.masked_fill((ago < 0) | (torch.arange(scores.shape[2]) < first[:, None]), -torch.inf)
 
 
-class ReadsKvHeadsInPairs(PlainBackend):
-    def kv_heads(self, device: torch.device) -> Tensor:
-        return super().kv_heads(device) // 2 * 2
+def of_its_own_width(step: AttentionMetadata) -> Tensor:
+    width = -(-step.max_seq_len // step.block_size)
+    return step.block_table.flatten()[: step.num_seqs * width].view(-1, width)
 
 
-class CountsSinksTwice(PlainBackend):
-    def weights(self, scores: Tensor) -> Tensor:
-        assert self.spec.sinks is not None
-        sinks = torch.tensor(self.spec.sinks)[:, None, None].expand(-1, scores.shape[1], 2)
-        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-2]
-
-
-class RoundsScores(PlainBackend):
-    def cap(self, scores: Tensor) -> Tensor:
-        return scores.bfloat16().float()
-
-
-class CountsFromWholeBlocks(PlainBackend):
-    def mask(self, scores: Tensor, context: int) -> Tensor:
-        return super().mask(scores, context // self.block_size * self.block_size)
-
-
-class RepeatsElements(PlainBackend):
-    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        keys, values = super().rows(cache, blocks, kv_len)
-        return keys, torch.cat([values[..., :16], values[..., :16]], -1)
-
-
-class TakesSingleKeysAsTheyAre(PlainBackend):
-    def weights(self, scores: Tensor) -> Tensor:
-        return torch.ones_like(scores) if scores.shape[2] == 1 else super().weights(scores)
+def with_sinks_twice(self: PlainBackend, scores: Tensor) -> Tensor:
+    assert self.spec.sinks is not None
+    sinks = torch.tensor(self.spec.sinks)[:, None, None].expand(-1, scores.shape[1], 2)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-2]
 
 
 class KeepsTheFirstKernelsHeads(PlainBackend):
@@ -270,26 +257,8 @@ class SharesABuffer(PlainBackend):
 
 class HasRoomFor64(PlainBackend):
     def plan(self, metadata: AttentionMetadata) -> PlainPlan:
-        starts = torch.zeros(64, dtype=torch.int32)
-        starts[: metadata.num_seqs] = metadata.seq_lens
+        torch.zeros(64, dtype=torch.int32)[: metadata.num_seqs] = metadata.seq_lens
         return super().plan(metadata)
-
-
-class AddsToOut(PlainBackend):
-    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
-        right = torch.zeros_like(out)
-        super().decode(q, cache, plan, right, lse)
-        out += right
-
-
-class DoublesWithOneKvHead(PlainBackend):
-    def scale(self) -> float:
-        return super().scale() * (2.0 if self.spec.num_kv_heads == 1 else 1.0)
-
-
-class GoesWrongBehind40Tokens(PlainBackend):
-    def cap(self, scores: Tensor) -> Tensor:
-        return scores * 1.5 if scores.shape[2] > 40 else scores
 
 
 class RoundsTwiceOnWriting(PlainBackend):
@@ -301,103 +270,75 @@ class RoundsTwiceOnWriting(PlainBackend):
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Any, out: Tensor) -> None:
         for rows, scale, stored in ((k, cache.k_scale, cache.by_slot("key")), (v, cache.v_scale, cache.by_slot("value"))):
-            at = plan.metadata.slot_mapping
             most = torch.finfo(stored.dtype).max
             fitting = (rows / scale).clamp(-most, most).to(stored.dtype)
-            for number, slot in enumerate(at.tolist()):
+            for number, slot in enumerate(plan.metadata.slot_mapping.tolist()):
                 if slot >= 0:
                     stored[slot // self.block_size, slot % self.block_size] = fitting[number]
         self.decode(q, cache, plan, out)
-
-
-class ScalesOnceMore(PlainBackend):
-    def scale(self) -> float:
-        return super().scale() * self.spec.head_dim**-0.5
-
-
-class ReadsValuesOneLate(PlainBackend):
-    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        keys, values = super().rows(cache, blocks, kv_len)
-        return keys, torch.cat([values[:1], values[:-1]])
-
-
-class SeesWholeBlocks(PlainBackend):
-    def mask(self, scores: Tensor, context: int) -> Tensor:
-        ago = self.ago(scores, context)
-        first = (torch.arange(context, context + len(ago)) - self.window() + 1).clamp(min=0) // 8 * 8
-        return scores.masked_fill((ago < 0) | (torch.arange(scores.shape[2]) < first[:, None]), -torch.inf)
-
-
-class BendsScores(PlainBackend):
-    def cap(self, scores: Tensor) -> Tensor:
-        return scores + 0.1 * scores**3
-
-
-class LosesElements(PlainBackend):
-    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        keys, values = super().rows(cache, blocks, kv_len)
-        return keys, torch.cat([values[..., :24], torch.zeros_like(values[..., 24:])], -1)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("made", "changes"),
     [
-        (ScalesOnceMore, {}),
-        (ReadsValuesOneLate, {}),
-        (SeesWholeBlocks, {"feature": "window-16", "phase": "extend"}),
-        (BendsScores, {}),
-        (HidesByWholeTiles, {"phase": "extend"}),
-        (RoundsTheWindowUp, {"phase": "extend", "feature": "window"}),
-        (ReadsTheTableByItsOwnWidth, {"phase": "mixed"}),
-        (ReadsKvHeadsInPairs, {"kv_heads": 3}),
-        (CountsSinksTwice, {"feature": "sinks"}),
-        (RoundsScores, {"dtype": "bfloat16", "scores": "high"}),
-        (CountsFromWholeBlocks, {"phase": "extend"}),
-        (RepeatsElements, {}),
+        (scaled(lambda self: self.spec.head_dim**-0.5), {}),
+        (valued(lambda values: torch.cat([values[:1], values[:-1]])), {}),
+        (masked(by_whole_blocks), {"feature": "window-16", "phase": "extend"}),
+        (capped(lambda scores: scores + 0.1 * scores**3), {}),
+        (masked(by_whole_tiles), {"phase": "extend"}),
+        (masked(by_a_rounded_window), {"phase": "extend", "feature": "window"}),
+        (planned(of_its_own_width), {"phase": "mixed"}),
+        (variant(kv_heads=lambda self, device: PlainBackend.kv_heads(self, device) // 2 * 2), {"kv_heads": 3}),
+        (variant(weights=with_sinks_twice), {"feature": "sinks"}),
+        (capped(lambda scores: scores.bfloat16().float()), {"dtype": "bfloat16", "scores": "high"}),
+        (
+            variant(mask=lambda self, scores, at: PlainBackend.mask(self, scores, at // self.block_size * self.block_size)),
+            {"phase": "extend"},
+        ),
+        (valued(lambda values: torch.cat([values[..., :16], values[..., :16]], -1)), {}),
         (RoundsTwiceOnWriting, {"feature": "fp8", "dtype": "bfloat16"}),
         (KeepsTheFirstKernelsHeads, {"work": "again"}),
         (SharesABuffer, {"phase": "mixed", "feature": "window-1"}),
         (HasRoomFor64, {"work": "many"}),
-        (AddsToOut, {}),
-        (DoublesWithOneKvHead, {"kv_heads": 1, "group": 4}),
+        (answering(lambda out, right: out.add_(right)), {}),
+        (scaled(lambda self: 2.0 if self.spec.num_kv_heads == 1 else 1.0), {"kv_heads": 1, "group": 4}),
     ],
 )
-def test_a_mistake_without_a_name_is_found(
-    made: type[PlainBackend], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_guessed(made, changes, "", monkeypatch)
+def test_an_unnamed_mistake_is_found(made: Backend, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(made, monkeypatch, **changes).status == "failed"
+
+
+def of_single_keys(self: PlainBackend, scores: Tensor) -> Tensor:
+    return torch.ones_like(scores) if scores.shape[2] == 1 else PlainBackend.weights(self, scores)
 
 
 @pytest.mark.parametrize(
     ("made", "changes", "words"),
     [
-        (LosesElements, {}, "wrong in elements 24 to 31 alone, of 32"),
+        (
+            valued(lambda values: torch.cat([values[..., :24], torch.zeros_like(values[..., 24:])], -1)),
+            {},
+            "wrong in elements 24 to 31 alone, of 32",
+        ),
         (HidesAKeyFromHeadsBehind64, MANY_LATENT, "wrong in heads 64 to 127 alone, of 128"),
         (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 1}, "wrong in heads 64 to 70 alone, of 71"),
         (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 2}, "wrong in heads 64 to 70, 135 to 141 alone, of 142"),
         (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 1, "feature": "sinks"}, "wrong in heads 64 to 70 alone, of 71"),
-        (GoesWrongBehind40Tokens, {}, "wrong in exactly those of more than 38 tokens"),
+        (
+            capped(lambda scores: scores * 1.5 if scores.shape[2] > 40 else scores),
+            {},
+            "wrong in exactly those of more than 38 tokens",
+        ),
+        (variant(weights=of_single_keys), {"phase": "prefill", "feature": "sinks"}, "wrong in exactly those of a single token"),
     ],
 )
 def test_the_place_of_a_mistake_is_said(
-    made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    made: Backend, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_guessed(made, changes, words, monkeypatch)
-
-
-class GivesLogSumsFarOff(PlainBackend):
-    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
-        super().decode(q, cache, plan, out, lse)
-        if lse is not None:
-            lse.copy_(torch.linspace(400, 500, lse.numel()).view_as(lse))
-
-
-def test_log_sums_that_are_far_off_fail_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums themselves are then more than a whole number of 64 bits holds."""
-    monkeypatch.setitem(planted.PLANTED, "made", GivesLogSumsFarOff)
-    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, check="lse"))
-    assert result.reason.startswith("lse of sequence"), result
+    result = run(made, monkeypatch, **changes)
+    assert result.status == "failed"
+    assert words in result.guess, result
 
 
 class GivesLogSums(PlainBackend):
@@ -417,11 +358,11 @@ class GivesLogSums(PlainBackend):
         return super().cap(scores)
 
     def mask(self, scores: Tensor, context: int) -> Tensor:
-        masked = super().mask(scores, context)
-        plain = self.plain.masked_fill(masked == -torch.inf, -torch.inf)
-        self.lse[:, self.at : self.at + scores.shape[1]] = self.of(plain, masked, self.spec.scale)
+        right = super().mask(scores, context)
+        plain = self.plain.masked_fill(right == -torch.inf, -torch.inf)
+        self.lse[:, self.at : self.at + scores.shape[1]] = self.of(plain, right, self.spec.scale)
         self.at += scores.shape[1]
-        return masked
+        return right
 
 
 @pytest.mark.parametrize(
@@ -432,21 +373,13 @@ class GivesLogSums(PlainBackend):
         (lambda plain, capped, scale: plain.logsumexp(-1), {"feature": "softcap"}),
         (lambda plain, capped, scale: capped.logsumexp(-1) - capped.amax(-1), {}),
         (lambda plain, capped, scale: capped.logsumexp(-1), {"feature": "sinks"}),
+        (lambda plain, capped, scale: 400 + 30 * torch.arange(capped[..., 0].numel()).view_as(capped[..., 0]), {}),
     ],
 )
 def test_a_mistake_in_log_sums_is_found(of: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(planted.PLANTED, "made", type("Made", (GivesLogSums,), {"of": staticmethod(of)}))
-    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, check="lse", **changes))
+    """The last ones are so far off that the sums themselves are more than a whole number of 64 bits holds."""
+    result = run(type("Made", (GivesLogSums,), {"of": staticmethod(of)}), monkeypatch, check="lse", **changes)
     assert result.reason.startswith("lse of sequence"), result
-
-
-def test_what_only_the_wrong_sequences_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_guessed(
-        TakesSingleKeysAsTheyAre,
-        {"phase": "prefill", "feature": "sinks"},
-        "wrong in exactly those of a single token",
-        monkeypatch,
-    )
 
 
 _KEEPS_MASKS = """

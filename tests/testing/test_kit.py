@@ -74,7 +74,7 @@ def test_a_hostile_backend_is_caught(name: str, cell: CheckCell, words: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DecodeOnly", "NoPrompts", "OwnLayout"])
+@pytest.mark.parametrize("name", ["DecodeOnly", pytest.param("NoPrompts", marks=pytest.mark.soak), "OwnLayout"])
 def test_a_part_of_the_contract_is_enough(name: str) -> None:
     own = kit(name)
     layout = "slots_first" if name == "OwnLayout" else "nhd"
@@ -445,6 +445,7 @@ def test_a_cell_in_this_process_is_heard(capsys: pytest.CaptureFixture[str]) -> 
         check(Wanted(target="sdpa", in_process=True))
 
 
+@pytest.mark.slow
 def test_the_example_keeps_the_contract() -> None:
     wanted = Wanted(target=f"{EXAMPLE}:Example", quick=True, only="claims")
     assert [cell.status for cell in check(wanted).cells] == ["passed"]
@@ -463,3 +464,38 @@ def test_the_pytest_plugin_makes_a_test_of_each_cell(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert "1 failed, 3 passed" in run.stdout, run.stdout + run.stderr
     assert "unknown options are silently ignored" in run.stdout
+
+
+def mistyped(axis: str) -> str:
+    name = str(PLAIN)
+    assert f":{axis}:" in f":{name}:"
+    return ":".join("nosuch" if part == axis else part for part in name.split(":"))
+
+
+@pytest.mark.parametrize(
+    ("axis", "words"),
+    [
+        ("answer", "a check out of claims, process, serves"),
+        ("decode", "a cell's name as `headway check` prints it"),
+        ("nhd", "a layout out of nhd, hnd"),
+        ("own", "a cell's name"),
+        ("float32", "a cell's name"),
+        ("none", "a cell's name"),
+    ],
+)
+def test_a_cell_that_cannot_be_is_no_finding(axis: str, words: str) -> None:
+    with pytest.raises(HeadwayError, match=f"--cell: needs {words}.*nosuch"):
+        check(Wanted(target="sdpa.math", cell=mistyped(axis), in_process=True))
+
+
+@pytest.mark.slow
+def test_nor_is_one_in_a_process_of_its_own() -> None:
+    with pytest.raises(HeadwayError, match="--cell: needs a layout out of nhd, hnd.*nosuch"):
+        check(Wanted(target="sdpa.math", cell=mistyped("nhd")))
+
+
+def test_of_one_cell_no_others_are_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which layers a backend accepts takes a second to find out."""
+    monkeypatch.setattr(Kit, "cells", lambda *_: pytest.fail("all cells are listed"))
+    report = check(Wanted(target="sdpa.math", cell=str(PLAIN), in_process=True))
+    assert [(cell.cell, cell.status) for cell in report.cells] == [(str(PLAIN), "passed")]

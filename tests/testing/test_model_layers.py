@@ -123,9 +123,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
     ids=["llama", "gpt_oss, quantised", "deepseek", "of transformers"],
 )
-def test_each_distinct_layer_is_found_in_the_models_own_type(
-    config: dict[str, Any], layers: dict[str, str], tmp_path: Path
-) -> None:
+def test_each_distinct_layer_is_found_in_its_own_type(config: dict[str, Any], layers: dict[str, str], tmp_path: Path) -> None:
     found = read_model_layers(write(tmp_path, config), CPU)
     assert {name: str(layer) for name, layer in found.items()} == layers
     assert all(layer.spec.sinks is None or len(set(layer.spec.sinks)) > 1 for layer in found.values())
@@ -209,7 +207,7 @@ class WindowOfTwelveWrong(PlainBackend):
     ],
     ids=["kv heads", "scale", "window"],
 )
-def test_a_mistake_in_the_models_own_values_is_found(
+def test_a_mistake_in_a_models_values_is_found(
     backend: type[PlainBackend], config: dict[str, Any], layer: str, plant: Any, tmp_path: Path
 ) -> None:
     kit = plant(backend, write(tmp_path, config))

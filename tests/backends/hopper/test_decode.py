@@ -1,32 +1,26 @@
-"""The decode kernel compiles for every layer, takes what it is handed in order, is right on the host, and claims what it does."""
+"""The kernels of decode and of latent attention compile, their backends claim what they do, and partial results fit."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
-pytest.importorskip("cuda.bindings")
-
+from absent_gpu import most_local_bytes
 from backend_cases import spec
-from cubin_registers import most_local_bytes
-from headway.backends.hopper import backend, decode
+from headway.backends.hopper import backend, latent
 from headway.backends.hopper.decode import HopperDecoding, Ring, row_blocks, shared_bytes, variant_of
+from headway.backends.hopper.latent import HeadTile, HopperLatent
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, SHARED_BYTES
-from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, LayerCache
+from headway.backends.triton.chunk_kernel import Chunks
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.nvrtc.compiler import Compiler
-from headway.registry import Registry
-from host_decode import HostDecode, run_by_the_host
-from triton_interpreter import passed_in_the_interpreter
+from host_hopper import HostDecode, HostLatent, decode_by_the_host, latent_by_the_host
 
-CSRC = Path(decode.__file__).parent / "csrc"
-ON_THE_HOST = Path(__file__).with_name("test_decode_interpreted.py")
-FORMATS = {"int": "i", "float": "f", "long long": "q"}
+pytest.importorskip("triton")
+pytest.importorskip("cuda.bindings")
 
 
 def layer(heads: str = "16/8/128", **changes: object) -> AttentionSpec:
@@ -39,8 +33,6 @@ LAYERS = {
     "16/8 heads of 128": (layer(), 1),
     "groups of 4, verified": (layer("32/8/128", sliding_window=100), 5),
     "one head of 256": (layer("8/1/256", dtype=torch.float16), 1),
-}
-RARE = {
     "sinks": (layer("64/8/64", sinks=(0.5,) * 64), 1),
     "16 rows of 256": (layer("16/1/256", softcap=30.0), 1),
     "16 rows of 192": (layer("16/1/192"), 1),
@@ -49,38 +41,12 @@ RARE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("asked", "tokens"),
-    [
-        *(pytest.param(*each, id=name) for name, each in LAYERS.items()),
-        *(pytest.param(*each, id=name, marks=pytest.mark.slow) for name, each in RARE.items()),
-    ],
-)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("asked", "tokens"), LAYERS.values(), ids=LAYERS)
 def test_every_layer_compiles_without_spills(compiler: Compiler, asked: AttentionSpec, tokens: int) -> None:
     blocks = row_blocks(asked.group_size * tokens, asked.head_dim)
     cubin = variant_of(asked, 16, blocks).compile(ARCH, compiler)
     assert most_local_bytes(cubin) <= 8
-
-
-@pytest.mark.slow
-def test_the_source_is_right_on_the_host() -> None:
-    assert passed_in_the_interpreter(ON_THE_HOST) >= 25
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_random_steps_are_right_on_the_host() -> None:
-    assert passed_in_the_interpreter(ON_THE_HOST, marks="slow") >= 20
-
-
-def test_the_arguments_are_packed_as_they_are_declared() -> None:
-    body = re.sub(r"//.*", "", (CSRC / "decode.cu").read_text().split("struct DecodeArguments {")[1].split("};")[0])
-    declared = ""
-    for statement in filter(None, map(str.strip, body.split(";"))):
-        kind = "Q" if "*" in statement else next(code for name, code in FORMATS.items() if statement.startswith(name))
-        declared += kind * (statement.count(",") + 1)
-    expected = re.sub(r"(\d+)(\D)", lambda found: found[2] * int(found[1]), decode.ARGUMENTS.format.lstrip("="))
-    assert expected.rstrip("x") == declared
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -109,24 +75,9 @@ def test_it_claims_decode_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> 
     assert "9.0" in reasons(layer())
 
 
-def test_the_registry_takes_its_claims(registry: Registry) -> None:
-    assert registry.backend("hopper_decode") is HopperDecoding
-    if not torch.cuda.is_available():
-        assert str(registry.availability("hopper_decode")) == "no: device: needs a CUDA GPU, got none"
-
-
-def test_a_cache_whose_rows_are_scattered_is_refused() -> None:
-    asked = layer(device=torch.device("cpu"))
-    cache = NHD.allocate(CacheGeometry.of(asked, 2, 16))
-    assert HopperDecoding.accepts(cache)
-    wide = torch.zeros(2, 16, 8, 132, dtype=torch.bfloat16)[..., :128]
-    scattered = LayerCache({"key": cache.key, "value": wide}, NHD, cache.geometry)
-    assert "cache, value: needs rows in one piece, at multiples of 16 bytes" in str(HopperDecoding.accepts(scattered))
-
-
 @pytest.mark.parametrize("kv_lens", [[640], [9000, 3, 70], [2] * 300, [32000]])
 def test_partial_results_fit_what_is_kept_free(monkeypatch: pytest.MonkeyPatch, kv_lens: list[int]) -> None:
-    run_by_the_host(monkeypatch, 0, multiprocessors=132)
+    decode_by_the_host(monkeypatch, 0, multiprocessors=132)
     monkeypatch.setattr("headway.backends.triton.chunk_kernel.Chunks.cut", lambda *_: None)  # which is launched
     made = HostDecode(layer(device=torch.device("cpu")), NHD, 16)
     tables = [list(range(-(-length // 16))) for length in kv_lens]
@@ -134,3 +85,90 @@ def test_partial_results_fit_what_is_kept_free(monkeypatch: pytest.MonkeyPatch, 
     assert step.decode is not None
     plan = made.plan(step.decode)
     assert plan.partial.nbytes <= made.workspace_bytes(4096, len(kv_lens))
+
+
+TILES = (128, 64, 2), (16, 64, 1), (20, 16, 1), (128, 48, 1), (96, 256, 2)
+
+
+def latent_layer(num_heads: int = 16, **changes: object) -> AttentionSpec:
+    sizes = {"num_heads": num_heads, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "value_in_key": True}
+    return spec(**{**sizes, "dtype": torch.bfloat16, "device": torch.device("cuda"), **changes})
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(4, then="soak")
+@pytest.mark.parametrize(("num_heads", "block_size", "cluster"), TILES)
+def test_every_tile_compiles(
+    compiler: Compiler, num_heads: int, block_size: int, cluster: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headway")
+    tile = HeadTile.of(num_heads, cluster)
+    assert tile.cluster == cluster
+    for dtype in (torch.bfloat16, torch.float16):
+        assert (
+            latent.variant_of(latent_layer(num_heads, dtype=dtype), tile, block_size)
+            .compile(ARCH, compiler)
+            .startswith(b"\x7fELF")
+        )
+    assert "serialized" not in caplog.text, "each product would wait for the one before it"
+
+
+def test_tiles_hold_whole_tokens_or_equal_parts_of_one() -> None:
+    tiles = {heads: HeadTile.of(heads) for heads in (1, 16, 20, 64, 96, 128, 100, 192, 67)}
+    assert tiles == {
+        1: HeadTile(1, 64),
+        16: HeadTile(16, 4),
+        20: HeadTile(20, 3),
+        64: HeadTile(64, 1),
+        96: HeadTile(48, 1, 2),
+        128: HeadTile(64, 1, 2),
+        100: HeadTile(50, 1, 2),
+        192: HeadTile(64, 1, 1),
+        67: None,
+    }
+    assert HeadTile.of(128, cluster=1) == HeadTile(64, 1, 1)
+    assert HeadTile.of(16, cluster=2) == HeadTile(16, 4), "a cluster of what has one block"
+
+
+def test_it_claims_absorbed_layers_of_deepseek(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "capability", lambda device: (9, 0))
+
+    def reasons(asked: AttentionSpec, phase: Phase = Phase.DECODE) -> str:
+        return str(HopperLatent.supports(asked, LATENT if asked.value_in_key else NHD, 16, phase))
+
+    assert reasons(latent_layer()) == reasons(latent_layer(128), Phase.EXTEND) == "yes"
+    assert "phase: needs extend or decode, got prefill" in reasons(latent_layer(), Phase.PREFILL)
+    assert "query heads: needs equal parts of at most 64, got 67" in reasons(latent_layer(67))
+    assert "head_dim/v_head_dim: needs 576/512, got 160/128" in reasons(latent_layer(head_dim=160, v_head_dim=128))
+    assert "absorbed latent attention, of one kv head" in reasons(spec(dtype=torch.bfloat16, device=torch.device("cuda")))
+    assert "sinks" in reasons(latent_layer(sinks=(0.0,) * 16))
+    monkeypatch.setattr(backend, "capability", lambda device: (8, 0))
+    assert "9.0" in reasons(latent_layer())
+
+
+def test_options_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent_by_the_host(monkeypatch, 0)
+    with pytest.raises(ConfigError, match=r"hopper_mla.cluster: needs a number of at least 1"):
+        HostLatent(latent_layer(device=torch.device("cpu")), LATENT, 16, {"cluster": "0"})
+
+
+STEPS = [(1, [4096] * 64), (1, [16384]), (1, [2048] * 8), (5, [9000, 3, 70]), (300, [5000]), (1, [2] * 700), (64, [900] * 64)]
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize(("query_len", "kv_lens"), STEPS)
+def test_partial_results_of_latents_fit(
+    monkeypatch: pytest.MonkeyPatch, num_heads: int, query_len: int, kv_lens: list[int]
+) -> None:
+    latent_by_the_host(monkeypatch, 0, multiprocessors=132)
+    monkeypatch.setattr(Chunks, "cut", lambda *_: None)  # which is launched
+    made = HostLatent(latent_layer(num_heads, device=torch.device("cpu")), LATENT, 64)
+    contexts = [length - min(query_len, length - 1) for length in kv_lens]
+    queries = [length - context for length, context in zip(kv_lens, contexts, strict=True)]
+    tables = [list(range(-(-length // 64))) for length in kv_lens]
+    step = AttentionMetadata.build(queries, contexts, tables, 64, "cpu")
+    view = step.decode or step.prefill
+    assert view is not None
+    plan = made.plan(view)
+    assert plan.partial.nbytes <= made.workspace_bytes(4096, len(kv_lens))
+    assert plan.items % HeadTile.of(num_heads).cluster == 0  # type: ignore[union-attr]

@@ -76,7 +76,6 @@ def test_a_graph_serves_other_lengths(lengths: str) -> None:
     asked = layer(draw, sliding_window=None, softcap=None)
     case = make_case(parse_case(lengths, 1), asked, NHD, 16, write_rows, decode_query_len=1, poison=math.nan)
     view = case.metadata.decode
-    assert view is not None
     backend = HopperDecoding(asked, NHD, 16)
     plan = backend.plan_for_capture(dataclasses.replace(view, seq_lens_cpu=torch.full_like(view.seq_lens_cpu, 8192)))
     out, other = torch.empty_like(case.q), torch.empty_like(case.q)

@@ -79,6 +79,7 @@ def test_every_element_type(kind: str, dtype: str, state: str) -> None:
     check(make_state_case(lens, spec, VALUE_KEY, in_place=False, seed=3))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 31, 63, 64, 65, 127, 128, 129, 191])
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_every_length(kind: str, length: int) -> None:
@@ -190,7 +191,7 @@ def test_a_captured_plan_follows_its_static_tensors(kind: str, width: int) -> No
             assert torch.equal(tensor[foreign].view(torch.uint8), before[name][foreign].view(torch.uint8))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", STATE_KINDS)
 def test_large_layers_run_in_pieces(kind: str) -> None:
     """Where a step has more than is computed at once, blocks and segments follow each other, and the answer is the same."""

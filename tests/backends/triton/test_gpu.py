@@ -41,11 +41,7 @@ def layer_of(**changes: object) -> AttentionSpec:
 
 
 def check(
-    case_name: str,
-    layer: AttentionSpec,
-    layout: CacheLayout = NHD,
-    block_size: int = 16,
-    options: dict[str, str] | None = None,
+    case_name: str, layer: AttentionSpec, layout: CacheLayout = NHD, block_size: int = 16, options: dict[str, str] | None = None
 ) -> None:
     most = 8 if case_name == "verify" else 1
     lens = parse_case(CASES.get(case_name, case_name), most)
@@ -135,9 +131,7 @@ class TwoLayers(TritonAttention):
 @pytest.mark.parametrize("name", WRITING)
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_decode_writes_the_new_token_itself(
-    registry: Registry, layout: CacheLayout, block_size: int, name: str, lengths: str
-) -> None:
+def test_decode_writes_the_new_token(registry: Registry, layout: CacheLayout, block_size: int, name: str, lengths: str) -> None:
     """Launched, and in a graph, where it is a programmatic dependent of the layer before and cut for far longer sequences."""
     layer = layer_of(**WRITING[name])
     case = new_token_case(lengths, layer, layout, block_size)

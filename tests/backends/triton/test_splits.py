@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+
 import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.backends.triton.configs import DEFAULT, SM_90, decode_configs
-from headway.backends.triton.splits import FEWEST, RunRule, choose_cut, expected_us
+from headway.backends.triton.splits import FEWEST, RunRule, TileSchedule, choose_cut, expected_us, schedule_tiles
+
+pytest.importorskip("triton")
 
 H200 = 132
 KV = 512  # bytes of K and V of a key, 128 dims in half precision
@@ -39,12 +44,6 @@ def test_larger_tiles_serve_many_programs_of_large_blocks() -> None:
     assert decode_configs(DEFAULT, 256, 2, 256, split_rows=False)[0].block_n == 16
 
 
-def test_no_multiprocessor_gets_a_large_program_more_than_the_others() -> None:
-    """35 x 9,606 tokens with 8 kv heads: 280 programs of large tiles are three on some multiprocessors and two on the rest."""
-    assert [cut(batch, 9606) for batch in (33, 34, 35, 40, 44)] == [("few", 4), *[("few", 3)] * 4]
-    assert cut(48, 9606) == ("many", 1)
-
-
 def test_no_keys_and_no_sequences_need_no_splits() -> None:
     assert choose_cut(8, 0, KV, 2, H200, (FEW,)) == (FEW, 1)
     assert choose_cut(0, 10, KV, 2, H200, (FEW,)) == (FEW, 1)
@@ -61,11 +60,6 @@ def test_the_cut_is_the_cheapest_and_within_its_bounds(items: int, keys: int, mu
     assert expected_us(config, splits, items, keys, KV, rows, multiprocessors) <= whole
 
 
-def test_more_rows_make_merging_dearer_and_splits_fewer() -> None:
-    counts = [choose_cut(8, 4096, KV, rows, H200, (FEW,))[1] for rows in (2, 4, 16)]
-    assert counts == sorted(counts, reverse=True)
-
-
 def parts_of(count: int, tiles: int, num_kv_heads: int = 8) -> tuple[int, int]:
     """Query tiles that keep their keys, and the parts of the others; `count` query tiles see `tiles` tiles of keys each."""
     rule = RunRule(SM_90.extend, num_kv_heads, 128, 128, H200)
@@ -80,16 +74,6 @@ def test_an_extend_is_split_where_its_query_tiles_are_fewer_than_multiprocessors
     assert parts_of(96, 24) == (0, 1), "six full waves"
 
 
-def test_only_the_last_wave_is_split_where_it_is_not_full() -> None:
-    assert parts_of(22, 24) == (16, 2), "176 programs are 128 and 48"
-    assert parts_of(17, 400)[0] == 16
-
-
-def test_few_keys_are_not_split() -> None:
-    assert parts_of(4, 1) == (0, 1)
-    assert parts_of(4, 2)[1] <= 2
-
-
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=200), st.integers(1, 64))
 def test_the_programs_that_share_keys_fit_the_workspace(tiles: list[int], num_kv_heads: int) -> None:
     rule = RunRule(SM_90.extend, num_kv_heads, 128, 128, H200)
@@ -98,3 +82,93 @@ def test_the_programs_that_share_keys_fit_the_workspace(tiles: list[int], num_kv
     parts = -(-seen[whole:] // run)
     assert 0 <= whole < len(seen)
     assert int(parts[parts > 1].sum()) * num_kv_heads <= rule.most_programs()
+
+
+BLOCK_M, BLOCK_N = 16, 16
+
+
+def work_of(
+    lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None, whole: int = 0, causal: bool = True
+) -> TileSchedule:
+    starts = numpy.cumsum([0, *(query_len for query_len, _ in lens)], dtype=numpy.int32)
+    kv_lens = numpy.array([kv_len for _, kv_len in lens], numpy.int32)
+
+    def cut(tiles: numpy.ndarray) -> tuple[int, int]:
+        return whole, -(-int(tiles.max()) // parts)
+
+    return schedule_tiles(starts, kv_lens, group, BLOCK_M, BLOCK_N, window, cut, causal)
+
+
+def check(
+    lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None, whole: int = 0, causal: bool = True
+) -> TileSchedule:
+    """That the programs of each query tile cover the keys its rows see, in order, and that merges name their slots."""
+    work = work_of(lens, parts, group, window, whole, causal)
+    starts = numpy.cumsum([0] + [query_len for query_len, _ in lens])
+    slots_of: dict[tuple[int, int], list[int]] = {}
+    runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for seq, token, query_len, kv_len, number, first, end, slot in work.rows[: work.programs].tolist():
+        assert (query_len, kv_len) == lens[seq]
+        assert token == starts[seq]
+        runs.setdefault((seq, number), []).append((first * BLOCK_N, end))
+        slots_of.setdefault((seq, number), []).append(slot)
+    for seq, (query_len, kv_len) in enumerate(lens):
+        tiles = -(-query_len * group // BLOCK_M) if kv_len else 0
+        assert sorted(number for at, number in runs if at == seq) == list(range(tiles))
+        for number in range(tiles):
+            oldest = kv_len - query_len + number * BLOCK_M // group
+            newest = kv_len - query_len + min((number + 1) * BLOCK_M - 1, query_len * group - 1) // group
+            seen = 0 if window is None else max(oldest - window + 1, 0)
+            mine = runs[seq, number]
+            assert seen - BLOCK_N < mine[0][0] <= seen
+            last = newest if causal else kv_len - 1 if window is None else newest + window - 1
+            assert newest < mine[-1][1]
+            assert min(last, kv_len - 1) <= mine[-1][1] - 1 < last + BLOCK_M
+            assert mine[-1][1] <= (newest + 1 if causal else kv_len)
+            assert all(end == following for (_, end), (following, _) in pairwise(mine))
+            assert all(first < end for first, end in mine)
+            assert len(mine) <= parts
+    merged = {}
+    for token, query_len, number, slot, count, *_ in work.rows[work.programs :].tolist():
+        seq = next(i for i, (length, _) in enumerate(lens) if starts[i] == token and length == query_len)
+        merged[seq, number] = list(range(slot, slot + count))
+    assert merged == {tile: slots for tile, slots in slots_of.items() if len(slots) > 1}
+    used = [slot for slots in merged.values() for slot in slots]
+    assert sorted(used) == list(range(work.slots))
+    return work
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("window", [None, 40, 1])
+def test_every_row_meets_every_key_it_sees_once(parts: int, window: int | None) -> None:
+    draw = random.Random(parts)
+    for group in (1, 3, 4, 32):
+        lens = [(query_len, query_len + draw.choice([0, 1, draw.randrange(400)])) for query_len in (1, 5, 33, 70)]
+        check([*lens, (1, 1), (17, 17)], parts, group, window)
+
+
+@pytest.mark.parametrize("window", [None, 40, 1])
+def test_a_row_that_is_not_causal_meets_later_keys_too(window: int | None) -> None:
+    for group, parts in ((1, 1), (3, 2), (32, 7)):
+        check([(length, length) for length in (1, 5, 33, 70, 200)], parts, group, window, causal=False)
+
+
+def test_nothing_is_merged_where_nothing_is_split() -> None:
+    assert check([(20, 20), (7, 300)], 1).merges == 0
+    assert check([(7, 300)], 4).slots == 2 * 4
+
+
+def test_the_first_tiles_may_keep_all_their_keys() -> None:
+    work = check([(20, 320)], 4, whole=3)
+    slots = work.rows[: work.programs, 7].tolist()
+    assert slots == [-1, -1, -1, *range(8)]
+
+
+def test_padding_has_no_program() -> None:
+    assert work_of([(1, 0), (5, 9), (1, 0)], 1).rows[:, 0].tolist() == [1, 1]
+    assert work_of([(1, 0)], 3).programs == 0
+
+
+def test_the_longest_sequence_and_its_last_tile_come_first() -> None:
+    rows = work_of([(9, 9), (9, 50)], 1, 4).rows
+    assert rows[:, [0, 4]].tolist() == [[1, 2], [1, 1], [1, 0], [0, 2], [0, 1], [0, 0]]

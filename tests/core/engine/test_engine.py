@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from headway.core.contract.errors import ConfigError, PromptError, UnsupportedEr
 from headway.core.contract.model import Attention
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.step import Sampled
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
+from made_engine import made_engine
 from proposer_stub import Told
 from run_engine import Written, drain, generate
 from tiny_model import TinyModel
@@ -44,37 +45,22 @@ def one(engine: EngineLoop, prompt: list[int], params: SamplingParams) -> Writte
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0, max_tokens=20), SamplingParams(seed=3, max_tokens=20)], ids=str)
 def test_batching_chunking_and_preemption_change_no_token(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
-    alone = [
-        run(make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)), params, [prompt])[0] for prompt in PROMPTS
-    ]
-    together = run(make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)), params)
+    alone = [run(made_engine(TinyModel(), registry, SMALL), params, [prompt])[0] for prompt in PROMPTS]
+    together = run(made_engine(TinyModel(), registry, SMALL), params)
     overlap = replace(SMALL, async_scheduling=overlapped)
     chunked = replace(overlap, max_num_batched_tokens=6)
     tight = replace(overlap, max_model_len=64, kv_cache_memory=9 * 8 * 512, max_num_batched_tokens=16)
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=tight))
-    assert run(make_engine(EngineParts(model=TinyModel(), source=registry, config=overlap)), params) == alone
+    engine = made_engine(TinyModel(), registry, tight)
+    assert run(made_engine(TinyModel(), registry, overlap), params) == alone
     assert together == alone
-    assert run(make_engine(EngineParts(model=TinyModel(), source=registry, config=chunked)), params) == alone
+    assert run(made_engine(TinyModel(), registry, chunked), params) == alone
     assert run(engine, params) == alone
     assert engine.stats.num_preemptions > 0
 
 
-def test_equal_seeds_repeat_tokens_and_other_seeds_differ(registry: Registry) -> None:
-    first, again, other = (
-        run(
-            make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)),
-            SamplingParams(seed=seed, temperature=2.0, max_tokens=20),
-        )
-        for seed in (1, 1, 2)
-    )
-    assert first == again != other
-
-
 def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Registry) -> None:
     def engine(seed: int) -> EngineLoop:
-        return make_engine(
-            EngineParts(model=TinyModel(), source=registry, config=EngineConfig(block_size=8, kv_cache_memory=2**20, seed=seed))
-        )
+        return made_engine(TinyModel(), registry, EngineConfig(block_size=8, kv_cache_memory=2**20, seed=seed))
 
     params = SamplingParams(temperature=2.0, max_tokens=20)
     first, again, other = (run(engine(seed), params, [[1, 2, 3]] * 3) for seed in (1, 1, 2))
@@ -82,17 +68,9 @@ def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Reg
     assert len({tuple(tokens) for tokens in first}) == 3
 
 
-def test_n_gives_n_completions(registry: Registry) -> None:
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL))
-    engine.add_request("r", engine.limits.checked([1, 2, 3], SamplingParams(n=3, seed=2**63 - 1, temperature=2.0, max_tokens=12)))
-    written = drain(engine)
-    assert sorted(written) == [("r", 0), ("r", 1), ("r", 2)]
-    assert len({tuple(completion.token_ids) for completion in written.values()}) == 3
-
-
 def test_the_completions_of_neighbouring_seeds_differ(registry: Registry) -> None:
     def completions(seed: int, n: int) -> list[tuple[int, ...]]:
-        engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL))
+        engine = made_engine(TinyModel(), registry, SMALL)
         params = SamplingParams(n=n, seed=seed, temperature=2.0, max_tokens=12)
         engine.add_request("r", engine.limits.checked([1, 2, 3], params))
         return [tuple(each.token_ids) for _, each in sorted(drain(engine).items())]
@@ -104,13 +82,11 @@ def test_the_completions_of_neighbouring_seeds_differ(registry: Registry) -> Non
 
 def test_stop_tokens_and_lengths_end_sequences(registry: Registry) -> None:
     greedy = GREEDY
-    (tokens,) = run(make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)), greedy, [[1, 2, 3]])
+    (tokens,) = run(made_engine(TinyModel(), registry, SMALL), greedy, [[1, 2, 3]])
     at = next(n for n, token in enumerate(tokens) if token not in tokens[:n] and n > 2)
 
     def ended(params: SamplingParams, eos: frozenset[int] = frozenset(), config: EngineConfig = SMALL) -> tuple[int, str | None]:
-        written = one(
-            make_engine(EngineParts(model=TinyModel(), source=registry, config=config, eos_token_ids=eos)), [1, 2, 3], params
-        )
+        written = one(made_engine(TinyModel(), registry, config, eos_token_ids=eos), [1, 2, 3], params)
         return len(written.token_ids), written.finish_reason
 
     eos = frozenset({tokens[at]})
@@ -127,7 +103,7 @@ def test_stop_tokens_and_lengths_end_sequences(registry: Registry) -> None:
     [([], "at least one token"), ([1] * 128, "at most 127 tokens"), ([1, 50], "from 0 to 49, got 50"), ([-1], "got -1")],
 )
 def test_bad_prompts_are_refused_before_anything_is_queued(registry: Registry, prompt: list[int], words: str) -> None:
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL))
+    engine = made_engine(TinyModel(), registry, SMALL)
     with pytest.raises(PromptError, match=words):
         engine.add_request("r", engine.limits.checked(prompt, SamplingParams()))
     assert not engine.has_unfinished
@@ -153,7 +129,7 @@ def test_bad_prompts_are_refused_before_anything_is_queued(registry: Registry, p
 )
 def test_options_that_cannot_work_are_refused(registry: Registry, options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        make_engine(EngineParts(model=TinyModel(), source=registry, config=EngineConfig(**options)))
+        made_engine(TinyModel(), registry, EngineConfig(**options))
 
 
 class Failing(SDPA):
@@ -173,7 +149,7 @@ class FailingPlugin:
 def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: bool) -> None:
     registry = create_registry([FailingPlugin()], load_entry_points=False)
     config = replace(SMALL, attn_backend="failing", async_scheduling=overlapped)
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=config))
+    engine = made_engine(TinyModel(), registry, config)
     message = r"backend failing failed in decode \(layer 0, q \[5, 4, 8\].*illegal memory access"
     for doomed in generate(engine, PROMPTS, SamplingParams(temperature=0, max_tokens=4)):
         assert doomed.finish_reason == "error"
@@ -185,8 +161,8 @@ def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: 
 
 
 def test_an_interrupt_while_the_host_waits_loses_no_token(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    (expected,) = run(make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)), GREEDY, [[1, 2, 3]])
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=replace(SMALL, async_scheduling=True)))
+    (expected,) = run(made_engine(TinyModel(), registry, SMALL), GREEDY, [[1, 2, 3]])
+    engine = made_engine(TinyModel(), registry, replace(SMALL, async_scheduling=True))
     engine.add_request("r", engine.limits.checked([1, 2, 3], GREEDY))
     wait, calls = Launched.wait, []
 
@@ -222,10 +198,10 @@ class Greedy(TinyModel):
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 def test_out_of_memory_makes_steps_smaller_and_ends_no_request(registry: Registry, overlapped: bool) -> None:
-    expected = run(make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)), GREEDY)
+    expected = run(made_engine(TinyModel(), registry, SMALL), GREEDY)
     model = Greedy()
     model.largest = 3
-    engine = make_engine(EngineParts(model=model, source=registry, config=replace(SMALL, async_scheduling=overlapped)))
+    engine = made_engine(model, registry, replace(SMALL, async_scheduling=overlapped))
     assert run(engine, GREEDY) == expected
     assert engine.scheduler.max_num_batched_tokens <= 3
 
@@ -233,7 +209,7 @@ def test_out_of_memory_makes_steps_smaller_and_ends_no_request(registry: Registr
 def test_a_single_token_without_memory_is_an_error(registry: Registry) -> None:
     model = Greedy()
     model.largest = 0
-    engine = make_engine(EngineParts(model=model, source=registry, config=SMALL))
+    engine = made_engine(model, registry, SMALL)
     seq = one(engine, [1, 2, 3], GREEDY)
     assert seq.finish_reason == "error"
     assert "out of memory" in (seq.error or "")
@@ -244,7 +220,7 @@ def test_nan_logits_end_that_request_only(registry: Registry, debug: str, monkey
     monkeypatch.setenv("HEADWAY_DEBUG", debug)
     model = Greedy()
     model.nan_for = 7
-    engine = make_engine(EngineParts(model=model, source=registry, config=SMALL))
+    engine = made_engine(model, registry, SMALL)
     sick, well = generate(engine, [[7], [1, 2, 3]], GREEDY)
     assert (sick.finish_reason, sick.token_ids) == ("error", [])
     assert "hold a NaN" in (sick.error or "")
@@ -268,7 +244,7 @@ class SickPlugin:
 def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_DEBUG", "1")
     registry = create_registry([SickPlugin()], load_entry_points=False)
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=replace(SMALL, attn_backend="sick")))
+    engine = made_engine(TinyModel(), registry, replace(SMALL, attn_backend="sick"))
     seq = one(engine, [1, 2, 3], GREEDY)
     assert seq.error is not None
     assert "the first came from sick, in attention layer 0" in seq.error
@@ -276,7 +252,7 @@ def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_the_attention_op_is_opaque_to_the_compiler(registry: Registry) -> None:
     """Shape inference runs the op without touching cache or data, as torch.compile and graph capture need."""
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL))
+    engine = made_engine(TinyModel(), registry, SMALL)
     attention, caches = engine.executor.attention, engine.executor.caches
     with torch._subclasses.FakeTensorMode():
         q, kv = torch.empty(3, 4, 8), torch.empty(3, 2, 8)
@@ -289,17 +265,14 @@ def test_the_attention_op_is_opaque_to_the_compiler(registry: Registry) -> None:
 def test_an_fp8_cache_halves_the_memory_and_keeps_the_tokens_near(registry: Registry) -> None:
     """In the engine, through chunks, preemption and prefix copies; the pool obeys the type that was asked for."""
     half = replace(SMALL, kv_cache_dtype="fp8_e4m3")
-    plain, small = (
-        make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)),
-        make_engine(EngineParts(model=TinyModel(), source=registry, config=half)),
-    )
+    plain, small = (made_engine(TinyModel(), registry, SMALL), made_engine(TinyModel(), registry, half))
     assert {cache.key.dtype for cache in small.executor.caches} == {torch.float8_e4m3fn}
     assert small.capacity.pool.num_pages == 4 * plain.capacity.pool.num_pages
     expected, whole = run(plain, GREEDY), run(small, GREEDY)
     same = sum(a == b for wide, narrow in zip(expected, whole, strict=True) for a, b in zip(wide, narrow, strict=True))
     assert same > 20, "the first tokens of most prompts"
     tight = replace(half, max_model_len=64, kv_cache_memory=18 * 8 * 64, max_num_batched_tokens=16)
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=tight))
+    engine = made_engine(TinyModel(), registry, tight)
     assert run(engine, GREEDY) == whole
     assert engine.stats.num_preemptions > 0
 
@@ -318,23 +291,21 @@ class HalfPlugin:
 def test_a_cache_type_that_a_backend_does_not_read_is_refused_with_the_reason() -> None:
     registry = create_registry([HalfPlugin()], load_entry_points=False)
     with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs the layer's dtype, got fp8_e4m3"):
-        make_engine(
-            EngineParts(model=TinyModel(), source=registry, config=replace(SMALL, attn_backend="half", kv_cache_dtype="fp8_e4m3"))
-        )
+        made_engine(TinyModel(), registry, replace(SMALL, attn_backend="half", kv_cache_dtype="fp8_e4m3"))
     int8 = replace(SMALL, attn_backend="half", kv_cache_dtype="int8_per_token_head")
     with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs the layer's dtype, got int8_per_token_head") as caught:
-        make_engine(EngineParts(model=TinyModel(), source=registry, config=int8))
+        made_engine(TinyModel(), registry, int8)
     assert "--attn-backend auto --kv-layout nhd_int8" in str(caught.value)
     plain = replace(int8, attn_backend="sdpa", kv_layout="hnd")
     with pytest.raises(UnsupportedError, match="with a scale for each token and head, got hnd"):
-        make_engine(EngineParts(model=TinyModel(), source=registry, config=plain))
+        made_engine(TinyModel(), registry, plain)
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0, max_tokens=20), SamplingParams(seed=3, max_tokens=20)], ids=str)
 def test_drafts_change_no_token_and_spare_steps(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
     config = replace(SMALL, async_scheduling=overlapped)
-    plain = make_engine(EngineParts(model=TinyModel(), source=registry, config=config))
+    plain = made_engine(TinyModel(), registry, config)
     expected = run(plain, params)
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
 
@@ -344,20 +315,12 @@ def test_drafts_change_no_token_and_spare_steps(registry: Registry, params: Samp
         guesses = text[len(token_ids) : len(token_ids) + 3]
         return guesses[:1] + [(guess + (len(token_ids) % 4 == 0)) % 50 for guess in guesses[1:]]
 
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=config, proposer=Told(propose), measured=False))
+    engine = made_engine(TinyModel(), registry, config, proposer=Told(propose), measured=False)
     assert run(engine, params) == expected
     assert engine.stats.num_steps < plain.stats.num_steps / 2
-    assert (
-        run(
-            make_engine(
-                EngineParts(model=TinyModel(), source=registry, config=config, proposer=Told(lambda _: [1, 2]), measured=False)
-            ),
-            params,
-        )
-        == expected
-    )
+    assert run(made_engine(TinyModel(), registry, config, proposer=Told(lambda _: [1, 2]), measured=False), params) == expected
     tight = replace(config, max_model_len=48, kv_cache_memory=12 * 8 * 256)
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=tight, proposer=Told(propose), measured=False))
+    engine = made_engine(TinyModel(), registry, tight, proposer=Told(propose), measured=False)
     assert run(engine, params) == expected
     assert engine.stats.num_preemptions > 0
 
@@ -374,11 +337,9 @@ def test_prefix_hit_of_part_of_a_block_changes_no_token(registry: Registry, layo
     config = replace(
         SMALL, block_size=32, kv_layout=layout, kv_cache_dtype=kv_cache_dtype, max_num_seqs=5, max_num_batched_tokens=64
     )
-    whole = make_engine(EngineParts(model=TinyModel(), source=registry, config=replace(config, enable_prefix_caching=False)))
+    whole = made_engine(TinyModel(), registry, replace(config, enable_prefix_caching=False))
     short = 8 * 32 * {"auto": 256, "fp8_e4m3": 64, "int8_per_token_head": 96}[kv_cache_dtype]
-    engine = make_engine(
-        EngineParts(model=TinyModel(), source=registry, config=replace(config, kv_cache_memory=short, max_model_len=128))
-    )
+    engine = made_engine(TinyModel(), registry, replace(config, kv_cache_memory=short, max_model_len=128))
     params = SamplingParams(temperature=0, max_tokens=12)
     written = generate(engine, prompts, params)
     assert [each.token_ids for each in written] == run(whole, params, prompts)
@@ -389,7 +350,7 @@ def test_prefix_hit_of_part_of_a_block_changes_no_token(registry: Registry, layo
 def test_prefix_hits_count_by_the_token_at_any_block_size(registry: Registry) -> None:
     shared = [token % 50 for token in range(100)]
     for block_size in (8, 64, 128):
-        engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=replace(SMALL, block_size=block_size)))
+        engine = made_engine(TinyModel(), registry, replace(SMALL, block_size=block_size))
         params = SamplingParams(temperature=0, max_tokens=4)
         first, again, longer = (one(engine, prompt, params) for prompt in (shared, shared, [*shared, 7, 7]))
         assert (first.num_cached_tokens, again.num_cached_tokens, longer.num_cached_tokens) == (0, 99, 100), block_size
@@ -402,7 +363,7 @@ def test_prefix_hits_count_by_the_token_at_any_block_size(registry: Registry) ->
 
 
 def test_requests_are_added_and_aborted_by_id(registry: Registry) -> None:
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=replace(SMALL, async_scheduling=True)))
+    engine = made_engine(TinyModel(), registry, replace(SMALL, async_scheduling=True))
     expected = run(engine, GREEDY, PROMPTS[:2])
     for name in ("left", "stays", "half"):
         engine.add_request(name, engine.limits.checked(PROMPTS[name == "stays"], replace(GREEDY, n=2)))
@@ -420,3 +381,36 @@ def test_requests_are_added_and_aborted_by_id(registry: Registry) -> None:
     engine.add_request("left", engine.limits.checked([1], GREEDY))  # the id is free again
     engine.abort_all()
     assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("2GiB", 2 * 1024**3), ("512MB", 512 * 10**6), ("1.5G", 1_500_000_000), ("64kib", 65536), ("1000", 1000), (77, 77)],
+)
+def test_a_size_is_a_number_or_a_text(size: str | int, expected: int) -> None:
+    assert EngineConfig(kv_cache_memory=size).pool_bytes == expected
+
+
+@pytest.mark.parametrize("size", ["", "0", "-1GiB", "many", "1 lot", "nan", "1 2", 0, -5, 1.5, True, [1]], ids=repr)
+def test_any_other_size_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigError, match="^kv_cache_memory: needs a positive number of bytes such as 2GiB or 512MiB, got"):
+        EngineConfig(kv_cache_memory=size)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_num_seqs": None},
+        {"gpu_memory_utilization": "0.9"},
+        {"gpu_memory_utilization": float("nan")},
+        {"kv_cache_dtype": "fp8"},
+        {"cudagraph_capture_sizes": 8},
+        {"cudagraph_capture_sizes": []},
+        {"cudagraph_capture_sizes": [512]},
+        {"workload": "nonsense"},
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: needs "):
+        EngineConfig(**wrong)

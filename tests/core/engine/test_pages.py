@@ -6,15 +6,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
+from backend_cases import spec
+from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout
+from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.cache.usage import OWN, RESERVED, SHARED
 from headway.core.engine.data import pool
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.groups import PageFormat, page_format
 from headway.core.engine.data.sequence import Sequence
+from headway.core.engine.loop import occupancy
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
+from headway.registry import Registry
+from made_engine import made_engine
+from run_engine import generate
+from tiny_model import TinyModel
 from windowed_model import MODELS, Windowed
 
 
@@ -78,9 +89,7 @@ def pattern(layers: int, every: int, window: int) -> list[AttentionSpec]:
     ids=["gemma3-270m", "gemma3-1b", "gemma3-4b", "gemma3-12b", "gemma3-27b", "gpt-oss"],
 )
 @pytest.mark.parametrize("chunk", [2048, 16384])
-def test_at_16_sequences_of_8192_tokens_the_pool_holds_many_more(
-    layers: int, every: int, window: int, times: float, chunk: int
-) -> None:
+def test_the_pool_holds_many_more_than_16_long_sequences(layers: int, every: int, window: int, times: float, chunk: int) -> None:
     """Run, not computed: as many as fit are admitted, prompt by prompt, and decode beside each other without preemption."""
     specs, length, block_size = pattern(layers, every, window), 8192, 16
     layouts = [NHD] * layers
@@ -106,3 +115,131 @@ def test_at_16_sequences_of_8192_tokens_the_pool_holds_many_more(
 
     assert held(kept) == 16
     assert held(page_format(specs, layouts, block_size, length)) >= times * 16
+
+
+LAYOUTS = [NHD] * 3
+SPECS = [spec()] * 3  # 2 kv heads x 32 x 4 bytes, key and value: 512 bytes a token and layer
+FORMAT = page_format(SPECS, LAYOUTS, 16, 4096)
+
+
+def test_the_pool_fills_the_memory_but_never_more_than_all_sequences_could() -> None:
+    size = pool.pool_size(FORMAT, max_model_len=100, max_num_seqs=8, chunk=100, memory=1_000_000)
+    assert size.num_bytes == size.num_pages * 16 * 512 * 3
+    assert 1_000_000 - 16 * 512 * 3 < size.num_bytes <= 1_000_000
+    roomy = pool.pool_size(FORMAT, max_model_len=100, max_num_seqs=2, chunk=100, memory=10**9)
+    assert roomy.num_pages == 2 * 7
+    layers = pool.allocate(SPECS, LAYOUTS, size)
+    assert sum(layer.key.nbytes + layer.value.nbytes for layer in layers) == size.num_bytes
+
+
+def test_a_pool_too_small_for_one_sequence_says_what_fits_and_that_hint_works() -> None:
+    with pytest.raises(ConfigError) as caught:
+        pool.pool_size(FORMAT, max_model_len=4096, max_num_seqs=8, chunk=128, memory=1_000_000)
+    assert "max_model_len=4096" in caught.value.reason.need
+    fits = int(caught.value.reason.hint.split()[-1])
+    assert pool.pool_size(FORMAT, fits, 8, 128, 1_000_000).num_pages * 16 >= fits
+    assert pool.longest_that_fits(FORMAT, 128, 1_000_000, at_most=4096) == fits
+
+
+PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [*range(20, 40), 9, 9]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+CONFIG = EngineConfig(block_size=16, kv_cache_memory=2**20, max_num_batched_tokens=24)
+
+
+class TwoKinds:
+    """A layer with keys and values of its own, and one whose values lie in its keys."""
+
+    vocab_size = 50
+    max_position_embeddings = 64
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        plain = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
+        latent = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, v_head_dim=16, scale=0.2, value_in_key=True)
+        self.attention_specs = [plain, replace(latent, v_head_dim=8), plain]
+        self.embed = torch.randn(self.vocab_size, 32, generator=generator)
+        self.places = torch.randn(self.max_position_embeddings, 32, generator=generator)
+        self.qkv = torch.randn(3, 32, 64, generator=generator) * 0.3
+        self.out = torch.randn(16, 32, generator=generator) * 0.3
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        x = self.embed[input_ids] + self.places[positions]
+        for layer in (0, 2):
+            q, k, v = (x @ self.qkv[layer]).view(-1, 8, 8).split([4, 2, 2], dim=1)
+            x = x + attention(layer, q, k, v).flatten(1)
+            if layer == 0:
+                q, k = (x @ self.qkv[1])[:, :48].view(-1, 3, 16).split([2, 1], dim=1)
+                x = x + attention(1, q, k, k[..., :8]).flatten(1) @ self.out
+        return x
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mul(hidden @ self.embed.T, 0.2, out=out)
+
+    def greedy(self, prompt: list[int]) -> list[int]:
+        """The tokens, from the whole text at every step and without a cache."""
+
+        def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            spec = self.attention_specs[layer]
+            k, v = (each.repeat_interleave(spec.group_size, dim=1) for each in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+            later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+            return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
+
+        text = list(prompt)
+        for _ in range(GREEDY.max_tokens):
+            hidden = self(torch.tensor(text), torch.arange(len(text)), dense)
+            text.append(int(self.compute_logits(hidden[-1:]).argmax()))
+        return text[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("asked", "layouts"), [("auto", ["nhd", "latent", "nhd"]), ("vllm_5d", ["vllm_5d", "latent", "vllm_5d"])]
+)
+def test_each_group_has_its_layout_and_one_table_serves_all(registry: Registry, asked: str, layouts: list[str]) -> None:
+    model = TwoKinds()
+    engine = made_engine(model, registry, replace(CONFIG, kv_layout=asked))
+    assert [cache.layout.name for cache in engine.executor.caches] == layouts
+    pool = engine.capacity.pool
+    assert pool.num_bytes == sum(t.nbytes for cache in engine.executor.caches for t in cache.tensors.values())
+    expected = [model.greedy(prompt) for prompt in PROMPTS]
+    assert [written.token_ids for written in generate(engine, PROMPTS, GREEDY)] == expected
+    again = generate(engine, PROMPTS, GREEDY)  # from the prefix cache, whole blocks and copied parts
+    assert [written.token_ids for written in again] == expected
+    assert [written.num_cached_tokens for written in again] == [0, 19, 0, 24, 21]
+    tight = replace(CONFIG, kv_layout=asked, kv_cache_memory=6 * pool.num_bytes // pool.num_pages, max_model_len=64)
+    short = made_engine(model, registry, tight)
+    assert [written.token_ids for written in generate(short, PROMPTS, GREEDY)] == expected
+    assert short.stats.num_preemptions > 0
+
+
+def test_layout_that_no_layer_can_use_is_refused(registry: Registry) -> None:
+    model = TwoKinds()
+    model.attention_specs = model.attention_specs[1:2]
+    with pytest.raises(UnsupportedError, match="needs a layout that keeps the value inside the key, got nhd"):
+        made_engine(model, registry, replace(CONFIG, kv_layout="nhd"))
+
+
+def test_occupancy_agrees_with_cache_usage(registry: Registry) -> None:
+    engine = made_engine(TinyModel(), registry, EngineConfig(block_size=8, kv_cache_memory=2**20))
+    params, prompt = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), list(range(1, 34))
+    engine.add_request("first", engine.limits.checked(prompt, params))
+    for _ in range(3):
+        engine.step()
+    engine.add_request("again", engine.limits.checked(prompt, params))
+    engine.add_request("other", engine.limits.checked([40, 41, 42], params))
+    for _ in range(9):
+        engine.step()
+        now, usage = occupancy(engine, most=8), engine.cache_usage()
+        assert now.num_holding == len(usage.sequences)
+        for held, drawn in zip(now.holdings, usage.sequences, strict=True):
+            letters = drawn.blocks[0]
+            assert (held.request_id, held.num_tokens) == (drawn.name, drawn.num_tokens)
+            assert held.found + held.computed == letters.count(OWN) + letters.count(SHARED)
+            assert held.reserved == letters.count(RESERVED)
+    assert [held.found for held in now.holdings] == [0, 4, 0]
+    assert now.num_decoding == 3
+    assert now.num_decoding_tokens == sum(held.num_tokens for held in now.holdings)
+    assert [held.request_id for held in occupancy(engine, most=1).holdings] == ["first"]
+    assert occupancy(engine, most=1).num_holding == 3
+    engine.abort_all()
+    assert occupancy(engine, most=8).num_holding == occupancy(engine, most=8).num_decoding == 0

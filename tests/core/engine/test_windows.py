@@ -15,11 +15,11 @@ from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.groups import NULL_PAGE, CacheGroup
 from headway.core.engine.data.sequence import Sequence
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from headway.testing.broken.attention import PlainBackend
+from made_engine import made_engine
 from proposer_stub import Told
 from random_schedules import step_through
 from registries import registering
@@ -60,7 +60,7 @@ def test_giving_pages_back_behind_windows_changes_no_token(registry: Registry, n
     """Sequences many times longer than the windows: chunks of prompts, prefix hits in part and whole, and preemption."""
     model = MODELS[name]
     config = replace(CONFIG, kv_layout=layout)
-    engine = make_engine(EngineParts(model=model, source=registry, config=config))
+    engine = made_engine(model, registry, config)
     expected = expected_of(name)
     assert tokens(generate(engine, PROMPTS, GREEDY)) == expected
     assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
@@ -69,10 +69,10 @@ def test_giving_pages_back_behind_windows_changes_no_token(registry: Registry, n
     assert [each.num_cached_tokens for each in again] == [0, 89, 149, 0, 62, 90] + [0] * 8
     pages = engine.capacity.pool.page_format
     tight = replace(config, kv_cache_memory=(pages.pages_for(192, 55) + 2) * pages.page_bytes, max_model_len=192)
-    short = make_engine(EngineParts(model=model, source=registry, config=replace(tight, async_scheduling=True)))
+    short = made_engine(model, registry, replace(tight, async_scheduling=True))
     assert tokens(generate(short, PROMPTS, GREEDY)) == expected
     assert short.stats.num_preemptions > 0
-    kept = make_engine(EngineParts(model=model, source=registry, config=replace(config, free_window_blocks=False)))
+    kept = made_engine(model, registry, replace(config, free_window_blocks=False))
     assert tokens(generate(kept, PROMPTS, GREEDY)) == expected
     assert [usage.given_back for usage in kept.blocks.usage([])] == [0]
 
@@ -82,16 +82,16 @@ def test_windowed_layers_share_the_pages_of_an_int8_cache(registry: Registry) ->
     """A page's numbers and its scales belong together, whichever group has it; a lone request is what all are held to."""
     model, config = MODELS["two windows"], replace(CONFIG, kv_cache_dtype="int8_per_token_head")
     whole = replace(config, enable_prefix_caching=False, free_window_blocks=False, max_num_batched_tokens=512)
-    alone = make_engine(EngineParts(model=model, source=registry, config=whole))
+    alone = made_engine(model, registry, whole)
     expected = [tokens(generate(alone, [each], GREEDY))[0] for each in PROMPTS]
-    engine = make_engine(EngineParts(model=model, source=registry, config=config))
+    engine = made_engine(model, registry, config)
     assert [tokens(generate(engine, PROMPTS, GREEDY)) for _ in range(2)] == [expected, expected]
     pages = engine.capacity.pool.page_format
     assert set(pages.column_bytes) == {"key", "value", "key_scale", "value_scale"}
     assert pages.page_bytes == pages.columns * sum(pages.column_bytes.values())
     assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
     tight = replace(config, kv_cache_memory=(pages.pages_for(192, 55) + 2) * pages.page_bytes, max_model_len=192)
-    short = make_engine(EngineParts(model=model, source=registry, config=replace(tight, async_scheduling=True)))
+    short = made_engine(model, registry, replace(tight, async_scheduling=True))
     assert tokens(generate(short, PROMPTS, GREEDY)) == expected
     assert short.stats.num_preemptions > 0
 
@@ -106,7 +106,7 @@ def test_graphs_have_a_table_and_slots_for_each_group(name: str) -> None:
     """Replayed decodes, lone prompts and pieces write the tokens of the reference, overlapped."""
     registry = registering(plain=Uniform)
     config = replace(CONFIG, attn_backend="plain", async_scheduling=True, max_num_seqs=6)
-    engine = make_engine(EngineParts(model=MODELS[name], source=registry, config=config))
+    engine = made_engine(MODELS[name], registry, config)
     engine.executor.capture(AsItIs())
     alone = generate(engine, PROMPTS[:1], GREEDY)
     assert engine.stats.num_graph_steps == engine.stats.num_steps
@@ -117,7 +117,7 @@ def test_graphs_have_a_table_and_slots_for_each_group(name: str) -> None:
 
 
 def test_null_page_stays_zero_and_tables_name_no_page_behind_the_window(registry: Registry) -> None:
-    engine = make_engine(EngineParts(model=MODELS["two windows"], source=registry, config=CONFIG))
+    engine = made_engine(MODELS["two windows"], registry, CONFIG)
     engine.add_request("a", engine.limits.checked(PROMPTS[2], GREEDY))
     while engine.has_unfinished:
         engine.step()
@@ -206,14 +206,14 @@ def test_refused_drafts_need_no_page_that_was_given_back(registry: Registry, nam
         return [token ^ (place == 3 and len(text) % 2) for place, token in enumerate(following)]
 
     config = replace(CONFIG, enable_prefix_caching=False)
-    engine = make_engine(EngineParts(model=MODELS[name], source=registry, config=config, proposer=Told(guess), measured=False))
+    engine = made_engine(MODELS[name], registry, config, proposer=Told(guess), measured=False)
     assert tokens(generate(engine, PROMPTS[:3], GREEDY)) == expected[:3]
     assert engine.stats.num_steps < 40, "drafts held"
     assert sum(usage.given_back for usage in engine.cache_usage().groups) > 40
 
 
 def test_abort_in_the_middle_frees_every_page(registry: Registry) -> None:
-    engine = make_engine(EngineParts(model=MODELS["two windows"], source=registry, config=replace(CONFIG, async_scheduling=True)))
+    engine = made_engine(MODELS["two windows"], registry, replace(CONFIG, async_scheduling=True))
     for number, prompt in enumerate(PROMPTS[:6]):
         engine.add_request(str(number), engine.limits.checked(prompt, GREEDY))
     for steps in range(30):

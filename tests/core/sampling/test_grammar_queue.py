@@ -163,6 +163,7 @@ HOSTILE = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3, then="soak")
 @pytest.mark.parametrize("wish", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_form_ends_alone_and_within_its_limits(compiler: GrammarCompiler, wish: dict[str, Any]) -> None:
     queue, began = GrammarQueue(compiler), time.monotonic()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import numpy
 import pytest
@@ -19,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from headway.core.sampling.batch_processors import BatchLogitsProcessor, BatchUpdate, ProcessorBatch, process_dict_updates
 from headway.core.sampling.logits_shaper import LogitsShaper, Shaped
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import NO_TOKEN_LEFT, NOT_A_TOKEN, SHAPING, greedy, need_of
@@ -184,53 +187,6 @@ def test_a_rows_token_is_the_same_alone_and_among_all_others() -> None:
     assert chosen(half) == [together[number] for number in half]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"temperature": 0.8},
-        {"temperature": 1.3, "top_k": 12},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3},
-        {"logit_bias": {2: 1.5, 5: -1.0}, "bad_words_token_ids": [[8, 1]]},
-        {"allowed_token_ids": list(range(0, 24, 3)), "temperature": 2.0},
-    ],
-    ids=str,
-)
-def test_draws_have_the_distribution_that_was_asked_for(wish: dict[str, object]) -> None:
-    """Pearson's chi-square over 6,000 draws; the expected shares come from transformers' and the formulas' logits, by shape."""
-    count, random = 6_000, Random(str(wish))
-    row = Row(random, **wish)
-    row.prompt, row.output = [3, 4], [5, 5, 2, 8]
-    logits = torch.full((1, VOCAB), -30.0)
-    logits[0, :24] = torch.randn(24, generator=torch.Generator().manual_seed(len(str(wish))))
-    filtered = need_of(row.params)
-    shares = (shape(logits, [row])[0] if filtered else logits[0] / row.params.temperature).double().softmax(-1)
-    places = range(len(row.tokens), len(row.tokens) + count)
-    tokens = torch.cat(
-        [
-            choose(
-                logits.expand(len(part), -1),
-                [row.params] * len(part),
-                list(part),
-                [len(row.tokens)] * len(part),
-                [row.tokens] * len(part),
-                len(row.prompt),
-            ).tokens
-            for part in (places[first : first + 500] for first in range(0, count, 500))
-        ]
-    )
-    found = torch.bincount(tokens, minlength=VOCAB).double()
-    assert not found[shares == 0].any(), "what is left out never comes"
-    likely = shares * count >= 5
-    expected, seen = shares[likely] * count, found[likely]
-    chi_square = float(((seen - expected) ** 2 / expected).sum())
-    freedom = int(likely.sum()) - 1
-    assert freedom >= 2
-    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5 + 4
-
-
 def test_where_nothing_may_come_there_is_no_token_and_a_nan_stays_one() -> None:
     logits = torch.randn(3, VOCAB)
     logits[2, 5] = torch.nan
@@ -256,3 +212,76 @@ def test_what_asks_for_nothing_changes_no_logits() -> None:
     assert not need_of(plain)
     assert not need_of(SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1)), "greedy takes the most likely in any case"
     assert need_of(SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))) & SHAPING
+
+
+@dataclass(eq=False)
+class Member:
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int] = field(default_factory=list)
+
+
+class AddsOwnNumber(BatchLogitsProcessor):
+    """Adds to each row the number of its request and the tokens of its output, by what it remembers of places alone."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, tuple[int, list[int]]] = {}
+        self.updates: list[BatchUpdate | None] = []
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        self.updates.append(batch_update)
+        process_dict_updates(self.rows, batch_update, lambda params, _, output: ((params.extra_args or {})["number"], output))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        assert sorted(self.rows) == list(range(len(logits)))
+        return logits + torch.tensor([[self.rows[row][0] + 0.01 * len(self.rows[row][1])] for row in range(len(logits))])
+
+
+def member(number: int) -> Member:
+    return Member(SamplingParams(extra_args={"number": number}), [number])
+
+
+def expected(members: list[Member]) -> list[float]:
+    return [each.prompt[0] + 0.01 * len(each.output) for each in members]
+
+
+def test_rows_come_back_in_the_order_of_the_step_whoever_comes_and_goes() -> None:
+    random, processor = Random(0), AddsOwnNumber()
+    batch, running, number = ProcessorBatch([processor]), [], 0
+    for _ in range(200):
+        running = [each for each in running if random.random() < 0.8]
+        for _ in range(random.randrange(4)):
+            running.append(member(number := number + 1))
+        random.shuffle(running)
+        if running:
+            found = batch.apply(running, torch.zeros(len(running), 1))
+            torch.testing.assert_close(found[:, 0], torch.tensor(expected(running)))
+            for each in running:
+                each.output.append(0)
+
+
+def test_an_unchanged_batch_is_told_as_none_and_a_hole_is_filled_by_the_last() -> None:
+    processor = AddsOwnNumber()
+    batch, (first, second, third) = ProcessorBatch([processor]), map(member, (1, 2, 3))
+    logits = torch.zeros(3, 1)
+    batch.apply([first, second, third], logits)
+    batch.apply([third, first, second], logits)
+    batch.apply([second, third], logits[:2])
+    begun, same, moved = processor.updates
+    assert [place for place, *_ in begun.added] == [0, 1, 2]
+    assert same is None
+    assert (moved.batch_size, moved.removed, moved.added) == (2, [0], [])
+    assert [(source, target) for source, target, _ in moved.moved] == [(2, 0)]
+
+
+def test_a_newcomer_takes_the_place_of_one_that_left() -> None:
+    processor = AddsOwnNumber()
+    batch, members = ProcessorBatch([processor]), [member(number) for number in range(3)]
+    batch.apply(members, torch.zeros(3, 1))
+    fresh = member(9)
+    found: Any = batch.apply([members[0], fresh, members[2]], torch.zeros(3, 1))
+    assert [place for place, *_ in processor.updates[-1].added] == [1]
+    assert found[:, 0].tolist() == [0, 9, 2]

@@ -85,7 +85,6 @@ def test_a_greedy_and_a_drawn_row_cost_a_number_of_each_rank(ops: SamplingOps) -
 @OPS
 def test_what_gathers_is_counted_by_what_asks_for_it(ops: SamplingOps) -> None:
     for _, gathers, ranks in chosen_by(2, logits_of(len(EVERYTHING), torch.float32, 0), EVERYTHING, 1, ops):
-        assert gathers is not None
         assert gathers.candidates == len(TOP_K)
         assert gathers.rows == sum(map(len, WHOLE.values()))
         assert gathers.reasons == {reason: len(wishes) for reason, wishes in WHOLE.items()}
@@ -127,13 +126,10 @@ def test_log_probabilities_are_those_of_one_rank(size: int, k: int) -> None:
     wishes = [{**wish, "logprobs": k} for wish in (*PLAIN, TOP_K[0], WHOLE["penalties"][0])]
     ((expected, _, _),) = chosen_by(1, logits, wishes, 3)
     for found, gathers, _ in chosen_by(size, logits, wishes, 3):
-        assert found.scores is not None
-        assert expected.scores is not None
         assert found.scored == expected.scored
         assert torch.equal(found.scores.token_ids, expected.scores.token_ids)
         assert torch.equal(found.scores.ranks, expected.scores.ranks)
         torch.testing.assert_close(found.scores.logprobs, expected.scores.logprobs, atol=1e-4, rtol=0)
-        assert gathers is not None
         assert gathers.reasons["logprobs"] == (5 if k == 700 else 0)
 
 
@@ -153,5 +149,4 @@ def test_a_rank_may_have_no_tokens_at_all() -> None:
         ((expected, _, _),) = chosen_by(1, logits, wishes, seed)
         for found, _, _ in chosen_by(4, logits, wishes, seed):
             assert found.tokens.tolist() == expected.tokens.tolist()
-            assert found.scores is not None
             assert found.scores.logprobs[0, 0] == pytest.approx(float(logits[0].log_softmax(-1)[1]), abs=1e-5)

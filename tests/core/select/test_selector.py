@@ -108,20 +108,7 @@ def test_parse_backend_request(text: str, prefill: str, decode: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "  ",
-        "=",
-        ",",
-        "a,b",
-        "a,",
-        "prefill=",
-        "prefill=a,",
-        "prefil=a",
-        "prefill=a,b",
-        "prefill=a,prefill=b",
-        "extend=a",
-    ],
+    ["", "  ", "=", ",", "a,b", "a,", "prefill=", "prefill=a,", "prefil=a", "prefill=a,b", "prefill=a,prefill=b", "extend=a"],
 )
 def test_any_other_text_is_refused_with_the_grammar(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape("auto, NAME, or prefill=NAME,decode=NAME")) as caught:
@@ -249,9 +236,7 @@ def test_a_refused_auto_says_which_backend_lacks_what() -> None:
     ],
     ids=["decode only", "prefill only", "no extend"],
 )
-def test_a_backend_for_some_phases_asked_for_alone_is_refused_and_the_fix_keeps_it(
-    asked: type[AttentionBackend], kept: tuple[str, ...]
-) -> None:
+def test_a_backend_for_some_phases_is_refused_and_the_fix_keeps_it(asked: type[AttentionBackend], kept: tuple[str, ...]) -> None:
     source = Source(backend("fine"), asked)
     with pytest.raises(UnsupportedError, match="phase: needs") as caught:
         select(source, "part")
@@ -383,7 +368,6 @@ def test_noise_does_not_decide_the_block_size(noise: float, gain: float, chosen:
         samples = [Sample(s, name, "nhd", size, us(s, name, size)) for s in shapes for name in "ab" for _, size in places]
         choice = MeasuredChoice([(CostTable(samples, noise), 32)], PRESETS["chat"], tuple(Phase))
         found = choice.select(places, lambda *_: ["a", "b"])
-        assert found is not None
         return found[0].block_size
 
     flips = sum(choice(seed) != chosen for seed in range(200))

@@ -52,7 +52,7 @@ def test_sources_that_are_not_installed_are_named_by_their_commit_alone() -> Non
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
-def test_the_ptxas_is_the_one_that_triton_runs_wherever_it_lies(
+def test_the_ptxas_is_the_one_that_triton_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,16 +71,3 @@ def test_signs_of_life_are_seen_from_the_other_side() -> None:
         reader.progress.end_step()
         assert seen.step_text == "after step 1"
         assert writer.progress_of(-1).place == (0, 0, 0)
-
-
-def test_cost_of_a_message() -> None:
-    with ring(RingSize(num_readers=1)) as (writer, (reader,)):
-        took = []
-        for _ in range(300):
-            began = time.perf_counter()
-            writer.write(bytes(600), lambda: None)
-            between = time.perf_counter()
-            reader.read()
-            took.append((between - began, time.perf_counter() - between))
-    write, read = (1e6 * statistics.median(each) for each in zip(*took, strict=True))
-    print(f"600 bytes through the ring: {write:.1f} us to write, {read:.1f} us to read")

@@ -1,4 +1,4 @@
-"""Our all-reduce in Triton's interpreter; started by test_interpreter.py."""
+"""Our all-reduce in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from headway.kernels.all_reduce.one_shot_kernels import NOTHING, OneShotAllReduce, shared_bytes
-from headway.kernels.runtime.triton_launch import INTERPRETED
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
 SIZE = 3
 
 

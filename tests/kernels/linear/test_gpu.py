@@ -1,8 +1,10 @@
-"""The fused operations on a GPU: each step against float64, whole decoders against the plain path, and in a CUDA graph."""
+"""The fused operations on a GPU, over plain and quantised weights: each step against float64, decoders, and in CUDA graphs."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,12 +28,20 @@ from transformers import (
 )
 
 from headway.kernels.linear.linear import Linear
-from headway.kernels.step.operations import TorchOperations
+from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.linear.tile_kernels import TiledProducts
+from headway.kernels.runtime.compile_ahead import compile_ahead
+from headway.kernels.runtime.vllm_library import find_library
+from headway.kernels.step.fused import Fused
+from headway.kernels.step.operations import Norm, TorchOperations
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
 from headway.models.families.rope import rope_tables
 from headway.models.layers.decoder import Decoder
+from headway.tuning.measure.products import choose_products
 from operation_inputs import Inputs, Sizes, ropes
+from quantized_weights import FORMS as PLAIN_FORMS
+from quantized_weights import int4, moved
 
 pytestmark = pytest.mark.gpu
 
@@ -87,8 +97,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 64, 65, 128, 300])
 @pytest.mark.parametrize("name", STEPS)
 def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.kernels.step.fused import Fused
-
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     sizes = dataclasses.replace(STEPS[name], rows=rows)
     inputs = Inputs(sizes, dtype)
@@ -104,12 +112,9 @@ def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize("shape", [(5120, 2880), (2880, 4096), (4096, 4096)], ids=str)
 def test_tiles_whose_rows_are_the_weights(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
     """With a bias, added to what is there; twice, since its counters must be zero again."""
-    from headway.kernels.linear.tile_kernels import TiledProducts
-
     products = TiledProducts(torch.device("cuda"))
     linear = Linear(torch.randn(shape, device="cuda").to(dtype) * 0.02, torch.randn(shape[0], device="cuda").to(dtype))
     x, y = torch.randn(rows, shape[1], device="cuda").to(dtype), torch.randn(rows, shape[0], device="cuda").to(dtype)
-    assert linear.bias is not None
     exact = x.double() @ linear.weight.double().T + linear.bias.double()
     assert products.takes(x, linear)
     for before in (y, torch.zeros_like(y)):
@@ -175,10 +180,179 @@ def test_a_graph_gives_the_same_bits(tmp_path: Path, num_tokens: int) -> None:
 )
 def test_a_padded_batch_gives_the_same_bits(rows: int, padded: int) -> None:
     """A graph pads its batch: as long as both take the same kernel, a row must not know how many others there are."""
-    from headway.kernels.step.fused import Fused
-
     ops = Fused(*(table.cuda() for table in ropes(128)))
     inputs = Inputs(dataclasses.replace(STEPS["qwen3"], rows=padded), torch.bfloat16)
     whole = dict(inputs.results(ops, torch.bfloat16, "cuda"))
     for step, part in inputs.first(rows).results(ops, torch.bfloat16, "cuda"):
         assert torch.equal(part, whole[step][:rows]), step
+
+
+QUANTIZED_STEPS = {
+    "llama": Sizes(1, hidden=512, inner=1536, num_heads=8, num_kv_heads=2, head_dim=64),
+    "qwen3": Sizes(1, hidden=1024, inner=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm=True, bias=True),
+}
+FORMS = {**PLAIN_FORMS, "int4 of a row": lambda weight: int4(weight, weight.shape[1])}
+COARSE = 6e-2
+"""Error relative to the norm where x is rounded to floats of 8 bits, too."""
+
+
+def assert_graphs_repeat(
+    way: Callable[[torch.Tensor, Linear], torch.Tensor], x: torch.Tensor, linear: Linear, y: torch.Tensor
+) -> None:
+    """A CUDA graph of a product gives the bits that a call has given."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = way(x, linear)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, y), (way, linear)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 17, 33, 64, 100, 300])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", QUANTIZED_STEPS)
+def test_every_step_over_quantised_weights_is_right(name: str, form: str, rows: int, dtype: torch.dtype) -> None:
+    sizes = dataclasses.replace(QUANTIZED_STEPS[name], rows=rows)
+    inputs, tables = Inputs(sizes, dtype, quantize=FORMS[form]), ropes(sizes.head_dim)
+    fused = dict(inputs.results(Fused(*(table.cuda() for table in tables)), dtype, "cuda"))
+    coarse = "fp8" in form and rows > 32
+    for step, expected in inputs.results(TorchOperations(*tables), torch.float64, "cpu"):
+        error = float((fused[step] - expected).norm() / expected.norm())
+        assert error < (COARSE if coarse else 1.2e-2), (step, error)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 65, 500])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_way_is_right_and_gives_the_same_bits_in_a_graph(form: str, rows: int) -> None:
+    weight = FORMS[form](torch.randn(1024, 2048, generator=torch.Generator().manual_seed(1)))
+    linear, x = Linear(moved(weight, "cuda"), dtype=torch.bfloat16), torch.randn(rows, 2048, device="cuda").bfloat16()
+    ways, expected = QuantizedWays(torch.device("cuda")), x.cpu().double() @ weight.dequantized(torch.float64).t()
+    kind = ways.kind(linear, x.dtype)
+    assert ("scaled_mm" in kind.ways) == ("fp8" in form and torch.cuda.get_device_capability() == (9, 0)), kind.name
+    for way in kind.able(rows):
+        ways.ways[way].prepare(linear)
+        y = ways.ways[way](x, linear)
+        error = float((y.cpu().double() - expected).norm() / expected.norm())
+        assert error < (COARSE if ways.ways[way].rounds else 6e-3), (way, error)
+        assert_graphs_repeat(ways.ways[way], x, linear, y)
+
+
+LIBRARY_FORMS = {
+    **FORMS,
+    "int4 of 32": partial(int4, group=32),
+    "int4 of a row": partial(int4, group=2048),
+    "int4 of a row with zeros": partial(int4, group=2048, zeros=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", LIBRARY_FORMS)
+@pytest.mark.parametrize("way", ["marlin", "cutlass"])
+def test_a_way_of_vllms_library_is_right(way: str, form: str, dtype: torch.dtype) -> None:
+    if not find_library():
+        pytest.skip(f"vLLM's library: {find_library().brief}")
+    generator = torch.Generator().manual_seed(12)
+    weight = LIBRARY_FORMS[form](torch.randn(1024, 2048, generator=generator))
+    bias = torch.randn(1024, generator=generator).to(dtype)
+    linear, ways = Linear(moved(weight, "cuda"), bias.cuda(), dtype=dtype), QuantizedWays(torch.device("cuda"))
+    kind = ways.kind(linear, dtype)
+    expected_here = {"marlin": form != "int8" and (form, dtype) != ("mxfp4", torch.float16), "cutlass": "fp8" in form}
+    assert (way in kind.ways) == expected_here[way], str(kind.refused.get(way))
+    if way not in kind.ways:
+        return
+    ways.ways[way].prepare(linear)
+    for rows in (1, 3, 16, 65):
+        x = torch.randn(rows, 2048, generator=generator).to(dtype)
+        expected = x.double() @ weight.dequantized(torch.float64).t() + bias.double()
+        out = torch.empty(rows, 1024, dtype=dtype, device="cuda")
+        for y in (ways.ways[way](x.cuda(), linear), ways.ways[way](x.cuda(), linear, out)):
+            error = float((y.cpu().double() - expected).norm() / expected.norm())
+            assert error < (COARSE if ways.ways[way].rounds else 6e-3), (rows, error)
+        assert y.data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("group", [128, 1024])
+def test_x_is_rounded_to_the_nearest_after_its_norm(group: int) -> None:
+    x, weight = torch.randn(5, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda").bfloat16()
+    y, scales = QuantizedWays(torch.device("cuda")).rounding(x, group, Norm(weight, 1e-6))
+    normed = torch.nn.functional.rms_norm(x.double(), (1024,), weight.double(), 1e-6)
+    back = y[:5].double() * scales[:5].double().repeat_interleave(group, 1)
+    assert (back - normed).norm() < 0.035 * normed.norm()
+
+
+FLOAT8_WAYS = "w8a8", "w8a8 narrow"
+FLOAT8_SHAPES = (6144, 4096), (4096, 14336), (1536, 768), (576, 7168)
+
+
+@pytest.fixture
+def hopper() -> None:
+    """Skip elsewhere."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("w8a8 multiplies by the matrix units of compute capability 9.0")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("rows", [1, 9, 16, 33, 64, 100, 130, 256])
+@pytest.mark.parametrize("form", [form for form in FORMS if "fp8" in form])
+@pytest.mark.parametrize("way", FLOAT8_WAYS)
+def test_floats_of_8_bits_by_such_floats(way: str, form: str, rows: int) -> None:
+    """With a bias, and the same bits in a graph."""
+    generator = torch.Generator().manual_seed(rows)
+    for shape in FLOAT8_SHAPES:
+        weight = FORMS[form](torch.randn(shape, generator=generator))
+        bias = torch.randn(shape[0], generator=generator).bfloat16()
+        linear, ways = Linear(moved(weight, "cuda"), bias.cuda(), dtype=torch.bfloat16), QuantizedWays(torch.device("cuda"))
+        support = ways.ways[way].takes(torch.bfloat16, linear.weight)
+        assert support, str(support)
+        x = torch.randn(rows, shape[1], generator=generator).bfloat16().cuda()
+        group = 128 if "blocks" in form else shape[1]
+        rounded, scales = ways.rounding(x, group, None)
+        read = rounded[:rows].double() * scales[:rows].double().repeat_interleave(group, 1)
+        exact = read @ moved(weight, "cuda").dequantized(torch.float64).t() + bias.cuda().double()
+        y = ways.ways[way](x, linear)
+        assert float((y.double() - exact).norm() / exact.norm()) < 6e-3, shape
+        assert_graphs_repeat(ways.ways[way], x, linear, y)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [9, 64, 130])
+@pytest.mark.parametrize("form", [form for form in FORMS if "fp8" in form])
+@pytest.mark.parametrize("way", FLOAT8_WAYS)
+def test_a_norm_before_and_a_gate_or_a_sum_behind_floats_of_8_bits(way: str, form: str, rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    kernel = QuantizedWays(torch.device("cuda")).ways[way].kernel
+    x, norm = torch.randn(rows, 2048, generator=generator).to(dtype), torch.randn(2048, generator=generator).to(dtype)
+    weight = FORMS[form](torch.randn(3072, 2048, generator=generator) * 0.02)
+    linear, wide = Linear(moved(weight, "cuda"), dtype=dtype), weight.dequantized(torch.float64).t()
+    gate, up = (torch.nn.functional.rms_norm(x.double(), (2048,), norm.double(), 1e-6) @ wide).chunk(2, 1)
+    y = torch.randn(rows, 3072, generator=generator).to(dtype)
+    for found, expected in (
+        (kernel(x.cuda(), linear, Norm(norm.cuda(), 1e-6), gated=True, activation="silu"), torch.nn.functional.silu(gate) * up),
+        (kernel(x.cuda(), linear, add_to=y.cuda()), y.double() + x.double() @ wide),
+    ):
+        assert float((found.cpu().double() - expected).norm() / expected.norm()) < COARSE
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(2, 8), (9, 16), (17, 32), (40, 64)])
+def test_a_padded_batch_over_quantised_weights_gives_the_same_bits(rows: int, padded: int) -> None:
+    ops = Fused(*(table.cuda() for table in ropes(128)))
+    inputs = Inputs(dataclasses.replace(QUANTIZED_STEPS["qwen3"], rows=padded), torch.bfloat16, quantize=FORMS["int4 of 128"])
+    whole = dict(inputs.results(ops, torch.bfloat16, "cuda"))
+    for step, part in inputs.first(rows).results(ops, torch.bfloat16, "cuda"):
+        assert torch.equal(part, whole[step][:rows]), step
+
+
+def test_a_start_measures_every_way_and_the_choice_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    ops, device = Fused(*(table.cuda() for table in ropes(128))), torch.device("cuda", 0)
+    weights = [FORMS["fp8 blocks"](torch.randn(1024, 2048, generator=torch.Generator().manual_seed(n))) for n in range(3)]
+    layers = [(Linear(moved(weight, "cuda"), dtype=torch.bfloat16), gated) for weight in weights for gated in (False, True)]
+    kinds = ops.product_kinds(layers)
+    choose_products(kinds, 60.0, compile_ahead(device))
+    assert len(list((tmp_path / "products").glob("*.json"))) == 2
+    for kind in kinds:
+        assert "measured 20" in kind.describe()

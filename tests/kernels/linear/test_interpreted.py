@@ -1,4 +1,4 @@
-"""The fused operations against torch's in float64 under Triton's interpreter, started by test_interpreter.py."""
+"""The fused operations against torch's in float64 under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,20 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from headway.kernels.linear import linear
+from headway.kernels.linear import linear, tile_kernels
 from headway.kernels.linear.linear import Linear
+from headway.kernels.runtime.triton_launch import FixedLauncher
+from headway.kernels.step.config import LatentConfig
+from headway.kernels.step.fused import Fused
 from headway.kernels.step.operations import Norm, TorchOperations
+from latent_layers import LITE, ODD, latent_steps
 from operation_inputs import Inputs, Sizes, ropes
-
-pytest.importorskip("triton")
-try:
-    from headway.kernels.linear import tile_kernels
-    from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
-    from headway.kernels.step.fused import Fused
-except RuntimeError as error:  # pragma: no cover - an old GPU driver
-    pytest.skip(str(error), allow_module_level=True)
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 MODELS = {
@@ -151,3 +145,28 @@ def test_a_row_does_not_know_the_others() -> None:
 def test_no_rows_give_no_rows() -> None:
     for _, result in Inputs(Sizes(0), torch.float32).results(Fused(*ropes(12)), torch.float32, "cpu"):
         assert result.shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "heads", "rows", "dtype"),
+    [
+        (ODD, 3, 1, torch.float32),
+        (ODD, 3, 18, torch.float16),
+        (ODD, 5, 7, torch.bfloat16),
+        pytest.param(LITE, 2, 3, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_step_around_latents_equals_the_plain_one(config: LatentConfig, heads: int, rows: int, dtype: torch.dtype) -> None:
+    tables = ropes(config.qk_rope_head_dim)
+    fused = latent_steps(Fused(*tables), config, heads, rows, dtype, "cpu")
+    plain = latent_steps(TorchOperations(*tables), config, heads, rows, torch.float64, "cpu")
+    assert fused.keys() == plain.keys()
+    for step, expected in plain.items():
+        error = (fused[step] - expected).norm() / expected.norm()
+        assert error < TOLERANCE[dtype], (step, float(error))
+
+
+def test_no_rows_around_latents_give_no_rows() -> None:
+    for step, result in latent_steps(Fused(*ropes(ODD.qk_rope_head_dim)), ODD, 3, 0, torch.float32, "cpu").items():
+        assert result.shape[0] == 0, step

@@ -48,9 +48,7 @@ def install(monkeypatch: pytest.MonkeyPatch, release: str = "0.24") -> FakeVllmL
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("form", "dtype"), [(form, torch.float16 if form != "mxfp4" else torch.bfloat16) for form in FORMS])
-def test_every_form_is_arranged_as_marlin_reads_it(
-    monkeypatch: pytest.MonkeyPatch, release: str, form: str, dtype: torch.dtype
-) -> None:
+def test_forms_are_arranged_as_marlin_reads(monkeypatch: pytest.MonkeyPatch, release: str, form: str, dtype: torch.dtype) -> None:
     fake = install(monkeypatch, release)
     generator = torch.Generator().manual_seed(len(form))
     weight = FORMS[form](torch.randn(192, 256, generator=generator))
@@ -102,7 +100,7 @@ def test_element_types_have_the_numbers_that_vllm_gives_them() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_marlin_has_no_kernel_for_is_refused_with_reasons(
+def test_what_marlin_lacks_is_refused(
     monkeypatch: pytest.MonkeyPatch, weight: QuantizedWeight, dtype: torch.dtype, what: str
 ) -> None:
     fake = install(monkeypatch)

@@ -1,7 +1,4 @@
-"""The fused operations over quantised weights against torch's in float64 over the dequantised ones, under Triton's interpreter.
-
-Started by test_interpreter.py.
-"""
+"""The fused operations over quantised weights against torch's in float64 over the dequantised ones, interpreted."""
 
 from __future__ import annotations
 
@@ -13,22 +10,14 @@ from torch.nn.functional import rms_norm, silu
 
 from fake_vllm_library import FakeVllmLibrary
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized import QuantizedCut, QuantizedProducts
+from headway.kernels.linear.quantized_ways import QuantizedWays
 from headway.kernels.runtime import vllm_library
+from headway.kernels.step.fused import Fused
 from headway.kernels.step.invariant import invariant_operations
 from headway.kernels.step.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
 from quantized_weights import FORMS, float8, int4
-
-pytest.importorskip("triton")
-try:
-    from headway.kernels.linear.quantized import QuantizedCut, QuantizedProducts
-    from headway.kernels.linear.quantized_ways import QuantizedWays
-    from headway.kernels.runtime.triton_launch import INTERPRETED
-    from headway.kernels.step.fused import Fused
-except RuntimeError as error:  # pragma: no cover - an old GPU driver
-    pytest.skip(str(error), allow_module_level=True)
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
 
 BF16 = torch.bfloat16
 MODELS = {
@@ -108,7 +97,6 @@ def test_what_the_kernel_cannot_read_is_expanded_for_each_product() -> None:
     x, ways = torch.randn(2, 136, generator=torch.Generator().manual_seed(7)).to(BF16), QuantizedWays(torch.device("cpu"))
     linear = Linear(weight, dtype=BF16, kept=True)
     way = ways.way(x, linear)
-    assert way is not None
     assert way.name == "dequantize"
     expected = x.double() @ weight.dequantized(torch.float64).t()
     assert (way(x, linear) - expected).norm() < 1e-2 * expected.norm()
@@ -123,7 +111,6 @@ def test_every_way_of_a_gated_product_gives_it(rows: int) -> None:
     assert set(kind.able(rows)) > {"kernel", "kernel splits x2", "dequantize"}
     gate, up = (rms_norm(x.double(), (1024,), eps=1e-6) @ weight.dequantized(torch.float64).t()).chunk(2, dim=1)
     expected = silu(gate) * up
-    assert kind.compute is not None
     for name in kind.able(rows):
         with kind.by(name):
             assert (kind.compute(x, linear) - expected).norm() < 2e-2 * expected.norm(), name
@@ -139,7 +126,6 @@ def test_cutlass_is_given_rounded_rows_and_the_weight_as_it_is(monkeypatch: pyte
     x = torch.randn(rows, 384, generator=torch.Generator().manual_seed(11)).to(BF16)
     linear, ways = Linear(weight, bias, dtype=BF16, kept=True), QuantizedWays(torch.device("cpu"))
     kind = ways.kind(linear, BF16)
-    assert kind is not None
     assert {"cutlass", "marlin", "kernel"} < set(kind.ways)
     assert str(kind.refused["scaled_mm"]).startswith("no: compute capability: needs ")
     assert kind.way_for(rows) == "kernel", "a library serves where times say so"

@@ -1,4 +1,4 @@
-"""Two ranks on the fused operations against one rank on torch's, under Triton's interpreter, started by test_interpreter.py."""
+"""Two ranks on the fused operations against one rank on torch's, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,21 +15,12 @@ from dense_attention import DenseAttention
 from engine_logits import save_random
 from headway.core.contract.ranks import Ranks
 from headway.core.sampling.ranked_vocabulary import join_logits
+from headway.kernels.step.fused import Fused
 from headway.models.layers import decoder
 from headway.models.loader import load_model
 from thread_ranks import on_ranks
 
-pytest.importorskip("triton")
-try:
-    from headway.kernels.runtime.triton_launch import INTERPRETED
-    from headway.kernels.step.fused import Fused
-except RuntimeError as error:  # pragma: no cover - an old GPU driver
-    pytest.skip(str(error), allow_module_level=True)
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1"),
-]
+pytestmark = pytest.mark.slow
 ROWS = {**plain_models.ROWS, **hybrid_models.ROWS}
 
 

@@ -16,7 +16,6 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from headway.core.contract.errors import ModelError
-from headway.core.system.files import cache_folder
 from headway.models.checkpoints import locate
 from headway.models.checkpoints.gguf import gguf
 
@@ -117,9 +116,7 @@ def test_a_gguf_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         find(str(tmp_path / "missing.gguf"))
 
 
-def test_a_gguf_file_that_is_none_is_refused_and_leaves_nothing_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_that_is_none_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
@@ -200,17 +197,6 @@ def test_what_goes_wrong_at_the_hub_is_one_line(hub: dict[str, object], error: E
     assert str(caught.value).startswith("model org/name: ")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_converted_models_are_kept_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("HEADWAY_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder() == tmp_path / "home" / ".cache" / "headway"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "headway"
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
 
 
 def test_a_name_that_is_nearly_right_is_answered_by_the_right_one(tmp_path: Path) -> None:

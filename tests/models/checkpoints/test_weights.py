@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,25 +59,48 @@ def test_tensors_are_merged_along_their_rows(tmp_path: Path) -> None:
     weights.finish()
 
 
-def test_a_wrong_part_of_a_merged_tensor_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, a=tensor(2, 3), b=tensor(2, 1))
-    with pytest.raises(ModelError, match=r"b needs shape \[2, 3\] by config.json, got \[2, 1\]"):
-        open_folder(tmp_path).take_merged({"a": 2, "b": 2}, 3)
-    with pytest.raises(ModelError, match="has no tensor 'c'"):
-        open_folder(tmp_path).take_merged({"c": 2}, 3)
-    with pytest.raises(ModelError, match=r"b needs shape \[1000000000, 1000000000\] by config.json, got \[2, 1\]"):
-        open_folder(tmp_path).take_merged({"b": 10**9, "a": 10**9}, 10**9)
+def folder(path: Path, files: dict[str, str], named: dict[str, str] | None = None) -> Path:
+    """Files of tensors with names of one letter, and an index where one is given."""
+    for name, letters in files.items():
+        save(path, f"{name}.safetensors", **{letter: tensor(1 + place) for place, letter in enumerate(letters)})
+    if named is not None:
+        index(path, **{letter: f"{name}.safetensors" for letter, name in named.items()})
+    return path
 
 
-def test_tensors_come_from_whichever_shard_the_index_names(tmp_path: Path) -> None:
-    save(tmp_path, "model-1.safetensors", a=tensor(2))
-    save(tmp_path, "model-2.safetensors", b=tensor(3) * 7)
-    save(tmp_path, "consolidated.safetensors", other=tensor(9))
-    index(tmp_path, a="model-1.safetensors", b="model-2.safetensors")
-    weights = open_folder(tmp_path)
-    torch.testing.assert_close(weights.take("a", (2,)), tensor(2))
-    torch.testing.assert_close(weights.take("b", (3,)), tensor(3) * 7)
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"model-1": "a", "model-2": "b", "consolidated": "x"}, {"a": "model-1", "b": "model-2"}),
+        ({"model": "ab", "one": "a"}, {"a": "model", "b": "model"}),
+        ({"one": "a", "two": "b"}, None),
+        ({"model": "ab", "consolidated": "x"}, None),  # the one file that transformers reads wins
+        ({"m-00001-of-00002": "a", "m-00002-of-00002": "b"}, None),
+    ],
+)
+def test_the_files_of_one_checkpoint_are_read(tmp_path: Path, files: dict[str, str], named: dict[str, str] | None) -> None:
+    weights = open_folder(folder(tmp_path, files, named))
+    for name in "ab":
+        own = next(letters for letters in files.values() if name in letters)
+        torch.testing.assert_close(weights.take(name, (1 + own.index(name),)), tensor(1 + own.index(name)))
     weights.finish()
+
+
+@pytest.mark.parametrize(
+    ("files", "named", "words"),
+    [
+        ({"one": "a", "two": "ab"}, None, r"'a' needs one file, got .*one\.safetensors and two\.safetensors"),
+        ({"one": "a", "two": "b"}, {"a": "two", "b": "two"}, r"two\.safetensors lacks 'a', which .*index\.json gives to it"),
+        ({"model": "a", "one": "a"}, {"a": "one"}, r"one checkpoint, got two: model\.safetensors, and the files .*remove one"),
+        ({"model-1": "a"}, {"a": "model-1", "b": "model-2"}, r"lacks model-2\.safetensors, which .*index\.json names"),
+        ({"m-00001-of-00003": "a", "m-00003-of-00003": "b"}, None, r"lacks m-00002-of-00003\.safetensors, which m-00001-.* says"),
+    ],
+)
+def test_files_of_no_checkpoint_are_refused(
+    tmp_path: Path, files: dict[str, str], named: dict[str, str] | None, words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        open_folder(folder(tmp_path, files, named))
 
 
 def test_a_copy_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None:
@@ -83,67 +108,45 @@ def test_a_copy_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None
     save(tmp_path, "model-2.safetensors", a=-tensor(2), b=-tensor(3), c=tensor(1), left=tensor(1))
     index(tmp_path, a="model-1.safetensors", b="model-2.safetensors", c="model-2.safetensors")
     weights = open_folder(tmp_path)
-    assert torch.equal(weights.take("a", (2,)), tensor(2))
-    assert torch.equal(weights.take("b", (3,)), -tensor(3))
-    assert torch.equal(weights.take("c", (1,)), tensor(1))
+    for name, expected in (("a", tensor(2)), ("b", -tensor(3)), ("c", tensor(1))):
+        assert torch.equal(weights.take(name, tuple(expected.shape)), expected)
     weights.finish()
     slices = plain_slices(tmp_path)
     assert {name: each[:].tolist() for name, each in slices.items()} == {"a": [1, 2], "b": [-1, -2, -3], "c": [1]}
 
 
-def test_a_name_in_two_files_needs_an_index(tmp_path: Path) -> None:
-    save(tmp_path, "one.safetensors", a=tensor(2))
-    save(tmp_path, "two.safetensors", a=tensor(2), b=tensor(3))
-    with pytest.raises(ModelError, match=r"'a' needs one file, got .*one\.safetensors and two\.safetensors"):
-        open_folder(tmp_path)
-
-
-def test_an_index_that_gives_a_tensor_to_a_file_without_it_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, "one.safetensors", a=tensor(2))
-    save(tmp_path, "two.safetensors", b=tensor(3))
-    index(tmp_path, a="two.safetensors", b="two.safetensors")
-    with pytest.raises(ModelError, match=r"two\.safetensors lacks 'a', which model\.safetensors\.index\.json gives to it"):
-        open_folder(tmp_path)
-
-
-def test_an_index_and_a_single_file_that_it_does_not_name_are_two_checkpoints(tmp_path: Path) -> None:
-    save(tmp_path, a=tensor(2))
-    save(tmp_path, "one.safetensors", a=tensor(2))
-    index(tmp_path, a="one.safetensors")
-    with pytest.raises(ModelError, match=r"needs one checkpoint, got two: model\.safetensors, and the files that .*remove one"):
-        open_folder(tmp_path)
-    index(tmp_path, a="model.safetensors")
-    assert "a" in open_folder(tmp_path)
-
-
-def test_several_files_without_an_index_are_read_together(tmp_path: Path) -> None:
-    save(tmp_path, "one.safetensors", a=tensor(2))
-    save(tmp_path, "two.safetensors", b=tensor(3))
-    weights = open_folder(tmp_path)
-    assert "a" in weights
-    assert "b" in weights
-
-
-def test_a_missing_tensor_is_named_with_its_folder(tmp_path: Path) -> None:
-    save(tmp_path, a=tensor(2))
-    with pytest.raises(ModelError, match=rf"{tmp_path} has no tensor 'model\.norm\.weight'"):
-        open_folder(tmp_path).take("model.norm.weight", (2,))
-
-
-@pytest.mark.parametrize("shape", [(3, 2), (6,), (2, 3, 1)], ids=str)
-def test_another_shape_is_refused_with_both(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    save(tmp_path, a=tensor(2, 3))
-    with pytest.raises(ModelError) as caught:
-        open_folder(tmp_path).take("a", shape)
-    assert f"a needs shape {list(shape)} by config.json, got [2, 3]" in str(caught.value)
+@pytest.mark.parametrize(
+    ("take", "words"),
+    [
+        (lambda weights: weights.take_merged({"a": 2, "b": 2}, 3), r"b needs shape \[2, 3\] by config.json, got \[2, 1\]"),
+        (lambda weights: weights.take_merged({"c": 2}, 3), "has no tensor 'c'"),
+        (
+            lambda weights: weights.take_merged({"b": 10**9, "a": 10**9}, 10**9),
+            r"b needs shape \[1000000000, 1000000000\] by config.json, got \[2, 1\]",
+        ),
+        (lambda weights: weights.take("model.norm.weight", (2,)), r"has no tensor 'model\.norm\.weight'"),
+        *(
+            (
+                lambda weights, shape=shape: weights.take("a", shape),
+                rf"a needs shape {re.escape(str(list(shape)))} by .* got \[2, 3\]",
+            )
+            for shape in ((3, 2), (6,), (2, 3, 1))
+        ),
+        (lambda weights: weights.take_number("b"), r"b needs one element, got shape \[2, 1\]"),
+        (lambda weights: weights.take("a", (2, 3)) is None or weights.finish(), "tensors? .*does not use.*b"),
+        (lambda weights: weights.take("a", (LAST.even(8), 3)), r"a needs shape \[8, 3\] by config.json, got \[2, 3\]"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_refused_by_name(tmp_path: Path, take: Callable[[Weights], object], words: str) -> None:
+    save(tmp_path, a=tensor(2, 3), b=tensor(2, 1))
+    with pytest.raises(ModelError, match=words):
+        take(open_folder(tmp_path))
 
 
 def test_left_over_tensors_are_counted_and_the_first_named(tmp_path: Path) -> None:
-    save(tmp_path, a=tensor(2), **{f"extra{n}": tensor(1) for n in range(5)})
-    weights = open_folder(tmp_path)
-    weights.take("a", (2,))
+    save(tmp_path, **{f"extra{n}": tensor(1) for n in range(5)})
     with pytest.raises(ModelError, match="5 tensors .*does not use.*extra0, extra1, extra2$"):
-        weights.finish()
+        open_folder(tmp_path).finish()
 
 
 def test_rope_frequencies_may_be_left_over(tmp_path: Path) -> None:
@@ -153,9 +156,16 @@ def test_rope_frequencies_may_be_left_over(tmp_path: Path) -> None:
     weights.finish()
 
 
-def test_a_folder_without_safetensors_says_what_it_needs(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ModelError, match=r"holds no \.safetensors file; pytorch_model\.bin is a pickle"):
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("pytorch_model.bin", b"", r"holds no \.safetensors file; pytorch_model\.bin is a pickle"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", r"cannot be read .*not a safetensors file"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=words):
         open_folder(tmp_path)
 
 
@@ -166,20 +176,6 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*truncated.*fetch it again"):
         open_folder(tmp_path)
-
-
-def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*not a safetensors file"):
-        open_folder(tmp_path)
-
-
-def test_a_shard_that_the_index_names_and_that_is_not_there_is_named(tmp_path: Path) -> None:
-    save(tmp_path, "model-1.safetensors", a=tensor(2))
-    index(tmp_path, a="model-1.safetensors", b="model-2.safetensors")
-    with pytest.raises(ModelError, match=r"lacks model-2\.safetensors, which .*index\.json names") as caught:
-        open_folder(tmp_path)
-    assert "model-1" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -209,25 +205,6 @@ def test_a_number_is_read_in_any_shape(tmp_path: Path) -> None:
     assert (weights.take_number("a"), weights.take_number("b")) == (0.5, 0.25)
     with pytest.raises(ModelError, match=r"c needs one element, got shape \[2\]"):
         weights.take_number("c")
-
-
-def test_a_shard_that_is_missing_without_an_index_is_named(tmp_path: Path) -> None:
-    save(tmp_path, "model-00001-of-00003.safetensors", a=tensor(2))
-    save(tmp_path, "model-00003-of-00003.safetensors", b=tensor(2))
-    with pytest.raises(
-        ModelError, match=r"lacks model-00002-of-00003\.safetensors, which model-00001-of-00003\.safetensors says"
-    ):
-        open_folder(tmp_path)
-    save(tmp_path, "model-00002-of-00003.safetensors", c=tensor(2))
-    assert all(name in open_folder(tmp_path) for name in "abc")
-
-
-def test_the_one_file_that_transformers_reads_wins_over_others_beside_it(tmp_path: Path) -> None:
-    save(tmp_path, a=tensor(2))
-    save(tmp_path, "consolidated.safetensors", other=tensor(2))
-    weights = open_folder(tmp_path)
-    weights.take("a", (2,))
-    weights.finish()
 
 
 LAST, MIDDLE = Division(3, 4), Division(1, 3)
@@ -262,12 +239,6 @@ def test_a_rank_takes_what_it_holds_of_a_tensor(tmp_path: Path, name: str) -> No
     drawn = [DummyWeights(torch.float32, torch.device("cpu")) for _ in range(2)]
     assert torch.equal(drawn[0].take("a", shape), part(drawn[1].take("a", (12, 6))))
     assert torch.equal(drawn[0].take("b", (3,)), drawn[1].take("b", (3,))), "ranks go on alike"
-
-
-def test_a_cut_tensor_of_another_shape_is_refused_with_the_whole_one(tmp_path: Path) -> None:
-    save(tmp_path, a=tensor(12, 6))
-    with pytest.raises(ModelError, match=r"a needs shape \[8, 6\] by config.json, got \[12, 6\]"):
-        open_folder(tmp_path).take("a", (LAST.even(8), 6))
 
 
 def test_every_element_is_held_by_equally_many_ranks() -> None:

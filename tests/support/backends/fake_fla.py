@@ -151,8 +151,6 @@ def _over(
     delta: bool,
 ) -> tuple[Tensor, Tensor]:
     """g: float64 [1, T, heads, K or 1]; q, k, v: [1, T, heads, dim]; beta: [1, T, heads]."""
-    assert cu_seqlens is not None
-    assert cu_seqlens_cpu is not None
     assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
     assert cu_seqlens_cpu.device.type == "cpu"
     assert cu_seqlens.dtype == cu_seqlens_cpu.dtype == torch.int64
@@ -160,7 +158,6 @@ def _over(
     assert int(cu_seqlens[-1]) == q.shape[1]
     assert output_final_state
     assert scale is not None
-    assert initial_state is not None
     assert initial_state.dtype == torch.float32
     lens, dims = _lens(cu_seqlens), (q.shape[3], v.shape[3])
     assert min(lens) > 0
@@ -180,18 +177,13 @@ def _over(
 
 
 def _lens(starts: Tensor | None) -> list[int]:
-    assert starts is not None
     return [end - first for first, end in pairwise(starts.tolist())]
 
 
 def modules() -> dict[str, ModuleType]:
     """The library's modules, by the names under which they are imported."""
     found = {name: ModuleType(name) for name in ("fla", "fla.ops")}
-    for name, function in (
-        ("gated_delta_rule", chunk_gated_delta_rule),
-        ("kda", chunk_kda),
-        ("simple_gla", chunk_simple_gla),
-    ):
+    for name, function in (("gated_delta_rule", chunk_gated_delta_rule), ("kda", chunk_kda), ("simple_gla", chunk_simple_gla)):
         module = found[f"fla.ops.{name}"] = ModuleType(f"fla.ops.{name}")
         setattr(module, function.__name__, function)
     return found

@@ -72,7 +72,6 @@ def run_tokens(layer: StateLayer, x: Tensor, gates: Sequence[Tensor], kept: dict
         before = kept.get("conv", x.new_zeros(spec.conv_width - 1, spec.conv_channels))
         rows = torch.cat([before, x])
         kept["conv"] = rows[len(rows) - spec.conv_width + 1 :]
-        assert weights.conv_weight is not None
         x = torch.einsum("tcw,cw->tc", rows.unfold(0, spec.conv_width, 1), weights.conv_weight.double())
         x = x if weights.conv_bias is None else x + weights.conv_bias.double()
         x = silu(x) if spec.activation == "silu" else x
@@ -93,8 +92,6 @@ def delta(layer: StateLayer, state: Tensor, x: Tensor, gates: Sequence[Tensor]) 
     if spec.qk_norm:
         q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
     a, b = gates
-    assert weights.A_log is not None
-    assert weights.dt_bias is not None
     rate, bias = weights.A_log.double().exp(), weights.dt_bias.double()
     decay = -(rate[:, None] if spec.kind == "kda" else rate) * softplus(a.view_as(bias) + bias)
     state = state * decay.exp().view(spec.num_heads, -1, 1)
@@ -116,9 +113,6 @@ def mamba2(layer: StateLayer, state: Tensor, x: Tensor, gates: Sequence[Tensor])
     inner, keys = spec.num_heads * spec.value_dim, spec.num_key_heads * spec.key_dim
     v, *groups = x.split([inner, keys, keys])
     B, C = (part.view(-1, spec.key_dim).repeat_interleave(spec.num_heads // spec.num_key_heads, 0) for part in groups)
-    assert weights.A_log is not None
-    assert weights.dt_bias is not None
-    assert weights.D is not None
     dt = softplus(gates[0] + weights.dt_bias.double()).clamp(*spec.dt_limits)
     v = v.view(spec.num_heads, spec.value_dim)
     state = (-weights.A_log.double().exp() * dt).exp()[:, None, None] * state
@@ -128,9 +122,6 @@ def mamba2(layer: StateLayer, state: Tensor, x: Tensor, gates: Sequence[Tensor])
 
 def mamba1(layer: StateLayer, state: Tensor, x: Tensor, gates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     weights, (dt, B, C) = layer.parameters, gates
-    assert weights.A_log is not None
-    assert weights.dt_bias is not None
-    assert weights.D is not None
     dt = softplus(dt + weights.dt_bias.double())[:, None]
     new = (-weights.A_log.double().exp() * dt).exp() * state[..., 0] + dt * x[:, None] * B
     return new[..., None], new @ C + weights.D.double() * x
@@ -139,7 +130,6 @@ def mamba1(layer: StateLayer, state: Tensor, x: Tensor, gates: Sequence[Tensor])
 def lightning(layer: StateLayer, state: Tensor, x: Tensor, gates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     spec, weights = layer
     q, k, v = by_heads(spec, x)
-    assert weights.A_log is not None
     state = (-weights.A_log.double().exp()).exp()[:, None, None] * state + torch.einsum("hk,hv->hkv", k, v)
     return state, spec.scale * torch.einsum("hkv,hk->hv", state, q)
 

@@ -103,7 +103,6 @@ class Layer:
         stacked: dict[str, QuantizedWeight] = {}
         for name in ("gate_up", "down"):
             plain = self.tensors[name]
-            assert plain is not None
             count, rows, columns = plain.shape
             stacked[name] = FORMS[form](plain.reshape(count * rows, columns).to(self.dtype), rows)
             self.tensors[name] = dequantized_stack(stacked[name], count, torch.float64)

@@ -8,7 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+"""Devices of tests that run on a GPU, and on the CPU only in the interpreter."""
 
 
 def passed_in_the_interpreter(*files: Path, marks: str = "not slow", only: str = "") -> int:

@@ -84,12 +84,7 @@ ROWS: dict[str, PretrainedConfig] = {
         logits_scaling=2.5,
     ),
     "granitemoehybrid, dense, rope": GraniteMoeHybridConfig(
-        **SMALL,
-        **MAMBA,
-        layer_types=MIXED,
-        num_local_experts=0,
-        shared_intermediate_size=56,
-        position_embedding_type="rope",
+        **SMALL, **MAMBA, layer_types=MIXED, num_local_experts=0, shared_intermediate_size=56, position_embedding_type="rope"
     ),
     "jamba": JambaConfig(
         **SMALL, **ROUTED, mamba_d_state=6, mamba_dt_rank=5, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=3

@@ -1,9 +1,10 @@
-"""What a captured decode step is fed: the same numbers that a step's metadata holds, and padding that disturbs nobody."""
+"""Graphs: what captured decodes, prompts and pieces are fed, and that they write what single launches write."""
 
 from __future__ import annotations
 
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -16,16 +17,24 @@ from torch import Tensor
 
 from examples import examples
 from graph_backend import Again, Walk, WalkPlugin
+from graph_stub import PiecesTape, Tape
 from headway.core.contract.backend import Backends, GraphLevel
+from headway.core.contract.errors import BackendError
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.step import NEWEST, ScheduledStep, StepInput
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.attention import HostBlockTables, PagedAttention
-from headway.core.engine.execution.captured_step import DecodeGraph
-from headway.core.engine.execution.graph_set import DecodeGraphs, PrefillGraphs, capture_sizes
+from headway.core.engine.execution.captured_step import DecodeGraph, borrowed
+from headway.core.engine.execution.graph_set import (
+    MAX_TOKENS,
+    DecodeGraphs,
+    PiecewiseGraphs,
+    PrefillGraphs,
+    capture_sizes,
+    piecewise_sizes,
+)
 from headway.core.engine.execution.static_inputs import (
     DecodeInputs,
     ModelStep,
@@ -43,6 +52,9 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
 from headway.core.select.layer_specs import LayerSpecs
 from headway.registry import create_registry
+from headway.testing.broken.attention import PlainBackend
+from made_engine import made_engine
+from registries import registering
 from run_engine import generate
 from tiny_model import TinyModel
 
@@ -125,21 +137,6 @@ def check(inputs: DecodeInputs, tables: HostBlockTables, step: ScheduledStep, to
     assert not table[count:].any(), "padding points at a block that exists"
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [decode_shapes(graph_step(), 3), prefill_shapes(graph_step(), 7), verify_shapes(graph_step(), 1, 2)],
-    ids=["decode", "prefill", "verify"],
-)
-def test_fields_are_aligned_and_lie_apart(shapes: Shapes) -> None:
-    inputs = StaticInputs(graph_step(), [shapes])
-    planes = [plane for field, shape in zip(inputs.fields(shapes), shapes, strict=True) for plane in (field if shape[0] else ())]
-    for field in inputs.fields(shapes):
-        assert field.data_ptr() % 16 == 0
-    for number, plane in enumerate(planes):
-        plane.fill_(number)
-    assert all((plane == number).all() for number, plane in enumerate(planes))
-
-
 def step_of(*sequences: tuple[int, int], goes_on: bool = False, drafts: int = 0) -> StepInput:
     """A step of (query_len, context_len)."""
     query_lens, context_lens = numpy.array(sequences, dtype=numpy.int32).T
@@ -179,25 +176,7 @@ def test_reason_for_a_step_without_graph_is_named(caplog: pytest.LogCaptureFixtu
 def engine(**options: object) -> EngineLoop:
     config = EngineConfig(attn_backend="walk", block_size=8, max_num_batched_tokens=24, max_model_len=64, max_num_seqs=6)
     registry = create_registry([WalkPlugin()], load_entry_points=False)
-    return make_engine(
-        EngineParts(model=TinyModel(), source=registry, config=replace(config, kv_cache_memory=9 * 8 * 512, **options))
-    )
-
-
-@torch.inference_mode()
-def test_graphs_compute_their_logits_into_one_buffer() -> None:
-    """That of the largest, though a backend that was refused may have tried a batch of one before."""
-    made = engine()
-    step = graph_step(made.executor.attention, 8, 64)
-    inputs = DecodeInputs(step, [decode_shapes(step, 6)])
-    backends = {spec: Walk(spec, made.selection.layout, 8) for spec in made.executor.attention.specs}
-    graphs = [DecodeGraph(step, inputs, size, backends) for size in (1, 6, 4, 2)]
-    assert step.logits is not None
-    assert step.logits.shape == (6, 50)
-    for graph in graphs:
-        step.logits.fill_(77)
-        graph.run()
-        assert (step.logits != 77).all(-1).tolist() == [row < graph.size for row in range(6)]
+    return made_engine(TinyModel(), registry, replace(config, kv_cache_memory=9 * 8 * 512, **options))
 
 
 @pytest.mark.sampled(4, 1)
@@ -319,7 +298,7 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     prompts = [[3, 1], [4, 1, 5], [9, 2, 6], [5]]
     made = engine()
     registry = create_registry([WalkPlugin()], load_entry_points=False)
-    fast = make_engine(EngineParts(model=TinyModel(), source=registry, config=made.config, sampling=SamplingOps(choose=choose)))
+    fast = made_engine(TinyModel(), registry, made.config, sampling=SamplingOps(choose=choose))
     fast.executor.capture(Again())
     expected = [each.token_ids for each in generate(made, prompts, wishes)]
     assert [each.token_ids for each in generate(fast, prompts, wishes)] == expected
@@ -328,12 +307,201 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     assert not fast.stats.steps_waiting
     assert fast.stats.num_graph_steps == 8
     changed.clear()
-    inside = make_engine(
-        EngineParts(
-            model=TinyModel(), source=registry, config=made.config, sampling=SamplingOps(choose=choose, filter=torch_filter)
-        )
-    )
+    inside = made_engine(TinyModel(), registry, made.config, sampling=SamplingOps(choose=choose, filter=torch_filter))
     inside.executor.capture(Again())
     assert [each.token_ids for each in generate(inside, prompts, wishes)] == expected
     assert not changed
     assert not inside.stats.steps_after_model
+
+
+class Uniform(PlainBackend):
+    graph_level = GraphLevel.UNIFORM
+
+
+class Counting(Tape):
+    """Counts what is run again in place of a replay."""
+
+    def __init__(self, fits: int = 1000) -> None:
+        super().__init__()
+        self.runs: Counter[tuple[str, int]] = Counter()
+        """By the kind of graph and its size."""
+        self._fits = fits
+
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        graph = run.__self__  # type: ignore[attr-defined]
+        key = type(graph).__name__, graph.size
+        if graph.size > self._fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        def replay() -> None:
+            self.runs[key] += 1
+            run()
+
+        return replay
+
+
+def uniform_engine(**options: object) -> EngineLoop:
+    config = EngineConfig(attn_backend="plain", block_size=8, max_num_batched_tokens=40, max_model_len=48, max_num_seqs=4)
+    registry = registering(plain=Uniform)
+    return made_engine(TinyModel(), registry, replace(config, kv_cache_memory=30 * 8 * 512, **options))
+
+
+@pytest.mark.parametrize("wish", [{"temperature": 0}, {"seed": 3}], ids=str)
+def test_a_lone_prompt_is_one_graph_and_writes_the_same_tokens(wish: dict[str, float]) -> None:
+    plain, fast = uniform_engine(), uniform_engine(async_scheduling=True)
+    recorder = Counting()
+    fast.executor.capture(recorder)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, **wish)
+    for length in (20, 1, 8, 9, 39, 7, 32, 33):
+        prompt = [[(7 * length + at) % 50 for at in range(length)]]
+        assert generate(fast, prompt, params)[0].token_ids == generate(plain, prompt, params)[0].token_ids
+    prompts = {size: count for (kind, size), count in recorder.runs.items() if kind == "PrefillGraph"}
+    assert prompts == {8: 3, 16: 1, 32: 2, 40: 2}
+    stats = fast.stats
+    assert stats.num_graph_steps == stats.num_steps == recorder.runs.total()
+
+
+def test_steps_of_more_than_one_whole_prompt_run_piecewise() -> None:
+    made = uniform_engine()
+    recorder = Counting()
+    made.executor.capture(recorder)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    generate(made, [[1] * 9, [2] * 9], params)  # two prompts in one step
+    generate(made, [[3] * 45], params)  # in two chunks: what is sampled comes after the second
+    generate(made, [[1] * 9 + [4] * 9], params)  # extends what is cached
+    assert not any(kind == "PrefillGraph" for kind, _ in recorder.runs)
+    assert made.stats.steps_in_pieces == {"a prompt in the step": 4}
+
+
+def test_prompts_whose_graph_does_not_fit_run_piecewise(caplog: pytest.LogCaptureFixture) -> None:
+    made = uniform_engine()
+    recorder = Counting(fits=16)
+    with caplog.at_level("INFO", "headway"):
+        made.executor.capture(recorder)
+    assert "no memory for a prompt of 40 tokens" in caplog.text
+    assert "2 of one prompt captured" in caplog.text
+    generate(made, [[1] * 20], SamplingParams(max_tokens=1, ignore_eos=True))
+    assert made.stats.steps_in_pieces.total() == 1
+
+
+def test_backend_captured_for_decode_alone_has_no_prefill_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Uniform, "graph_level", GraphLevel.DECODE)
+    made = uniform_engine()
+    made.executor.capture(Counting())
+    generate(made, [[1] * 20], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert made.stats.steps_in_pieces == {"a prompt in the step": 1}
+    assert made.stats.num_graph_steps == 2
+
+
+def test_sizes_waste_less_than_half_a_step() -> None:
+    assert piecewise_sizes(5) == [8]
+    assert piecewise_sizes(100) == [8, 16, 32, 64, 96, 104]
+    assert piecewise_sizes(16384)[-5:] == [1024, 1280, 1536, 1792, MAX_TOKENS]
+    waste = [next(size for size in piecewise_sizes(16384) if size >= count) / count for count in range(100, MAX_TOKENS + 1)]
+    assert max(waste) < 1.5
+
+
+def piecewise_engine(**options: object) -> EngineLoop:
+    config = EngineConfig(attn_backend="sdpa.math", block_size=8, max_model_len=64, max_num_seqs=6, kv_cache_memory=40 * 8 * 512)
+    return made_engine(TinyModel(), create_registry(load_entry_points=False), replace(config, **options))
+
+
+def test_steps_of_prompts_extends_and_decodes_are_the_same_in_pieces_and_larger_ones_are_counted() -> None:
+    prompts = [[number] * (3 + 7 * number) for number in range(1, 8)] + [[5, 6, 7] * 6]
+    params = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)] * len(prompts)
+    plain, fast = piecewise_engine(max_num_batched_tokens=24), piecewise_engine(max_num_batched_tokens=24)
+    tape = PiecesTape()
+    fast.executor.capture(tape)
+    expected = [each.token_ids for each in generate(plain, prompts, params)]
+    assert [each.token_ids for each in generate(fast, prompts, params)] == expected
+    stats = fast.stats
+    assert stats.num_graph_steps == 0, "sdpa.math needs exact lengths, so no decode is captured"
+    assert stats.steps_in_pieces.total() == stats.num_steps
+    assert set(stats.steps_in_pieces) == {"a prompt in the step", "no graph was captured"}
+    assert tape.num_replays == 3 * stats.num_steps
+
+
+def test_a_step_of_more_tokens_than_the_largest_pieces_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.core.engine.execution.graph_set.MAX_TOKENS", 16)
+    made = piecewise_engine(max_num_batched_tokens=64)
+    made.executor.capture(PiecesTape())
+    generate(made, [[1] * 40], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert made.stats.steps_without_graph == {"more than 16 tokens": 1}
+    assert made.stats.steps_in_pieces == {"no graph was captured": 1}
+
+
+def pieces_of(model: object) -> PiecewiseGraphs:
+    return PiecewiseGraphs(model, piecewise_engine().executor.attention, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_sizes_that_do_not_fit_are_named_and_the_others_serve(caplog: pytest.LogCaptureFixture) -> None:
+    class Small(TinyModel):
+        def __call__(self, input_ids: Tensor, *rest: object) -> Tensor:
+            if len(input_ids) > 16:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().__call__(input_ids, *rest)  # type: ignore[arg-type]
+
+    pieces = pieces_of(Small())
+    with caplog.at_level("INFO", "headway"):
+        pieces.capture([8, 16, 32, 64], Tape())
+    assert pieces.largest == 16
+    assert "no memory for steps of 64, 32 tokens in pieces" in caplog.text
+    assert re.search(r"steps of up to 16 tokens in pieces, in \d+\.\d s", caplog.text)
+
+
+def test_a_model_that_cannot_be_captured_is_an_error_with_a_way_out() -> None:
+    class Waits(TinyModel):
+        calls = 0
+
+        def __call__(self, input_ids: Tensor, *rest: object) -> Tensor:
+            self.calls += 1
+            if self.calls > 1:  # the first warms up
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().__call__(input_ids, *rest)  # type: ignore[arg-type]
+
+    with pytest.raises(BackendError, match=r"the model over 8 tokens cannot be captured: operation not .*--enforce-eager"):
+        pieces_of(Waits()).capture([8], Tape())
+
+
+@pytest.mark.gpu
+def test_what_is_borrowed_is_the_same_memory_and_holds_none() -> None:
+    whole = torch.arange(4096, device="cuda").view(64, 64).to(torch.bfloat16)
+    part = whole[3:40, 5:60:2]
+    before = torch.cuda.memory_allocated()
+    lent = borrowed(part)
+    assert torch.equal(lent, part)
+    assert (lent.data_ptr(), lent.stride(), lent.dtype) == (part.data_ptr(), part.stride(), part.dtype)
+    assert torch.cuda.memory_allocated() == before
+    whole.fill_(7)
+    assert (lent == 7).all()
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [decode_shapes(graph_step(), 3), prefill_shapes(graph_step(), 7), verify_shapes(graph_step(), 1, 2)],
+    ids=["decode", "prefill", "verify"],
+)
+def test_fields_are_aligned_and_lie_apart(shapes: Shapes) -> None:
+    inputs = StaticInputs(graph_step(), [shapes])
+    planes = [plane for field, shape in zip(inputs.fields(shapes), shapes, strict=True) for plane in (field if shape[0] else ())]
+    for field in inputs.fields(shapes):
+        assert field.data_ptr() % 16 == 0
+    for number, plane in enumerate(planes):
+        plane.fill_(number)
+    assert all((plane == number).all() for number, plane in enumerate(planes))
+
+
+@torch.inference_mode()
+def test_graphs_compute_their_logits_into_one_buffer() -> None:
+    """That of the largest, though a backend that was refused may have tried a batch of one before."""
+    made = engine()
+    step = graph_step(made.executor.attention, 8, 64)
+    inputs = DecodeInputs(step, [decode_shapes(step, 6)])
+    backends = {spec: Walk(spec, made.selection.layout, 8) for spec in made.executor.attention.specs}
+    graphs = [DecodeGraph(step, inputs, size, backends) for size in (1, 6, 4, 2)]
+    assert step.logits is not None
+    assert step.logits.shape == (6, 50)
+    for graph in graphs:
+        step.logits.fill_(77)
+        graph.run()
+        assert (step.logits != 77).all(-1).tolist() == [row < graph.size for row in range(6)]

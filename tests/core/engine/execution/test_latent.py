@@ -19,7 +19,6 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution import latent
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.backend_request import BackendRequest
@@ -29,6 +28,7 @@ from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.operations import PlainLatentLayer
 from headway.registry import Registry, create_registry
 from headway.testing.broken.attention import PlainBackend, PlainPlan
+from made_engine import made_engine
 from registries import registering
 from run_engine import generate
 
@@ -123,7 +123,7 @@ def test_chunks_are_absorbed_or_their_contexts_expanded_and_nobody_can_tell(
     gathers: bool,
 ) -> None:
     monkeypatch.setattr(latent, "gathers", lambda view, cached, expanded: gathers)
-    engine = make_engine(EngineParts(model=LatentModel(), source=registry, config=replace(CONFIG, attn_backend=backend)))
+    engine = made_engine(LatentModel(), registry, replace(CONFIG, attn_backend=backend))
     assert [cache.layout.name for cache in engine.executor.caches] == ["latent", "nhd", "latent"]
     assert [written.token_ids for written in generate(engine, PROMPTS, GREEDY)] == expected
     assert calls.keys() == {("prefill", False), ("decode", False), ("extend", gathers)}
@@ -152,7 +152,7 @@ class Uniform(PlainBackend):
 
 def test_graphs_of_decodes_and_prompts_and_pieces_of_the_rest(expected: list[list[int]]) -> None:
     registry = registering(plain=Uniform)
-    engine = make_engine(EngineParts(model=LatentModel(), source=registry, config=replace(CONFIG, attn_backend="plain")))
+    engine = made_engine(LatentModel(), registry, replace(CONFIG, attn_backend="plain"))
     engine.executor.capture(AsItIs())
     assert [written.token_ids for written in generate(engine, PROMPTS, GREEDY)] == expected
     alone = [generate(engine, [prompt], GREEDY)[0].token_ids for prompt in PROMPTS[:1]]
@@ -164,8 +164,8 @@ def test_graphs_of_decodes_and_prompts_and_pieces_of_the_rest(expected: list[lis
 def test_what_an_fp8_cache_holds_is_what_prompts_see(registry: Registry) -> None:
     """However a prompt is cut into chunks, its tokens are the same."""
     config = replace(CONFIG, attn_backend="sdpa.math", kv_cache_dtype="fp8_e4m3")
-    whole = make_engine(EngineParts(model=LatentModel(), source=registry, config=replace(config, max_num_batched_tokens=96)))
-    cut = make_engine(EngineParts(model=LatentModel(), source=registry, config=replace(config, max_num_batched_tokens=10)))
+    whole = made_engine(LatentModel(), registry, replace(config, max_num_batched_tokens=96))
+    cut = made_engine(LatentModel(), registry, replace(config, max_num_batched_tokens=10))
     written = [[one.token_ids for one in generate(engine, PROMPTS, GREEDY)] for engine in (whole, cut)]
     assert written[0] == written[1]
 
@@ -173,7 +173,7 @@ def test_what_an_fp8_cache_holds_is_what_prompts_see(registry: Registry) -> None
 def test_latents_have_no_int8_cache(registry: Registry) -> None:
     config = replace(CONFIG, attn_backend="sdpa", kv_cache_dtype="int8_per_token_head")
     with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs auto or fp8_e4m3, as values lie in keys"):
-        make_engine(EngineParts(model=LatentModel(), source=registry, config=config))
+        made_engine(LatentModel(), registry, config)
 
 
 class NoLatents(SDPAMath):
@@ -241,13 +241,10 @@ def test_a_gathered_plan_reads_the_blocks_of_its_sequences() -> None:
 def test_latent_caches_go_to_the_host_and_come_back(registry: Registry) -> None:
     model = LatentModel()
     prompts = [[*range(number, number + 30), *range(10)] for number in range(4)]
-    expected = [
-        each.token_ids
-        for each in generate(make_engine(EngineParts(model=model, source=registry, config=CONFIG)), prompts, GREEDY)
-    ]
-    pages = make_engine(EngineParts(model=model, source=registry, config=CONFIG)).capacity.pool.page_format
+    expected = [each.token_ids for each in generate(made_engine(model, registry, CONFIG), prompts, GREEDY)]
+    pages = made_engine(model, registry, CONFIG).capacity.pool.page_format
     tight = replace(CONFIG, kv_cache_memory=13 * pages.page_bytes, kv_offload_size="1MiB", preemption_mode="swap")
-    engine = make_engine(EngineParts(model=model, source=registry, config=tight))
+    engine = made_engine(model, registry, tight)
     for _ in range(2):
         assert [each.token_ids for each in generate(engine, prompts, GREEDY)] == expected
     assert engine.stats.offload_hits > 0

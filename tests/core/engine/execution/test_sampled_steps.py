@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
@@ -15,12 +14,12 @@ from graph_backend import Again, WalkPlugin
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry
+from made_engine import made_engine
 from run_engine import Written, drain, generate
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
 from tiny_model import TinyModel
@@ -80,7 +79,7 @@ NAMED = {
 
 
 def engine(registry: Registry, config: EngineConfig, **options: Any) -> EngineLoop:
-    return make_engine(EngineParts(model=TinyModel(), source=registry, config=config, hosts=HostRows(None, NAMED), **options))
+    return made_engine(TinyModel(), registry, config, hosts=HostRows(None, NAMED), **options)
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -113,7 +112,7 @@ def alone(registry: Registry) -> list[Written]:
 @pytest.mark.sampled(5, 3)
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("how", ["together", "chunked", "tight", "graphs", "graphs that draw", "graphs that filter", "drafts"])
-def test_batches_chunks_preemption_graphs_and_drafts_change_nothing(
+def test_neither_batches_nor_graphs_nor_drafts_change_it(
     registry: Registry, alone: list[Written], how: str, overlapped: bool
 ) -> None:
     config = replace(SMALL, async_scheduling=overlapped)
@@ -298,26 +297,6 @@ def test_completions_wait_for_no_sibling_that_is_gone(registry: Registry) -> Non
     written = drain(made)
     assert sorted(written) == [("half", 1), ("half", 2), *(("short", index) for index in range(3))]
     assert {len(one.token_ids) for key, one in written.items() if key[0] == "half"} == {4}
-
-
-@pytest.mark.slow
-def test_random_requests_with_forks_and_aborts_leave_nothing_behind(registry: Registry) -> None:
-    random = Random(5)
-    made = engine(registry, replace(SMALL, async_scheduling=True, max_model_len=64, kv_cache_memory=12 * 8 * 512))
-    written: dict[tuple[str, int], Written] = {}
-    for number in range(60):
-        wish, n = random.choice(WISHES), random.randint(1, 3)
-        params = SamplingParams(n=n, best_of=n + random.randint(0, 1), seed=number, max_tokens=random.randint(9, 20), **wish)
-        prompt = [random.randrange(50) for _ in range(random.randint(1, 40))]
-        with contextlib.suppress(ConfigError):
-            made.add_request(str(number), made.limits.checked(prompt, params))
-        for _ in range(random.randint(0, 6)):
-            if made.has_unfinished:
-                made.step()
-        if random.random() < 0.3:
-            made.abort(str(random.randint(0, number)), random.choice([None, 0, 1]))
-    drain(made, written)
-    assert made.stats.num_preemptions > 0
 
 
 @pytest.mark.parametrize("overlapped", [False, True])

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.backends.sdpa import SDPAMath
-from headway.core.contract.backend import API_VERSION, BackendInfo, Lengths, StepLimits, fits, lattice, powers
+from headway.core.contract.backend import API_VERSION, BackendInfo, Lengths, StepLimits, fits, lattice
 from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.step import StepInput
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.execution.model_runner import ModelRunner
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookimpl
+from made_engine import made_engine
 from run_engine import drain
 from tiny_model import TinyModel
 
@@ -84,7 +84,7 @@ class Plugin:
 def engine_with(backend: type[Lazy], ahead: Any = nullcontext, **options: Any) -> EngineLoop:
     registry = create_registry([Plugin(backend)], load_entry_points=False)
     config = replace(CONFIG, attn_backend=backend.name, **options)
-    return make_engine(EngineParts(model=TinyModel(), source=registry, config=config, compile_ahead=ahead))
+    return made_engine(TinyModel(), registry, config, compile_ahead=ahead)
 
 
 def serve(engine: EngineLoop, prompts: list[list[int]], seed: int) -> None:
@@ -193,26 +193,6 @@ def test_steps_stay_within_the_limits(tokens: int, seqs: int, length: int, phase
         for query_len, context_len, num_drafts in step:
             assert Phase.of(query_len, context_len, num_drafts + 1) is phase
     assert phase is not Phase.PREFILL or [Lengths(min(tokens, length), 0)] in steps
-
-
-def test_what_does_not_fit_is_told() -> None:
-    limits = StepLimits(10, 2, 20)
-    assert fits([Lengths(4, 16), Lengths(6, 0)], limits)
-    for step in ([], [Lengths(1, 0)] * 3, [Lengths(11, 0)], [Lengths(5, 16)]):
-        assert not fits(step, limits)
-
-
-def test_powers_hold_both_sides_of_every_power_of_two() -> None:
-    assert powers(20) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 20]
-    assert powers(1) == [1]
-    assert powers(0) == []
-
-
-def test_the_pool_of_one_sequence_is_enough() -> None:
-    engine = engine_with(Lazy, max_num_seqs=1, max_model_len=8, max_num_batched_tokens=8, kv_cache_memory=2**14)
-    engine.add_request("a", engine.limits.checked([1, 2], SamplingParams(temperature=0.0, max_tokens=3)))
-    assert len(drain(engine)["a", 0].token_ids) == 3
-    assert not engine.stats.compilations
 
 
 def test_no_more_steps_are_in_flight_than_the_loop_has(monkeypatch: pytest.MonkeyPatch) -> None:

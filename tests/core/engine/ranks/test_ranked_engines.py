@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -17,16 +18,27 @@ import psutil
 import pytest
 import torch
 
+from graph_backend import Again, Wide
 from headway.core.contract.errors import HeadwayError
+from headway.core.contract.ranks import Ranks
+from headway.core.contract.sampling_plugins import Proposer
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.executor import ExecutorLostError
+from headway.core.engine.data.stats import EngineStats
+from headway.core.engine.data.step import NEWEST, NewPages, PageCopy, StartedRow, StepInput
 from headway.core.engine.loop import EngineLoop
+from headway.core.engine.ranks.rank_messages import decode, encode
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.sampling.structured import StructuredOutputsParams
-from proposer_stub import told_of
+from made_engine import made_engine
+from proposer_stub import Told, told_of
 from ranked_model import RankedModel, assert_ended, make_rank, pids_of, ranked_engine
+from registries import registering
 from run_engine import Written, drain, generate
+from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
+from thread_ranks import on_ranks
 
 
 def tight(size: int) -> EngineConfig:
@@ -229,3 +241,127 @@ def test_ranks_end_with_their_engine_and_leave_nothing_behind() -> None:
     assert_ended(pids)
     assert len(os.listdir("/proc/self/fd")) < descriptors
     assert set(os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else ()) <= before
+
+
+REGISTRY = registering(wide=Wide)
+PROMPTS = [[7] * 9 + [number] for number in range(8)]
+GRAPH_WISHES: dict[str, list[dict[str, Any]]] = {
+    "plain": [{"temperature": 0}, {"temperature": 0.9}],
+    "filters": [{"temperature": 0}, {"temperature": 0.9, "top_k": 30, "top_p": 0.9}, {"temperature": 2.0, "min_p": 0.02}],
+    "all": [{"temperature": 0.9}, {"top_k": 30}, {"presence_penalty": 1.0}, {"temperature": 0, "logprobs": 2}],
+}
+
+
+def write(ranks: Ranks, sampling: SamplingOps, wishes: list[SamplingParams], proposer: Proposer | None = None) -> Any:
+    """What a rank's own engine writes, and its counts. All ranks' engines get the same requests, hence run the same steps."""
+    config = EngineConfig(
+        attn_backend="wide", block_size=8, max_num_batched_tokens=64, max_model_len=64, max_num_seqs=8, kv_cache_memory=2**20
+    )
+    model: Any = RankedModel(ranks)
+    options: Any = {"proposer": proposer, "measured": False}
+    engine = made_engine(model, REGISTRY, config, sampling=sampling, ranks=ranks, **options)
+    engine.executor.capture(Again())
+    return generate(engine, PROMPTS, wishes), engine.stats
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    "sampling", [TORCH_SAMPLING, DRAWS_INSIDE, FILTERS_INSIDE], ids=["chosen after", "drawn inside", "filtered inside"]
+)
+@pytest.mark.parametrize("kind", GRAPH_WISHES)
+@pytest.mark.parametrize("guesses", [False, True], ids=["decode", "verify"])
+def test_tokens_are_those_of_one_rank(sampling: SamplingOps, kind: str, guesses: bool) -> None:
+    given = GRAPH_WISHES[kind]
+    wishes = [SamplingParams(max_tokens=9, seed=n, ignore_eos=True, **given[n % len(given)]) for n in range(len(PROMPTS))]
+    ((expected, alone),) = on_ranks(1, lambda ranks: write(ranks, TORCH_SAMPLING, wishes))
+    assert not alone.rows_gathered
+    texts = [[*prompt, *each.token_ids] for prompt, each in zip(PROMPTS, expected, strict=True)]
+    results = on_ranks(2, lambda ranks: write(ranks, sampling, wishes, guessing(texts) if guesses else None))
+    for found, stats in results:
+        compare_graphs(found, expected)
+        assert stats.num_graph_steps > 0
+        assert bool(stats.num_accepted_tokens) == guesses
+        check_gathers(stats, kind, inside=sampling is FILTERS_INSIDE)
+
+
+def guessing(texts: list[list[int]]) -> Told:
+    """Guesses what follows in one of these texts, with a mistake in every fifth place."""
+
+    def propose(token_ids: list[int]) -> list[int]:
+        text = next((text for text in texts if text[: len(token_ids)] == token_ids), [])
+        return [token ^ (place % 5 == 0) for place, token in enumerate(text)][len(token_ids) : len(token_ids) + 4]
+
+    return Told(propose)
+
+
+def compare_graphs(found: list[Written], expected: list[Written]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+def check_gathers(stats: EngineStats, kind: str, inside: bool) -> None:
+    if kind == "plain":
+        assert (stats.rows_gathered, stats.rows_of_candidates) == (0, 0)
+        return
+    named = {"top_k or top_p", "min_p"} if kind == "filters" and inside else {"min_p"} if kind == "filters" else {"penalties"}
+    if kind == "all" and inside:
+        named = {"penalties", "top_k or top_p"}
+    assert set(stats.rows_gathered_for) == named
+    assert stats.rows_of_candidates > 0
+
+
+def decode_step(count: int, **more: object) -> StepInput:
+    draw = numpy.random.default_rng(count)
+    return StepInput(
+        rows=draw.permutation(count).astype(numpy.int32),
+        query_lens=numpy.ones(count, dtype=numpy.int32),
+        context_lens=draw.integers(1, 2**20, count, dtype=numpy.int32),
+        num_draft_tokens=numpy.zeros(count, dtype=numpy.int32),
+        samples=numpy.ones(count, dtype=numpy.bool_),
+        token_ids=numpy.full(count, NEWEST),
+        goes_on=True,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_logits_processors_stay_on_rank_0() -> None:
+    params = SamplingParams(logits_processors=[lambda output, logits: logits], extra_args={"lock": object()}, top_k=3)
+    step = decode_step(2, started=(StartedRow(1, params, 5),))
+    (found,) = decode(encode(step)).started
+    assert (found.row, found.seed, found.params.top_k, found.params.extra_args) == (1, 5, 3, None)
+    assert len(found.params.logits_processors or ()) == 1
+
+
+def assert_same(found: StepInput, step: StepInput) -> None:
+    for field in fields(StepInput):
+        mine, theirs = getattr(found, field.name), getattr(step, field.name)
+        if isinstance(theirs, numpy.ndarray):
+            assert mine.dtype == theirs.dtype, field.name
+            numpy.testing.assert_array_equal(mine, theirs)
+        else:
+            assert mine == theirs, field.name
+
+
+PAGES = (NewPages(3, 0, [5, 900_000], 1), NewPages(0, 17, [], 0), NewPages(1, 2, [4], 0))
+
+
+@pytest.mark.parametrize("count", [1, 7, 64])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"new_pages": PAGES},
+        {"state_indices": True, "new_pages": PAGES},
+        {"copies": (PageCopy(0, 1, 2, 3),)},
+        {"restored": ((1, 2),), "checkpoints": numpy.ones((2, 3), dtype=numpy.int32)},
+        {"started": (StartedRow(0, SamplingParams(logprobs=2, stop="x"), 2**63 - 1, (1, 2), 2, (0,)),)},
+    ],
+    ids=str,
+)
+def test_a_step_comes_back_as_it_was(count: int, more: dict[str, object]) -> None:
+    more = {**more, "state_indices": numpy.arange(count, dtype=numpy.int32)} if "state_indices" in more else more
+    step = decode_step(count, **more)
+    assert_same(decode(encode(step)), step)

@@ -19,10 +19,7 @@ from headway.core.system.child import module_path
 from ranked_model import assert_ended, pids_of, ranked_engine
 from run_engine import generate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 CONFIG = {"block_size": 16, "kv_cache_memory": 2**22, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 
 
@@ -53,9 +50,7 @@ def test_a_model_over_two_gpus_writes_what_it_writes_on_one() -> None:
     assert written[0] == written[1]
 
 
-def test_gpus_that_are_not_to_reach_each_other_sum_by_nccl(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gpus_without_peer_access_sum_by_nccl(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     written = []
     for disabled in ("0", "1"):
         monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)

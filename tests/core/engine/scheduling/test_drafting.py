@@ -9,11 +9,11 @@ import pytest
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence, Status
-from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting, expected
+from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting
 from headway.core.sampling.params import SamplingParams
-from headway.core.speculation.proposers import PLAIN, UNGUESSED, StepTimes, is_captured, width_of
+from headway.core.speculation.proposers import PLAIN, UNGUESSED, StepTimes, width_of
 from headway.registry import Registry
+from made_engine import made_engine
 from proposer_stub import Told, told_of
 from run_engine import drain, generate
 from tiny_model import TinyModel
@@ -129,15 +129,6 @@ def test_fewer_guesses_than_were_asked_for_are_tried_as_well_and_not_for_ever(na
     assert goes_on or sum(map(bool, drafted)) == 8
 
 
-def test_one_slow_step_hardly_moves_a_mean_and_fast_ones_soon_do() -> None:
-    times = times_of(1e-3, 2e-3)
-    times.note(1, 8, 1.0)
-    assert times.of(1, [8])[8] == pytest.approx(2e-3, rel=0.1)
-    for _ in range(5):
-        times.note(1, 8, 1.5e-3)
-    assert times.of(1, [8])[8] == pytest.approx(1.5e-3, rel=0.08)
-
-
 def test_times_come_from_the_table_until_they_are_measured() -> None:
     times = StepTimes(lambda batch, query_len, kv_len: 100.0 * query_len)
     assert times.of(4, [8]) == {}
@@ -152,27 +143,13 @@ def test_times_come_from_the_table_until_they_are_measured() -> None:
     assert times.of(4, [8], 100)[8] < 8e-3
 
 
-def test_a_verification_is_captured_at_the_next_width_and_the_next_power_of_two() -> None:
-    found = {each: is_captured(*each) for each in ((1, 8), (32, 8), (33, 8), (20, 6), (40, 6), (128, 2), (129, 2), (64, 3))}
-    assert [each for each, captured in found.items() if not captured] == [(33, 8), (40, 6), (129, 2)]
-
-
-def test_expected_tokens() -> None:
-    assert expected(0.5, 2) == 1.75
-    assert expected(1.0, 7) == 8.0
-    assert expected(0.0, 7) == 1.0
-
-
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3, max_tokens=24)], ids=["greedy", "sampled"])
 def test_measured_drafts_change_no_token(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
     config = replace(SMALL, async_scheduling=overlapped)
-    plain = [
-        each.token_ids
-        for each in generate(make_engine(EngineParts(model=TinyModel(), source=registry, config=config)), PROMPTS, params)
-    ]
+    plain = [each.token_ids for each in generate(made_engine(TinyModel(), registry, config), PROMPTS, params)]
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, plain, strict=True)]
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=config, proposer=told_of(texts)))
+    engine = made_engine(TinyModel(), registry, config, proposer=told_of(texts))
     for _ in range(2):
         assert [each.token_ids for each in generate(engine, PROMPTS, params)] == plain
     assert set(engine.stats.steps_without_drafts) <= {COSTLY, MEASURING, "no guess"}
@@ -183,12 +160,9 @@ def test_measured_drafts_change_no_token(registry: Registry, params: SamplingPar
 def test_the_built_in_proposers_change_no_token(registry: Registry, name: str) -> None:
     from headway.core.contract.sampling_plugins import ProposerOptions
 
-    plain = [
-        each.token_ids
-        for each in generate(make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)), PROMPTS, GREEDY)
-    ]
+    plain = [each.token_ids for each in generate(made_engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
     proposer = registry.proposer(name).make(ProposerOptions())
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL, proposer=proposer, measured=False))
+    engine = made_engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
     for _ in range(2):
         assert [each.token_ids for each in generate(engine, PROMPTS, GREEDY)] == plain
     assert engine.stats.num_draft_tokens > 0
@@ -204,14 +178,9 @@ class Broken(Told):
 @pytest.mark.parametrize(
     "proposer", [Broken(lambda _: []), Told(lambda _: [50]), Told(lambda _: [-1])], ids=["raises", "50", "-1"]
 )
-def test_a_broken_proposer_is_named_and_costs_no_request(
-    registry: Registry, proposer: Told, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = [
-        each.token_ids
-        for each in generate(make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)), PROMPTS, GREEDY)
-    ]
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL, proposer=proposer, measured=False))
+def test_a_broken_proposer_costs_no_request(registry: Registry, proposer: Told, caplog: pytest.LogCaptureFixture) -> None:
+    plain = [each.token_ids for each in generate(made_engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
+    engine = made_engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
     with caplog.at_level("WARNING", "headway"):
         assert [each.token_ids for each in generate(engine, PROMPTS, GREEDY)] == plain
     assert len(caplog.records) == len(PROMPTS)
@@ -221,7 +190,7 @@ def test_a_broken_proposer_is_named_and_costs_no_request(
 
 def test_abort_during_verification_frees_every_page(registry: Registry) -> None:
     proposer = Told(lambda _: [1, 2, 3])
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL, proposer=proposer, measured=False))
+    engine = made_engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), engine.limits.checked(prompt, GREEDY))
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""The Triton kernels of layers with a state against float64 under the interpreter, started by test_state_kernels.py."""
+"""The Triton kernels of layers with a state against float64 under the interpreter."""
 
 from __future__ import annotations
 
@@ -7,21 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from headway.backends.states.triton.backend import TritonStates
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, STATE_KINDS, VALUE_KEY, StateLayout, StateSpec
 from headway.core.oracle.state_cases import make_state_case
 from headway.testing.diagnosis.state_verdict import Judge
 from headway.testing.kit.state_kit import StateKit
 from headway.testing.kit.state_subject import StateCell, state_subject_of
-
-pytest.importorskip("triton")
-try:
-    from headway.backends.states.triton.backend import TritonStates
-    from headway.kernels.runtime.triton_launch import INTERPRETED
-except RuntimeError as error:  # pragma: no cover - an old GPU driver
-    pytest.skip(str(error), allow_module_level=True)
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_state_kernels.py runs these with TRITON_INTERPRET=1")
 
 
 def layer(kind: str, heads: int = 4, key_heads: int = 2, key_dim: int = 16, value_dim: int = 32, width: int = 4) -> StateSpec:

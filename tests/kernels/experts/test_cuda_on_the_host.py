@@ -1,4 +1,4 @@
-"""The source of expert_lots.cu beside float64, run by the host: forms, ends of rows and tiles, lots, orders of threads, bits."""
+"""expert_rows.cu and expert_lots.cu beside float64, run by the host: forms, ends of rows and tiles, lots, orders of threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from headway.kernels.experts.cuda_rows import ExpertCutRule
 from headway.kernels.linear.cuda_variant import CudaCut
 from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
 from host_experts import CLAMPED, PLAIN, SHAPES, Add, check, routed_of
-from host_kernels import add_lots
+from host_kernels import add_experts, add_lots
+
+
+def rows_of(lot: int, order: int = 0) -> Add:
+    return partial(add_experts, lot=lot, blocks=3, order=order)
 
 
 def lots_of(lot: int, order: int = 0, rule: ExpertCutRule = expert_lots_cut, blocks: int = 3) -> Add:
@@ -30,25 +34,38 @@ def cut(tiles: int, warps: int, stages: int = 2) -> ExpertCutRule:
     return lambda *_: CudaCut(tiles, warps, stages)
 
 
-@pytest.mark.parametrize(("tokens", "lot"), [(11, 8), (30, 32)])
-def test_clamped_experts_with_biases_and_rows_that_end_within_a_slice(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, lot: int
-) -> None:
-    check(monkeypatch, lots_of(lot), "mxfp4", CLAMPED, 160, tokens)
+@pytest.mark.parametrize(
+    ("add", "tokens"), [(rows_of(8), 11), (lots_of(8), 11), pytest.param(lots_of(32), 30, marks=pytest.mark.slow)]
+)
+def test_clamped_experts_with_biases_and_part_of_a_slice(monkeypatch: pytest.MonkeyPatch, add: Add, tokens: int) -> None:
+    check(monkeypatch, add, "mxfp4", CLAMPED, 160, tokens)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "lot"), [(1, 8), (20, 16), (40, 32), (64, 64)])
+@pytest.mark.sampled(5, then="soak")
+@pytest.mark.parametrize(
+    ("add", "tokens"),
+    [(rows_of(8), 1), (rows_of(16), 20), (lots_of(8), 1), (lots_of(16), 20), (lots_of(32), 40), (lots_of(64), 64)],
+)
 @pytest.mark.parametrize("form", SHAPES)
-def test_every_form(monkeypatch: pytest.MonkeyPatch, form: str, tokens: int, lot: int) -> None:
-    check(monkeypatch, lots_of(lot), form, *SHAPES[form], tokens)
+def test_every_form(monkeypatch: pytest.MonkeyPatch, form: str, add: Add, tokens: int) -> None:
+    check(monkeypatch, add, form, *SHAPES[form], tokens)
 
 
 @pytest.mark.slow
-@pytest.mark.soak
-@pytest.mark.parametrize(("tokens", "lot"), [(17, 8), (64, 8), (33, 16), (64, 32), (100, 64)])
-def test_experts_of_several_lots_and_of_no_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, lot: int) -> None:
-    check(monkeypatch, lots_of(lot), "mxfp4", CLAMPED, 160, tokens, alike=True)
+@pytest.mark.sampled(3, then="soak")
+@pytest.mark.parametrize(
+    ("add", "tokens"),
+    [(rows_of(16), 33), (rows_of(8), 64), (lots_of(8), 17), (lots_of(16), 33), (lots_of(32), 64), (lots_of(64), 100)],
+)
+def test_experts_of_several_lots_and_of_no_tokens(monkeypatch: pytest.MonkeyPatch, add: Add, tokens: int) -> None:
+    check(monkeypatch, add, "mxfp4", CLAMPED, 160, tokens, alike=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "order"), [("fp8 rows", 1), ("mxfp4", 2)])
+def test_threads_in_another_order(monkeypatch: pytest.MonkeyPatch, form: str, order: int) -> None:
+    check(monkeypatch, rows_of(8, order), form, *SHAPES[form], 12)
 
 
 @pytest.mark.slow
@@ -80,11 +97,11 @@ def test_tiles_that_reach_beyond_an_expert(monkeypatch: pytest.MonkeyPatch, tile
         ("int4", dataclasses.replace(PLAIN, gated=False)),
     ],
 )
-@pytest.mark.parametrize(("tokens", "lot"), [(9, 8), (33, 32)])
-def test_experts_without_a_gate_and_shared_ones_in_float16(
-    monkeypatch: pytest.MonkeyPatch, form: str, config: ExpertsConfig, tokens: int, lot: int
+@pytest.mark.parametrize(("add", "tokens"), [(rows_of(8), 9), (lots_of(8), 9), (lots_of(32), 33)])
+def test_ungated_and_shared_experts_in_float16(
+    monkeypatch: pytest.MonkeyPatch, form: str, config: ExpertsConfig, add: Add, tokens: int
 ) -> None:
-    check(monkeypatch, lots_of(lot), form, config, 192 if form == "int4" else 176, tokens, dtype=torch.float16)
+    check(monkeypatch, add, form, config, 192 if form == "int4" else 176, tokens, dtype=torch.float16)
 
 
 @pytest.mark.slow
@@ -92,12 +109,7 @@ def test_experts_without_a_gate_and_shared_ones_in_float16(
 @pytest.mark.parametrize("lot", [8, 32])
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        (lambda weight: int4(weight, 128), float8),
-        (int8, lambda weight: int4(weight, 64)),
-        (float8, float4),
-        (float4, int8),
-    ],
+    [(lambda weight: int4(weight, 128), float8), (int8, lambda weight: int4(weight, 64)), (float8, float4), (float4, int8)],
     ids=["int4 of 128, fp8", "int8, int4 of 64", "fp8, mxfp4", "mxfp4, int8"],
 )
 def test_products_of_two_forms(monkeypatch: pytest.MonkeyPatch, first: object, second: object, lot: int) -> None:

@@ -1,0 +1,145 @@
+"""The backends `hopper_decode` and `hopper_mla` with their kernels run by the host; Triton's interpreter cuts and merges."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from struct import Struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from headway.backends.hopper import backend, decode, latent
+from headway.backends.hopper.decode import HopperDecoding
+from headway.backends.hopper.latent import HopperLatent
+from headway.backends.triton.decode import DecodePlan
+from headway.core.contract.layout import LayerCache
+from headway.kernels.runtime.nvrtc.compiler import Variant
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Launch
+from host_kernels import MULTIPROCESSORS, SAID, compiled, places
+
+_MAP = Struct("=4Q10I")
+"""struct TensorMap of host_cuda/hopper/ptx.cuh."""
+
+
+def host_tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> bytes:
+    """What `tensor_map` encodes, as the host's stand-in reads it: four axes from the innermost."""
+    size = tensor.element_size()
+    strides = [stride * size for stride in reversed(tensor.stride()[:-1])]
+    assert tensor.stride(3) == 1
+    assert not any(place % 16 for place in (tensor.data_ptr(), *strides))
+    return _MAP.pack(tensor.data_ptr(), *strides, *reversed(tensor.shape), *reversed(box), size, swizzle).ljust(MAP_BYTES, b"\0")
+
+
+class LatentKernel:
+    """A kernel of the host in place of one that the driver launches; order: in which threads run, see host.h."""
+
+    launches: list[tuple[int, int, int]]
+    """Grids so far."""
+
+    def __init__(self, variant: Variant, order: int) -> None:
+        self._variant, self._order, self.launches = variant, order, []
+
+    def allow_shared(self, shared_bytes: int) -> None:
+        """As much as a block of threads may have."""
+        assert shared_bytes <= 227 * 1024
+
+    def __call__(self, launch: Launch, arguments: Arguments) -> None:
+        """Run all blocks of threads, cluster by cluster."""
+        queries, keys, packed = arguments.values
+        clusters, blocks, _ = launch.grid
+        assert launch.cluster == (1, blocks, 1)
+        self.launches.append(launch.grid)
+        sizes = clusters, blocks, launch.block[0], launch.shared_bytes, self._order
+        assert not compiled(self._variant).run(*(ctypes.c_char_p(each) for each in (queries, keys, packed)), *sizes), SAID
+
+
+class HostLatent(HopperLatent):
+    """As on a GPU of so few multiprocessors that a small step fills it."""
+
+    capabilities = replace(HopperLatent.capabilities, devices=("cpu",))
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # noqa: RUF012 -- as the base declares it
+
+
+def latent_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors: int = MULTIPROCESSORS) -> list[LatentKernel]:
+    """Have `HostLatent` find a GPU of 9.0, and kernels that the host runs; returns those that are made from now on."""
+    made: list[LatentKernel] = []
+
+    def load(variant: Variant, *_: object) -> LatentKernel:
+        made.append(LatentKernel(variant, order))
+        return made[-1]
+
+    find_hopper(monkeypatch, multiprocessors)
+    monkeypatch.setattr(latent, "load", load)
+    monkeypatch.setattr(latent, "tensor_map", host_tensor_map)
+    return made
+
+
+def find_hopper(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
+    """Have the backends of this generation find a GPU of 9.0."""
+    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(backend, "capability", lambda device: (9, 0))
+
+
+class DecodeKernel:
+    """A kernel of the host in place of one that the driver launches; order: in which threads run, see host.h."""
+
+    known: Sequence[Tensor]
+    """What the kernel may read by instructions of its own."""
+
+    def __init__(self, variant: Variant, order: int) -> None:
+        self._variant, self._order, self.blocks, self.known = variant, order, 0, ()
+
+    def allow_shared(self, shared_bytes: int) -> None:
+        """As much as a block of threads may have."""
+        assert shared_bytes <= 227 * 1024
+
+    def __call__(self, launch: Launch, arguments: Arguments) -> None:
+        """Run all blocks of threads, one after the other."""
+        (packed,) = arguments.values
+        assert isinstance(packed, bytes)
+        blocks, _, _ = launch.grid
+        self.blocks = max(self.blocks, blocks)
+        sizes = blocks, launch.block[0], launch.shared_bytes, self._order
+        assert not compiled(self._variant).run(ctypes.c_char_p(packed), *sizes, *places(self.known)), SAID
+
+
+class HostDecode(HopperDecoding):
+    """As on a GPU of so few multiprocessors that a small step fills it."""
+
+    capabilities = replace(HopperDecoding.capabilities, devices=("cpu",))
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # noqa: RUF012 -- as the base declares it
+    made: Sequence[DecodeKernel] = ()
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
+        """The same, with all that the kernel may read told to the host."""
+        self._tell(cache, plan)
+        super().decode(q, cache, plan, out, lse)
+
+    def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
+        """Likewise."""
+        self._tell(cache, plan)
+        super().write_and_decode(q, k, v, cache, plan, out)
+
+    def _tell(self, cache: LayerCache, plan: DecodePlan) -> None:
+        for kernel in self.made:
+            kernel.known = *cache.tensors.values(), plan.partial, plan.arrivals
+
+
+def decode_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors: int = MULTIPROCESSORS) -> list[DecodeKernel]:
+    """Have `HostDecode` find a GPU of 9.0, and kernels that the host runs; returns those that are made from now on."""
+    made: list[DecodeKernel] = []
+
+    def load(variant: Variant, *_: object) -> DecodeKernel:
+        made.append(DecodeKernel(variant, order))
+        return made[-1]
+
+    find_hopper(monkeypatch, multiprocessors)
+    monkeypatch.setattr(decode, "load", load)
+    monkeypatch.setattr(HostDecode, "made", made)
+    return made
