@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.options import PluginFiles, on_command_line
+from headway.cli.options import PluginFiles, on_command_line, tell_written, write_result
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
@@ -51,7 +51,7 @@ def show(
     console = Terminal()
     print_view(shown, console, all_backends)
     for target in export_to or ():
-        console.print(Text(f"written to {target}"), soft_wrap=True)
+        tell_written(target, console)
 
 
 @table.command()
@@ -78,7 +78,7 @@ def plot(
         write_bytes(to_curves(shown), picture)
     else:
         export(shown, picture)
-    _console().print(Text(f"written to {picture}"), soft_wrap=True)
+    tell_written(picture, _console())
 
 
 @table.command()
@@ -214,7 +214,6 @@ def regret(
     from headway.bench.crossover.regret import RegretReport, judge_again, leave_one_out, measure_regret
     from headway.cli.options import sizes_of
     from headway.core.select.selection import Workload
-    from headway.core.system.json_files import write_json
     from headway.machine.memory import set_threads
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import resolve_device
@@ -243,8 +242,7 @@ def regret(
         print_regret(report, path, anywhere or (trials is not None and len(report.places) > 1))
         if output is not None:
             target = output if len(paths) == 1 else output / f"regret-{path.stem.removeprefix('crossover-')}.json"
-            write_json(report, target)
-            _console().print(Text(f"written to {target}"), soft_wrap=True)
+            write_result(report, target, _console())
     if len(reports) > 1:
         count = sum(len(report.trials) for report in reports)
         worst = max(report.worst for report in reports)
