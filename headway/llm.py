@@ -140,10 +140,7 @@ class LLM(EngineAccess):
         if given is None:
             raise PromptError("prompt", FORMS, "None")
         requests, progress = self._add(given, sampling_params, priority, lora_request)
-        with (
-            self._ended(requests),
-            tqdm(total=progress.num_completions, desc="Processed prompts", disable=not use_tqdm) as bar,
-        ):
+        with self._ended(requests), tqdm(total=progress.num_completions, desc="Processed prompts", disable=not use_tqdm) as bar:
             started = time.perf_counter()
             while not progress.finished:
                 with self.driver.lock:

@@ -321,7 +321,7 @@ def peers_of(phase: str, names: Sequence[str] | None) -> list[KernelPeer]:
 
 
 @takes_kernel_options
-def measure(
+def main(
     options: Any,
     plugin: PluginFiles = None,
     only_peers: Annotated[str | None, typer.Option(help="Only these libraries' kernels, comma-separated. Default: all.")] = None,
@@ -333,4 +333,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    run_study(measure)
+    run_study(main)

@@ -28,8 +28,7 @@ _REASON_CHARACTERS = 160
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False,
-    plugin: PluginFiles = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False, plugin: PluginFiles = None
 ) -> None:
     """Show what is ready on this machine, and what installs the rest.
 

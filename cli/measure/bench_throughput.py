@@ -30,9 +30,7 @@ MIN_SAME_TOKENS = 0.9
 TEXT_OUTPUT_LEN = 64
 
 
-@takes_engine_options(
-    *(name for name in help_texts() if name not in ("workload", "seed", "skip_tokenizer_init")),
-)
+@takes_engine_options(*(name for name in help_texts() if name not in ("workload", "seed", "skip_tokenizer_init")))
 def throughput(
     engine: dict[str, Any],
     compare: Annotated[str | None, typer.Option(help="Another engine in the same run, on texts: transformers.")] = None,

@@ -230,12 +230,7 @@ def to_picture(report: PlanReport) -> bytes:
         colour, style = BAR_COLOURS[number % len(BAR_COLOURS)], "-" if number < len(BAR_COLOURS) else "--"
         x, y = [row.tokens_per_second_per_user for row in curve], [row.tokens_per_second_per_gpu for row in curve]
         axis.plot(x, y, color=colour, linestyle=style, marker="o", markersize=4, label=name)
-    axis.set(
-        xlabel="Output tokens a second of one user",
-        ylabel="Output tokens a second of one GPU",
-        xscale="log",
-        yscale="log",
-    )
+    axis.set(xlabel="Output tokens a second of one user", ylabel="Output tokens a second of one GPU", xscale="log", yscale="log")
     if report.max_per_token_ms is not None:
         axis.axvline(1e3 / report.max_per_token_ms, color="#444444", linewidth=1, linestyle=":", label="limit of time per token")
     for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter, axis.yaxis.set_major_formatter):

@@ -137,11 +137,7 @@ def _answers(
 
     most = concurrency or (2 * llm.facts.max_num_seqs if isinstance(llm, AsyncLLM) else 64)
     options = ServerOptions(
-        served_model_names=names,
-        lora_modules=adapters,
-        max_queue=2 * most,
-        max_body_bytes=_LONGEST_LINE,
-        max_stored_responses=0,
+        served_model_names=names, lora_modules=adapters, max_queue=2 * most, max_body_bytes=_LONGEST_LINE, max_stored_responses=0
     )
     app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
     answers: LineAnswers = app.state.line_answers

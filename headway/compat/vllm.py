@@ -29,11 +29,7 @@ import torch
 
 from headway import async_llm, engine_args, llm, llm_engine
 from headway.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from headway.compat.vllm_views import (
-    CompilationConfig,
-    UsageContext,
-    VllmConfig,
-)
+from headway.compat.vllm_views import CompilationConfig, UsageContext, VllmConfig
 from headway.compat.vllm_views import EngineCounter as Counter
 from headway.compat.vllm_views import EngineGauge as Gauge
 from headway.compat.vllm_views import EngineHistogram as Histogram

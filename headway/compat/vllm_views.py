@@ -113,13 +113,7 @@ class VllmConfig:
         longest = max_model_len or args.max_model_len or decoder.max_position_embeddings
         return cls(
             ModelSettings(
-                args.model,
-                args.tokenizer or args.model,
-                decoder.dtype,
-                longest,
-                args.seed,
-                decoder.vocab_size,
-                model.folder,
+                args.model, args.tokenizer or args.model, decoder.dtype, longest, args.seed, decoder.vocab_size, model.folder
             ),
             SchedulerSettings(args.max_num_seqs, config.max_num_batched_tokens or 0, longest, bool(config.async_scheduling)),
             ParallelSettings(args.tensor_parallel_size),

@@ -88,10 +88,7 @@ FLAGS: Final = {
         "api_server_count workers",
         "leave it out: one process reads requests, another computes; docs/replicas.md has several servers",
     ),
-    **of_each(
-        "allowed_methods allowed_headers",
-        "leave it out: pages of --allowed-origins may use every method and header",
-    ),
+    **of_each("allowed_methods allowed_headers", "leave it out: pages of --allowed-origins may use every method and header"),
     "allow_credentials": "leave it out: no path reads cookies; keys come in headers, which pages of --allowed-origins may send",
     **of_each("ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs", "not supported: a proxy before the server can speak TLS"),
     **of_each("root_path middleware uds", "not supported: a proxy before the server can do that"),

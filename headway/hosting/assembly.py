@@ -436,11 +436,7 @@ def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
     pool, longest = engine.capacity.pool, engine.limits.max_model_len
     settings.model_config.max_model_len = settings.scheduler_config.max_model_len = longest
     settings.cache_config = CacheSettings(
-        pool.page_format.block_size,
-        pool.num_pages,
-        args.kv_cache_dtype,
-        args.gpu_memory_utilization,
-        args.enable_prefix_caching,
+        pool.page_format.block_size, pool.num_pages, args.kv_cache_dtype, args.gpu_memory_utilization, args.enable_prefix_caching
     )
 
 

@@ -348,12 +348,7 @@ class CompletionAnswer(ChunkedAnswer):
                 written += 0 if self._prompt_only else len(new.token_ids)
             used.append((output, written))
         answer = Completion(
-            id=self.id,
-            object="text_completion",
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            usage=usage(used),
+            id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices, usage=usage(used)
         )
         return answer.model_dump_json(exclude_unset=True).encode()
 

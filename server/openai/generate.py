@@ -29,11 +29,7 @@ from headway.server.routing import Endpoint, add_posts, endpoint, fields_of, jso
 from headway.server.service import Service
 from headway.version import __version__
 
-_NAMES: Final = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-}
+_NAMES: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """SGLang's name of a sampling parameter -> OpenAI's or vLLM's."""
 _SAME: Final = (
     *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "logit_bias"),

@@ -71,13 +71,7 @@ class OpenItem:
         """The item. status: "in_progress", "completed" or "incomplete"; an item in progress has no content yet."""
         common = {"id": self.id, "status": status}
         if self.kind == "function_call":
-            return {
-                "type": self.kind,
-                **common,
-                "call_id": self._call_id,
-                "name": self.name,
-                "arguments": self.text,
-            }
+            return {"type": self.kind, **common, "call_id": self._call_id, "name": self.name, "arguments": self.text}
         content = [] if status == "in_progress" else [self.content]
         if self.kind == "reasoning":
             return {"type": self.kind, **common, "summary": [], "content": content}

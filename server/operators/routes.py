@@ -173,9 +173,7 @@ class OperatorRoutes:
     def add_to(self, app: FastAPI) -> None:
         """Add the routes to an application."""
         add_posts(
-            app,
-            ("/abort_requests", self.abort_requests, AbortRequest),
-            ("/collective_rpc", self.collective_rpc, WorkerCall),
+            app, ("/abort_requests", self.abort_requests, AbortRequest), ("/collective_rpc", self.collective_rpc, WorkerCall)
         )
         for method, path, answer in (
             ("GET", "/load", self.load),
