@@ -9,7 +9,6 @@ from types import NoneType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import orjson
-from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +27,7 @@ from headway.server.openai.chat import SHARED_FIELDS, ChatAnswer, Chats, Convert
 from headway.server.openai.params import tool_use
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import MOST_STOPS, ChatRequest
-from headway.server.routing import Endpoint, add_posts, json_response
+from headway.server.routing import RouteGroup, answers, json_response
 from headway.server.service import Service
 
 
@@ -405,26 +404,14 @@ def _event(data: Mapping[str, Any]) -> bytes:
     return b"event: " + str(data["type"]).encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
 
 
-class MessagesRoutes:
+class MessagesRoutes(RouteGroup):
     """/v1/messages, and the count of its tokens."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
         self._service = service
         self._chats = chats
 
-    @property
-    def direct(self) -> dict[str, Endpoint]:
-        """The paths whose first token a client waits for."""
-        return {"/v1/messages": self.messages}
-
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
-        add_posts(
-            app,
-            ("/v1/messages", self.messages, MessagesRequest),
-            ("/v1/messages/count_tokens", self.count_tokens, TokenCountRequest),
-        )
-
+    @answers("POST", "/v1/messages", body=[MessagesRequest], direct=True)
     async def messages(self, request: Request) -> Response:
         """Answer a conversation."""
         self._service.check_room()
@@ -433,6 +420,7 @@ class MessagesRoutes:
         answer = MessagesAnswer(self._chats.answer(chat), request_name(request))
         return Reply(self._service, answer, partial(self._chats.prepare, chat, answer.chat), body.unknown())
 
+    @answers("POST", "/v1/messages/count_tokens", body=[TokenCountRequest])
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation in the model's template."""
         body = await self._service.read(request, TokenCountRequest)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Final
 
 import orjson
-from fastapi import FastAPI
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -25,7 +24,7 @@ from headway.server.openai.answers import DONE, Answer, WholeAnswer, completion_
 from headway.server.openai.params import completion_params, prompts_of
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import CompletionRequest, TokenIds
-from headway.server.routing import Endpoint, add_posts, endpoint, fields_of, json_response, read_text, replayed
+from headway.server.routing import Endpoint, RouteGroup, answers, fields_of, json_response, read_text, replayed
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -308,7 +307,7 @@ BEYOND_TEXT: Final = ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1
 _PROBE: Final = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
-class GenerateRoutes:
+class GenerateRoutes(RouteGroup):
     """The routes of SGLang's server and of vLLM's small one, over the same engine; and SageMaker's one path for all bodies."""
 
     def __init__(self, service: Service, posts: dict[str, Endpoint]) -> None:
@@ -317,32 +316,7 @@ class GenerateRoutes:
         self._llm = service.llm
         self._posts = posts
 
-    @property
-    def direct(self) -> dict[str, Endpoint]:
-        """The paths whose first token a client waits for; see `DirectMiddleware`."""
-        return {"/generate": self.generate, TOKENS: self.tokens, "/invocations": self.invocations}
-
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
-        schemas = [each.model_json_schema() for each in (NativeRequest, DemoRequest)]
-        body = {"content": {"application/json": {"schema": {"anyOf": schemas}}}, "required": True}
-        app.add_api_route("/generate", endpoint(self.generate), methods=["POST"], openapi_extra={"requestBody": body})
-        add_posts(app, (TOKENS, self.tokens, TokensRequest))
-        app.add_api_route("/invocations", endpoint(self.invocations), methods=["POST"])
-        for path, told in (
-            ("/get_model_info", self.model_info),
-            ("/model_info", self.model_info),
-            ("/get_server_info", self.server_info),
-            ("/server_info", self.server_info),
-            ("/health_generate", self.health_generate),
-        ):
-            app.add_api_route(path, endpoint(told), methods=["GET"])
-        app.add_api_route("/flush_cache", endpoint(self.flush_cache), methods=["GET", "POST"])
-        for path in POOLING:
-            app.add_api_route(path, endpoint(self.pools_not), methods=["POST"])
-        for path in BEYOND_TEXT:
-            app.add_api_route(path, endpoint(self.reads_text_alone), methods=["POST"])
-
+    @answers("POST", "/generate", body=[NativeRequest, DemoRequest], direct=True)
     async def generate(self, request: Request) -> Response:
         """Continue prompts: SGLang's body with `text` or `input_ids`, or vLLM's with `prompt`."""
         self._service.check_room()
@@ -357,6 +331,7 @@ class GenerateRoutes:
         body = asked.as_completion()
         return Reply(self._service, NativeAnswer(asked, body, name), partial(self._prepare, body), asked.unknown())
 
+    @answers("POST", TOKENS, body=[TokensRequest], direct=True)
     async def tokens(self, request: Request) -> Response:
         """Continue token ids by token ids."""
         self._service.check_room()
@@ -369,6 +344,7 @@ class GenerateRoutes:
         params = completion_params(body, self._service.params_maker)
         return await self._llm.check(prompts_of(body), params, priority=body.priority)
 
+    @answers("POST", "/invocations", direct=True)
     async def invocations(self, request: Request) -> Response:
         """Answer whatever path the body is for: a chat where it has messages, else a completion."""
         text = await read_text(request, self._service.options)
@@ -379,6 +355,7 @@ class GenerateRoutes:
 
         return await self._posts[path](replayed(request, text))
 
+    @answers("GET", "/get_model_info", "/model_info")
     async def model_info(self) -> Response:
         """Tell of the model what SGLang's frontend asks for."""
         name = self._llm.model.name
@@ -394,6 +371,7 @@ class GenerateRoutes:
             }
         )
 
+    @answers("GET", "/get_server_info", "/server_info")
     async def server_info(self) -> Response:
         """Tell of the engine what SGLang's benchmark asks for."""
         facts = self._llm.facts
@@ -402,6 +380,7 @@ class GenerateRoutes:
         limits = {"max_running_requests": facts.max_num_seqs, "context_length": facts.limits.max_model_len}
         return json_response({**told, **limits, "attention_backend": facts.selection, "internal_states": [{}]})
 
+    @answers("GET", "/health_generate")
     async def health_generate(self) -> Response:
         """Answer 200 when the engine has written a token."""
         await self._llm.check_health(self._service.options.step_timeout)
@@ -410,15 +389,19 @@ class GenerateRoutes:
             pass
         return Response()
 
+    @answers("POST", *POOLING)
     async def pools_not(self) -> Response:
         """Refuse: the model generates text."""
         got = f"{self._llm.model.name}, which generates text (headway serve --runner pooling makes vectors of a decoder's states)"
         raise ApiError(404, f"this path: needs a model that embeds or scores, got {got}", code="wrong_model")
 
+    @answers("POST", *BEYOND_TEXT)
     async def reads_text_alone(self) -> Response:
         """Refuse: there are models of text alone."""
         raise ApiError(404, f"this path: needs another kind of model, got {self._llm.model.name}, which reads texts alone")
 
+    @answers("GET", "/flush_cache")
+    @answers("POST", "/flush_cache")
     async def flush_cache(self) -> Response:
         """Forget the prompts that the cache holds."""
         self._service.check_operator()

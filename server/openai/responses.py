@@ -10,7 +10,6 @@ from typing import Any, Final
 from uuid import uuid4
 
 import orjson
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +21,7 @@ from headway.server.openai.answers import num_written
 from headway.server.openai.chat import ChatAnswer, Chats, ConvertedAnswer
 from headway.server.openai.reply import Reply
 from headway.server.openai.responses_requests import Item, ResponsesRequest
-from headway.server.routing import Endpoint, add_posts, endpoint, json_response
+from headway.server.routing import RouteGroup, answers, json_response
 from headway.server.service import Service
 
 _TYPES: Final = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
@@ -291,7 +290,7 @@ class ResponseStore:
         self._bytes -= size
 
 
-class ResponsesRoutes:
+class ResponsesRoutes(RouteGroup):
     """/v1/responses and what hangs below it."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
@@ -299,20 +298,7 @@ class ResponsesRoutes:
         self._chats = chats
         self.store = ResponseStore(service.options.max_stored_responses)
 
-    @property
-    def direct(self) -> dict[str, Endpoint]:
-        """The paths whose first token a client waits for."""
-        return {"/v1/responses": self.responses}
-
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
-        add_posts(app, ("/v1/responses", self.responses, ResponsesRequest))
-        path = "/v1/responses/{response_id}"
-        app.add_api_route(path, endpoint(self.stored), methods=["GET"])
-        app.add_api_route(path, endpoint(self.forget), methods=["DELETE"])
-        app.add_api_route(f"{path}/input_items", endpoint(self.input_items), methods=["GET"])
-        app.add_api_route(f"{path}/cancel", endpoint(self.cancel), methods=["POST"])
-
+    @answers("POST", "/v1/responses", body=[ResponsesRequest], direct=True)
     async def responses(self, request: Request) -> Response:
         """Answer a conversation."""
         self._service.check_room()
@@ -329,23 +315,27 @@ class ResponsesRoutes:
     def _keep(self, before: Sequence[Item], own: Sequence[Item], response: dict[str, Any]) -> None:
         self.store.put(StoredResponse(response, before, own))
 
+    @answers("GET", "/v1/responses/{response_id}")
     async def stored(self, response_id: str, stream: bool = False) -> Response:
         """Tell a stored response again."""
         if stream:
             raise ApiError(400, "stream: needs false, because the events of a response are not stored, got true", "stream")
         return json_response(self.store.get(response_id).response)
 
+    @answers("DELETE", "/v1/responses/{response_id}")
     async def forget(self, response_id: str) -> Response:
         """Forget a stored response."""
         self.store.remove(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
+    @answers("GET", "/v1/responses/{response_id}/input_items")
     async def input_items(self, response_id: str) -> Response:
         """Tell what a stored response was an answer to."""
         data = [{**each, "id": f"{response_id}-{number}"} for number, each in enumerate(self.store.get(response_id).input)]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return json_response({"object": "list", "data": data, **ends, "has_more": False})
 
+    @answers("POST", "/v1/responses/{response_id}/cancel")
     async def cancel(self, response_id: str) -> Response:
         """Refuse: responses end with their client's connection."""
         self.store.get(response_id)

@@ -20,7 +20,7 @@ from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
 from headway.hosting.driver import EngineDriver
 from headway.server.errors import ApiError
-from headway.server.routing import endpoint
+from headway.server.routing import RouteGroup, answers
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -175,7 +175,7 @@ _FRESH: Final = 0.5
 _Number = Annotated[int, Query(ge=1, le=2**31)]
 
 
-class PageRoutes:
+class PageRoutes(RouteGroup):
     """The routes of the web UI."""
 
     def __init__(self, service: Service) -> None:
@@ -186,7 +186,8 @@ class PageRoutes:
         self._table: bytes | None = None
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
+        """Add the routes and the files to an application."""
+        super().add_to(app)
         folder = files(__package__)
         for path, (name, kind) in ASSETS.items():
             data = folder.joinpath(name).read_bytes()
@@ -194,9 +195,8 @@ class PageRoutes:
                 key = b"none" if self._service.options.api_key is None else b"required"
                 data = data.replace(b'data-key=""', b'data-key="' + key + b'"')
             app.add_api_route(path, _Asset(data, kind).answer, methods=["GET"], include_in_schema=False)
-        for path, answer in (("/headway/state", self.state), ("/headway/table", self.table), ("/headway/explain", self.explain)):
-            app.add_api_route(path, endpoint(answer), methods=["GET"])
 
+    @answers("GET", "/headway/state")
     async def state(self) -> Response:
         """The engine at this moment: figures, sequences and their blocks, and why this backend serves decode."""
         clock = asyncio.get_running_loop().time
@@ -205,6 +205,7 @@ class PageRoutes:
             self._stale_at = clock() + _FRESH
         return _json(await asyncio.shield(self._state))
 
+    @answers("GET", "/headway/table")
     async def table(self) -> Response:
         """The choice made at start, why other backends were not taken, and the measured times that `auto` uses."""
         if self._table is None:
@@ -213,6 +214,7 @@ class PageRoutes:
             self._table = orjson.dumps({"version": __version__, **served, **found})
         return _json(self._table)
 
+    @answers("GET", "/headway/explain")
     async def explain(
         self, phase: Literal["prefill", "extend", "decode"], batch: _Number = 1, query_len: _Number = 1, kv_len: _Number = 1
     ) -> Response:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect, Request
@@ -18,7 +18,7 @@ from headway.server.errors import ApiError, Fields
 from headway.server.openai.batches.store import BatchStore, FileStore, open_stores, page_of
 from headway.server.openai.batches.worker import BatchWorker, LineAnswers
 from headway.server.options import ServerOptions
-from headway.server.routing import add_posts, endpoint, json_response, read_body
+from headway.server.routing import RouteGroup, answers, json_response, read_body
 
 T = TypeVar("T")
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
@@ -37,7 +37,7 @@ class BatchRequest(Fields):
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
 
-class BatchRoutes:
+class BatchRoutes(RouteGroup):
     """Files and batches of one server; 404 unless a folder for them is named."""
 
     def __init__(self, options: ServerOptions, answers: LineAnswers, concurrency: int) -> None:
@@ -53,21 +53,6 @@ class BatchRoutes:
             self._stores = open_stores(options.files_dir)
             self._worker = BatchWorker(*self._stores, answers, options.max_body_bytes, concurrency)
 
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
-        add_posts(app, ("/v1/batches", self.create, BatchRequest))
-        for method, path, answer in (
-            ("POST", "/v1/files", self.upload),
-            ("GET", "/v1/files", self.files),
-            ("GET", "/v1/files/{file_id}", self.file),
-            ("GET", "/v1/files/{file_id}/content", self.content),
-            ("DELETE", "/v1/files/{file_id}", self.delete),
-            ("GET", "/v1/batches", self.batches),
-            ("GET", "/v1/batches/{batch_id}", self.batch),
-            ("POST", "/v1/batches/{batch_id}/cancel", self.cancel),
-        ):
-            app.add_api_route(path, endpoint(answer), methods=[method])
-
     def start(self) -> None:
         """Go on with the batches that an earlier server has left."""
         if self._worker is not None:
@@ -78,6 +63,7 @@ class BatchRoutes:
         if self._worker is not None:
             await self._worker.close()
 
+    @answers("POST", "/v1/files")
     async def upload(self, request: Request) -> Response:
         """Store a file."""
         files = self._files
@@ -99,15 +85,18 @@ class BatchRoutes:
         except UnicodeError as error:
             raise ApiError(400, f"the form: needs text in a charset that there is, got {error}") from None
 
+    @answers("GET", "/v1/files")
     async def files(self, purpose: str | None = None, after: str | None = None, limit: _Limit = 10_000) -> Response:
         """List the files, the newest first."""
         found = await _on_disk(self._files.all)
         return json_response(page_of([each for each in found if purpose in (None, each["purpose"])], after, limit))
 
+    @answers("GET", "/v1/files/{file_id}")
     async def file(self, file_id: str) -> Response:
         """Describe a file."""
         return json_response(self._files.get(file_id))
 
+    @answers("GET", "/v1/files/{file_id}/content")
     async def content(self, file_id: str) -> Response:
         """Tell a file's content."""
         self._files.get(file_id)
@@ -116,6 +105,7 @@ class BatchRoutes:
             raise ApiError(404, f"the content of {file_id} is not there any more")
         return FileResponse(path, media_type="application/jsonl")
 
+    @answers("DELETE", "/v1/files/{file_id}")
     async def delete(self, file_id: str) -> Response:
         """Remove a file."""
         self._files.get(file_id)
@@ -125,6 +115,7 @@ class BatchRoutes:
         await _on_disk(partial(self._files.remove, file_id))
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
+    @answers("POST", "/v1/batches", body=[BatchRequest])
     async def create(self, request: Request) -> Response:
         """Begin a batch."""
         batches = self._batches
@@ -139,15 +130,18 @@ class BatchRoutes:
         self._batch_worker.start(record)
         return json_response(record)
 
+    @answers("GET", "/v1/batches")
     async def batches(self, after: str | None = None, limit: _Limit = 20) -> Response:
         """List the batches, the newest first."""
         page = page_of(await _on_disk(self._batches.all), after, limit)
         return json_response({**page, "data": list(map(self._batch_worker.latest, page["data"]))})
 
+    @answers("GET", "/v1/batches/{batch_id}")
     async def batch(self, batch_id: str) -> Response:
         """Tell how far a batch has come."""
         return json_response(self._batch_worker.now(batch_id))
 
+    @answers("POST", "/v1/batches/{batch_id}/cancel")
     async def cancel(self, batch_id: str) -> Response:
         """End a batch; its answers so far become its files."""
         return json_response(self._batch_worker.cancel(batch_id))
