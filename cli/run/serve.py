@@ -229,13 +229,12 @@ def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, option
     """
     from headway.async_llm import AsyncLLM
     from headway.hosting.driver import driver_of
-    from headway.hosting.host import add_adapter
-    from headway.hosting.process_host import EngineProcess, RestartingEngine
-    from headway.hosting.thread_host import EngineThread
+    from headway.hosting.host import EngineHost, EngineThread, add_adapter
+    from headway.hosting.process_host import EngineProcess
     from headway.server.service import chat_format_of
 
     make = partial(driver_of, args)
-    host = EngineThread(make()) if spawned is None else RestartingEngine(EngineProcess(make, spawned), make, restarts)
+    host: EngineHost = EngineThread(make()) if spawned is None else EngineProcess(make, spawned, restarts)
     for adapter in options.lora_modules:
         add_adapter(host, adapter)
     llm = AsyncLLM.over(host)
