@@ -7,6 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, Self, TypeVar
@@ -277,25 +278,10 @@ class LLMEngine(EngineAccess):
         assert settings is not None, "assemble() makes them"
         return settings
 
-    @property
-    def model_config(self) -> Any:
-        """The part of `vllm_config` that is of the model."""
-        return self.vllm_config.model_config
-
-    @property
-    def cache_config(self) -> Any:
-        """The part of `vllm_config` that is of the cache."""
-        return self.vllm_config.cache_config
-
-    @property
-    def scheduler_config(self) -> Any:
-        """The part of `vllm_config` that is of the scheduler."""
-        return self.vllm_config.scheduler_config
-
-    @property
-    def parallel_config(self) -> Any:
-        """The part of `vllm_config` that is of the ranks."""
-        return self.vllm_config.parallel_config
+    model_config = property(attrgetter("vllm_config.model_config"))
+    cache_config = property(attrgetter("vllm_config.cache_config"))
+    scheduler_config = property(attrgetter("vllm_config.scheduler_config"))
+    parallel_config = property(attrgetter("vllm_config.parallel_config"))
 
     @property
     def model_executor(self) -> Any:

@@ -19,7 +19,7 @@ import uvicorn
 
 from headway.async_llm import AsyncLLM
 from headway.machine.memory import SWITCH_INTERVAL
-from headway.pooling.async_pooling import AsyncPooling
+from headway.pooling.assembly import AsyncPooling
 from headway.server.app import create_app
 from headway.server.openai.batches.routes import BatchRoutes
 from headway.server.options import ServerOptions, bound_socket, is_local

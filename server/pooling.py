@@ -21,7 +21,7 @@ from starlette.responses import Response
 from headway.core.contract.errors import BackendError
 from headway.core.pooling.engine import PoolingStats
 from headway.outputs import ClassificationRequestOutput, EmbeddingRequestOutput
-from headway.pooling.async_pooling import AsyncPooling
+from headway.pooling.assembly import AsyncPooling
 from headway.requests.chat_template import chat_prompt
 from headway.server.errors import ApiError
 from headway.server.middleware import PROBES, Admission, guard, request_name

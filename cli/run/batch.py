@@ -21,7 +21,7 @@ from headway.engine_args import EngineArgs, help_texts
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
     from headway.core.contract.adapters import LoRARequest
-    from headway.pooling.async_pooling import AsyncPooling
+    from headway.pooling.assembly import AsyncPooling
     from headway.server.openai.batches.worker import BatchRun, LineAnswers
 
 BATCH = "Batch"
@@ -109,8 +109,7 @@ def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | Async
 
     pooled = find_pooling_model(args)
     if pooled is not None:
-        from headway.pooling.assembly import PoolingClient, assemble_pooling
-        from headway.pooling.async_pooling import AsyncPooling
+        from headway.pooling.assembly import AsyncPooling, PoolingClient, assemble_pooling
 
         return AsyncPooling(PoolingClient(assemble_pooling(args, pooled)))
     from headway.async_llm import AsyncLLM

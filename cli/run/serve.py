@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
     from headway.engine_args import PoolingModel
     from headway.hosting.process_messages import SpawnedEngine
-    from headway.pooling.async_pooling import AsyncPooling
+    from headway.pooling.assembly import AsyncPooling
 
 
 def takes_server_options(command: Command) -> Command:
@@ -215,8 +215,7 @@ def _find_pooled(args: EngineArgs, restarts: int, generating: Mapping[str, objec
 
 def _load_pooled(args: EngineArgs, found: PoolingModel) -> tuple[AsyncPooling, str]:
     """Load a model that is pooled; returns it and the choice of its backends in words."""
-    from headway.pooling.assembly import PoolingClient, assemble_pooling
-    from headway.pooling.async_pooling import AsyncPooling
+    from headway.pooling.assembly import AsyncPooling, PoolingClient, assemble_pooling
 
     assembly = assemble_pooling(args, found)
     return AsyncPooling(PoolingClient(assembly)), str(assembly.engine.selector.selection)

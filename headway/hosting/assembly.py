@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
 
-from headway.compat.vllm_views import CacheSettings, VllmConfig
+from headway.compat.vllm_views import VllmConfig
 from headway.core.contract.errors import ConfigError, made_by
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
@@ -435,8 +436,12 @@ def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
     """Write down what is known since the engine has its cache."""
     pool, longest = engine.capacity.pool, engine.limits.max_model_len
     settings.model_config.max_model_len = settings.scheduler_config.max_model_len = longest
-    settings.cache_config = CacheSettings(
-        pool.page_format.block_size, pool.num_pages, args.kv_cache_dtype, args.gpu_memory_utilization, args.enable_prefix_caching
+    settings.cache_config = SimpleNamespace(
+        block_size=pool.page_format.block_size,
+        num_gpu_blocks=pool.num_pages,
+        cache_dtype=args.kv_cache_dtype,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        enable_prefix_caching=args.enable_prefix_caching,
     )
 
 
