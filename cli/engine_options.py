@@ -24,10 +24,6 @@ SWITCHES: Final = "Switches"
 """The panel of options that are turned on and off: their two long names would leave the other texts little room."""
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 class _Flag(NamedTuple):
     """A field of SamplingParams or EngineArgs as a flag of a command line."""
 
@@ -36,7 +32,7 @@ class _Flag(NamedTuple):
     """The type that typer reads its value as."""
     help: str
     default: Any = None
-    value: Callable[[Any], Any] = _same
+    value: Callable[[Any], Any] = lambda value: value
     """Makes the field's value from what typer read."""
     spelled: str = ""
     """The flag, where it is not the field's name."""

@@ -442,7 +442,7 @@ def _tell(box: Mailbox, key: str, added: Future[None]) -> None:
     """Pass a refusal of the engine on to the stream of its request."""
     error = added.exception()
     if error is not None:
-        box.post_failure(error, key)
+        box.post(box.fail, error, key)
 
 
 def _stop(host: EngineHost, mailboxes: Mailboxes, tokenisers: ThreadPoolExecutor) -> None:

@@ -190,10 +190,6 @@ def _result_text(block: Mapping[str, Any], place: str) -> str:
     return f"Error: {text}" if is_error else text
 
 
-def _system(content: Any, place: str) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": _text(content, place)}]
-
-
 def _user(content: Any, place: str) -> list[dict[str, Any]]:
     """A user's message: the results of calls, each a message of its own, and then the texts."""
     results, texts = [], []
@@ -232,7 +228,7 @@ def _assistant(content: Any, place: str) -> list[dict[str, Any]]:
 
 
 _READERS: Final[dict[str, Callable[[Any, str], list[dict[str, Any]]]]] = {
-    "system": _system,
+    "system": lambda content, place: [{"role": "system", "content": _text(content, place)}],
     "user": _user,
     "assistant": _assistant,
 }

@@ -93,7 +93,9 @@ def _diagnosed(
     found = []
     for name, entry in entries.items():
         support = availability(name)
-        advice = Advice("") if support else advise(entry.info.extra, support, _devices(load, name, support), machine)
+        loads = all(reason.what != "import" for reason in support.reasons)  # one that did not load is not tried a second time
+        devices = load(name).capabilities.devices if loads else None
+        advice = Advice("") if support else advise(entry.info.extra, support, devices, machine)
         found.append(
             {
                 "name": name,
@@ -178,13 +180,6 @@ def command_lines(command: str, width: int) -> list[str]:
     """A command to copy, broken at spaces with backslashes if longer than a line."""
     parts = textwrap.wrap(command, width - 6, break_long_words=False, break_on_hyphens=False)
     return [f"    {part} \\" for part in parts[:-1]] + [f"    {part}" for part in parts[-1:]]
-
-
-def _devices(load: Callable[[str], type[AttentionBackend | StateBackend]], name: str, support: Support) -> tuple[str, ...] | None:
-    """The device types a backend claims; None where its module did not load, which is not tried a second time."""
-    if any(reason.what == "import" for reason in support.reasons):
-        return None
-    return load(name).capabilities.devices
 
 
 def _entry(name: str, text: str, width: int) -> list[Text]:

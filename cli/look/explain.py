@@ -100,7 +100,8 @@ def print_explanation(found: Explanation, console: Console, all_backends: bool) 
         if cell.median_us is not None:
             time = f"{cell.median_us:.1f} us per layer (p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})"
         where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
-        source = "" if found.prior is None else f", {_source(cell, found.prior)}"
+        checked = "" if found.prior is None else ", prior, checked here" if found.prior.checked else ", prior, not checked here"
+        source = checked if cell.prior or found.prior is None else ", measured here"
         row = f"{cell.phase}, {_in_words(cell)}, {cell.backend}, {where}: {time}, {cell.status}{source}"
         console.print(Text(f"nearest row of the table: {row}"))
         console.print(Text(f"table: {found.table}, {found.age}", "dim"))
@@ -134,13 +135,6 @@ def _times(found: Explanation, candidates: Sequence[BackendTime]) -> Table:
         reasons = [Text("".join(candidate.reasons[:1]) + more)] if len(shown.columns) == 3 else []
         shown.add_row(Text(candidate.name, style), us, *reasons)
     return shown
-
-
-def _source(cell: Cell, prior: PriorRecord) -> str:
-    """Whether a cell was measured here."""
-    if not cell.prior:
-        return "measured here"
-    return "prior, checked here" if prior.checked else "prior, not checked here"
 
 
 _GEOMETRY = (

@@ -65,7 +65,8 @@ def batch(
     if source is None or (file is not None and input_file is not None):
         raise ConfigError("headway batch", "one file of requests", "none" if source is None else "two: FILE and --input-file")
     output = output_file or source.with_suffix(".results.jsonl")
-    name = _digest(source)
+    with source.open("rb") as requests:
+        name = hashlib.file_digest(requests, "sha256").hexdigest()[:32]
     err = Terminal(stderr=True)
     started = time.perf_counter()
     adapters = adapters_of(lora_modules or (), engine["enable_lora"])
@@ -82,7 +83,7 @@ def batch(
         try:
             answers, most = _answers(llm, tuple(served_model_name or ()) or (model,), adapters, concurrency)
             run = BatchRun(source, journal, answers, most_bytes=_LONGEST_LINE)
-            asyncio.run(_run(run, most, _progress(err, run, before)))
+            asyncio.run(run.answer_all(most, _progress(err, run, before)))
         finally:
             llm.shutdown()
         journal.write(output)
@@ -92,15 +93,6 @@ def batch(
     err.print(f"{output}: {told}{again}, in {time.perf_counter() - started:.1f} s", highlight=False, markup=False, soft_wrap=True)
     if journal.num_failed and not journal.num_answered:
         raise typer.Exit(1)
-
-
-def _digest(source: Path) -> str:
-    """A name for a file's content.
-
-    :raises OSError: it cannot be read.
-    """
-    with source.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
 def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | AsyncPooling:
@@ -141,10 +133,6 @@ def _answers(
     app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
     answers: LineAnswers = app.state.line_answers
     return answers, most
-
-
-async def _run(run: BatchRun, concurrency: int, after_each: Callable[[], None]) -> None:
-    await run.answer_all(concurrency, after_each)
 
 
 def _progress(err: Terminal, run: BatchRun, before: int) -> Callable[[], None]:

@@ -290,10 +290,6 @@ def _executor(value: object) -> dict[str, Any]:
     return {}
 
 
-def _gibibytes(value: Any) -> dict[str, Any]:
-    return {"kv_offload_size": int(value * 2**30)} if value else {}
-
-
 def _renamed(name: str) -> Callable[[Any], dict[str, Any]]:
     """Reads an option that Headway has by this name."""
     return lambda value: {name: value}
@@ -307,7 +303,7 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "cuda_graph_sizes": lambda sizes: {"cudagraph_capture_sizes": sizes} if sizes else {},
     "distributed_executor_backend": _executor,
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
-    "kv_offloading_size": _gibibytes,
+    "kv_offloading_size": lambda size: {"kv_offload_size": int(size * 2**30)} if size else {},
     "speculative_config": _speculation,
     "speculative_model": lambda model: {"speculate": "ngram"} if model == "[ngram]" else {"speculative_model": model},
     "structured_outputs_config": _structured,

@@ -141,18 +141,6 @@ def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
     )
 
 
-def proposer_of(engine: EngineLoop, draft: LoadedModel, target: LoadedModel) -> DraftModel:
-    """What guesses tokens for a model. engine: the draft's.
-
-    :raises ConfigError: the draft has another vocabulary.
-    """
-    size, own = target.decoder.vocab_size, draft.decoder.vocab_size
-    if own != size:
-        need = f"a model with the vocabulary of {target.name}, {size} tokens"
-        raise ConfigError("speculative_model", need, f"{draft.name} with {own}")
-    return DraftModel(engine)
-
-
 class Assembly(NamedTuple):
     """A loaded model with an engine that is ready for requests."""
 
@@ -268,8 +256,14 @@ class _Loaded(NamedTuple):
 def _assemble(start: _Start) -> Assembly:
     """Load rank 0's part and make the engine, part by part."""
     rules, args = _rules(start.args), start.args
-    num_threads = _set_threads(start)
-    _choose_sums(start)
+    num_threads = None
+    if start.device.type == "cpu":
+        bound_kernel_caches()
+        num_threads = set_threads(args.num_threads, start.ranks.size)
+    if isinstance(start.ranks, TorchRanks):  # how ranks add up what each has computed
+        start.budget.expect(1)
+        with start.clock.part("measuring sums"), start.budget.part() as seconds:
+            choose_all_reduce(start.ranks, seconds)
     loaded = _load(start)
     draft = _assemble_draft(start)
     choices = _measure(start, loaded)
@@ -292,22 +286,6 @@ def _assemble(start: _Start) -> Assembly:
         worker_extension=args.worker_extension_cls,
         draft=draft,
     )
-
-
-def _set_threads(start: _Start) -> int | None:
-    """Set the number of CPU threads and return it; None on a GPU."""
-    if start.device.type != "cpu":
-        return None
-    bound_kernel_caches()
-    return set_threads(start.args.num_threads, start.ranks.size)
-
-
-def _choose_sums(start: _Start) -> None:
-    """Measure how ranks add up what each has computed."""
-    if isinstance(start.ranks, TorchRanks):
-        start.budget.expect(1)
-        with start.clock.part("measuring sums"), start.budget.part() as seconds:
-            choose_all_reduce(start.ranks, seconds)
 
 
 def _load(start: _Start) -> _Loaded:
@@ -410,9 +388,16 @@ def _engine(
 
 
 def _proposer(registry: Registry, name: str | None, draft: Assembly | None, model: LoadedModel) -> Proposer | None:
-    """What guesses tokens: a proposer by its name, or a draft model; None: nothing."""
+    """What guesses tokens: a proposer by its name, or a draft model; None: nothing.
+
+    :raises ConfigError: the draft has another vocabulary.
+    """
     if draft is not None:
-        return proposer_of(draft.engine, draft.model, model)
+        size, own = model.decoder.vocab_size, draft.model.decoder.vocab_size
+        if own != size:
+            need = f"a model with the vocabulary of {model.name}, {size} tokens"
+            raise ConfigError("speculative_model", need, f"{draft.model.name} with {own}")
+        return DraftModel(draft.engine)
     if name is None:
         return None
     info = registry.proposer(name)

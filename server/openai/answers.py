@@ -205,16 +205,14 @@ def prompt_logprobs(body: SamplingRequest, output: RequestOutput) -> dict[str, A
     """The field of that name, as vLLM has it; empty where it was not asked for."""
     if body.prompt_logprobs is None:
         return {}
-    places = output.prompt_logprobs or []
-    return {"prompt_logprobs": [None if place is None else _by_token(place) for place in places]}
 
+    def by_token(place: LogprobsByToken) -> dict[str, Any]:
+        return {
+            str(token): {"logprob": _finite(found), "rank": found.rank, "decoded_token": found.decoded_token}
+            for token, found in place.items()
+        }
 
-def _by_token(place: LogprobsByToken) -> dict[str, Any]:
-    return {str(token): _described(found) for token, found in place.items()}
-
-
-def _described(found: Logprob) -> dict[str, Any]:
-    return {"logprob": _finite(found), "rank": found.rank, "decoded_token": found.decoded_token}
+    return {"prompt_logprobs": [place and by_token(place) for place in output.prompt_logprobs or []]}
 
 
 LOWEST = -9999.0
@@ -229,7 +227,10 @@ def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, te
     content = []
     for place in places:
         own = text.take(list(place))
-        entries = [_entry(token, found, as_ids, each) for (token, found), each in zip(place.items(), own, strict=True)]
+        entries = [
+            {"token": _name(token, found.decoded_token or "", as_ids), "logprob": _finite(found), "bytes": list(each)}
+            for (token, found), each in zip(place.items(), own, strict=True)
+        ]
         likely = [entry for entry, found in zip(entries, place.values(), strict=True) if (found.rank or 0) <= most]
         likely.sort(key=lambda each: -each["logprob"])
         content.append({**entries[0], "top_logprobs": likely[:most]})
@@ -258,11 +259,6 @@ def completion_logprobs(
         top = {_name(each, found.decoded_token or "", as_ids): _finite(found) for each, found in list(place.items())[: most + 1]}
         listed["top_logprobs"].append(top if most else None)
     return listed, offset
-
-
-def _entry(token: int, found: Logprob, as_ids: bool, own: bytes) -> dict[str, Any]:
-    """The entry of a token. own: its bytes."""
-    return {"token": _name(token, found.decoded_token or "", as_ids), "logprob": _finite(found), "bytes": list(own)}
 
 
 def _name(token: int, text: str, as_ids: bool) -> str:

@@ -256,17 +256,14 @@ class TokensAnswer(WholeAnswer):
                 "index": each.index,
                 "token_ids": each.token_ids,
                 "finish_reason": each.finish_reason,
-                "logprobs": self._logprobs(each),
+                "logprobs": None
+                if self._most is None
+                else completion_logprobs(each.logprobs or [], each.token_ids, 0, self._most, True, "token_id:{}".format)[0],
             }
             for each in outputs[0].outputs
         ]
         told = {"request_id": self.id, "choices": choices, **prompt_logprobs(self.body, outputs[0])}
         return orjson.dumps(told)
-
-    def _logprobs(self, new: CompletionOutput) -> dict[str, Any] | None:
-        if self._most is None:
-            return None
-        return completion_logprobs(new.logprobs or [], new.token_ids, 0, self._most, True, "token_id:{}".format)[0]
 
 
 class DemoAnswer(Answer):

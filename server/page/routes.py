@@ -77,7 +77,7 @@ class Choices:
                 "batch": shape.batch,
                 "query_len": shape.query_len,
                 "kv_len": shape.kv_len,
-                "us": {name: _us(costs.step_us(name, shape)) for name in names},
+                "us": {name: round(us, 2) if math.isfinite(us := costs.step_us(name, shape)) else None for name in names},
             }
             for shape in costs.shapes(phase)
         ]
@@ -146,10 +146,6 @@ def table_of(driver: EngineDriver) -> dict[str, Any]:
             for phase in Phase
         ],
     }
-
-
-def _us(us: float) -> float | None:
-    return round(us, 2) if math.isfinite(us) else None
 
 
 ASSETS: Final = {
