@@ -174,10 +174,7 @@ def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[st
 
 
 def _text(content: Any, place: str) -> str:
-    """The text of content that can be nothing else.
-
-    :raises PromptError: it holds something else.
-    """
+    """The text of content that can be nothing else. :raises PromptError: it holds something else."""
     return "".join(text_field(block, "text", at) for at, _, block in _blocks(content, place, ("text",)))
 
 
@@ -251,10 +248,7 @@ def _function(tool: AnthropicTool, place: str) -> dict[str, Any]:
 
 
 def _choice(given: AnthropicToolChoice | None) -> Iterator[tuple[str, Any]]:
-    """The fields of a chat that say which functions may or must be called.
-
-    :raises ConfigError: a function without its name.
-    """
+    """The fields of a chat that say which functions may or must be called. :raises ConfigError: a function without its name."""
     if given is None:
         return
     if given.type == "tool":

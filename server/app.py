@@ -176,10 +176,7 @@ class Routes(CommonRoutes):
     async def _prepare_infills(
         self, body: CompletionRequest, params: SamplingParams, prompts: Sequence[Any], suffix: str
     ) -> Sequence[CheckedRequest]:
-        """Prepare the completions of prompts that are followed by a suffix.
-
-        :raises ApiError: a prompt of token ids.
-        """
+        """Prepare the completions of prompts that are followed by a suffix. :raises ApiError: a prompt of token ids."""
         if not all(isinstance(each, str) for each in prompts):
             raise ApiError(400, "prompt: needs texts beside suffix, got token ids", "prompt")
         split = bool(body.split_special_tokens)

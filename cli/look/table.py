@@ -292,10 +292,7 @@ def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
 
 
 def _found(file: Path | None) -> Path:
-    """The file asked for, or the newest that auto keeps.
-
-    :raises ConfigError: there is none.
-    """
+    """The file asked for, or the newest that auto keeps. :raises ConfigError: there is none."""
     from headway.tuning.table.files import stored_tables, table_folder
 
     if file is not None:

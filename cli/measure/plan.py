@@ -135,10 +135,7 @@ def _tables(paths: list[Path] | None, kind: GpuKind) -> list[MeasuredLayer]:
 
 
 def _search(model: str, kind: GpuKind, num_gpus: int, demand: Demand, tables: Sequence[MeasuredLayer]) -> FleetSearch:
-    """The search over a model's layouts.
-
-    :raises HeadwayError: no such model, or one whose sizes are not known.
-    """
+    """The search over a model's layouts. :raises HeadwayError: no such model, or one whose sizes are not known."""
     from headway.plan.model_costs import read_planned_model
     from headway.plan.search import FleetSearch
 

@@ -431,10 +431,7 @@ def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
 
 
 def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torch.device) -> ProcessorBatch | None:
-    """The engine's logits processors; None: there are none.
-
-    :raises PluginError: one that raises when it is made.
-    """
+    """The engine's logits processors; None: there are none. :raises PluginError: one that raises when it is made."""
     made = [
         made_by(
             f"logits_processors: {each.__name__}",

@@ -333,10 +333,7 @@ def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:
 
 
 def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
-    """The visibility of a layer's call.
-
-    :raises ConfigError: a mask that Headway did not make, or does not compute.
-    """
+    """The visibility of a layer's call. :raises ConfigError: a mask that Headway did not make, or does not compute."""
     found: Visibility | None = getattr(mask, "visibility", None) if isinstance(mask, VisibilityMask) else None
     lengths = query.shape[2], key.shape[2]
     if found is None:

@@ -267,10 +267,7 @@ def _cut(rows: Tensor, dimensions: int | None) -> Tensor:
 
 
 def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
-    """A query for all documents, or one for each.
-
-    :raises ConfigError: no texts, or another number of queries.
-    """
+    """A query for all documents, or one for each. :raises ConfigError: no texts, or another number of queries."""
     listed: list[list[str]] = []
     for name, given in (("queries", queries), ("documents", documents)):
         texts = [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else None

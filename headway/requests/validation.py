@@ -99,10 +99,7 @@ def params_of_each(
 
 
 def _of_each(name: str, given: Any, count: int) -> list[Any]:
-    """The values of an argument for `count` prompts, one for all or one for each.
-
-    :raises ConfigError: another number of them.
-    """
+    """The values of an argument for `count` prompts, one for all or one for each. :raises ConfigError: another number of them."""
     listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
     if len(listed) != count:
         raise ConfigError(name, f"one, or one for each of the {count} prompts", len(listed))

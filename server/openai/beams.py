@@ -98,10 +98,7 @@ class BeamReply(Reply):
     async def _step(
         self, first: CheckedRequest, prompts: Sequence[Sequence[int]], wanted: SamplingParams
     ) -> list[RequestOutput] | None:
-        """The next token of each beam; None: the client has left.
-
-        :raises ApiError: a step has failed.
-        """
+        """The next token of each beam; None: the client has left. :raises ApiError: a step has failed."""
         llm = self._service.llm
         asked: list[Any] = [{"prompt_token_ids": each} for each in prompts]
         checked = await llm.check(asked, wanted, priority=first.priority, lora_request=first.lora_request)

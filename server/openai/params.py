@@ -185,10 +185,7 @@ def prompts_of(body: CompletionRequest) -> list[Any]:
 
 
 def _read_embedded(text: str) -> dict[str, Any]:
-    """A prompt of embeddings out of base64.
-
-    :raises ApiError: it is none, or not what torch.save writes of a tensor.
-    """
+    """A prompt of embeddings out of base64. :raises ApiError: it is none, or not what torch.save writes of a tensor."""
     import torch
 
     need = "prompt_embeds: needs base64 of torch.save(tensor), floating point [num_tokens, hidden_size]"

@@ -210,10 +210,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _texts(content: Any, place: str) -> list[str]:
-    """The texts of an item's content.
-
-    :raises PromptError: it holds something else.
-    """
+    """The texts of an item's content. :raises PromptError: it holds something else."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
@@ -242,10 +239,7 @@ def _function(tool: ResponseTool, place: str) -> dict[str, Any]:
 
 
 def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Which functions the model may or must call, as chats say it.
-
-    :raises ConfigError: a choice that chats do not have.
-    """
+    """Which functions the model may or must call, as chats say it. :raises ConfigError: a choice that chats do not have."""
     if not isinstance(given, dict):
         return given
     if given.get("type") != "function":

@@ -187,10 +187,7 @@ def _bounded(receive: Callable[[], Awaitable[Any]], options: ServerOptions) -> C
 
 
 async def _on_disk(work: Callable[[], T]) -> T:
-    """Do work with files in a thread.
-
-    :raises ApiError: the disk is full, or cannot be written to.
-    """
+    """Do work with files in a thread. :raises ApiError: the disk is full, or cannot be written to."""
     try:
         return await asyncio.to_thread(work)
     except OSError as error:
