@@ -31,7 +31,7 @@ def event(data: object) -> bytes:
 
 
 class Answer(ABC):
-    """Writes one answer: its id, the events of its stream, its whole."""
+    """Writes one answer: its id, its whole, and the events of its stream where that is not refused before."""
 
     prefix: ClassVar[str]
     """Start of the answer's id."""
@@ -63,37 +63,21 @@ class Answer(ABC):
         """Write the events that come before all others of a choice. output: makes the output so far, which few answers need."""
         return b""
 
-    @abstractmethod
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
         """Write the new part of a choice as events. used: the output and its tokens so far, where `tells_usage`."""
+        return b""
 
-    @abstractmethod
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
         """Write the end of a stream. used: the last output of each prompt, with the number of tokens of its completions."""
+        return b""
 
-    @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """Write the end of a stream that has begun and failed."""
+        return b""
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Write the answer that comes at once. outputs: one for each prompt."""
-
-
-class WholeAnswer(Answer):
-    """Writes an answer that always comes at once: a stream is refused before."""
-
-    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
-        return b""
-
-    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
-        return b""
-
-    def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
-        return b""
 
 
 class ChunkedAnswer(Answer):

@@ -21,7 +21,6 @@ from headway.requests.tool_use import ToolUse
 from headway.server.openai.answers import (
     Answer,
     ChunkedAnswer,
-    WholeAnswer,
     chat_logprobs,
     extras,
     num_written,
@@ -175,7 +174,7 @@ class ChatAnswer(ChunkedAnswer):
         return _completion(self, self.choices(output), outputs, **prompt_extras(self.body, output))
 
 
-class BatchChatAnswer(WholeAnswer):
+class BatchChatAnswer(Answer):
     """Writes the answer to a BatchChatRequest: one choice for each conversation, whose index is the conversation's place."""
 
     prefix = ChatAnswer.prefix

@@ -20,7 +20,7 @@ from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
 from headway.server.errors import ApiError, Fields
 from headway.server.middleware import check_id, request_name
-from headway.server.openai.answers import DONE, Answer, WholeAnswer, completion_logprobs, event, prompt_logprobs
+from headway.server.openai.answers import DONE, Answer, completion_logprobs, event, prompt_logprobs
 from headway.server.openai.params import completion_params, prompts_of
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import CompletionRequest, TokenIds
@@ -238,7 +238,7 @@ def _reason(new: CompletionOutput) -> dict[str, Any] | None:
     return {"type": new.finish_reason, "matched": matched}
 
 
-class TokensAnswer(WholeAnswer):
+class TokensAnswer(Answer):
     """Writes an answer of token ids, as vLLM's server does at /inference/v1/generate."""
 
     prefix = "generate-tokens-"
@@ -279,10 +279,6 @@ class DemoAnswer(Answer):
         """See `Answer`."""
         assert used is not None, "tells_usage"
         return orjson.dumps({"text": _texts(used[0])}) + b"\n"
-
-    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
-        return b""
 
     def failed(self, error: ApiError) -> bytes:
         """See `Answer`."""
