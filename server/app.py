@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from fastapi import FastAPI
-from openai.types import Model
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -78,8 +76,7 @@ class Routes(CommonRoutes):
         self._service = service
         self._llm = service.llm
         self._chats = chats
-        self._started = int(time.time())
-        self.refused = service.metrics.refused
+        super().__init__(service.metrics.refused)
 
     @answers("POST", "/v1/chat/completions", body=[ChatRequest], direct=True)
     async def chat(self, request: Request) -> Response:
@@ -191,11 +188,9 @@ class Routes(CommonRoutes):
         return await self._llm.check(prompts, params, priority=body.priority, lora_request=adapter)
 
     def _model(self, name: str) -> dict[str, Any]:
-        model = Model(id=name, object="model", created=self._started, owned_by="headway")
         chats = self._service.chat_format
         parsers = {"tool_call_parser": chats.calls.name, "reasoning_parser": chats.reasoning and chats.reasoning.name}
-        limits = {"root": self._llm.model.name, "max_model_len": self._llm.facts.limits.max_model_len}
-        return {**model.model_dump(), **limits, **(parsers if chats.template else {})}
+        return self.entry(name, self._llm.model.name, self._llm.facts.limits.max_model_len) | (parsers if chats.template else {})
 
     def _tokenizer(self) -> Any:
         tokenizer = self._llm.get_tokenizer()

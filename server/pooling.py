@@ -13,7 +13,6 @@ from uuid import uuid4
 
 import numpy
 from fastapi import FastAPI
-from openai.types import Model
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response
@@ -101,8 +100,7 @@ class PoolingRoutes(CommonRoutes):
         self._pooling = pooling
         self.service = Admission([*options.served_model_names] or [pooling.model.name], options)
         self._metrics = PoolingMetrics(self.service.names[0])
-        self._started = int(time.time())
-        self.refused = self._metrics.refused
+        super().__init__(self._metrics.refused)
 
     @answers("POST", "/v1/embeddings", body=[EmbeddingRequest])
     async def embeddings(self, request: Request) -> Response:
@@ -275,8 +273,7 @@ class PoolingRoutes(CommonRoutes):
         return json_response({**made, **fields, "usage": usage})
 
     def _model(self, name: str) -> dict[str, Any]:
-        model = Model(id=name, object="model", created=self._started, owned_by="headway")
-        return {**model.model_dump(), "root": self._pooling.model.name, "max_model_len": self._pooling.model.max_length}
+        return self.entry(name, self._pooling.model.name, self._pooling.model.max_length)
 
 
 def _numbers(output: Any) -> list[Any]:

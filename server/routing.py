@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ from weakref import WeakMethod
 import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from openai.types import Model
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -147,8 +149,15 @@ class RouteGroup:
 class CommonRoutes(RouteGroup):
     """The routes of every server, besides its models, metrics and health; and the answers to requests that fail."""
 
-    refused: Counter[str]
-    """Status -> number of errors that were answered."""
+    def __init__(self, refused: Counter[str]) -> None:
+        """refused: status -> number of errors that were answered."""
+        self.refused = refused
+        self._started = int(time.time())
+
+    def entry(self, name: str, root: str, max_model_len: int) -> dict[str, Any]:
+        """Return the entry of /v1/models for a name of a model. root: the name that the model was loaded by."""
+        model = Model(id=name, object="model", created=self._started, owned_by="headway")
+        return {**model.model_dump(), "root": root, "max_model_len": max_model_len}
 
     @answers("GET", "/version")
     async def version(self) -> Response:
