@@ -35,7 +35,8 @@ def picture(usage: CacheUsage) -> RenderableType:
         parts.append(Text(f"group {number}: {_what(group)}", style="bold"))
         for seq in usage.sequences:
             parts += _rows(f"{seq.name}, {seq.num_tokens:,} tokens", seq.blocks[number])
-    return Group(*parts, Text(), _pool(usage), Text(), _table(usage))
+    parts += [Text(), _pool(usage), Text(), _table(usage)]
+    return Group(*parts)
 
 
 def _what(group: GroupUsage) -> str:
@@ -91,7 +92,8 @@ def _table(usage: CacheUsage) -> Table:
     for column in ("group", "blocks", "used", "cached", "given back"):
         table.add_column(column, justify="left" if column == "group" else "right")
     for number, group in enumerate(usage.groups):
-        table.add_row(str(number), *(f"{count:,}" for count in (group.total, group.used, group.cached, group.given_back)))
+        counts = group.total, group.used, group.cached, group.given_back
+        table.add_row(*[str(number), *(f"{count:,}" for count in counts)])
     return table
 
 

@@ -143,15 +143,8 @@ class MessagesRequest(TokenCountRequest):
         if self.output_config is not None and self.output_config.format is not None:
             schema = self.output_config.format.schema_
             found["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        return ChatRequest(
-            **found,
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-        )
+        found |= {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
+        return ChatRequest(**{**found, "stop": self.stop_sequences})
 
 
 def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

@@ -148,8 +148,8 @@ class Routes(CommonRoutes):
         found = [self._model(name)] if adapter is None else models_of([adapter], self._service.names[0], self._model)
         return json_response(found[0])
 
-    @answers("GET", *PROBES)
-    @answers("HEAD", *PROBES)
+    @answers("GET", PROBES)
+    @answers("HEAD", PROBES)
     async def health(self) -> Response:
         """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
         await self._llm.check_health(self._service.options.step_timeout)

@@ -166,7 +166,7 @@ class PoolingRoutes(CommonRoutes):
 
         return await self.posts()[path](replayed(request, text))
 
-    @answers("POST", "/score", "/v1/score", body=[ScoreRequest])
+    @answers("POST", ("/score", "/v1/score"), body=[ScoreRequest])
     async def score(self, request: Request) -> Response:
         """Score pairs of texts."""
         body = await self._body(request, ScoreRequest)
@@ -176,7 +176,7 @@ class PoolingRoutes(CommonRoutes):
         data = [{"object": "score", "index": index, "score": output.outputs.score} for index, output in enumerate(outputs)]
         return self._answer("score", {"object": "list", "data": data}, body, tokens)
 
-    @answers("POST", "/rerank", "/v1/rerank", "/v2/rerank", body=[RerankRequest])
+    @answers("POST", ("/rerank", "/v1/rerank", "/v2/rerank"), body=[RerankRequest])
     async def rerank(self, request: Request) -> Response:
         """Order documents by how well they fit a query."""
         body = await self._body(request, RerankRequest)
@@ -188,7 +188,7 @@ class PoolingRoutes(CommonRoutes):
             results = [{**each, "document": {"text": body.documents[each["index"]]}} for each in results]
         return self._answer("rerank", {"results": results[: body.top_n or None]}, body, tokens)
 
-    @answers("POST", *GENERATING)
+    @answers("POST", GENERATING)
     async def generates_not(self) -> Response:
         """Refuse: the model generates no text."""
         paths = {"embed": "/v1/embeddings", "score": "/rerank and /score", "reward": "/pooling"}[self._pooling.model.task]
@@ -206,8 +206,8 @@ class PoolingRoutes(CommonRoutes):
         self.service.check_model(name)
         return json_response(self._model(name))
 
-    @answers("GET", *PROBES)
-    @answers("HEAD", *PROBES)
+    @answers("GET", PROBES)
+    @answers("HEAD", PROBES)
     async def health(self) -> Response:
         """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
         self._pooling.check_health(self.service.options.step_timeout)

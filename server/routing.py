@@ -7,7 +7,7 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakMethod
@@ -102,7 +102,7 @@ class Route(NamedTuple):
 
 
 def answers(
-    method: str, *paths: str, body: Sequence[type[BaseModel]] = (), required: bool = True, direct: bool = False
+    method: str, paths: str | Collection[str], body: Sequence[type[BaseModel]] = (), required: bool = True, direct: bool = False
 ) -> Callable[[Marked], Marked]:
     """Mark a method of a `RouteGroup` as the endpoint of paths.
 
@@ -111,7 +111,8 @@ def answers(
     """
 
     def mark(function: Marked) -> Marked:
-        function.__dict__.setdefault("routes", []).append(Route(method, paths, tuple(body), required, direct))
+        listed = (paths,) if isinstance(paths, str) else tuple(paths)
+        function.__dict__.setdefault("routes", []).append(Route(method, listed, tuple(body), required, direct))
         return function
 
     return mark

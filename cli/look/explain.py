@@ -132,8 +132,8 @@ def _times(found: Explanation, candidates: Sequence[BackendTime]) -> Table:
         us = "" if candidate.step_us is None else f"{candidate.step_us:,.0f}"
         style = "bold green" if candidate.name == found.choice else ""
         more = f"; and {len(candidate.reasons) - 1} more" if len(candidate.reasons) > 1 else ""
-        reasons = [Text("".join(candidate.reasons[:1]) + more)] if len(shown.columns) == 3 else []
-        shown.add_row(Text(candidate.name, style), us, *reasons)
+        cells = [Text(candidate.name, style), Text(us), Text("".join(candidate.reasons[:1]) + more)]
+        shown.add_row(*cells[: len(shown.columns)])
     return shown
 
 

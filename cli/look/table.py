@@ -160,16 +160,16 @@ def diff(
     console = _console()
     for reason in compare.differences(tables[0], tables[1].device, tables[1].spec):
         console.print(Text(f"{reason.what}: {reason.need} in the first, {reason.got} in the second"), soft_wrap=True)
-    changes = compare.diff(*tables, at_least)
+    changes = compare.diff(tables[0], tables[1], at_least)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("phase", "case", "backend", "layout", "first us", "second us", "factor", "what"):
         shown.add_column(column, justify="right" if column in ("first us", "second us", "factor") else "left")
     for change in changes:
         cell = change.cell
         where = f"{cell.layout} {cell.block_size}" if cell.layout else "any"
-        times = [f"{us:.1f}" if us is not None else "-" for us in (change.before_us, change.after_us)]
+        before, after = (f"{us:.1f}" if us is not None else "-" for us in (change.before_us, change.after_us))
         factor = f"{change.factor:.2f}" if change.factor is not None else ""
-        shown.add_row(cell.phase, cell.case, cell.backend, where, *times, factor, change.status)
+        shown.add_row(cell.phase, cell.case, cell.backend, where, before, after, factor, change.status)
     if changes:
         console.print(shown)
     console.print(Text(f"{len(changes)} cells differ, of {len(tables[0].cells)} and {len(tables[1].cells)}"))
@@ -236,8 +236,8 @@ def regret(
             device = resolve_device(None if known.device.type == "cuda" else known.device.type)
             if device.type == "cpu":
                 set_threads(known.device.threads)
-            here = (known, registry, device, points, seeds, expected)
-            report = measure_regret(*here, console=Terminal(stderr=True), anywhere=anywhere)
+            err = Terminal(stderr=True)
+            report = measure_regret(known, registry, device, points, seeds, expected, console=err, anywhere=anywhere)
         reports.append(report)
         print_regret(report, path, anywhere or (trials is not None and len(report.places) > 1))
         if output is not None:
@@ -269,8 +269,9 @@ def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
     for column in ("phase", "case", "auto", "best", "auto us", "best us", "regret"):
         shown.add_column(column, justify="right" if column in ("auto us", "best us", "regret") else "left")
     for trial in report.trials:
-        row = (trial.phase, trial.case, trial.chosen, trial.best, f"{trial.chosen_us:.0f}", f"{trial.best_us:.0f}")
-        shown.add_row(*row, f"{trial.regret:.3f}", style="bold" if trial.regret > 1.05 else "")
+        own, best, regret = f"{trial.chosen_us:.0f}", f"{trial.best_us:.0f}", f"{trial.regret:.3f}"
+        style = "bold" if trial.regret > 1.05 else ""
+        shown.add_row(trial.phase, trial.case, trial.chosen, trial.best, own, best, regret, style=style)
     console.print(shown)
     for line in report.untimed:
         console.print(Text(f"no time: {line}"), soft_wrap=True)

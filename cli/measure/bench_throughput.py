@@ -136,7 +136,7 @@ def _run_offline(
     engine["max_model_len"] = engine["max_model_len"] or max(each.max_len for each in workloads)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
-        llm = LLM(model, skip_tokenizer_init=True, **engine)
+        llm = LLM(**{**engine, "model": model, "skip_tokenizer_init": True})
     ready = time.perf_counter() - started
     with _progress(err, len(workloads) * (options.warmup + options.repeat) * (2 if options.adapters else 1)) as advance:
         report = run_offline(
@@ -161,7 +161,7 @@ def _run_texts(model: str, engine: dict[str, Any], workload: TextWorkload, compa
 
     err = Terminal(stderr=True)
     with err.status(f"loading {model}"):
-        llm = LLM(model, **engine)
+        llm = LLM(**{**engine, "model": model})
     if llm.tokenizer is None:
         hint = "--batch-size and --input-len send random tokens"
         raise ConfigError("--model", "a tokenizer, to read texts", f"{model}, loaded without a tokenizer", hint)

@@ -80,7 +80,7 @@ def diff(
 
     if picture is not None:
         _check_picture(picture)
-    args = EngineArgs.of(**engine, kv_cache_dtype=kv_cache_dtype)
+    args = EngineArgs.of(**{**engine, "kv_cache_dtype": kv_cache_dtype})
     options = SideOptions(args.kv_layout, args.block_size, args.attn_options)
     registry = args.make_registry()
     for name in (a, b):

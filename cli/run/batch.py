@@ -70,7 +70,7 @@ def batch(
     err = Terminal(stderr=True)
     started = time.perf_counter()
     adapters = adapters_of(lora_modules or (), engine["enable_lora"])
-    args = EngineArgs.of(model, **engine)
+    args = EngineArgs.of(**{**engine, "model": model})
     try:
         from headway.server.openai.batches.store import Journal
         from headway.server.openai.batches.worker import BatchRun

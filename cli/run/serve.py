@@ -38,8 +38,8 @@ def takes_server_options(command: Command) -> Command:
         if get_origin(hints[field.name]) is Annotated:
             kind, option = get_args(hints[field.name])
             kind, default = (list[str] | None, None) if field.name in many else (kind, field.default)
-            annotation = Annotated[kind, option]
-            flags.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+            place = inspect.Parameter.KEYWORD_ONLY
+            flags.append(inspect.Parameter(field.name, place, default=default, annotation=Annotated[kind, option]))
     return with_flags(
         command,
         "server",
@@ -88,7 +88,7 @@ def serve(
     server["allowed_origins"] = _origins(server["allowed_origins"])
     server["lora_modules"] = adapters_of(lora_modules or (), engine["enable_lora"])
     options = ServerOptions(**server)
-    args = EngineArgs.of(model, **engine)
+    args = EngineArgs.of(**{**engine, "model": model})
     generating = {
         "--profile-dir": options.profile_dir,
         "--restart-engine": restart_engine,

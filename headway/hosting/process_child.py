@@ -62,7 +62,7 @@ class EngineChild:
     def _load(self, start: StartEngine) -> EngineThread:
         host = EngineThread(start.make())
         host.add_client(self._stepped, self._died)
-        model = host.model
+        model = host.driver.assembly.model
         self._host = host
         self._send(EngineReady(model.name, model.folder, model.tokenizer_folder, host.facts))
         return host

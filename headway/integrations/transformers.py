@@ -78,8 +78,9 @@ def serving(kind: LayerKind) -> tuple[AttentionSpec, Selector]:
     known = _SERVED.kinds.get(kind)
     if known is None:
         own = kind._asdict()
-        request, scale = own.pop("request"), own.pop("scale")
-        spec = AttentionSpec(**own, scale=kind.head_dim**-0.5 if scale is None else scale)
+        request = own.pop("request")
+        own["scale"] = kind.head_dim**-0.5 if kind.scale is None else kind.scale
+        spec = AttentionSpec(**own)
         known = _SERVED.kinds[kind] = spec, _selector(spec, request)
     return known
 
@@ -91,7 +92,7 @@ def _selector(spec: AttentionSpec, request: BackendRequest) -> Selector:
         layers = LayerSpecs([spec])
         check_named(registry(), request.names, layers.cached)
         costs = costs_for(layers, registry(), request, TableRequest(budget=0.0))
-        block_size = max(1 if spec.device.type == "cpu" else GPU_BLOCK, *multiples, 1)
+        block_size = max([1 if spec.device.type == "cpu" else GPU_BLOCK, *multiples])
         known = Selector(registry(), layers, request, kv_layout=NHD.name, block_size=block_size, costs=costs)
         _SERVED.selectors[spec, request] = known
     return known
@@ -182,8 +183,8 @@ class StepAttention:
             part.backend.decode(queries, cache, part.plan, result)
         else:
             k, v = self._new_rows(key), self._new_rows(value)
-            new = (k, v) if index is None else (k[index], v[index])
-            part.backend.prefill(queries, *new, cache, part.plan, result)
+            k, v = (k, v) if index is None else (k[index], v[index])
+            part.backend.prefill(queries, k, v, cache, part.plan, result)
         if index is not None:
             out[index] = result
 
@@ -341,7 +342,7 @@ def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
             got = "a mask of its own" if mask is not None else f"none for {lengths[0]} queries of {lengths[1]} keys"
             hint = f"{OWN_WAY}; beside torch.compile, generate takes disable_compile=True"
             raise ConfigError("attention_mask", "a padding mask [batch, length], or none", got, hint)
-        return _without_mask((len(query), *lengths))
+        return _without_mask(len(query), lengths[0], lengths[1])
     if found.refusal:
         raise ConfigError("attention_mask", "causal attention, perhaps within a window, and padding", found.refusal, OWN_WAY)
     if (found.q_length, found.kv_length) != lengths:
@@ -360,11 +361,11 @@ class _Maskless(threading.local):
 _MASKLESS = _Maskless()
 
 
-def _without_mask(sizes: tuple[int, int, int]) -> Visibility:
-    """The visibility of a call without a mask. sizes: batch, queries, keys."""
-    if _MASKLESS.sizes != sizes:
-        _MASKLESS.visibility = Visibility(*sizes, sizes[2] - sizes[1], 0, None, None)
-        _MASKLESS.sizes = sizes
+def _without_mask(batch: int, queries: int, keys: int) -> Visibility:
+    """The visibility of a call without a mask."""
+    if _MASKLESS.sizes != (batch, queries, keys):
+        _MASKLESS.visibility = Visibility(batch, queries, keys, keys - queries, 0, None, None)
+        _MASKLESS.sizes = batch, queries, keys
     return _MASKLESS.visibility
 
 

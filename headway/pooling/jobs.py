@@ -218,8 +218,8 @@ class PoolingJobs:
     def _tokenised(self, texts: Sequence[str], most: int | None) -> list[list[int]]:
         if not texts:
             return []
-        cut = {} if most is None else {"truncation": True, "max_length": most}
-        found = self._tokenizer("prompt")([whole_text(text) for text in texts], **cut)
+        whole = [whole_text(text) for text in texts]
+        found = self._tokenizer("prompt")(whole, truncation=most is not None, max_length=most)
         return [list(ids) for ids in found["input_ids"]]
 
     def _encoded_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None) -> list[EncodedText]:
@@ -228,8 +228,8 @@ class PoolingJobs:
         prompt = self.model.score_prompt
         if prompt is not None:
             return [EncodedText(prompt.encode(tokenizer, query, document, most)) for query, document in pairs]
-        cut: Mapping[str, Any] = {} if most is None else {"truncation": True, "max_length": most}
-        found = tokenizer([query for query, _ in pairs], [document for _, document in pairs], **cut)
+        first, second = [query for query, _ in pairs], [document for _, document in pairs]
+        found = tokenizer(first, second, truncation=most is not None, max_length=most)
         types = found.get("token_type_ids") or [None] * len(pairs)
         return [EncodedText(list(ids), kinds) for ids, kinds in zip(found["input_ids"], types, strict=True)]
 

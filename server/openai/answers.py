@@ -284,15 +284,9 @@ class CompletionAnswer(ChunkedAnswer):
         """The prompt's text, and the log-probabilities of its tokens."""
         ids = output.prompt_token_ids
         text = output.prompt if output.prompt is not None else self._decode(ids)
-        if self._most is None:
-            return text, None
-        found = completion_logprobs(output.prompt_logprobs or [], ids, 0, self._most, *self._naming)
+        listed = self._listed(index, output.prompt_logprobs, ids)
         self._offsets[index] = len(text)
-        return text, found[0]
-
-    @property
-    def _naming(self) -> tuple[bool, Callable[[int], str]]:
-        return self.body.return_tokens_as_token_ids, lambda token: self._decode([token])
+        return text, listed
 
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
         """See `Answer`."""
@@ -301,16 +295,21 @@ class CompletionAnswer(ChunkedAnswer):
         return {
             "index": index,
             "text": new.text,
-            "logprobs": self._logprobs_of(index, new),
+            "logprobs": self._listed(index, new.logprobs, new.token_ids),
             "finish_reason": new.finish_reason,
             **extras(self.body, new),
         }
 
-    def _logprobs_of(self, index: int, new: CompletionOutput) -> dict[str, Any] | None:
+    def _listed(
+        self, index: int, places: Sequence[LogprobsByToken | None] | None, token_ids: Sequence[int]
+    ) -> dict[str, Any] | None:
+        """The log-probabilities of the next tokens of a choice; None: none are wanted."""
         if self._most is None:
             return None
-        offset = self._offsets.get(index, 0)
-        listed, self._offsets[index] = completion_logprobs(new.logprobs or [], new.token_ids, offset, self._most, *self._naming)
+        offset, as_ids = self._offsets.get(index, 0), self.body.return_tokens_as_token_ids
+        listed, self._offsets[index] = completion_logprobs(
+            places or [], token_ids, offset, self._most, as_ids, lambda token: self._decode([token])
+        )
         return listed
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:

@@ -80,7 +80,7 @@ class BeamReply(Reply):
             take_tokens(searches, outputs)
         times.finished_time = time.perf_counter()
         made = zip(requests, searches, cached or [0] * len(requests), strict=True)
-        outputs = [self._output(number, times, *each) for number, each in enumerate(made)]
+        outputs = [self._output(number, times, request, search, count) for number, (request, search, count) in enumerate(made)]
         await self._send_whole(self._answer.whole(outputs), send)
 
     def _search(self, request: CheckedRequest) -> BeamSearch:

@@ -89,14 +89,9 @@ class NativeRequest(Fields):
             fields["max_tokens"] = 1
         fields.setdefault("max_tokens", 128)
         logprobs = self.top_logprobs_num if self.return_logprob else None
-        return CompletionRequest(
-            prompt=self.input_ids if self.text is None else self.text,
-            stream=self.stream,
-            logprobs=logprobs,
-            prompt_logprobs=logprobs if self.scores_prompt else None,
-            structured_outputs=forms or None,
-            **fields,
-        )
+        fields |= {"prompt": self.input_ids if self.text is None else self.text, "stream": self.stream, "logprobs": logprobs}
+        fields |= {"prompt_logprobs": logprobs if self.scores_prompt else None, "structured_outputs": forms or None}
+        return CompletionRequest(**fields)
 
 
 class TokensRequest(Fields):
@@ -122,7 +117,8 @@ class TokensRequest(Fields):
         wrong = next((name for name in given if name not in CompletionRequest.model_fields), None)
         if wrong is not None:
             raise ConfigError("sampling_params", "fields of SamplingParams", shown(wrong))
-        return CompletionRequest(prompt=self.token_ids, return_token_ids=True, priority=self.priority, **given)
+        given |= {"prompt": self.token_ids, "return_token_ids": True, "priority": self.priority}
+        return CompletionRequest(**given)
 
 
 class DemoRequest(Fields):
@@ -143,8 +139,8 @@ class DemoRequest(Fields):
         if wrong is not None:
             hint = "this path takes vLLM's {prompt, stream, n, max_tokens, ...}, or SGLang's {text or input_ids, sampling_params}"
             raise ConfigError(shown(wrong), "a field of SamplingParams", "another", hint)
-        most = given.pop("max_tokens", SamplingParams().max_tokens)
-        return CompletionRequest(prompt=self.prompt, stream=self.stream, max_tokens=most, **given)
+        given.setdefault("max_tokens", SamplingParams().max_tokens)
+        return CompletionRequest(**{**given, "prompt": self.prompt, "stream": self.stream})
 
 
 _Scored = list[Any]
@@ -348,7 +344,7 @@ class GenerateRoutes(RouteGroup):
 
         return await self._posts[path](replayed(request, text))
 
-    @answers("GET", "/get_model_info", "/model_info")
+    @answers("GET", ("/get_model_info", "/model_info"))
     async def model_info(self) -> Response:
         """Tell of the model what SGLang's frontend asks for."""
         name = self._llm.model.name
@@ -364,7 +360,7 @@ class GenerateRoutes(RouteGroup):
             }
         )
 
-    @answers("GET", "/get_server_info", "/server_info")
+    @answers("GET", ("/get_server_info", "/server_info"))
     async def server_info(self) -> Response:
         """Tell of the engine what SGLang's benchmark asks for."""
         facts = self._llm.facts
@@ -382,13 +378,13 @@ class GenerateRoutes(RouteGroup):
             pass
         return Response()
 
-    @answers("POST", *POOLING)
+    @answers("POST", POOLING)
     async def pools_not(self) -> Response:
         """Refuse: the model generates text."""
         got = f"{self._llm.model.name}, which generates text (headway serve --runner pooling makes vectors of a decoder's states)"
         raise ApiError(404, f"this path: needs a model that embeds or scores, got {got}", code="wrong_model")
 
-    @answers("POST", *BEYOND_TEXT)
+    @answers("POST", BEYOND_TEXT)
     async def reads_text_alone(self) -> Response:
         """Refuse: there are models of text alone."""
         raise ApiError(404, f"this path: needs another kind of model, got {self._llm.model.name}, which reads texts alone")

@@ -98,7 +98,7 @@ class ResponsesAnswer(ConvertedAnswer):
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """Write the response as it is before its output."""
         response = self._response("in_progress")
-        return self._event("response.created", response=response) + self._event("response.in_progress", response=response)
+        return b"".join(self._event(f"response.{word}", {"response": response}) for word in ("created", "in_progress"))
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
         """See `Answer`."""
@@ -121,14 +121,14 @@ class ResponsesAnswer(ConvertedAnswer):
             self._open.add(piece.text)
             more: dict[str, Any] = {"logprobs": []} if piece.kind == "content" else {}
             event = f"{_TEXT_EVENTS[self._open.kind]}.delta"
-            said += self._event(event, **self._place(self._open), delta=piece.text, **more)
+            said += self._event(event, {**self._place(self._open), "delta": piece.text, **more})
         return said
 
     def _start(self, piece: ChatPiece) -> bytes:
         opened = self._open = OpenItem(piece, len(self._items))
-        said = self._event("response.output_item.added", output_index=opened.place, item=opened.item("in_progress"))
+        said = self._event("response.output_item.added", {"output_index": opened.place, "item": opened.item("in_progress")})
         if opened.content is not None:
-            said += self._event("response.content_part.added", **self._place(opened), part=opened.content)
+            said += self._event("response.content_part.added", {**self._place(opened), "part": opened.content})
         return said
 
     def _close(self, status: str) -> bytes:
@@ -139,14 +139,14 @@ class ResponsesAnswer(ConvertedAnswer):
             return b""
         kind, place = opened.kind, self._place(opened)
         if kind == "function_call":
-            said = self._event(f"{_TEXT_EVENTS[kind]}.done", **place, arguments=opened.text, name=opened.name)
+            said = self._event(f"{_TEXT_EVENTS[kind]}.done", {**place, "arguments": opened.text, "name": opened.name})
         else:
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            said = self._event(f"{_TEXT_EVENTS[kind]}.done", **place, text=opened.text, **more)
-            said += self._event("response.content_part.done", **place, part=opened.content)
+            said = self._event(f"{_TEXT_EVENTS[kind]}.done", {**place, "text": opened.text, **more})
+            said += self._event("response.content_part.done", {**place, "part": opened.content})
         item = opened.item(status)
         self._items.append(item)
-        return said + self._event("response.output_item.done", output_index=opened.place, item=item)
+        return said + self._event("response.output_item.done", {"output_index": opened.place, "item": item})
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
         """See `Answer`."""
@@ -154,12 +154,12 @@ class ResponsesAnswer(ConvertedAnswer):
         said = self._close(self._status)
         response = self._response(self._status, usage_of(output, count))
         self._keep(response)
-        return said + self._event(f"response.{self._status}", response=response)
+        return said + self._event(f"response.{self._status}", {"response": response})
 
     def failed(self, error: ApiError) -> bytes:
         """See `Answer`."""
         told = {"code": error.code or "server_error", "message": str(error)}
-        return self._event("response.failed", response={**self._response("failed"), "error": told})
+        return self._event("response.failed", {"response": {**self._response("failed"), "error": told}})
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """See `Answer`."""
@@ -206,7 +206,7 @@ class ResponsesAnswer(ConvertedAnswer):
         place = {"item_id": opened.id, "output_index": opened.place}
         return place if opened.kind == "function_call" else {**place, "content_index": 0}
 
-    def _event(self, kind: str, **data: Any) -> bytes:
+    def _event(self, kind: str, data: dict[str, Any]) -> bytes:
         told = {"type": kind, "sequence_number": self._number, **data}
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(told) + b"\n\n"

@@ -129,15 +129,8 @@ class ResponsesRequest(Fields):
             found["response_format"] = self.text.format.response_format
         if self.reasoning is not None:
             found["reasoning_effort"] = self.reasoning.effort
-        return ChatRequest(
-            **found,
-            model=self.model,
-            messages=messages,
-            max_tokens=self.max_output_tokens,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-        )
+        found |= {name: getattr(self, name) for name in ("model", "stream", "temperature", "top_p")}
+        return ChatRequest(**{**found, "messages": messages, "max_tokens": self.max_output_tokens})
 
     def ignored(self) -> list[str]:
         """The names of fields that are ignored, those within others too."""

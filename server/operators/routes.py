@@ -70,7 +70,7 @@ class AdapterRoutes(RouteGroup):
         self._loading.add(name)
         try:
             known = await self._llm.list_loras()  # a program may have given the engine numbers of its own
-            self._numbers = max(self._numbers, *known, 0) + 1
+            self._numbers = max([self._numbers, *known]) + 1
             made = LoRARequest(name, self._numbers, asked.lora_path)
             await self._llm.add_lora(made)
         finally:
