@@ -113,7 +113,7 @@ class EngineAccess(ABC):
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the worker's model; see `collective_rpc`."""
         with self.driver.lock:
-            return live_model.apply_model(self.driver, func)
+            return live_model.collective_rpc(self.driver, lambda worker: func(worker.get_model()))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter now, before requests name it; True, as vLLM's returns.

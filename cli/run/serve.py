@@ -172,8 +172,15 @@ def _listen(
         options = _with_parsers(options, args)
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
+    llm: AsyncLLM | AsyncPooling
     with err.status(f"loading {model}"):
-        llm, found = _load(args, spawned, restart_engine, options) if pooled is None else _load_pooled(args, pooled)
+        if pooled is None:
+            llm, found = _load(args, spawned, restart_engine, options)
+        else:
+            from headway.pooling.assembly import AsyncPooling, PoolingClient, assemble_pooling
+
+            assembly = assemble_pooling(args, pooled)
+            llm, found = AsyncPooling(PoolingClient(assembly)), str(assembly.engine.selector.selection)
     err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {found}")
     from headway.hosting.host import EngineDeadError
 
@@ -211,14 +218,6 @@ def _find_pooled(args: EngineArgs, restarts: int, generating: Mapping[str, objec
         if value and pooled is not None:
             raise ConfigError(name, "a model that generates text", f"{args.model}, which is pooled", f"leave {name} out")
     return pooled
-
-
-def _load_pooled(args: EngineArgs, found: PoolingModel) -> tuple[AsyncPooling, str]:
-    """Load a model that is pooled; returns it and the choice of its backends in words."""
-    from headway.pooling.assembly import AsyncPooling, PoolingClient, assemble_pooling
-
-    assembly = assemble_pooling(args, found)
-    return AsyncPooling(PoolingClient(assembly)), str(assembly.engine.selector.selection)
 
 
 def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, options: ServerOptions) -> tuple[AsyncLLM, str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import check_names
 from headway.core.system.part_clock import PartClock
-from headway.hosting.rank_assembly import EngineChoices, join_ranks, load_part, rank_devices, sampling_of, start_ranks
+from headway.hosting.rank_assembly import EngineChoices, load_part, make_rank, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.machine.memory import bound_kernel_caches, freeze_heap, set_threads
@@ -201,7 +201,7 @@ def _assemble_ranks(args: EngineArgs, registry: Registry | None, clock: PartCloc
     registry = registry or checked_registry(args)
     processes = start_ranks(args, devices)
     try:
-        return _assemble(_Start(args, registry, devices[0], clock, join_ranks(processes, args), processes))
+        return _assemble(_Start(args, registry, devices[0], clock, processes.join(partial(make_rank, args=args)), processes))
     except ExecutorLostError:
         raise
     except (RuntimeError, MeetingError) as error:  # what a meeting raises whose other ranks have ended
