@@ -185,7 +185,7 @@ class EngineThread(EngineHost):
         """owned: the engine ends with this host; else another one, or an LLM, has it too."""
         self.driver = driver
         self._owned = owned
-        self.model = driver.assembly.model
+        self.model = driver.text_model
         self.validator = driver.validator
         self.names = driver.names
         self.facts = EngineFacts.of(driver)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -33,7 +32,7 @@ from headway.hosting.process_messages import (
 )
 from headway.machine.memory import freeze_heap
 from headway.models.loader import read_tokenizer
-from headway.requests.validation import RequestNames, RequestValidator
+from headway.requests.validation import RequestNames, RequestValidator, TextModel
 
 log = logging.getLogger("headway")
 
@@ -43,14 +42,6 @@ _UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)
 """Exceptions of pickle for an object that cannot be pickled."""
 _END_SECONDS: Final = 20.0
 """Seconds for the process to end by itself: a step may run, and files may have to be written."""
-
-
-class TextFacts(NamedTuple):
-    """A headway.requests.validation.TextModel without its weights."""
-
-    name: str
-    folder: Path
-    tokenizer: Any
 
 
 class _WaitingTask(NamedTuple):
@@ -106,7 +97,7 @@ class EngineProcess(EngineHost):
         except BaseException:
             self._end()
             raise
-        self.model = TextFacts(ready.name, ready.folder, tokenizer)
+        self.model = TextModel(ready.name, ready.folder, tokenizer)
         self.facts = ready.facts
         freeze_heap()
         with self._guard:

@@ -9,7 +9,7 @@ from importlib import import_module
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
@@ -206,20 +206,14 @@ _SHORT = 4096
 """Most token ids of a short prompt; checking these takes less than 50 us."""
 
 
-class TextModel(Protocol):
+class TextModel(NamedTuple):
     """The part of a model that reading and writing texts needs."""
 
-    @property
-    def name(self) -> str:
-        """The name that the model was loaded by."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the model's files."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """transformers' tokenizer; None: token ids in, token ids out."""
+    name: str
+    """The name that the model was loaded by."""
+    folder: Path
+    tokenizer: Any
+    """transformers' tokenizer; None: token ids in, token ids out."""
 
 
 class RequestValidator:

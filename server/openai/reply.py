@@ -152,7 +152,7 @@ class Reply(Response):
         self._asked_headers = scope["headers"]
         self._more_headers = self._service.ignored_fields.header(self._ignored, self._path)
         try:
-            ticket = self._service.admit()
+            ticket = Ticket(self._service)
             async with asyncio.timeout(self._service.options.request_timeout):
                 await self._serve(ticket, receive, send)
         except TimeoutError:
