@@ -211,7 +211,7 @@ def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, te
     content = []
     for place in places:
         own = text.take(list(place))
-        entries = [
+        entries: list[dict[str, Any]] = [
             {"token": _name(token, found.decoded_token or "", as_ids), "logprob": _finite(found), "bytes": list(each)}
             for (token, found), each in zip(place.items(), own, strict=True)
         ]
