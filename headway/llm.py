@@ -12,7 +12,8 @@ from typing import Any, Self, overload
 from tqdm import tqdm
 
 from headway.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search
-from headway.compat.vllm_words import ModelSettings, check_keywords
+from headway.compat.vllm_views import ModelSettings
+from headway.compat.vllm_words import check_keywords
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.sampling.params import SamplingParams

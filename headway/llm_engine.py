@@ -12,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, Self, TypeVar
 
-from headway.compat.vllm_words import EngineMetric, VllmConfig, check_keywords, metrics_of, missing_attribute
+from headway.compat.vllm_views import EngineMetric, VllmConfig, metrics_of
+from headway.compat.vllm_words import check_keywords, missing_attribute
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.stats import EngineSnapshot

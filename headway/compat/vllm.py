@@ -29,22 +29,13 @@ import torch
 
 from headway import async_llm, engine_args, llm, llm_engine
 from headway.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from headway.compat.vllm_words import (
-    LLM_OPTIONS,
-    NO_TRANSFER,
-    TAKEN,
-    TEXT_ALONE,
-    CompilationConfig,
-    UsageContext,
-    VllmConfig,
-    from_vllm,
-    of_each,
-)
-from headway.compat.vllm_words import EngineCounter as Counter
-from headway.compat.vllm_words import EngineGauge as Gauge
-from headway.compat.vllm_words import EngineHistogram as Histogram
-from headway.compat.vllm_words import EngineMetric as Metric
-from headway.compat.vllm_words import EngineVector as Vector
+from headway.compat.vllm_views import CompilationConfig, UsageContext, VllmConfig
+from headway.compat.vllm_views import EngineCounter as Counter
+from headway.compat.vllm_views import EngineGauge as Gauge
+from headway.compat.vllm_views import EngineHistogram as Histogram
+from headway.compat.vllm_views import EngineMetric as Metric
+from headway.compat.vllm_views import EngineVector as Vector
+from headway.compat.vllm_words import LLM_OPTIONS, NO_TRANSFER, TAKEN, TEXT_ALONE, from_vllm, of_each
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
 from headway.core.sampling.batch_processors import BatchLogitsProcessor as LogitsProcessor

@@ -1,163 +1,17 @@
-"""vLLM's words: options of its `EngineArgs`, keywords of its methods, an engine's settings and metrics by its names."""
+"""vLLM's words: options of its `EngineArgs`, keywords of its methods, and what Headway does with each."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from functools import cached_property
-from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError, refuse_unknown
 from headway.core.engine.data.config import MAX_DRAFT_TOKENS
 from headway.core.system.text import shown
 
-if TYPE_CHECKING:
-    import torch
-
-    from headway.core.engine.data.stats import EngineSnapshot
-    from headway.engine_args import EngineArgs
-    from headway.models.loader import LoadedModel
-
 log = logging.getLogger("headway")
-
-
-class UsageContext(Enum):
-    """Who starts an engine; Headway reports to nobody."""
-
-    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
-    LLM_CLASS = "LLM_CLASS"
-    API_SERVER = "API_SERVER"
-    OPENAI_API_SERVER = "OPENAI_API_SERVER"
-    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
-    ENGINE_CONTEXT = "ENGINE_CONTEXT"
-
-
-class CompilationConfig(SimpleNamespace):
-    """The option `compilation_config` as an object: cudagraph_mode and cudagraph_capture_sizes are read."""
-
-
-@dataclass
-class ModelSettings:
-    """`VllmConfig.model_config`."""
-
-    model: str
-    tokenizer: str
-    dtype: torch.dtype
-    max_model_len: int
-    seed: int
-    vocab_size: int
-    folder: Path
-
-    def get_vocab_size(self) -> int:
-        """Tokens of the vocabulary."""
-        return self.vocab_size
-
-    @cached_property
-    def hf_config(self) -> Any:
-        """transformers' configuration of the model."""
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-
-
-@dataclass
-class VllmConfig:
-    """What an engine runs with, under vLLM's names."""
-
-    model_config: ModelSettings
-    scheduler_config: SimpleNamespace
-    parallel_config: SimpleNamespace
-    cache_config: SimpleNamespace | None = None
-    """None before the engine has its cache."""
-    speculative_config: None = None
-    lora_config: None = None
-    additional_config: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, args: EngineArgs, model: LoadedModel) -> VllmConfig:
-        """The settings by the options and the loaded model."""
-        decoder = model.decoder
-        config = args.engine_config().for_device(decoder.device)
-        longest, ranks = args.max_model_len or decoder.max_position_embeddings, args.tensor_parallel_size
-        tokenizer, size = args.tokenizer or args.model, decoder.vocab_size
-        return cls(
-            ModelSettings(args.model, tokenizer, decoder.dtype, longest, args.seed, size, model.folder),
-            SimpleNamespace(
-                max_num_seqs=args.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens or 0,
-                max_model_len=longest,
-                async_scheduling=bool(config.async_scheduling),
-            ),
-            SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1, data_parallel_size=1, world_size=ranks),
-        )
-
-
-COUNTERS: Final = {
-    "prompt_tokens": ("Tokens of prompts that were admitted.", "num_prompt_tokens"),
-    "generation_tokens": ("Tokens that were written.", "num_output_tokens"),
-    "prefix_cache_queries": ("Tokens of prompts that were looked up in the cache.", "num_prompt_tokens"),
-    "prefix_cache_hits": ("Tokens of prompts that were found in the cache.", "num_cached_tokens"),
-    "num_preemptions": ("Sequences that gave their blocks back and were computed again.", "num_preemptions"),
-    "spec_decode_num_drafts": ("Guesses, of one token or several each, that were verified.", "num_drafts"),
-    "spec_decode_num_draft_tokens": ("Guessed tokens that were verified.", "num_draft_tokens"),
-    "spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", "num_accepted_tokens"),
-}
-"""Name -> help text, field of EngineStats."""
-
-
-@dataclass
-class EngineMetric:
-    """A figure. vLLM calls the class Metric."""
-
-    name: str
-    labels: dict[str, str]
-
-
-@dataclass
-class EngineCounter(EngineMetric):
-    """A figure that only grows. vLLM calls the class Counter."""
-
-    value: int
-
-
-@dataclass
-class EngineGauge(EngineMetric):
-    """A figure of this moment. vLLM calls the class Gauge."""
-
-    value: float
-
-
-@dataclass
-class EngineVector(EngineMetric):
-    """Several counts under one name. vLLM calls the class Vector; no figure of Headway's is one."""
-
-    values: list[int]
-
-
-@dataclass
-class EngineHistogram(EngineMetric):
-    """Counts of values by upper bound. vLLM calls the class Histogram; the server's /metrics has those of requests."""
-
-    count: int
-    sum: float
-    buckets: dict[str, int]
-
-
-def metrics_of(now: EngineSnapshot, model_name: str) -> list[EngineMetric]:
-    """The figures of an engine, under the names that its server's /metrics has."""
-    labels = {"model_name": model_name, "engine": "0"}
-    used = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
-    gauges = {"num_requests_running": now.num_running, "num_requests_waiting": now.num_waiting, "kv_cache_usage_perc": used}
-    return [
-        *(EngineGauge(f"vllm:{name}", labels, value) for name, value in gauges.items()),
-        *(EngineCounter(f"vllm:{name}", labels, getattr(now.totals, field)) for name, (_, field) in COUNTERS.items()),
-    ]
-
 
 TEXT_ALONE: Final = "not supported yet, because models read text alone"
 NO_TRANSFER: Final = "not supported: caches are not handed from engine to engine; docs/offload.md has what outlives a request"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import torch
 
-from headway.compat.vllm_words import VllmConfig
+from headway.compat.vllm_views import VllmConfig
 from headway.core.contract.errors import ConfigError, made_by
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions

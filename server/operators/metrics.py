@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from headway.compat.vllm_words import COUNTERS
+from headway.compat.vllm_views import COUNTERS
 from headway.core.engine.data.stats import EngineSnapshot, EngineStats
 from headway.outputs import RequestMetrics
 
