@@ -46,6 +46,7 @@ class ServerOptions:
     ] = ()
     lora_modules: Sequence[LoRARequest] = ()
     """Adapters that the engine has read, which requests may name as their model."""
+    log_requests: Annotated[bool, _SERVER("--log-requests", help="Log a line for every request.")] = False
     enable_request_id_headers: Annotated[
         bool,
         _SERVER("--enable-request-id-headers", help="Answer with the header X-Request-Id: the request's, or one made for it."),

@@ -63,9 +63,6 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on. 0 picks a free port.", rich_help_panel="Server")
     ] = 8000,
-    log_requests: Annotated[
-        bool, typer.Option("--log-requests", help="Log a line for every request.", rich_help_panel="Server")
-    ] = False,
     lora_modules: AdapterModules = None,
     server: dict[str, Any],
     restart_engine: Annotated[
@@ -98,7 +95,7 @@ def serve(
     sock = bound_socket(host, port)
     pooled = _find_pooled(args, restart_engine, generating)
     _check_at_once(options)
-    _listen(args, pooled, options, host, sock, log_requests, restart_engine)
+    _listen(args, pooled, options, host, sock, restart_engine)
 
 
 def _check_at_once(options: ServerOptions) -> None:
@@ -151,7 +148,6 @@ def _listen(
     options: ServerOptions,
     host: str,
     sock: socket.socket,
-    log_requests: bool,
     restart_engine: int,
 ) -> None:
     """Load the model and serve it until a signal. sock: bound to the host."""
@@ -185,7 +181,7 @@ def _listen(
     from headway.hosting.host import EngineDeadError
 
     try:
-        listen(llm, options, host, sock, log_requests, lambda url: err.print("\n".join(ready_lines(url, llm, options))))
+        listen(llm, options, host, sock, lambda url: err.print("\n".join(ready_lines(url, llm, options))))
     except EngineDeadError as error:
         err.print(f"headway: the server has ended with its engine: {error}")
         raise typer.Exit(1) from error
