@@ -229,16 +229,16 @@ def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | N
     return [int(name) for name in names]
 
 
-def block_sizes_of(text: str | None, option: str = "--block-sizes") -> Sequence[int] | None:
+def block_sizes_of(text: str | None) -> Sequence[int] | None:
     """Block sizes from a comma-separated text; None where there are none.
 
     :raises ConfigError: a size that no cache can have.
     """
     from headway.core.engine.data.config import check_block_size
 
-    sizes = sizes_of(option, text)
+    sizes = sizes_of("--block-sizes", text)
     for size in sizes or ():
-        check_block_size(size, option)
+        check_block_size(size, "--block-sizes")
     return sizes
 
 

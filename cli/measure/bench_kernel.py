@@ -259,9 +259,9 @@ def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | 
         raise typer.Exit(1)
 
 
-def product_shape(text: str, option: str = "--linear") -> tuple[int, int]:
+def product_shape(text: str) -> tuple[int, int]:
     """(out_features, in_features) of a text. :raises ConfigError: it is no OUTxIN."""
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and 0 < int(size) < 2**20 for size in sizes):
-        raise ConfigError(option, "out_features x in_features, such as 4096x14336", repr(text))
+        raise ConfigError("--linear", "out_features x in_features, such as 4096x14336", repr(text))
     return int(sizes[0]), int(sizes[1])

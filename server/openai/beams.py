@@ -133,8 +133,7 @@ class BeamReply(Reply):
         reasons = [str(each.finish_reason) for each in completions]
         longest = max(len(each.token_ids) for each in completions)
         self._service.metrics.finished(times, len(prompt), written, reasons, longest, self._body.most_tokens)
-        if self._service.tracing is not None:
-            self._trace(request.params, output, written)
+        self._trace(request.params, output, written)
         return output
 
     def _completion(self, index: int, beam: BeamSearchSequence, start: int) -> CompletionOutput:
