@@ -198,7 +198,7 @@ def print_states(found: Mapping[str, Any], console: Console, all_backends: bool)
         lacking = {verb: each[name]["reasons"] for verb, each in verbs.items() if each[name]["reasons"]}
         same = len(lacking) == len(verbs) and len({tuple(reasons) for reasons in lacking.values()}) == 1
         told = [lacking["scan"][0]] if same else [f"{verb}: {reasons[0]}" for verb, reasons in lacking.items()]
-        table.add_row(Text(name), *cells, *([Text("; ".join(told))] if told else []))
+        table.add_row(*[Text(name), *cells, *([Text("; ".join(told))] if told else [])])
     console.print(table)
     words = "scan: prefill and extend; step: decode" + ("; bold: chosen" if console.is_terminal else "")
     us = f"; us: microseconds of all layers in a mean step of {found['workload']}" if measured else ""

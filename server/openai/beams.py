@@ -70,7 +70,7 @@ class BeamReply(Reply):
         times = RequestMetrics(began, None, None, time.perf_counter())
         cached: list[int] = []
         while asked := next_tokens(searches):
-            outputs = await self._step(requests[0], *asked)
+            outputs = await self._step(requests[0], asked[0], asked[1])
             if outputs is None:
                 return
             ticket.begun()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -152,9 +152,9 @@ class ChatAnswer(ChunkedAnswer):
             ]
         content = self._echo + found.content
         none = not content and (found.calls or found.reasoning)
-        return ChatCompletionMessage(role="assistant", content=None if none else content, refusal=None, **fields)
+        return ChatCompletionMessage(**{**fields, "role": "assistant", "content": None if none else content, "refusal": None})
 
-    def choices(self, output: RequestOutput, **more: Any) -> list[Choice]:
+    def choices(self, output: RequestOutput, more: Mapping[str, Any]) -> list[Choice]:
         """Return the choices of a finished output. more: fields of each, in place of its own."""
         choices = []
         for new in output.outputs:
@@ -171,7 +171,7 @@ class ChatAnswer(ChunkedAnswer):
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """See `Answer`."""
         (output,) = outputs
-        return _completion(self, self.choices(output), outputs, **prompt_extras(self.body, output))
+        return _completion(self, self.choices(output, {}), outputs, prompt_extras(self.body, output))
 
 
 class BatchChatAnswer(Answer):
@@ -190,23 +190,16 @@ class BatchChatAnswer(Answer):
         choices = [
             choice
             for number, (chat, output) in enumerate(pairs)
-            for choice in chat.choices(output, index=number, **prompt_extras(self.body, output))
+            for choice in chat.choices(output, {"index": number, **prompt_extras(self.body, output)})
         ]
-        return _completion(self, choices, outputs)
+        return _completion(self, choices, outputs, {})
 
 
-def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[RequestOutput], **more: Any) -> bytes:
+def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[RequestOutput], more: Mapping[str, Any]) -> bytes:
     """Write the choices of outputs as a whole answer. more: its further fields."""
-    made = ChatCompletion(
-        id=answer.id,
-        object="chat.completion",
-        created=answer.created,
-        model=answer.model,
-        choices=choices,
-        usage=usage([(output, num_written(output)) for output in outputs]),
-        **more,
-    )
-    return made.model_dump_json(exclude_unset=True).encode()
+    fields = {"id": answer.id, "object": "chat.completion", "created": answer.created, "model": answer.model, **more}
+    used = usage([(output, num_written(output)) for output in outputs])
+    return ChatCompletion(**{**fields, "choices": choices, "usage": used}).model_dump_json(exclude_unset=True).encode()
 
 
 def _delta(piece: ChatPiece) -> dict[str, Any]:
