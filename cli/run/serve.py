@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -19,7 +19,7 @@ from headway.cli.engine_options import PANEL, takes_engine_options
 from headway.cli.options import AdapterModules, Command, ConfigFile, adapters_of, on_command_line, with_flags
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_text import parse_json
-from headway.engine_args import EngineArgs, help_texts
+from headway.engine_args import EngineArgs, find_pooling_model, help_texts
 from headway.server.options import ServerOptions, bound_socket
 
 if TYPE_CHECKING:
@@ -86,14 +86,19 @@ def serve(
     server["lora_modules"] = adapters_of(lora_modules or (), engine["enable_lora"])
     options = ServerOptions(**server)
     args = EngineArgs.of(**{**engine, "model": model})
-    generating = {
-        "--profile-dir": options.profile_dir,
-        "--restart-engine": restart_engine,
-        "--operator-paths": options.operator_paths,
-        "--otlp-traces-endpoint": options.otlp_traces_endpoint,
-    }
     sock = bound_socket(host, port)
-    pooled = _find_pooled(args, restart_engine, generating)
+    if restart_engine and sys.platform == "win32":
+        need = "0 on Windows, where the engine has no process of its own"
+        raise ConfigError("--restart-engine", need, restart_engine)
+    pooled = find_pooling_model(args)
+    for name, value in (
+        ("--profile-dir", options.profile_dir),
+        ("--restart-engine", restart_engine),
+        ("--operator-paths", options.operator_paths),
+        ("--otlp-traces-endpoint", options.otlp_traces_endpoint),
+    ):
+        if value and pooled is not None:
+            raise ConfigError(name, "a model that generates text", f"{args.model}, which is pooled", f"leave {name} out")
     _check_at_once(options)
     _listen(args, pooled, options, host, sock, restart_engine)
 
@@ -198,22 +203,6 @@ def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
     brought = tuple(info for info in args.make_registry().chat_parsers.values() if info not in BUILTIN)
     check_names(options.tool_call_parser, options.reasoning_parser, brought)
     return replace(options, chat_parsers=brought)
-
-
-def _find_pooled(args: EngineArgs, restarts: int, generating: Mapping[str, object]) -> PoolingModel | None:
-    """The model, if it is one that is pooled.
-
-    :raises ConfigError: an option that this machine or, of `generating`, a model which is pooled does not have.
-    """
-    from headway.engine_args import find_pooling_model
-
-    if restarts and sys.platform == "win32":
-        raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restarts)
-    pooled = find_pooling_model(args)
-    for name, value in generating.items():
-        if value and pooled is not None:
-            raise ConfigError(name, "a model that generates text", f"{args.model}, which is pooled", f"leave {name} out")
-    return pooled
 
 
 def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, options: ServerOptions) -> tuple[AsyncLLM, str]:
