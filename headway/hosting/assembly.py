@@ -41,7 +41,7 @@ from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.machine.memory import bound_kernel_caches, freeze_heap, set_threads
 from headway.models.loader import LoadedModel
 from headway.registry import Registry
-from headway.requests.validation import RequestRules, processor_classes
+from headway.requests.validation import RequestRules, processor_class
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.measure.all_reduce import choose_all_reduce
@@ -409,7 +409,7 @@ def _rules(args: EngineArgs) -> RequestRules:
 
     :raises ConfigError: a logits processor that cannot be found, or one beside speculation.
     """
-    rules = RequestRules(args.generation_config, processor_classes(args.logits_processors))
+    rules = RequestRules(args.generation_config, tuple(map(processor_class, args.logits_processors)))
     if rules.processors and (args.speculate or args.speculative_model) is not None:
         need, hint = "steps of one token a sequence", "leave one of them out"
         got = f"speculate={args.speculate}" if args.speculate else f"speculative_model={args.speculative_model}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
@@ -129,15 +129,11 @@ class RequestRules(NamedTuple):
         return replace(params, logits_processors=(*(params.logits_processors or ()), ENGINE_PROCESSORS))
 
 
-def processor_classes(given: Iterable[object]) -> tuple[type[Any], ...]:
-    """The classes that the option `logits_processors` names: as classes, or as MODULE:CLASS.
+def processor_class(given: object) -> type[Any]:
+    """The class that an item of the option `logits_processors` names: a class, or its place as MODULE:CLASS.
 
-    :raises ConfigError: one that cannot be found, or is none.
+    :raises ConfigError: it cannot be found, or is none.
     """
-    return tuple(_processor_class(each) for each in given)
-
-
-def _processor_class(given: object) -> type[Any]:
     found = given
     if isinstance(given, str):
         module, _, name = given.partition(":")
