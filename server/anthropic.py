@@ -323,8 +323,7 @@ class MessagesAnswer(ConvertedAnswer):
         (output,) = outputs
         (new,) = output.outputs
         pieces, reason = self.chat.read(0, new)
-        found = ChatText()
-        found.add(pieces)
+        found = ChatText.of(pieces)
         content = [_text_block("thinking", found.reasoning)] if found.reasoning else []
         content += [_text_block("text", found.content)] if found.content else []
         message = self._message([*content, *map(_call_block, found.calls)], usage_of(output, num_written(output)))

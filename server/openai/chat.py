@@ -142,8 +142,7 @@ class ChatAnswer(ChunkedAnswer):
         return chat_logprobs(new.logprobs or [], self._most, self.body.return_tokens_as_token_ids, text)
 
     def _message(self, new: CompletionOutput, reader: ChatReader | None) -> ChatCompletionMessage:
-        found = ChatText()
-        found.add([ChatPiece("content", new.text)] if reader is None else self._read(reader, new))
+        found = ChatText.of([ChatPiece("content", new.text)] if reader is None else self._read(reader, new))
         fields: dict[str, Any] = dict.fromkeys(("reasoning", "reasoning_content"), found.reasoning or None)
         if found.calls:
             fields["tool_calls"] = [
