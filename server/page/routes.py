@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property, partial
 from importlib.resources import files
 from typing import Annotated, Any, Final, Literal
@@ -190,7 +190,8 @@ class PageRoutes(RouteGroup):
             if name == "index.html":
                 key = b"none" if self._service.options.api_key is None else b"required"
                 data = data.replace(b'data-key=""', b'data-key="' + key + b'"')
-            app.add_api_route(path, _Asset(data, kind).answer, methods=["GET"], include_in_schema=False)
+            response = Response(data, headers=_HEADERS, media_type=f"{kind}; charset=utf-8")
+            app.add_api_route(path, _asset(response), methods=["GET"], include_in_schema=False)
 
     @answers("GET", "/headway/state")
     async def state(self) -> Response:
@@ -228,15 +229,11 @@ class PageRoutes(RouteGroup):
         return orjson.dumps(await self._llm.run_task(partial(state_of, now=now, queued=queued), concurrently=True))
 
 
-class _Asset:
-    """A file of the web UI."""
+def _asset(response: Response) -> Callable[[], Awaitable[Response]]:
+    async def answer() -> Response:
+        return response
 
-    def __init__(self, data: bytes, kind: str) -> None:
-        self._response = Response(data, headers=_HEADERS, media_type=f"{kind}; charset=utf-8")
-
-    async def answer(self) -> Response:
-        """Answer with the file."""
-        return self._response
+    return answer
 
 
 def _json(data: bytes) -> Response:
