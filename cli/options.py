@@ -144,7 +144,7 @@ def with_flags(
 
     @wraps(command)
     def run(**values: Any) -> None:
-        taken = take({flag.name: values.pop(flag.name) for flag in flags})
+        taken = take({flag.name: values.pop(flag.name, flag.default) for flag in flags})
         command(**{**values, place: taken})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
