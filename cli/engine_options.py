@@ -11,12 +11,10 @@ from typing import Annotated, Any, Final, NamedTuple, get_args
 
 import typer
 
-from headway.cli.options import PLUGIN_HELP, in_place_of, parse_attn_options, parse_block_size, sizes_of
+from headway.cli.options import PLUGIN_HELP, Command, parse_attn_options, parse_block_size, sizes_of, with_flags
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
 from headway.engine_args import EngineArgs, help_texts, option_types
-
-Command = Callable[..., None]
 
 SAMPLING_PANEL: Final = "Sampling"
 """The panel in which the help of a command lists the fields of SamplingParams."""
@@ -24,10 +22,6 @@ PANEL: Final = "Model and engine"
 """The panel of the options of EngineArgs."""
 SWITCHES: Final = "Switches"
 """The panel of options that are turned on and off: their two long names would leave the other texts little room."""
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 class _Flag(NamedTuple):
@@ -38,7 +32,7 @@ class _Flag(NamedTuple):
     """The type that typer reads its value as."""
     help: str
     default: Any = None
-    value: Callable[[Any], Any] = _same
+    value: Callable[[Any], Any] = lambda value: value
     """Makes the field's value from what typer read."""
     spelled: str = ""
     """The flag, where it is not the field's name."""
@@ -61,22 +55,6 @@ def _parameter(flag: _Flag, panel: str) -> inspect.Parameter:
     option = typer.Option(*declared, help=flag.help, rich_help_panel=SWITCHES if paired else panel)
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(flag.word, kind, default=flag.default, annotation=Annotated[flag.kind, option])
-
-
-def _taking(command: Command, place: str, flags: Sequence[_Flag], panel: str, take: Callable[[dict[str, Any]], Any]) -> Command:
-    """Return a command with flags in the place of its parameter `place`, which gets what `take` makes of the flags' words."""
-    parameters = in_place_of(place, command, [_parameter(flag, panel) for flag in flags])
-
-    def run(**values: Any) -> None:
-        taken = take({flag.word: values.pop(flag.word) for flag in flags})
-        command(**values, **{place: taken})
-
-    run.__name__ = command.__name__
-    run.__doc__ = command.__doc__
-    run.__module__ = command.__module__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
 
 
 _FLAGS: Final = (
@@ -115,7 +93,8 @@ def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Comma
         for flag in (*_FLAGS, *_FORMS)
         if flag.field not in without
     ]
-    return lambda command: _taking(command, "sampling", flags, SAMPLING_PANEL, lambda words: _sampling(flags, words))
+    parameters = [_parameter(flag, SAMPLING_PANEL) for flag in flags]
+    return lambda command: with_flags(command, "sampling", parameters, lambda words: _sampling(flags, words))
 
 
 def _sampling(flags: Sequence[_Flag], words: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +161,7 @@ def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command],
         engine = {flag.field: flag.value(words[flag.word]) for flag in flags}
         return {**engine, "autotune_budget": 0.0} if words.get(_NO_AUTOTUNE.word, False) else engine
 
-    return lambda command: _taking(command, "engine", added, PANEL, take)
+    return lambda command: with_flags(command, "engine", [_parameter(flag, PANEL) for flag in added], take)
 
 
 _NO_AUTOTUNE = _Flag("no_autotune", bool, "Let auto measure nothing at the first start.", False, switch=True)

@@ -27,17 +27,16 @@ _MOST_ROWS = 4
 
 def picture(usage: CacheUsage) -> RenderableType:
     """Draw blocks by sequence and group, and the pool, at most 80 columns wide and readable without colours."""
-    legend = Text.assemble(*(part for letter, word in _WORDS.items() for part in _entry(letter, word)))
+    legend = Text()
+    for letter, word in _WORDS.items():
+        legend.append(letter, _STYLES[letter]).append(f" {word}   ")
     parts: list[RenderableType] = [legend]
     for number, group in enumerate(usage.groups):
         parts.append(Text(f"group {number}: {_what(group)}", style="bold"))
         for seq in usage.sequences:
             parts += _rows(f"{seq.name}, {seq.num_tokens:,} tokens", seq.blocks[number])
-    return Group(*parts, Text(), _pool(usage), Text(), _table(usage))
-
-
-def _entry(letter: str, word: str) -> list[tuple[str, str]]:
-    return [(letter, _STYLES[letter]), (f" {word}   ", "")]
+    parts += [Text(), _pool(usage), Text(), _table(usage)]
+    return Group(*parts)
 
 
 def _what(group: GroupUsage) -> str:
@@ -93,7 +92,8 @@ def _table(usage: CacheUsage) -> Table:
     for column in ("group", "blocks", "used", "cached", "given back"):
         table.add_column(column, justify="left" if column == "group" else "right")
     for number, group in enumerate(usage.groups):
-        table.add_row(str(number), *(f"{count:,}" for count in (group.total, group.used, group.cached, group.given_back)))
+        counts = group.total, group.used, group.cached, group.given_back
+        table.add_row(*[str(number), *(f"{count:,}" for count in counts)])
     return table
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 import yaml
+from rich.text import Text
 
 from headway.compat.vllm_words import FLAGS
 from headway.core.contract.adapters import LoRARequest
@@ -20,6 +22,8 @@ from headway.core.system.text import shown
 
 if TYPE_CHECKING:
     import torch
+    from pydantic import BaseModel
+    from rich.console import Console
 
 _SCALARS = (str, bool, int, float)
 
@@ -124,12 +128,28 @@ AdapterFolder = Annotated[
 """The option --lora, of commands that write with one adapter."""
 
 
-def in_place_of(name: str, command: Callable[..., None], flags: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    """Return the parameters of a command with flags in the place of the parameter `name`: help lists options in this order."""
+Command = Callable[..., None]
+
+
+def with_flags(
+    command: Command, place: str, flags: Sequence[inspect.Parameter], take: Callable[[dict[str, Any]], object]
+) -> Command:
+    """Return a command with flags in the place of its parameter `place`, which gets what `take` makes of their values.
+
+    Help lists options in this order.
+    """
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(command, eval_str=True).parameters.values():
-        parameters += flags if each.name == name else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-    return parameters
+        parameters += flags if each.name == place else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        taken = take({flag.name: values.pop(flag.name, flag.default) for flag in flags})
+        command(**{**values, place: taken})
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
 
 
 def names_of(text: str | None) -> list[str] | None:
@@ -209,16 +229,16 @@ def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | N
     return [int(name) for name in names]
 
 
-def block_sizes_of(text: str | None, option: str = "--block-sizes") -> Sequence[int] | None:
+def block_sizes_of(text: str | None) -> Sequence[int] | None:
     """Block sizes from a comma-separated text; None where there are none.
 
     :raises ConfigError: a size that no cache can have.
     """
     from headway.core.engine.data.config import check_block_size
 
-    sizes = sizes_of(option, text)
+    sizes = sizes_of("--block-sizes", text)
     for size in sizes or ():
-        check_block_size(size, option)
+        check_block_size(size, "--block-sizes")
     return sizes
 
 
@@ -260,3 +280,18 @@ def parse_block_size(text: str) -> int | None:
         return int(text)
     except ValueError:
         raise ConfigError("block_size", "auto or a multiple of 8", repr(text)) from None
+
+
+def tell_written(path: Path | None, console: Console) -> None:
+    """Say that a file was written, where one is named."""
+    if path is not None:
+        console.print(Text(f"written to {path}"), soft_wrap=True)
+
+
+def write_result(result: BaseModel, path: Path | None, console: Console) -> None:
+    """Write a result as JSON where a file is named, and say so."""
+    from headway.core.system.json_files import write_json
+
+    if path is not None:
+        write_json(result, path)
+        tell_written(path, console)

@@ -24,17 +24,16 @@ from headway.hosting.host import (
     EngineDeadError,
     EngineFacts,
     EngineHost,
+    EngineThread,
     Task,
     abort_request,
     adapter_ids,
-    add_request,
     keep_adapter,
     query,
     read_adapter,
     remove_adapter,
 )
 from headway.hosting.process_host import EngineProcess
-from headway.hosting.thread_host import EngineThread
 from headway.models.checkpoints.tokenizer import transformers_tokenizer
 from headway.outputs import RequestOutput
 from headway.requests.prompts import Message, Prompt, list_of_one
@@ -225,7 +224,8 @@ class AsyncLLM:
         name = self.host.names.claim(request_id)
         stream = box.open(name, request, partial(self._close, box, name))
         try:
-            added = self.host.run_between_steps(add_request(name.key, request._replace(prompt=None)))  # a text need not travel
+            unnamed = request._replace(prompt=None)  # a text need not travel
+            added = self.host.run_between_steps(query(partial(EngineLoop.add_request, request_id=name.key, request=unnamed)))
         except (EngineDeadError, HeadwayError):
             stream.close()
             raise
@@ -443,7 +443,7 @@ def _tell(box: Mailbox, key: str, added: Future[None]) -> None:
     """Pass a refusal of the engine on to the stream of its request."""
     error = added.exception()
     if error is not None:
-        box.post_failure(error, key)
+        box.post(box.fail, error, key)
 
 
 def _stop(host: EngineHost, mailboxes: Mailboxes, tokenisers: ThreadPoolExecutor) -> None:

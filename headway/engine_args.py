@@ -258,10 +258,7 @@ def takes_arguments_of(args: Callable[P, object]) -> Callable[[Callable[..., Non
 
 
 def _table_paths(given: object) -> tuple[str, ...] | None:
-    """Read the option `crossover_table`.
-
-    :raises ConfigError: neither a path nor several.
-    """
+    """Read the option `crossover_table`. :raises ConfigError: neither a path nor several."""
     if given is None:
         return None
     listed = [given] if isinstance(given, (str, PathLike)) else list(given) if isinstance(given, (list, tuple)) else []
@@ -271,10 +268,7 @@ def _table_paths(given: object) -> tuple[str, ...] | None:
 
 
 def _classes(backends: object) -> list[type[AttentionBackend]]:
-    """Check the option `backends`.
-
-    :raises ConfigError: no list of backend classes.
-    """
+    """Check the option `backends`. :raises ConfigError: no list of backend classes."""
     from headway.core.contract.backend import AttentionBackend
 
     need, hint = "a list of subclasses of AttentionBackend", "plugins=[...] takes files and objects with hooks"

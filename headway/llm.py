@@ -18,7 +18,7 @@ from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.sampling.params import SamplingParams
 from headway.engine_args import EngineArgs, find_pooling_model, takes_arguments_of
-from headway.hosting.assembly import assemble, checked_registry
+from headway.hosting.assembly import Assembly, assemble, checked_registry
 from headway.hosting.driver import EngineDriver
 from headway.llm_engine import EngineAccess, LLMEngine
 from headway.outputs import (
@@ -29,7 +29,7 @@ from headway.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from headway.pooling.assembly import PoolingClient, assemble_pooling
+from headway.pooling.assembly import PoolingAssembly, PoolingClient, assemble_pooling
 from headway.requests.chat_template import list_of_messages
 from headway.requests.prompts import FORMS, Message, Prompt, is_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState
@@ -52,25 +52,21 @@ class LLM(EngineAccess):
         self._pooling: PoolingClient | None = None
         registry = checked_registry(args)
         found = find_pooling_model(args)
+        made: Assembly | PoolingAssembly
         if found is not None:
-            pooled = assemble_pooling(args, found, registry)
-            self.registry = pooled.registry
-            self.device = pooled.device
-            self.num_threads = pooled.num_threads
-            self.tokenizer = pooled.model.tokenizer
+            made = pooled = assemble_pooling(args, found, registry)
             self._pooling = PoolingClient(pooled)
-            self.start_times = pooled.start
-            return
-        assembly = assemble(args, registry)
-        self.registry = assembly.registry
-        self.device = assembly.device
-        self.num_threads = assembly.num_threads
-        self.tokenizer = assembly.model.tokenizer
-        self._driver = EngineDriver(assembly)
-        self.start_times = assembly.start
+        else:
+            made = assembly = assemble(args, registry)
+            self._driver = EngineDriver(assembly)
+            self._processor = OutputProcessor(assembly.model.tokenizer)
+            self._driver.add_listener(self._processor.process)
+        self.registry = made.registry
+        self.device = made.device
+        self.num_threads = made.num_threads
+        self.tokenizer = made.model.tokenizer
+        self.start_times = made.start
         """Where the seconds of the start went, part by part."""
-        self._processor = OutputProcessor(self.tokenizer)
-        self._driver.add_listener(self._processor.process)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -140,10 +136,7 @@ class LLM(EngineAccess):
         if given is None:
             raise PromptError("prompt", FORMS, "None")
         requests, progress = self._add(given, sampling_params, priority, lora_request)
-        with (
-            self._ended(requests),
-            tqdm(total=progress.num_completions, desc="Processed prompts", disable=not use_tqdm) as bar,
-        ):
+        with self._ended(requests), tqdm(total=progress.num_completions, desc="Processed prompts", disable=not use_tqdm) as bar:
             started = time.perf_counter()
             while not progress.finished:
                 with self.driver.lock:
@@ -330,7 +323,9 @@ class LLM(EngineAccess):
         :raises ConfigError: a model that is no classifier.
         """
         check_keywords("LLM.classify", others, ("prompts", "use_tqdm", "pooling_params"))
-        return self.pooling.run(self.pooling.jobs.classify(prompts, _most(pooling_params)), use_tqdm)
+        return self.pooling.run(
+            self.pooling.jobs.classify(prompts, (pooling_params or PoolingParams()).truncate_prompt_tokens), use_tqdm
+        )
 
     def reward(
         self,
@@ -348,7 +343,9 @@ class LLM(EngineAccess):
         :raises ConfigError: a model that rewards no tokens.
         """
         check_keywords("LLM.reward", others, ("prompts", "use_tqdm", "pooling_params"))
-        return self.pooling.run(self.pooling.jobs.reward(prompts, _most(pooling_params)), use_tqdm)
+        return self.pooling.run(
+            self.pooling.jobs.reward(prompts, (pooling_params or PoolingParams()).truncate_prompt_tokens), use_tqdm
+        )
 
     def encode(
         self,
@@ -425,8 +422,3 @@ class LLM(EngineAccess):
             self._processor.remove(request.request_id)
             self.driver.engine.abort(request.request_id)
             self.driver.names.release(request.request_id)
-
-
-def _most(params: PoolingParams | None) -> int | None:
-    """Tokens to which prompts are cut."""
-    return None if params is None else params.truncate_prompt_tokens

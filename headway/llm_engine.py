@@ -7,6 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, Self, TypeVar
@@ -114,7 +115,7 @@ class EngineAccess(ABC):
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the worker's model; see `collective_rpc`."""
         with self.driver.lock:
-            return live_model.apply_model(self.driver, func)
+            return live_model.collective_rpc(self.driver, lambda worker: func(worker.get_model()))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter now, before requests name it; True, as vLLM's returns.
@@ -278,25 +279,10 @@ class LLMEngine(EngineAccess):
         assert settings is not None, "assemble() makes them"
         return settings
 
-    @property
-    def model_config(self) -> Any:
-        """The part of `vllm_config` that is of the model."""
-        return self.vllm_config.model_config
-
-    @property
-    def cache_config(self) -> Any:
-        """The part of `vllm_config` that is of the cache."""
-        return self.vllm_config.cache_config
-
-    @property
-    def scheduler_config(self) -> Any:
-        """The part of `vllm_config` that is of the scheduler."""
-        return self.vllm_config.scheduler_config
-
-    @property
-    def parallel_config(self) -> Any:
-        """The part of `vllm_config` that is of the ranks."""
-        return self.vllm_config.parallel_config
+    model_config = property(attrgetter("vllm_config.model_config"))
+    cache_config = property(attrgetter("vllm_config.cache_config"))
+    scheduler_config = property(attrgetter("vllm_config.scheduler_config"))
+    parallel_config = property(attrgetter("vllm_config.parallel_config"))
 
     @property
     def model_executor(self) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from headway.core.sampling.logprobs import Logprob
 
@@ -59,30 +60,12 @@ class RequestMetrics:
         assert self.first_token_time is not None, "no token yet"
         return self.first_token_time - self.arrival_time
 
-    @property
-    def first_token_latency(self) -> float:
-        """The same, by vLLM's name."""
-        return self.time_to_first_token
-
-    @property
-    def queued_ts(self) -> float:
-        """This and the next three: the times by vLLM's names. The last token ends the request."""
-        return self.arrival_time
-
-    @property
-    def scheduled_ts(self) -> float | None:
-        """See `queued_ts`."""
-        return self.scheduled_time
-
-    @property
-    def first_token_ts(self) -> float | None:
-        """See `queued_ts`."""
-        return self.first_token_time
-
-    @property
-    def last_token_ts(self) -> float | None:
-        """See `queued_ts`."""
-        return self.finished_time
+    first_token_latency = property(attrgetter("time_to_first_token"))
+    queued_ts = property(attrgetter("arrival_time"))
+    scheduled_ts = property(attrgetter("scheduled_time"))
+    first_token_ts = property(attrgetter("first_token_time"))
+    last_token_ts = property(attrgetter("finished_time"))
+    """This and the four before: the times by vLLM's names. The last token ends the request."""
 
     @property
     def time_in_queue(self) -> float | None:
@@ -115,6 +98,20 @@ class RequestOutput:
     """The adapter that the completions were written with."""
 
 
+Made = TypeVar("Made")
+
+
+@dataclass
+class PooledOutput(Generic[Made]):
+    """A text, or a query with a document, and what a model has made of it."""
+
+    request_id: str
+    outputs: Made
+    prompt_token_ids: list[int]
+    """Tokens of the text; those of a pair have what stands around and between both texts."""
+    finished: bool = True
+
+
 @dataclass
 class EmbeddingOutput:
     """A text's vector."""
@@ -127,14 +124,8 @@ class EmbeddingOutput:
         return len(self.embedding)
 
 
-@dataclass
-class EmbeddingRequestOutput:
+class EmbeddingRequestOutput(PooledOutput[EmbeddingOutput]):
     """A prompt and its embedding."""
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    finished: bool = True
 
 
 @dataclass
@@ -150,14 +141,8 @@ class ClassificationOutput:
         return len(self.probs)
 
 
-@dataclass
-class ClassificationRequestOutput:
+class ClassificationRequestOutput(PooledOutput[ClassificationOutput]):
     """A prompt and what a classifier says of it."""
-
-    request_id: str
-    outputs: ClassificationOutput
-    prompt_token_ids: list[int]
-    finished: bool = True
 
 
 @dataclass
@@ -168,14 +153,8 @@ class PoolingOutput:
     """float32 [size]: a vector, or probabilities of labels; of the tokens of a text [tokens, size]."""
 
 
-@dataclass
-class PoolingRequestOutput:
+class PoolingRequestOutput(PooledOutput[PoolingOutput]):
     """A prompt and what it has become."""
-
-    request_id: str
-    outputs: PoolingOutput
-    prompt_token_ids: list[int]
-    finished: bool = True
 
     @classmethod
     def of(cls, pooled: EmbeddingRequestOutput | ClassificationRequestOutput) -> PoolingRequestOutput:
@@ -210,12 +189,5 @@ class ScoringOutput:
     """What a classifier answers, as a rule between 0 and 1; of an embedding model the cosine, between -1 and 1."""
 
 
-@dataclass
-class ScoringRequestOutput:
+class ScoringRequestOutput(PooledOutput[ScoringOutput]):
     """A query with a document, and their score."""
-
-    request_id: str
-    outputs: ScoringOutput
-    prompt_token_ids: list[int]
-    """Tokens of both texts, with what stands around and between them."""
-    finished: bool = True

@@ -9,7 +9,6 @@ from types import NoneType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import orjson
-from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +27,7 @@ from headway.server.openai.chat import SHARED_FIELDS, ChatAnswer, Chats, Convert
 from headway.server.openai.params import tool_use
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import MOST_STOPS, ChatRequest
-from headway.server.routing import Endpoint, add_posts, json_response
+from headway.server.routing import RouteGroup, answers, json_response
 from headway.server.service import Service
 
 
@@ -144,15 +143,8 @@ class MessagesRequest(TokenCountRequest):
         if self.output_config is not None and self.output_config.format is not None:
             schema = self.output_config.format.schema_
             found["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        return ChatRequest(
-            **found,
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-        )
+        found |= {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
+        return ChatRequest(**{**found, "stop": self.stop_sequences})
 
 
 def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -175,10 +167,7 @@ def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[st
 
 
 def _text(content: Any, place: str) -> str:
-    """The text of content that can be nothing else.
-
-    :raises PromptError: it holds something else.
-    """
+    """The text of content that can be nothing else. :raises PromptError: it holds something else."""
     return "".join(text_field(block, "text", at) for at, _, block in _blocks(content, place, ("text",)))
 
 
@@ -189,10 +178,6 @@ def _result_text(block: Mapping[str, Any], place: str) -> str:
         raise PromptError(f"{place}.is_error", "true or false", shown(is_error, 60))
     text = "" if content is None else _text(content, f"{place}.content")
     return f"Error: {text}" if is_error else text
-
-
-def _system(content: Any, place: str) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": _text(content, place)}]
 
 
 def _user(content: Any, place: str) -> list[dict[str, Any]]:
@@ -233,7 +218,7 @@ def _assistant(content: Any, place: str) -> list[dict[str, Any]]:
 
 
 _READERS: Final[dict[str, Callable[[Any, str], list[dict[str, Any]]]]] = {
-    "system": _system,
+    "system": lambda content, place: [{"role": "system", "content": _text(content, place)}],
     "user": _user,
     "assistant": _assistant,
 }
@@ -256,10 +241,7 @@ def _function(tool: AnthropicTool, place: str) -> dict[str, Any]:
 
 
 def _choice(given: AnthropicToolChoice | None) -> Iterator[tuple[str, Any]]:
-    """The fields of a chat that say which functions may or must be called.
-
-    :raises ConfigError: a function without its name.
-    """
+    """The fields of a chat that say which functions may or must be called. :raises ConfigError: a function without its name."""
     if given is None:
         return
     if given.type == "tool":
@@ -341,8 +323,7 @@ class MessagesAnswer(ConvertedAnswer):
         (output,) = outputs
         (new,) = output.outputs
         pieces, reason = self.chat.read(0, new)
-        found = ChatText()
-        found.add(pieces)
+        found = ChatText.of(pieces)
         content = [_text_block("thinking", found.reasoning)] if found.reasoning else []
         content += [_text_block("text", found.content)] if found.content else []
         message = self._message([*content, *map(_call_block, found.calls)], usage_of(output, num_written(output)))
@@ -405,26 +386,14 @@ def _event(data: Mapping[str, Any]) -> bytes:
     return b"event: " + str(data["type"]).encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
 
 
-class MessagesRoutes:
+class MessagesRoutes(RouteGroup):
     """/v1/messages, and the count of its tokens."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
         self._service = service
         self._chats = chats
 
-    @property
-    def direct(self) -> dict[str, Endpoint]:
-        """The paths whose first token a client waits for."""
-        return {"/v1/messages": self.messages}
-
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
-        add_posts(
-            app,
-            ("/v1/messages", self.messages, MessagesRequest),
-            ("/v1/messages/count_tokens", self.count_tokens, TokenCountRequest),
-        )
-
+    @answers("POST", "/v1/messages", body=[MessagesRequest], direct=True)
     async def messages(self, request: Request) -> Response:
         """Answer a conversation."""
         self._service.check_room()
@@ -433,6 +402,7 @@ class MessagesRoutes:
         answer = MessagesAnswer(self._chats.answer(chat), request_name(request))
         return Reply(self._service, answer, partial(self._chats.prepare, chat, answer.chat), body.unknown())
 
+    @answers("POST", "/v1/messages/count_tokens", body=[TokenCountRequest])
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation in the model's template."""
         body = await self._service.read(request, TokenCountRequest)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from fastapi import FastAPI
-from openai.types import Model
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,7 +17,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.requests.tool_use import ToolUse
 from headway.server.anthropic import MessagesRoutes
 from headway.server.errors import ApiError
-from headway.server.middleware import guard, request_name
+from headway.server.middleware import PROBES, guard, request_name
 from headway.server.openai.answers import CompletionAnswer
 from headway.server.openai.batches.routes import BatchRoutes
 from headway.server.openai.batches.worker import LineAnswers
@@ -35,7 +32,7 @@ from headway.server.operators.metrics import CONTENT_TYPE
 from headway.server.operators.routes import AdapterRoutes, OperatorRoutes, ProfileRoutes, models_of
 from headway.server.options import ServerOptions
 from headway.server.page.routes import ASSETS, PageRoutes
-from headway.server.routing import CommonRoutes, DirectMiddleware, Endpoint, add_posts, json_response
+from headway.server.routing import CommonRoutes, DirectMiddleware, answers, json_response
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -51,17 +48,17 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     chats = Chats(service)
     routes = Routes(service, chats)
     messages, responses = MessagesRoutes(service, chats), ResponsesRoutes(service, chats)
-    native = GenerateRoutes(service, routes.direct)
-    direct = {**routes.direct, **messages.direct, **responses.direct}
-    answers = LineAnswers(direct, routes.refuse, lambda: llm.has_lost_engine)
-    batches = BatchRoutes(service.options, answers, batch_concurrency(service.options, llm.facts.max_num_seqs))
+    native = GenerateRoutes(service, routes.posts())
+    direct = {path: answer for each in (routes, messages, responses) for path, answer in each.posts(direct=True).items()}
+    lines = LineAnswers(direct, routes.refuse, lambda: llm.has_lost_engine)
+    batches = BatchRoutes(service.options, lines, batch_concurrency(service.options, llm.facts.max_num_seqs))
     app.state.batches = batches
-    app.state.line_answers = answers
+    app.state.line_answers = lines
     operated = OperatorRoutes(service), AdapterRoutes(service), PageRoutes(service), ProfileRoutes(service)
     app.state.routes = routes, native, messages, responses, batches, *operated
     for each in app.state.routes:
         each.add_to(app)
-    app.add_middleware(DirectMiddleware, endpoints={**direct, **native.direct}, refuse=routes.refuse)
+    app.add_middleware(DirectMiddleware, endpoints={**direct, **native.posts(direct=True)}, refuse=routes.refuse)
     app.state.refused = routes.refused
     guard(app, service.options, OPEN_PATHS, app.state.refused)
     return app
@@ -79,30 +76,9 @@ class Routes(CommonRoutes):
         self._service = service
         self._llm = service.llm
         self._chats = chats
-        self._started = int(time.time())
+        super().__init__(service.metrics.refused)
 
-    @property
-    def direct(self) -> dict[str, Endpoint]:
-        """The paths whose first token a client waits for; see `DirectMiddleware`."""
-        return {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
-
-    @property
-    def refused(self) -> Counter[str]:
-        """Status -> number of errors that were answered."""
-        return self._service.metrics.refused
-
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes and the error handlers to an application."""
-        add_posts(
-            app,
-            ("/v1/chat/completions", self.chat, ChatRequest),
-            ("/v1/chat/completions/batch", self.chat_batch, BatchChatRequest),
-            ("/v1/completions", self.completions, CompletionRequest),
-            ("/tokenize", self.tokenize, TokenizeRequest),
-            ("/detokenize", self.detokenize, DetokenizeRequest),
-        )
-        self.add_common(app)
-
+    @answers("POST", "/v1/chat/completions", body=[ChatRequest], direct=True)
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         self._service.check_room()  # before the work of reading it
@@ -110,6 +86,7 @@ class Routes(CommonRoutes):
         answer = self._chats.answer(body, request_name(request, body.request_id))
         return reply_of(body)(self._service, answer, partial(self._chats.prepare, body, answer), body.unknown())
 
+    @answers("POST", "/v1/chat/completions/batch", body=[BatchChatRequest])
     async def chat_batch(self, request: Request) -> Response:
         """Answer several conversations at once, as vLLM does: one choice for each."""
         self._service.check_room()
@@ -118,6 +95,7 @@ class Routes(CommonRoutes):
         answer = BatchChatAnswer(body, model, self._service.token_bytes, name)
         return Reply(self._service, answer, partial(self._chats.prepare_all, body, answer), body.unknown())
 
+    @answers("POST", "/v1/completions", body=[CompletionRequest], direct=True)
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         self._service.check_room()  # before the work of reading it
@@ -126,6 +104,7 @@ class Routes(CommonRoutes):
         answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode, name)
         return reply_of(body)(self._service, answer, partial(self._prepare_completions, body), body.unknown())
 
+    @answers("POST", "/tokenize", body=[TokenizeRequest])
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text, or of a conversation in the model's template."""
         body = await self._service.read(request, TokenizeRequest)
@@ -146,6 +125,7 @@ class Routes(CommonRoutes):
             {"count": len(tokens), "max_model_len": self._llm.facts.limits.max_model_len, "tokens": tokens, **texts}
         )
 
+    @answers("POST", "/detokenize", body=[DetokenizeRequest])
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
         body = await self._service.read(request, DetokenizeRequest)
@@ -154,23 +134,28 @@ class Routes(CommonRoutes):
         decode = partial(self._tokenizer().decode, body.tokens, skip_special_tokens=False)
         return json_response({"prompt": await self._llm.in_thread(decode)})
 
+    @answers("GET", "/v1/models")
     async def models(self) -> Response:
         """List the names of the model, and its adapters."""
         service = self._service
         adapters = models_of([*service.adapters.values()], service.names[0], self._model)
         return json_response({"object": "list", "data": [*map(self._model, service.names), *adapters]})
 
+    @answers("GET", "/v1/models/{name:path}")
     async def model(self, name: str) -> Response:
         """Describe the model, by one of its names, or an adapter."""
         adapter = self._service.adapter_of(name)
         found = [self._model(name)] if adapter is None else models_of([adapter], self._service.names[0], self._model)
         return json_response(found[0])
 
+    @answers("GET", PROBES)
+    @answers("HEAD", PROBES)
     async def health(self) -> Response:
         """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
         await self._llm.check_health(self._service.options.step_timeout)
         return Response()
 
+    @answers("GET", "/metrics")
     async def metrics(self) -> Response:
         """The figures, for Prometheus."""
         snapshot = await self._llm.stats()
@@ -188,10 +173,7 @@ class Routes(CommonRoutes):
     async def _prepare_infills(
         self, body: CompletionRequest, params: SamplingParams, prompts: Sequence[Any], suffix: str
     ) -> Sequence[CheckedRequest]:
-        """Prepare the completions of prompts that are followed by a suffix.
-
-        :raises ApiError: a prompt of token ids.
-        """
+        """Prepare the completions of prompts that are followed by a suffix. :raises ApiError: a prompt of token ids."""
         if not all(isinstance(each, str) for each in prompts):
             raise ApiError(400, "prompt: needs texts beside suffix, got token ids", "prompt")
         split = bool(body.split_special_tokens)
@@ -206,11 +188,9 @@ class Routes(CommonRoutes):
         return await self._llm.check(prompts, params, priority=body.priority, lora_request=adapter)
 
     def _model(self, name: str) -> dict[str, Any]:
-        model = Model(id=name, object="model", created=self._started, owned_by="headway")
         chats = self._service.chat_format
         parsers = {"tool_call_parser": chats.calls.name, "reasoning_parser": chats.reasoning and chats.reasoning.name}
-        limits = {"root": self._llm.model.name, "max_model_len": self._llm.facts.limits.max_model_len}
-        return {**model.model_dump(), **limits, **(parsers if chats.template else {})}
+        return self.entry(name, self._llm.model.name, self._llm.facts.limits.max_model_len) | (parsers if chats.template else {})
 
     def _tokenizer(self) -> Any:
         tokenizer = self._llm.get_tokenizer()

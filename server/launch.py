@@ -19,7 +19,7 @@ import uvicorn
 
 from headway.async_llm import AsyncLLM
 from headway.machine.memory import SWITCH_INTERVAL
-from headway.pooling.async_pooling import AsyncPooling
+from headway.pooling.assembly import AsyncPooling
 from headway.server.app import create_app
 from headway.server.openai.batches.routes import BatchRoutes
 from headway.server.options import ServerOptions, bound_socket, is_local
@@ -48,7 +48,6 @@ class Server(uvicorn.Server):
         options: ServerOptions,
         host: str = "127.0.0.1",
         port: int = 8000,
-        log_requests: bool = False,
         started_at: Callable[[str], None] | None = None,
     ) -> None:
         """started_at: called with the URL once the server listens."""
@@ -66,13 +65,13 @@ class Server(uvicorn.Server):
             lifespan="off",
             log_config=None,  # the process's own, in which uvicorn's lines look like all others
             log_level="warning",
-            access_log=log_requests,
+            access_log=options.log_requests,
             backlog=4096,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(round(options.shutdown_timeout), 1) + 2,
             server_header=False,
         )
-        if log_requests:
+        if options.log_requests:
             access = logging.getLogger("uvicorn.access")
             access.propagate = True  # another server of this process may have silenced it
             access.setLevel(logging.INFO)
@@ -142,7 +141,6 @@ def serve(
     options: ServerOptions,
     host: str = "127.0.0.1",
     sock: socket.socket | None = None,
-    log_requests: bool = False,
     started_at: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until a signal, which also shuts down the engine. sock: bound to the host; None: bind port 8000 of the host.
@@ -163,7 +161,7 @@ def serve(
         log.warning(
             "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
         )
-    Server(llm, options, host, 0, log_requests, started_at).run([sock])
+    Server(llm, options, host, 0, started_at).run([sock])
     if llm.failure is not None:
         raise llm.failure
 

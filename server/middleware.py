@@ -141,97 +141,85 @@ class Admission:
         self._seconds += 0.1 * (seconds - self._seconds)
 
 
-class Refusals:
-    """Answers requests by errors, and counts them."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        """counts: status -> its answers so far, which `/metrics` shows."""
-        self._counts = counts
-
-    async def answer(self, error: ApiError, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request by an error."""
-        self._counts[str(error.status)] += 1
-        await error.response(scope["path"])(scope, receive, send)
+Check = Callable[[Any], ApiError | None]
+"""Returns the error by which a request is to be answered, by its ASGI scope; None: the request may pass."""
 
 
 def guard(app: FastAPI, options: ServerOptions, open_paths: Collection[str], counts: Counter[str]) -> None:
     """Put before an application what its options ask for. open_paths: need no key. counts: of refusals, by status."""
-    refusals = Refusals(counts)
-    if options.api_key is None:
-        app.add_middleware(JsonMiddleware, refusals=refusals)
-    app.add_middleware(ApiKeyMiddleware, api_key=options.api_key, open_paths=open_paths, refusals=refusals)
+    check = check_json if options.api_key is None else key_check(options.api_key, open_paths)
+    app.add_middleware(GuardMiddleware, check=check, counts=counts)
     if options.allowed_origins:  # before the key: a browser asks for leave without one
         app.add_middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     if options.allowed_hosts:
-        app.add_middleware(HostMiddleware, allowed=options.allowed_hosts, refusals=refusals)
+        app.add_middleware(GuardMiddleware, check=host_check(options.allowed_hosts), counts=counts)
     if options.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware)
 
 
-class ApiKeyMiddleware:
-    """ASGI middleware that refuses requests without the API key, before anything else looks at them."""
+class GuardMiddleware:
+    """ASGI middleware that answers by an error the requests that a check refuses, before anything else looks at them."""
 
-    def __init__(self, app: App, api_key: str | None, open_paths: Collection[str], refusals: Refusals) -> None:
-        """api_key: None lets everybody in. open_paths: need no key."""
+    def __init__(self, app: App, check: Check, counts: Counter[str]) -> None:
+        """counts: status -> refusals so far, which `/metrics` shows."""
         self._app = app
-        self._open_paths = frozenset(open_paths)
-        self._refusals = refusals
-        self._key = None if api_key is None else api_key.encode()
+        self._check = check
+        self._counts = counts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on a request, or refuse one without the API key."""
-        if self._key is None or scope["type"] != "http" or scope["path"] in self._open_paths or self._knows(scope["headers"]):
+        """Pass on a request, or refuse it."""
+        error = self._check(scope) if scope["type"] == "http" else None
+        if error is None:
             await self._app(scope, receive, send)
             return
+        self._counts[str(error.status)] += 1
+        await error.response(scope["path"])(scope, receive, send)
+
+
+def key_check(api_key: str, open_paths: Collection[str]) -> Check:
+    """Return the check for the API key, given as OpenAI's clients do, or as Anthropic's. open_paths: need no key."""
+    key = api_key.encode()
+
+    def knows(name: bytes, value: bytes) -> bool:
+        scheme, _, given = value.partition(b" ")
+        if name == b"authorization":
+            return hmac.compare_digest(given.strip(), key) and scheme.lower() == b"bearer"
+        return name == b"x-api-key" and hmac.compare_digest(value.strip(), key)
+
+    def check(scope: Any) -> ApiError | None:
+        if scope["path"] in open_paths or any(knows(name, value) for name, value in scope["headers"]):
+            return None
         message = "the header Authorization: Bearer KEY (or x-api-key: KEY) has no valid key"
         error = ApiError(401, message, code="invalid_api_key")
         error.headers["www-authenticate"] = "Bearer"
-        await self._refusals.answer(error, scope, receive, send)
+        return error
 
-    def _knows(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Whether a key is given as OpenAI's clients do, or as Anthropic's."""
-        assert self._key is not None
-        for name, value in headers:
-            if name == b"authorization":
-                scheme, _, key = value.partition(b" ")
-                if hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer":
-                    return True
-            elif name == b"x-api-key" and hmac.compare_digest(value.strip(), self._key):
-                return True
-        return False
+    return check
 
 
 PROBES: Final = frozenset(("/health", "/ping"))
 """Paths of probes, which name an address and learn nothing: any host may ask, and none has to wait."""
 
 
-class HostMiddleware:
-    """ASGI middleware that refuses requests for hosts that this server is not known by.
+def host_check(allowed: Collection[str]) -> Check:
+    """Return the check that a request is for a host that this server is known by.
 
     A page of a foreign host whose name comes to mean this machine (DNS rebinding) could otherwise read the answers.
+
+    allowed: names and addresses without ports; "*.example.org": every host below example.org.
     """
+    names = frozenset((f"[{name}]" if ":" in name and name[0] != "[" else name).lower() for name in allowed)
+    ends = tuple(name[1:] for name in names if name.startswith("*."))
 
-    def __init__(self, app: App, allowed: Collection[str], refusals: Refusals) -> None:
-        """allowed: names and addresses without ports; "*.example.org": every host below example.org."""
-        self._app = app
-        self._refusals = refusals
-        names = [(f"[{name}]" if ":" in name and name[0] != "[" else name).lower() for name in allowed]
-        self._names = frozenset(names)
-        self._ends = tuple(name[1:] for name in names if name.startswith("*."))
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on a request, or refuse one for another host."""
-        if scope["type"] != "http" or scope["path"] in PROBES:
-            await self._app(scope, receive, send)
-            return
+    def check(scope: Any) -> ApiError | None:
         given = _header(scope, b"host").lower()
         name, colon, port = given.rpartition(":")
         host = name if colon and port.isdecimal() else given
-        if host in self._names or (self._ends and host.endswith(self._ends)):
-            await self._app(scope, receive, send)
-            return
-        error = ApiError(421, f"the header Host: needs one of --allowed-hosts, got {host[:100]!r}", code="host_not_allowed")
-        await self._refusals.answer(error, scope, receive, send)
+        if scope["path"] in PROBES or host in names or (ends and host.endswith(ends)):
+            return None
+        return ApiError(421, f"the header Host: needs one of --allowed-hosts, got {host[:100]!r}", code="host_not_allowed")
+
+    return check
 
 
 FILES: Final = "/v1/files"
@@ -239,25 +227,17 @@ AUDIO: Final = "/v1/audio/"
 """The path whose bodies are forms."""
 
 
-class JsonMiddleware:
-    """ASGI middleware that refuses bodies that are not declared to be JSON; for servers without a key.
+def check_json(scope: Any) -> ApiError | None:
+    """Check that a body is declared to be JSON; for servers without a key.
 
     A browser lets any page post texts and forms to any address, this machine's included. JSON it sends to another host only
     where that host has agreed, which this server does to pages of `allowed_origins` alone.
     """
-
-    def __init__(self, app: App, refusals: Refusals) -> None:
-        self._app = app
-        self._refusals = refusals
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on a request, or refuse one with a body of another type."""
-        if scope["type"] == "http" and scope["method"] == "POST" and not _is_json(scope):
-            got = _header(scope, b"content-type")[:100]
-            message = f"the header Content-Type: needs application/json, since this server asks for no key, got {got or None!r}"
-            await self._refusals.answer(ApiError(415, message, code="not_json"), scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+    if scope["method"] != "POST" or _is_json(scope):
+        return None
+    got = _header(scope, b"content-type")[:100]
+    message = f"the header Content-Type: needs application/json, since this server asks for no key, got {got or None!r}"
+    return ApiError(415, message, code="not_json")
 
 
 def _is_json(scope: Any) -> bool:

@@ -9,9 +9,11 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+import typer
 
 from headway.core.contract.adapters import LoRARequest, check_name
 from headway.core.contract.chat_parsers import ChatParserInfo
@@ -23,64 +25,97 @@ _ORIGIN: Final = re.compile(r"https?://[^/\s,*]+")
 _TIMES: Final = ("request_timeout", "read_timeout", "write_timeout", "step_timeout", "shutdown_timeout")
 
 
+_SERVER: Final = partial(typer.Option, rich_help_panel="Server")
+_LIMIT: Final = partial(typer.Option, rich_help_panel="Limits")
+_CHAT: Final = partial(typer.Option, rich_help_panel="Tools and reasoning")
+
+
 @dataclass(frozen=True)
 class ServerOptions:
-    """Limits and names of a server."""
+    """Limits and names of a server; those with a help text are flags of `headway serve`, in this order."""
 
-    served_model_names: Sequence[str] = ()
-    """Names by which requests may call the model; none: the name that it was loaded by."""
+    api_key: Annotated[
+        str | None,
+        _SERVER(
+            envvar="HEADWAY_API_KEY",
+            help="What requests must bring as Authorization: Bearer KEY. Processes of this machine see a command line.",
+        ),
+    ] = None
+    served_model_names: Annotated[
+        Sequence[str], _SERVER("--served-model-name", help="Name by which requests call the model. Repeatable; default: MODEL.")
+    ] = ()
     lora_modules: Sequence[LoRARequest] = ()
     """Adapters that the engine has read, which requests may name as their model."""
-    api_key: str | None = None
-    """Key that requests must bring; None: none."""
-    max_queue: int = 1024
-    """Requests that may wait for their first token; one more is answered 429."""
-    max_body_bytes: int = 16 * 2**20
-    max_connections: int = 4096
-    """Most connections at a time; one more is answered 503 and closed."""
-    request_timeout: float | None = None
-    """Seconds that a request may take; None: no limit."""
-    read_timeout: float = 30.0
-    """Seconds that a client may take to send a request's head, and again its body."""
-    write_timeout: float = 60.0
-    """Seconds that a client may take to read what is written to it."""
-    step_timeout: float = 300.0
-    """Seconds without the end of a step, while there is work, after which /health says that the engine is stuck."""
-    shutdown_timeout: float = 30.0
-    """Seconds that requests may go on after the server was told to stop."""
-    profile_dir: Path | None = None
-    """Folder for traces of the engine's steps; None: /start_profile is refused."""
-    enable_request_id_headers: bool = False
-    """Whether answers have the header X-Request-Id: the request's, or one that is made for it."""
-    split_special_tokens: bool = False
-    """Whether the names of control tokens in messages of users and tools are text, where a chat does not say."""
-    otlp_traces_endpoint: str | None = None
-    """Where spans of requests are sent, by OpenTelemetry's protocol; None: there are none."""
-    operator_paths: bool = False
-    """Whether requests may pause the server, end the requests of others and empty the prefix cache."""
-    files_dir: Path | None = None
-    """Folder for files and batches, this server's alone; None: /v1/files and /v1/batches are refused."""
-    max_file_bytes: int = 200 * 2**20
-    batch_concurrency: int | None = None
-    """Lines of a batch that are answered at a time; None: half of what the engine or the queue takes."""
-    max_stored_responses: int = 1000
-    """Responses of /v1/responses that can be asked for again and continued; 0: none."""
-    allowed_hosts: Sequence[str] = ()
-    """Hosts that requests may name in the header Host, "*.example.org" for all below one; none: any."""
-    allowed_origins: Sequence[str] = ()
-    """Pages whose scripts a browser lets ask this server and read its answers (CORS), as "https://example.org"; "*": all."""
-
-    generation_config: str = "auto"
-    """Where parameters come from that a request leaves out: "auto": the model's generation_config.json; "vllm": none of it; or a
-    folder with such a file."""
-    tool_call_parser: str | None = None
-    """Parser of calls of tools; None: by the model's chat template."""
-    reasoning_parser: str | None = None
-    """Parser of reasoning; None: by the model's chat template; "none": reasoning is content."""
-    enable_auto_tool_choice: bool = True
-    """Whether calls are read where a request leaves it to the model to make some."""
-    chat_template: str | None = None
-    """A file with a chat template, or its text, in place of the model's own."""
+    log_requests: Annotated[bool, _SERVER("--log-requests", help="Log a line for every request.")] = False
+    enable_request_id_headers: Annotated[
+        bool,
+        _SERVER("--enable-request-id-headers", help="Answer with the header X-Request-Id: the request's, or one made for it."),
+    ] = False
+    profile_dir: Annotated[
+        Path | None,
+        _SERVER(help="Let /start_profile and /stop_profile look at the engine's steps, and write traces into this folder."),
+    ] = None
+    allowed_hosts: Annotated[
+        Sequence[str],
+        _SERVER(help="Host that requests may name in the header Host; *.example.org: all below it. Repeatable; default: any."),
+    ] = ()
+    allowed_origins: Annotated[
+        Sequence[str],
+        _SERVER(
+            help="Page whose scripts may ask this server in a browser (CORS), such as https://example.org; *: any. Repeatable, "
+            "or a list in JSON; default: none."
+        ),
+    ] = ()
+    split_special_tokens: Annotated[
+        bool,
+        _SERVER(
+            "--split-special-tokens",
+            help="Read the names of control tokens in messages of users and tools as text; a request may say otherwise.",
+        ),
+    ] = False
+    generation_config: Annotated[
+        str,
+        _SERVER(
+            help="Sampling of requests that leave it open: auto (as the model recommends), vllm (vLLM's defaults), or a folder."
+        ),
+    ] = "auto"
+    chat_template: Annotated[str | None, _CHAT(help="File with a chat template, or its text. Default: the model's own.")] = None
+    tool_call_parser: Annotated[
+        str | None, _CHAT(help="Format in which the model calls tools. Default: by its chat template.")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, _CHAT(help="Format of the model's reasoning; none: it is content. Default: by its chat template.")
+    ] = None
+    enable_auto_tool_choice: Annotated[bool, _CHAT(help="Read calls where a request leaves it to the model to make some.")] = True
+    max_queue: Annotated[int, _LIMIT(min=1, help="Requests that may wait for a first token; one more gets 429.")] = 1024
+    max_body_bytes: Annotated[int, _LIMIT("--max-body", min=1, help="Bytes of a request's body.")] = 16 * 2**20
+    max_connections: Annotated[int, _LIMIT(min=1, help="One more gets 503.")] = 4096
+    otlp_traces_endpoint: Annotated[
+        str | None, _SERVER(help="Send a span of each request to this OTLP endpoint (extra otel).")
+    ] = None
+    operator_paths: Annotated[
+        bool,
+        _SERVER(
+            "--operator-paths", help="Serve /pause, /resume, /abort_requests and /reset_prefix_cache, which all clients feel."
+        ),
+    ] = False
+    files_dir: Annotated[
+        Path | None, _SERVER(help="Let clients store files and run batches, kept in this folder over restarts.")
+    ] = None
+    max_file_bytes: Annotated[int, _LIMIT("--max-file", min=1, help="Bytes of a file, with --files-dir.")] = 200 * 2**20
+    batch_concurrency: Annotated[
+        int | None, _LIMIT(min=1, help="Lines of a batch that run at a time. Default: half of what the engine takes.")
+    ] = None
+    max_stored_responses: Annotated[
+        int, _LIMIT(min=0, help="Responses of /v1/responses kept in memory to be continued by id.")
+    ] = 1000
+    request_timeout: Annotated[float | None, _LIMIT(min=0.001, help="Seconds that a request may take. Default: any.")] = None
+    read_timeout: Annotated[float, _LIMIT(min=0.001, help="Seconds that a client may take to send a request.")] = 30.0
+    write_timeout: Annotated[float, _LIMIT(min=0.001, help="Seconds that a client may leave an answer unread.")] = 60.0
+    shutdown_timeout: Annotated[float, _LIMIT(min=0, help="Seconds that requests may go on after SIGTERM.")] = 30.0
+    step_timeout: Annotated[
+        float, _LIMIT(min=0.001, help="Seconds without the end of a step after which /health answers 503.")
+    ] = 300.0
     chat_parsers: Sequence[ChatParserInfo] = ()
     """Parsers of plugins."""
 

@@ -13,7 +13,6 @@ from uuid import uuid4
 
 import numpy
 from fastapi import FastAPI
-from openai.types import Model
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,10 +20,10 @@ from starlette.responses import Response
 from headway.core.contract.errors import BackendError
 from headway.core.pooling.engine import PoolingStats
 from headway.outputs import ClassificationRequestOutput, EmbeddingRequestOutput
-from headway.pooling.async_pooling import AsyncPooling
+from headway.pooling.assembly import AsyncPooling
 from headway.requests.chat_template import chat_prompt
 from headway.server.errors import ApiError
-from headway.server.middleware import Admission, guard, request_name
+from headway.server.middleware import PROBES, Admission, guard, request_name
 from headway.server.openai.batches.routes import BatchRoutes
 from headway.server.openai.batches.worker import LineAnswers
 from headway.server.openai.params import template_kwargs
@@ -38,17 +37,7 @@ from headway.server.openai.requests import (
 )
 from headway.server.operators.metrics import CONTENT_TYPE, REQUEST_SECONDS, Histogram, exposition
 from headway.server.options import ServerOptions
-from headway.server.routing import (
-    CommonRoutes,
-    Endpoint,
-    add_posts,
-    endpoint,
-    fields_of,
-    json_response,
-    read_body,
-    read_text,
-    replayed,
-)
+from headway.server.routing import CommonRoutes, answers, fields_of, json_response, read_body, read_text, replayed
 from headway.version import __version__
 
 
@@ -111,36 +100,9 @@ class PoolingRoutes(CommonRoutes):
         self._pooling = pooling
         self.service = Admission([*options.served_model_names] or [pooling.model.name], options)
         self._metrics = PoolingMetrics(self.service.names[0])
-        self._started = int(time.time())
+        super().__init__(self._metrics.refused)
 
-    @property
-    def posts(self) -> dict[str, Endpoint]:
-        """Path -> what answers its requests."""
-        return {path: answer for path, answer, _ in self._posts}
-
-    @property
-    def _posts(self) -> list[tuple[str, Endpoint, type[PooledRequest]]]:
-        return [
-            ("/v1/embeddings", self.embeddings, EmbeddingRequest),
-            *((path, self.rerank, RerankRequest) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-            *((path, self.score, ScoreRequest) for path in ("/score", "/v1/score")),
-            ("/classify", self.classify, ClassifyRequest),
-            ("/pooling", self.pool, PoolRequest),
-            ("/invocations", self.invocations, PooledRequest),
-        ]
-
-    @property
-    def refused(self) -> Counter[str]:
-        """Status -> number of errors that were answered."""
-        return self._metrics.refused
-
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes and the error handlers to an application."""
-        add_posts(app, *self._posts)
-        for path in GENERATING:
-            app.add_api_route(path, endpoint(self.generates_not), methods=["POST"])
-        self.add_common(app)
-
+    @answers("POST", "/v1/embeddings", body=[EmbeddingRequest])
     async def embeddings(self, request: Request) -> Response:
         """Embed texts."""
         body = await self._body(request, EmbeddingRequest)
@@ -152,6 +114,7 @@ class PoolingRoutes(CommonRoutes):
         ]
         return self._answer("embd", {"object": "list", "data": data}, body, tokens)
 
+    @answers("POST", "/classify", body=[ClassifyRequest])
     async def classify(self, request: Request) -> Response:
         """Classify texts: each with its likeliest label and the probabilities of all."""
         body = await self._body(request, ClassifyRequest)
@@ -164,6 +127,7 @@ class PoolingRoutes(CommonRoutes):
             data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
         return self._answer("classify", {"object": "list", "data": data}, body, tokens)
 
+    @answers("POST", "/pooling", body=[PoolRequest])
     async def pool(self, request: Request) -> Response:
         """What the model makes of texts, whichever it is: vectors, probabilities of labels, or either for each token."""
         body = await self._body(request, PoolRequest)
@@ -180,6 +144,7 @@ class PoolingRoutes(CommonRoutes):
         data = [{"index": index, "object": "pooling", "data": each} for index, each in enumerate(encoded)]
         return self._answer("pool", {"object": "list", "data": data}, body, tokens)
 
+    @answers("POST", "/invocations", body=[PooledRequest])
     async def invocations(self, request: Request) -> Response:
         """Answer whatever path the body is for, as SageMaker's clients have one for all."""
         text = await read_text(request, self.service.options)
@@ -199,8 +164,9 @@ class PoolingRoutes(CommonRoutes):
         if path == "/v1/embeddings":
             path = {"embed": path, "score": "/classify", "reward": "/pooling"}[self._pooling.model.task]
 
-        return await self.posts[path](replayed(request, text))
+        return await self.posts()[path](replayed(request, text))
 
+    @answers("POST", ("/score", "/v1/score"), body=[ScoreRequest])
     async def score(self, request: Request) -> Response:
         """Score pairs of texts."""
         body = await self._body(request, ScoreRequest)
@@ -210,6 +176,7 @@ class PoolingRoutes(CommonRoutes):
         data = [{"object": "score", "index": index, "score": output.outputs.score} for index, output in enumerate(outputs)]
         return self._answer("score", {"object": "list", "data": data}, body, tokens)
 
+    @answers("POST", ("/rerank", "/v1/rerank", "/v2/rerank"), body=[RerankRequest])
     async def rerank(self, request: Request) -> Response:
         """Order documents by how well they fit a query."""
         body = await self._body(request, RerankRequest)
@@ -221,26 +188,32 @@ class PoolingRoutes(CommonRoutes):
             results = [{**each, "document": {"text": body.documents[each["index"]]}} for each in results]
         return self._answer("rerank", {"results": results[: body.top_n or None]}, body, tokens)
 
+    @answers("POST", GENERATING)
     async def generates_not(self) -> Response:
         """Refuse: the model generates no text."""
         paths = {"embed": "/v1/embeddings", "score": "/rerank and /score", "reward": "/pooling"}[self._pooling.model.task]
         need = f"a model that generates text, got {self._pooling.model.name}, whose server has {paths}"
         raise ApiError(404, f"this path: needs {need}", code="wrong_model")
 
+    @answers("GET", "/v1/models")
     async def models(self) -> Response:
         """List the names of the model."""
         return json_response({"object": "list", "data": [self._model(name) for name in self.service.names]})
 
+    @answers("GET", "/v1/models/{name:path}")
     async def model(self, name: str) -> Response:
         """Describe the model, by one of its names."""
         self.service.check_model(name)
         return json_response(self._model(name))
 
+    @answers("GET", PROBES)
+    @answers("HEAD", PROBES)
     async def health(self) -> Response:
         """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
         self._pooling.check_health(self.service.options.step_timeout)
         return Response()
 
+    @answers("GET", "/metrics")
     async def metrics(self) -> Response:
         """The figures, for Prometheus."""
         return self._metrics.page(self._pooling.stats, self.service.num_queued)
@@ -300,8 +273,7 @@ class PoolingRoutes(CommonRoutes):
         return json_response({**made, **fields, "usage": usage})
 
     def _model(self, name: str) -> dict[str, Any]:
-        model = Model(id=name, object="model", created=self._started, owned_by="headway")
-        return {**model.model_dump(), "root": self._pooling.model.name, "max_model_len": self._pooling.model.max_length}
+        return self.entry(name, self._pooling.model.name, self._pooling.model.max_length)
 
 
 def _numbers(output: Any) -> list[Any]:
@@ -331,11 +303,12 @@ def create_pooling_app(pooling: AsyncPooling, options: ServerOptions | None = No
     options = options or ServerOptions()
     app = FastAPI(title="Headway", version=__version__)
     routes = PoolingRoutes(pooling, options)
-    answers = LineAnswers(routes.posts, routes.refuse, lambda: pooling.has_lost_engine)
-    batches = BatchRoutes(options, answers, options.batch_concurrency or max(options.max_queue // 2, 1))
+    served = {path: answer for path, answer in routes.posts().items() if path not in GENERATING}
+    lines = LineAnswers(served, routes.refuse, lambda: pooling.has_lost_engine)
+    batches = BatchRoutes(options, lines, options.batch_concurrency or max(options.max_queue // 2, 1))
     app.state.routes = routes
     app.state.batches = batches
-    app.state.line_answers = answers
+    app.state.line_answers = lines
     routes.add_to(app)
     batches.add_to(app)
     app.state.refused = routes.refused

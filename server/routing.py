@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from abc import ABC, abstractmethod
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakMethod
 
 import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from openai.types import Model
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -25,7 +26,6 @@ from headway.core.system.json_text import parse_json, parse_model
 from headway.core.system.text import shown
 from headway.hosting.host import EngineDeadError
 from headway.server.errors import ApiError, api_error
-from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
 from headway.version import __version__
 
@@ -37,6 +37,7 @@ _LONGEST_PATH: Final = 200
 """Characters of an unknown path that are compared with those that there are."""
 Answer = TypeVar("Answer")
 Body = TypeVar("Body", bound=BaseModel)
+Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
 class DirectMiddleware:
@@ -90,37 +91,76 @@ def endpoint(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitabl
     return answer
 
 
-def add_posts(app: FastAPI, *posts: tuple[str, Endpoint, type[BaseModel]]) -> None:
-    """Add endpoints of POSTs to an application: path, method and the type of the body, which the schema shows."""
-    for path, answer, kind in posts:
-        schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
-        app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
+class Route(NamedTuple):
+    """The paths of an endpoint; see `answers`."""
+
+    method: str
+    paths: tuple[str, ...]
+    bodies: tuple[type[BaseModel], ...]
+    required: bool
+    direct: bool
 
 
-class CommonRoutes(ABC):
-    """The routes of every server: its models, version, metrics and probes; and the answers to requests that fail."""
+def answers(
+    method: str, paths: str | Collection[str], body: Sequence[type[BaseModel]] = (), required: bool = True, direct: bool = False
+) -> Callable[[Marked], Marked]:
+    """Mark a method of a `RouteGroup` as the endpoint of paths.
 
-    @property
-    @abstractmethod
-    def refused(self) -> Counter[str]:
-        """Status -> number of errors that were answered."""
+    body: types of which the body is one; the schema shows them. direct: a client waits for its first token; see
+    `DirectMiddleware`.
+    """
 
-    @abstractmethod
-    async def models(self) -> Response:
-        """List the names that requests may give as their model."""
+    def mark(function: Marked) -> Marked:
+        listed = (paths,) if isinstance(paths, str) else tuple(paths)
+        function.__dict__.setdefault("routes", []).append(Route(method, listed, tuple(body), required, direct))
+        return function
 
-    @abstractmethod
-    async def model(self, name: str) -> Response:
-        """Describe one of them."""
+    return mark
 
-    @abstractmethod
-    async def metrics(self) -> Response:
-        """The figures, for Prometheus."""
 
-    @abstractmethod
-    async def health(self) -> Response:
-        """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
+class RouteGroup:
+    """Endpoints of one subject: its methods that `answers` has marked."""
 
+    def _marked(self) -> Iterator[tuple[Route, Callable[..., Awaitable[Response]]]]:
+        for kind in type(self).__mro__:
+            for name, function in vars(kind).items():
+                for route in getattr(function, "routes", ()):
+                    yield route, getattr(self, name)
+
+    def posts(self, direct: bool = False) -> dict[str, Endpoint]:
+        """Return path -> what answers its POSTs. direct: only those whose first token a client waits for."""
+        marked = [(route, method) for route, method in self._marked() if route.method == "POST" and route.direct >= direct]
+        return {path: method for route, method in marked for path in route.paths}
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes to an application."""
+        for route, method in self._marked():
+            extra: dict[str, Any] = {}
+            if route.bodies:
+                schemas = [each.model_json_schema() for each in route.bodies]
+                schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+                extra["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+                extra["requestBody"] |= {"required": True} if route.required else {}
+            for path in route.paths:
+                shown = route.method != "HEAD"
+                made = endpoint(method)
+                app.add_api_route(path, made, methods=[route.method], openapi_extra=extra or None, include_in_schema=shown)
+
+
+class CommonRoutes(RouteGroup):
+    """The routes of every server, besides its models, metrics and health; and the answers to requests that fail."""
+
+    def __init__(self, refused: Counter[str]) -> None:
+        """refused: status -> number of errors that were answered."""
+        self.refused = refused
+        self._started = int(time.time())
+
+    def entry(self, name: str, root: str, max_model_len: int) -> dict[str, Any]:
+        """Return the entry of /v1/models for a name of a model. root: the name that the model was loaded by."""
+        model = Model(id=name, object="model", created=self._started, owned_by="headway")
+        return {**model.model_dump(), "root": root, "max_model_len": max_model_len}
+
+    @answers("GET", "/version")
     async def version(self) -> Response:
         """Headway's version."""
         return json_response({"version": __version__})
@@ -131,18 +171,9 @@ class CommonRoutes(ABC):
         self.refused[str(told.status)] += 1
         return told.response(request.scope["path"])
 
-    def add_common(self, app: FastAPI) -> None:
-        """Add these routes and the error handlers to an application."""
-        for path, told in (
-            ("/v1/models", self.models),
-            ("/v1/models/{name:path}", self.model),
-            ("/version", self.version),
-            ("/metrics", self.metrics),
-        ):
-            app.add_api_route(path, endpoint(told), methods=["GET"])
-        for path in PROBES:  # some probes, such as wget's and load balancers', ask for the head of an answer alone
-            app.add_api_route(path, endpoint(self.health), methods=["GET"])
-            app.add_api_route(path, endpoint(self.health), methods=["HEAD"], include_in_schema=False)
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes and the error handlers to an application."""
+        super().add_to(app)
         for error in (HTTPException, RequestValidationError, Exception, ApiError, EngineDeadError, ConfigError, ValueError):
             app.add_exception_handler(error, self.refuse)  # pydantic's is a ValueError
 

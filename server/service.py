@@ -152,16 +152,13 @@ class Service(Admission):
             raise ApiError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep")
         super().check_room()
 
-    def admit(self) -> Ticket:
-        """Let a request in; raises as `check_room`."""
-        self.check_room()
-        return Ticket(self)
-
 
 class Ticket:
     """A request's place in the queue, until its first token or its end."""
 
     def __init__(self, service: Service) -> None:
+        """Let a request in; raises as `check_room`."""
+        service.check_room()
         self._service = service
         self._waits = self._unsubmitted = True
         service.num_queued += 1

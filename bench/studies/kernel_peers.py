@@ -20,8 +20,8 @@ from torch import Tensor
 from headway.backends.flash_attn_3_library import find_library
 from headway.bench.kernel.contenders import Call, KernelPeer
 from headway.bench.studies.command import run_study
-from headway.cli.measure.bench_kernel import measure_kernels, with_plugins
-from headway.cli.options import names_of
+from headway.cli.measure.bench_kernel import measure_attention, takes_kernel_options
+from headway.cli.options import PluginFiles, names_of
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.support import Support
@@ -30,7 +30,7 @@ from headway.core.system.provenance import command_line
 from headway.tuning.measure.workloads import PhaseName
 
 if TYPE_CHECKING:
-    from headway.bench.kernel.run import KernelOptions
+    pass
 
 
 class FlashAttn3(KernelPeer):
@@ -320,15 +320,17 @@ def peers_of(phase: str, names: Sequence[str] | None) -> list[KernelPeer]:
     return [known[name] for name in names] if names is not None else list(known.values())
 
 
-def measure(options: KernelOptions, plugin: Sequence[str] | None, only_peers: str | None) -> None:
+@takes_kernel_options
+def main(
+    options: Any,
+    plugin: PluginFiles = None,
+    only_peers: Annotated[str | None, typer.Option(help="Only these libraries' kernels, comma-separated. Default: all.")] = None,
+) -> None:
     """Time attention kernels, each checked against float64 first, beside the bare libraries."""
     peers = peers_of(options.phase, names_of(only_peers))
     command = command_line("python", "-m", "headway.bench.studies.kernel_peers")
-    measure_kernels(replace(options, peers=peers, command=command), plugin)
+    measure_attention(replace(options, peers=peers, command=command), plugin)
 
-
-ONLY_PEERS = Annotated[str | None, typer.Option(help="Only these libraries' kernels, comma-separated. Default: all.")]
-main = with_plugins(measure, only_peers=(ONLY_PEERS, None))
 
 if __name__ == "__main__":
     run_study(main)

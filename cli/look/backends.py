@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from headway.core.contract.support import Support
     from headway.registry import BackendEntry, Registry
 
+Row = dict[str, Any]
+"""A backend as plain data; what is claimed is lacking where its module does not load."""
 
-def describe(registry: Registry, name: str) -> dict[str, Any]:
-    """Describe an attention backend; its capabilities are known only where its module loads."""
+
+def _describe(registry: Registry, name: str) -> Row:
+    """Describe an attention backend."""
     row = _identity(name, registry.backends[name], registry.availability(name))
     try:
         claims = registry.backend(name).capabilities
@@ -38,8 +41,8 @@ def describe(registry: Registry, name: str) -> dict[str, Any]:
     }
 
 
-def describe_states(registry: Registry, name: str) -> dict[str, Any]:
-    """Describe a backend for layers with a state; see `describe`."""
+def _describe_states(registry: Registry, name: str) -> Row:
+    """Describe a backend for layers with a state."""
     from headway.core.contract.state import STATE_KINDS
 
     row = _identity(name, registry.state_backends[name], registry.state_availability(name))
@@ -58,7 +61,7 @@ def describe_states(registry: Registry, name: str) -> dict[str, Any]:
     }
 
 
-def _identity(name: str, entry: BackendEntry[Any], available: Support) -> dict[str, Any]:
+def _identity(name: str, entry: BackendEntry[Any], available: Support) -> Row:
     return {
         "name": name,
         "kind": entry.owner,
@@ -68,7 +71,7 @@ def _identity(name: str, entry: BackendEntry[Any], available: Support) -> dict[s
     }
 
 
-def _shared_claims(claims: Capabilities | StateCapabilities, layouts: Iterable[str]) -> dict[str, Any]:
+def _shared_claims(claims: Capabilities | StateCapabilities, layouts: Iterable[str]) -> Row:
     from headway.core.contract.metadata import Phase
 
     return {
@@ -87,10 +90,7 @@ def _names(dtypes: Iterable[torch.dtype]) -> list[str]:
 
 READY, NEEDS_GPU, NOT_READY = "ready here", "needs an NVIDIA GPU", "not ready"
 """Groups of backends, in the order in which commands show them."""
-
-
-Groups = Mapping[str, Sequence[str]]
-"""Name of a group -> its backends; see `by_readiness`."""
+_COLOURS = {READY: "green", NEEDS_GPU: "dim", NOT_READY: "red"}
 
 
 def backends(
@@ -104,11 +104,12 @@ def backends(
     """
     if context.invoked_subcommand is not None:
         return
+    from headway.core.contract.state import STATE_KINDS
     from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())
-    rows = [describe(registry, name) for name in registry.backends]
-    states = [describe_states(registry, name) for name in registry.state_backends]
+    rows = [_describe(registry, name) for name in registry.backends]
+    states = [_describe_states(registry, name) for name in registry.state_backends]
     if as_json:
         failures = [
             {"plugin": failure.name, "owner": failure.owner, "error": str(failure.error)} for failure in registry.failures
@@ -116,98 +117,70 @@ def backends(
         print(json.dumps({"backends": rows, "state_backends": states, "failures": failures}, indent=2))
         return
     out = Terminal()
-    groups = by_readiness(registry.backends, registry.availability)
-    out.print(_table(rows, groups, out.width, len(registry.layouts)))
-    _print_not_ready(out, groups, registry.availability)
+    wide, num_kinds = out.width >= _WIDE, len(STATE_KINDS)
+    columns: dict[str, Callable[[Row], str]] = {
+        "phases": lambda row: _phases(row["phases"], wide),
+        "layouts": lambda row: _layouts(row["layouts"], wide, len(registry.layouts)),
+        "block": lambda row: "any" if row["block_multiple"] == 1 else f"{'n x ' if wide else 'x'}{row['block_multiple']}",
+        "dtypes": lambda row: _short(row["dtypes"]),
+    }
+    groups = _print_table(out, "attention backends", columns, rows, registry.availability)
     if list(groups) != [READY]:
         out.print(" headway doctor: every reason, and the commands that install what is missing", highlight=False)
     out.print()
-    groups = by_readiness(registry.state_backends, registry.state_availability)
-    out.print(_state_table(states, groups, out.width, len(registry.state_layouts)))
-    _print_not_ready(out, groups, registry.state_availability)
+    of_states: dict[str, Callable[[Row], str]] = {
+        "phases": columns["phases"],
+        "layouts": lambda row: _layouts(row["layouts"], wide, len(registry.state_layouts)),
+        "dtypes": columns["dtypes"],
+        "kinds": lambda row: "all" if len(row["state_kinds"]) == num_kinds else " ".join(row["state_kinds"]),
+    }
+    _print_table(out, "backends of layers with a state", of_states, states, registry.state_availability)
     for failure in registry.failures:
         out.print(Text("plugin not loaded: ", "bold red").append(str(failure), "default"))
 
 
-def by_readiness(names: Iterable[str], availability: Callable[[str], Support]) -> Groups:
-    """Return the names in each group that has any."""
-    groups: dict[str, list[str]] = {READY: [], NEEDS_GPU: [], NOT_READY: []}
-    for name in names:
-        support = availability(name)
-        groups[READY if support else NEEDS_GPU if support.needs_gpu else NOT_READY].append(name)
-    return {group: members for group, members in groups.items() if members}
-
-
-def _print_not_ready(out: Terminal, groups: Groups, availability: Callable[[str], Support]) -> None:
-    for name in groups.get(NOT_READY, ()):  # below the table, where a whole sentence fits
-        out.print(Text(f" {name} is not ready: ", "red").append(availability(name).brief, "default"))
+def _print_table(
+    out: Terminal,
+    title: str,
+    columns: Mapping[str, Callable[[Row], str]],
+    rows: Iterable[Row],
+    availability: Callable[[str], Support],
+) -> Mapping[str, list[Row]]:
+    """Print a row for each backend, by readiness; returns the groups that have any. columns: how each is shown."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    wide = out.width >= _WIDE
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("kind", no_wrap=not wide, overflow="ellipsis")
+    for column in columns:
+        table.add_column(column, no_wrap=column != "kinds")
+    groups: dict[str, list[Row]] = {READY: [], NEEDS_GPU: [], NOT_READY: []}
+    for row in rows:
+        support = availability(row["name"])
+        groups[READY if support else NEEDS_GPU if support.needs_gpu else NOT_READY].append(row)
+    groups = {group: members for group, members in groups.items() if members}
+    for group, members in groups.items():
+        table.add_row(Text(group, _COLOURS[group]))
+        for row in members:
+            kind = row["kind"] if wide else row["kind"].split()[0]  # a plugin's distribution, without its version
+            cells = [show(row) if "phases" in row else "?" for show in columns.values()]
+            table.add_row(*(f"  {row['name']}", kind, *cells))
+        table.add_section()
+    out.print(table)
+    for row in groups.get(NOT_READY, ()):  # below the table, where a whole sentence fits
+        out.print(Text(f" {row['name']} is not ready: ", "red").append(availability(row["name"]).brief, "default"))
+    return groups
 
 
 _SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts", "extend decode": "cached"}
 """Phases in a narrow terminal."""
 
 
-def _table(rows: list[dict[str, Any]], groups: Groups, width: int, num_layouts: int) -> Table:
-    """Return a table with a row for each backend; a narrow terminal gets shorter words for the same."""
-    wide = width >= _WIDE
-    table = _empty_table("attention backends", wide, ("phases", "layouts", "block", "dtypes"))
-    for row in _in_groups(table, rows, groups):
-        start = _start(row, wide)
-        if "phases" not in row:
-            table.add_row(*start, "?", "?", "?", "?")
-            continue
-        multiple = row["block_multiple"]
-        block = "any" if multiple == 1 else f"n x {multiple}" if wide else f"x{multiple}"
-        table.add_row(*start, _phases(row, wide), _layouts(row, wide, num_layouts), block, _short(row["dtypes"]))
-    return table
-
-
-def _in_groups(table: Table, rows: list[dict[str, Any]], groups: Groups) -> Iterator[dict[str, Any]]:
-    """Yield the rows by group, after adding the group's name to the table."""
-    by_name = {row["name"]: row for row in rows}
-    for group, names in groups.items():
-        table.add_row(Text(group, "green" if group == READY else "dim" if group == NEEDS_GPU else "red"))
-        for name in names:
-            yield by_name[name]
-        table.add_section()
-
-
-def _state_table(rows: list[dict[str, Any]], groups: Groups, width: int, num_layouts: int) -> Table:
-    """Return a table with a row for each backend of layers with a state."""
-    from headway.core.contract.state import STATE_KINDS
-
-    wide = width >= _WIDE
-    table = _empty_table("backends of layers with a state", wide, ("phases", "layouts", "dtypes", "kinds"))
-    for row in _in_groups(table, rows, groups):
-        start = _start(row, wide)
-        if "phases" not in row:
-            table.add_row(*start, "?", "?", "?", "?")
-            continue
-        kinds = "all" if len(row["state_kinds"]) == len(STATE_KINDS) else " ".join(row["state_kinds"])
-        table.add_row(*start, _phases(row, wide), _layouts(row, wide, num_layouts), _short(row["dtypes"]), kinds)
-    return table
-
-
-def _empty_table(title: str, wide: bool, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("kind", no_wrap=not wide, overflow="ellipsis")
-    for column in columns:
-        table.add_column(column, no_wrap=column != "kinds")
-    return table
-
-
-def _start(row: dict[str, Any], wide: bool) -> tuple[str, str]:
-    return f"  {row['name']}", row["kind"] if wide else row["kind"].split()[0]  # a plugin's distribution, without its version
-
-
-def _phases(row: dict[str, Any], wide: bool) -> str:
-    phases = " ".join(row["phases"])
+def _phases(names: Iterable[str], wide: bool) -> str:
+    phases = " ".join(names)
     return phases if wide else _SHORTER.get(phases, phases)
 
 
-def _layouts(row: dict[str, Any], wide: bool, num_layouts: int) -> str:
-    layouts = row["layouts"]
+def _layouts(layouts: list[str], wide: bool, num_layouts: int) -> str:
     if wide or len(layouts) < 2:
         return " ".join(layouts)
     if len(layouts) == num_layouts:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headway.core.contract.backend import AttentionBackend
     from headway.core.contract.state_backend import StateBackend
     from headway.core.contract.support import Support
-    from headway.machine.doctor import Machine
+    from headway.machine.doctor import Advice, Machine
     from headway.registry import BackendEntry, Registry
 
 _NAME = 16
@@ -28,8 +28,7 @@ _REASON_CHARACTERS = 160
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False,
-    plugin: PluginFiles = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False, plugin: PluginFiles = None
 ) -> None:
     """Show what is ready on this machine, and what installs the rest.
 
@@ -69,17 +68,11 @@ def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
 def _vllm_library(machine: Machine) -> dict[str, Any]:
     """Return what the doctor found of vLLM's library, which has GEMM kernels for quantized weights."""
     from headway.kernels.runtime.vllm_library import find_library
-    from headway.machine.doctor import Advice, advise_vllm_library
+    from headway.machine.doctor import advise_vllm_library
 
     support = find_library()
-    return {
-        "name": "vllm",
-        "summary": "GEMM over quantized weights: marlin, cutlass",
-        "available": bool(support),
-        "origin": "",
-        "reasons": [reason._asdict() for reason in support.reasons],
-        "advice": asdict(Advice("") if support else advise_vllm_library(support, machine)),
-    }
+    advice = None if support else advise_vllm_library(support, machine)
+    return {"name": "vllm", "summary": "GEMM over quantized weights: marlin, cutlass", **_finding(support, "", advice)}
 
 
 def _diagnosed(
@@ -89,24 +82,31 @@ def _diagnosed(
     machine: Machine,
 ) -> list[dict[str, Any]]:
     """Each backend of one shelf, whether it is available, and what to do where it is not."""
-    from headway.machine.doctor import Advice, advise
+    from headway.machine.doctor import advise
 
     found = []
     for name, entry in entries.items():
-        support = availability(name)
-        advice = Advice("") if support else advise(entry.info.extra, support, _devices(load, name, support), machine)
-        found.append(
-            {
-                "name": name,
-                "kind": entry.owner,
-                "summary": entry.info.summary,
-                "available": bool(support),
-                "origin": load(name).origin() if support else "",
-                "reasons": [reason._asdict() for reason in support.reasons],
-                "advice": asdict(advice),
-            }
-        )
+        support, advice, origin = availability(name), None, ""
+        if support:
+            origin = load(name).origin()
+        else:
+            loads = all(reason.what != "import" for reason in support.reasons)  # one that does not is not tried a second time
+            advice = advise(entry.info.extra, support, load(name).capabilities.devices if loads else None, machine)
+        own = {"name": name, "kind": entry.owner, "summary": entry.info.summary}
+        found.append({**own, **_finding(support, origin, advice)})
     return found
+
+
+def _finding(support: Support, origin: str, advice: Advice | None) -> dict[str, Any]:
+    """Whether something is available, from where, and why not. advice: None where there is none to give."""
+    from headway.machine.doctor import Advice
+
+    return {
+        "available": bool(support),
+        "origin": origin,
+        "reasons": [reason._asdict() for reason in support.reasons],
+        "advice": asdict(advice or Advice("")),
+    }
 
 
 def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]:
@@ -179,13 +179,6 @@ def command_lines(command: str, width: int) -> list[str]:
     """A command to copy, broken at spaces with backslashes if longer than a line."""
     parts = textwrap.wrap(command, width - 6, break_long_words=False, break_on_hyphens=False)
     return [f"    {part} \\" for part in parts[:-1]] + [f"    {part}" for part in parts[-1:]]
-
-
-def _devices(load: Callable[[str], type[AttentionBackend | StateBackend]], name: str, support: Support) -> tuple[str, ...] | None:
-    """The device types a backend claims; None where its module did not load, which is not tried a second time."""
-    if any(reason.what == "import" for reason in support.reasons):
-        return None
-    return load(name).capabilities.devices
 
 
 def _entry(name: str, text: str, width: int) -> list[Text]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.options import PluginFiles, on_command_line
+from headway.cli.options import PluginFiles, on_command_line, tell_written, write_result
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
@@ -51,7 +51,7 @@ def show(
     console = Terminal()
     print_view(shown, console, all_backends)
     for target in export_to or ():
-        console.print(Text(f"written to {target}"), soft_wrap=True)
+        tell_written(target, console)
 
 
 @table.command()
@@ -78,7 +78,7 @@ def plot(
         write_bytes(to_curves(shown), picture)
     else:
         export(shown, picture)
-    _console().print(Text(f"written to {picture}"), soft_wrap=True)
+    tell_written(picture, _console())
 
 
 @table.command()
@@ -160,16 +160,16 @@ def diff(
     console = _console()
     for reason in compare.differences(tables[0], tables[1].device, tables[1].spec):
         console.print(Text(f"{reason.what}: {reason.need} in the first, {reason.got} in the second"), soft_wrap=True)
-    changes = compare.diff(*tables, at_least)
+    changes = compare.diff(tables[0], tables[1], at_least)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("phase", "case", "backend", "layout", "first us", "second us", "factor", "what"):
         shown.add_column(column, justify="right" if column in ("first us", "second us", "factor") else "left")
     for change in changes:
         cell = change.cell
         where = f"{cell.layout} {cell.block_size}" if cell.layout else "any"
-        times = [f"{us:.1f}" if us is not None else "-" for us in (change.before_us, change.after_us)]
+        before, after = (f"{us:.1f}" if us is not None else "-" for us in (change.before_us, change.after_us))
         factor = f"{change.factor:.2f}" if change.factor is not None else ""
-        shown.add_row(cell.phase, cell.case, cell.backend, where, *times, factor, change.status)
+        shown.add_row(cell.phase, cell.case, cell.backend, where, before, after, factor, change.status)
     if changes:
         console.print(shown)
     console.print(Text(f"{len(changes)} cells differ, of {len(tables[0].cells)} and {len(tables[1].cells)}"))
@@ -214,7 +214,6 @@ def regret(
     from headway.bench.crossover.regret import RegretReport, judge_again, leave_one_out, measure_regret
     from headway.cli.options import sizes_of
     from headway.core.select.selection import Workload
-    from headway.core.system.json_files import write_json
     from headway.machine.memory import set_threads
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import resolve_device
@@ -237,14 +236,13 @@ def regret(
             device = resolve_device(None if known.device.type == "cuda" else known.device.type)
             if device.type == "cpu":
                 set_threads(known.device.threads)
-            here = (known, registry, device, points, seeds, expected)
-            report = measure_regret(*here, console=Terminal(stderr=True), anywhere=anywhere)
+            err = Terminal(stderr=True)
+            report = measure_regret(known, registry, device, points, seeds, expected, console=err, anywhere=anywhere)
         reports.append(report)
         print_regret(report, path, anywhere or (trials is not None and len(report.places) > 1))
         if output is not None:
             target = output if len(paths) == 1 else output / f"regret-{path.stem.removeprefix('crossover-')}.json"
-            write_json(report, target)
-            _console().print(Text(f"written to {target}"), soft_wrap=True)
+            write_result(report, target, _console())
     if len(reports) > 1:
         count = sum(len(report.trials) for report in reports)
         worst = max(report.worst for report in reports)
@@ -271,8 +269,9 @@ def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
     for column in ("phase", "case", "auto", "best", "auto us", "best us", "regret"):
         shown.add_column(column, justify="right" if column in ("auto us", "best us", "regret") else "left")
     for trial in report.trials:
-        row = (trial.phase, trial.case, trial.chosen, trial.best, f"{trial.chosen_us:.0f}", f"{trial.best_us:.0f}")
-        shown.add_row(*row, f"{trial.regret:.3f}", style="bold" if trial.regret > 1.05 else "")
+        own, best, regret = f"{trial.chosen_us:.0f}", f"{trial.best_us:.0f}", f"{trial.regret:.3f}"
+        style = "bold" if trial.regret > 1.05 else ""
+        shown.add_row(trial.phase, trial.case, trial.chosen, trial.best, own, best, regret, style=style)
     console.print(shown)
     for line in report.untimed:
         console.print(Text(f"no time: {line}"), soft_wrap=True)
@@ -294,10 +293,7 @@ def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
 
 
 def _found(file: Path | None) -> Path:
-    """The file asked for, or the newest that auto keeps.
-
-    :raises ConfigError: there is none.
-    """
+    """The file asked for, or the newest that auto keeps. :raises ConfigError: there is none."""
     from headway.tuning.table.files import stored_tables, table_folder
 
     if file is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.options import PluginFiles, block_sizes_of, dtype_of, names_of, sizes_of
+from headway.cli.options import (
+    Command,
+    PluginFiles,
+    block_sizes_of,
+    dtype_of,
+    names_of,
+    sizes_of,
+    tell_written,
+    with_flags,
+    write_result,
+)
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
@@ -94,54 +104,58 @@ def _peak(option: str, rate: float | None) -> float | None:
     return rate
 
 
-def with_plugins(command: Callable[..., None], **options: tuple[Any, object]) -> Callable[..., None]:
-    """Give a command the options of `options_of`, `--plugin`, and its own: name -> (annotation, default)."""
-    own = {"plugin": (PluginFiles, None), **options}
-    parameters = list(inspect.signature(options_of, eval_str=True).parameters.values())
-    for name, (annotation, default) in own.items():
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-
-    def run(**values: Any) -> None:
-        given = {name: values.pop(name, default) for name, (_, default) in own.items()}
-        command(options_of(**values), **given)
-
-    run.__name__ = command.__name__
-    run.__doc__ = command.__doc__
-    run.__signature__ = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters])  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
+def takes_kernel_options(command: Command) -> Command:
+    """Give a command the options of `options_of` in the place of its parameter `options`."""
+    flags = inspect.signature(options_of, eval_str=True).parameters.values()
+    by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flags]
+    return with_flags(command, "options", by_name, lambda values: options_of(**values))
 
 
-def measure_kernels(
-    options: KernelOptions,
-    plugin: Sequence[str] | None,
-    fail_if_slower: float | None = None,
-    than: str | None = None,
-    model: str | None = None,
-    states: bool = False,
-    linear: list[str] | None = None,
-    form: str | None = None,
-    rows: str | None = None,
+@takes_kernel_options
+def kernel(
+    options: Any,
+    plugin: PluginFiles = None,
+    fail_if_slower: Annotated[
+        float | None, typer.Option(help="Exit with 1 where a backend takes more than this many times as long as that of --than.")
+    ] = None,
+    than: Annotated[str | None, typer.Option(help="The backend that --fail-if-slower holds the others to.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --states: a folder, a config.json or a name; no weights are read.")
+    ] = None,
+    states: Annotated[
+        bool, typer.Option("--states", help="Time scan and step of the model's layers with a state instead.")
+    ] = False,
+    linear: Annotated[
+        list[str] | None,
+        typer.Option(help="Time products over a weight of out_features x in_features instead: 4096x14336. Repeatable."),
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option(help="With --linear: int4, fp8, fp8-blocks, mxfp4, plain, comma-separated. Default: all.")
+    ] = None,
+    rows: Annotated[str | None, typer.Option(help="With --linear: rows of x, comma-separated. Default: 1,4,16,64.")] = None,
 ) -> None:
     """Time attention kernels, with --states those of layers with a state, or with --linear products; each is checked first."""
+    compared = fail_if_slower is not None or than is not None
     if linear or form is not None or rows is not None:
-        others = plugin or states or model is not None or fail_if_slower is not None or than is not None
-        measure_products(options, linear or [], form, rows, others=bool(others))
-        return
-    if states or model is not None:
-        measure_states(
-            options, plugin, model if states else None, asked_to_compare=fail_if_slower is not None or than is not None
-        )
-        return
+        measure_products(options, linear or [], form, rows, others=bool(plugin or states or model is not None or compared))
+    elif states or model is not None:
+        measure_states(options, plugin, model if states else None, asked_to_compare=compared)
+    else:
+        measure_attention(options, plugin, fail_if_slower, than)
+
+
+def measure_attention(
+    options: KernelOptions, plugin: Sequence[str] | None, fail_if_slower: float | None = None, than: str | None = None
+) -> None:
+    """Time attention kernels, and compare them with `than` where that is asked for."""
     from headway.bench.kernel.report import check_request, compare, print_report
     from headway.bench.kernel.run import run_kernel_bench
-    from headway.core.system.json_files import write_json
     from headway.tuning.isolated.trial import create_registry
 
     check_request(fail_if_slower, than, options.phase)
     if than is not None and options.backends is not None and than not in options.backends:
         options = replace(options, backends=[*options.backends, than])
-    output, registry = options.output, create_registry(plugin or ())
+    registry = create_registry(plugin or ())
     if than is not None:
         registry.backend(than)  # raises for a name that nobody registered
     report = run_kernel_bench(options, registry, console=Terminal(stderr=True))
@@ -151,9 +165,7 @@ def measure_kernels(
     if not console.is_terminal:
         console = Terminal(width=_FILE_WIDTH)
     print_report(report, console)
-    if output is not None:
-        write_json(report, output)
-        console.print(f"written to {output}", highlight=False)
+    write_result(report, options.output, console)
     if not any(cell.status == "ok" for cell in report.cells):
         Terminal(stderr=True, soft_wrap=True).print("headway: nothing was measured: every cell failed, for the reasons above")
         raise typer.Exit(1)
@@ -209,8 +221,7 @@ def measure_states(
     console = Terminal()
     peak = peak_of(table.device.name, DTYPE_NAMES[specs[0].dtype], options.peak_gbps, options.peak_tflops)
     print_state_report(table, specs[0], peak, measured_rates(options.device, specs[0].dtype, options.timer)[0], console)
-    if options.output is not None:
-        console.print(f"written to {options.output}", highlight=False)
+    tell_written(options.output, console)
 
 
 def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | None, rows: str | None, *, others: bool) -> None:
@@ -243,45 +254,14 @@ def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | 
     )
     console = Terminal()
     print_products(report, console)
-    if options.output is not None:
-        console.print(f"written to {options.output}", highlight=False)
+    tell_written(options.output, console)
     if not any(cell.status == "ok" for cell in report.cells):
         raise typer.Exit(1)
 
 
-def product_shape(text: str, option: str = "--linear") -> tuple[int, int]:
+def product_shape(text: str) -> tuple[int, int]:
     """(out_features, in_features) of a text. :raises ConfigError: it is no OUTxIN."""
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and 0 < int(size) < 2**20 for size in sizes):
-        raise ConfigError(option, "out_features x in_features, such as 4096x14336", repr(text))
+        raise ConfigError("--linear", "out_features x in_features, such as 4096x14336", repr(text))
     return int(sizes[0]), int(sizes[1])
-
-
-FAIL_IF_SLOWER = Annotated[
-    float | None, typer.Option(help="Exit with 1 where a backend takes more than this many times as long as that of --than.")
-]
-THAN = Annotated[str | None, typer.Option(help="The backend that --fail-if-slower holds the others to.")]
-
-MODEL = Annotated[str | None, typer.Option(help="With --states: a folder, a config.json or a name; no weights are read.")]
-STATES = Annotated[bool, typer.Option("--states", help="Time scan and step of the model's layers with a state instead.")]
-
-LINEAR = Annotated[
-    list[str] | None,
-    typer.Option(help="Time products over a weight of out_features x in_features instead: 4096x14336. Repeatable."),
-]
-FORM = Annotated[
-    str | None, typer.Option(help="With --linear: int4, fp8, fp8-blocks, mxfp4, plain, comma-separated. Default: all.")
-]
-ROWS = Annotated[str | None, typer.Option(help="With --linear: rows of x, comma-separated. Default: 1,4,16,64.")]
-
-kernel = with_plugins(
-    measure_kernels,
-    fail_if_slower=(FAIL_IF_SLOWER, None),
-    than=(THAN, None),
-    model=(MODEL, None),
-    states=(STATES, False),
-    linear=(LINEAR, None),
-    form=(FORM, None),
-    rows=(ROWS, None),
-)
-kernel.__name__ = "kernel"

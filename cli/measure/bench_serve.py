@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from headway.cli.options import names_of
+from headway.cli.options import names_of, write_result
 from headway.core.contract.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ def serve(
     from headway.bench.serve.load import Load, limits_of, parse_mix
     from headway.bench.serve.results import draw, print_report
     from headway.bench.serve.run import Sending, ServePlan
-    from headway.core.system.json_files import write_json
     from headway.hosting.profiling import ProfileRequest
 
     if endpoint not in ("completions", "chat"):
@@ -93,9 +92,7 @@ def serve(
     report = _run(client, url, load, num_naive, plans, sending, limits, asked)
     print_report(report, Console())
     err = Console(stderr=True, highlight=False, soft_wrap=True)
-    if output is not None:
-        write_json(report, output)
-        err.print(f"written to {output}")
+    write_result(report, output, err)
     for path in draw(report, plots) if plots is not None else ():
         err.print(f"drawn to {path}")
     if not any(cell.completed for cell in report.cells):

@@ -15,13 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from headway.cli.engine_options import takes_engine_options
+from headway.cli.options import write_result
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from headway.bench.generate.run import OfflineOptions
     from headway.bench.generate.throughput import TextWorkload, ThroughputReport
     from headway.bench.generate.workloads import RequestSet
@@ -31,9 +30,7 @@ MIN_SAME_TOKENS = 0.9
 TEXT_OUTPUT_LEN = 64
 
 
-@takes_engine_options(
-    *(name for name in help_texts() if name not in ("workload", "seed", "skip_tokenizer_init")),
-)
+@takes_engine_options(*(name for name in help_texts() if name not in ("workload", "seed", "skip_tokenizer_init")))
 def throughput(
     engine: dict[str, Any],
     compare: Annotated[str | None, typer.Option(help="Another engine in the same run, on texts: transformers.")] = None,
@@ -139,7 +136,7 @@ def _run_offline(
     engine["max_model_len"] = engine["max_model_len"] or max(each.max_len for each in workloads)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
-        llm = LLM(model, skip_tokenizer_init=True, **engine)
+        llm = LLM(**{**engine, "model": model, "skip_tokenizer_init": True})
     ready = time.perf_counter() - started
     with _progress(err, len(workloads) * (options.warmup + options.repeat) * (2 if options.adapters else 1)) as advance:
         report = run_offline(
@@ -152,7 +149,7 @@ def _run_offline(
             advance=advance,
         )
     print_offline(report, Terminal())
-    _write(err, report, output)
+    write_result(report, output, err)
     if options.trace is not None:
         err.print(f"trace written to {options.trace}", highlight=False)
 
@@ -164,14 +161,14 @@ def _run_texts(model: str, engine: dict[str, Any], workload: TextWorkload, compa
 
     err = Terminal(stderr=True)
     with err.status(f"loading {model}"):
-        llm = LLM(model, **engine)
+        llm = LLM(**{**engine, "model": model})
     if llm.tokenizer is None:
         hint = "--batch-size and --input-len send random tokens"
         raise ConfigError("--model", "a tokenizer, to read texts", f"{model}, loaded without a tokenizer", hint)
     with _progress(err, num_passes(workload, compare)) as advance:
         report = run_throughput(llm, workload, compare, command_line(), advance)
     print_report(report)
-    _write(err, report, output)
+    write_result(report, output, err)
     same = report.results[-1].same_tokens
     if same is not None and same < MIN_SAME_TOKENS:
         raise ConfigError("--compare", f"engines that write the same tokens (at least {MIN_SAME_TOKENS:.0%})", f"{same:.0%}")
@@ -184,14 +181,6 @@ def _progress(err: Console, total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task("generating", total=total)
         yield lambda name: progress.update(task, advance=1, description=f"generated: {name}")
-
-
-def _write(err: Console, report: BaseModel, output: Path | None) -> None:
-    from headway.core.system.json_files import write_json
-
-    if output is not None:
-        write_json(report, output)
-        err.print(f"written to {output}", highlight=False)
 
 
 def print_report(report: ThroughputReport) -> None:

@@ -49,8 +49,7 @@ def check(
         int, typer.Option(min=0, max=1024, help="Processes that run cells side by side; 0: one for each core, up to 4.")
     ] = 0,
     timeout: Annotated[
-        float,
-        typer.Option(min=0.0, max=86_400.0, help="Seconds for one cell; 0: 60 on a CPU, 240 on a GPU, 600 interpreted."),
+        float, typer.Option(min=0.0, max=86_400.0, help="Seconds for one cell; 0: 60 on a CPU, 240 on a GPU, 600 interpreted.")
     ] = 0.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result as JSON.")] = None,
     badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the outcome as an SVG badge.")] = None,

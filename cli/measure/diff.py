@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.engine_options import takes_engine_options
+from headway.cli.options import tell_written, write_result
 from headway.core.system.terminal import Terminal
 from headway.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     import torch
 
-    from headway.bench.diff.results import DiffReport, SideReport
+    from headway.bench.diff.results import SideReport
     from headway.bench.diff.sides import DiffModels, Side
     from headway.models.loader import LoadedModel
 
@@ -67,18 +68,19 @@ def diff(
 
     Exit code 0: within the declared tolerance; 1: beyond it; 2: it could not be compared.
     """
-    from headway.bench.diff.results import DiffReport, print_report
+    from headway.bench.diff.results import DiffReport, print_report, to_png
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import SideOptions, check_side, make_side
     from headway.core.contract.spec import DTYPE_NAMES
     from headway.core.select.layer_specs import LayerSpecs
+    from headway.core.system.json_files import write_bytes
     from headway.core.system.provenance import Origin, command_line
     from headway.core.system.terminal import progress_bar
     from headway.tuning.measure.device import identify_device, resolve_device
 
     if picture is not None:
         _check_picture(picture)
-    args = EngineArgs.of(**engine, kv_cache_dtype=kv_cache_dtype)
+    args = EngineArgs.of(**{**engine, "kv_cache_dtype": kv_cache_dtype})
     options = SideOptions(args.kv_layout, args.block_size, args.attn_options)
     registry = args.make_registry()
     for name in (a, b):
@@ -109,7 +111,10 @@ def diff(
         phases=phases,
     )
     print_report(report, Terminal())
-    _write(report, output, picture, err)
+    write_result(report, output, err)
+    if picture is not None:
+        write_bytes(to_png(report), picture)
+        tell_written(picture, err)
     if not report.within_tolerance:
         raise typer.Exit(1)
 
@@ -138,19 +143,6 @@ def _check_picture(path: Path) -> None:
     if path.suffix.lower() != ".png":
         raise ConfigError("--picture", "a file name that ends in .png", str(path))
     new_figure(1, 1)
-
-
-def _write(report: DiffReport, output: Path | None, picture: Path | None, err: Terminal) -> None:
-    from headway.core.system.json_files import write_bytes, write_json
-
-    if output is not None:
-        write_json(report, output)
-        err.print(f"written to {output}", highlight=False)
-    if picture is not None:
-        from headway.bench.diff.results import to_png
-
-        write_bytes(to_png(report), picture)
-        err.print(f"written to {picture}", highlight=False)
 
 
 def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:

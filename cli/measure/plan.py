@@ -135,10 +135,7 @@ def _tables(paths: list[Path] | None, kind: GpuKind) -> list[MeasuredLayer]:
 
 
 def _search(model: str, kind: GpuKind, num_gpus: int, demand: Demand, tables: Sequence[MeasuredLayer]) -> FleetSearch:
-    """The search over a model's layouts.
-
-    :raises HeadwayError: no such model, or one whose sizes are not known.
-    """
+    """The search over a model's layouts. :raises HeadwayError: no such model, or one whose sizes are not known."""
     from headway.plan.model_costs import read_planned_model
     from headway.plan.search import FleetSearch
 
@@ -230,12 +227,7 @@ def to_picture(report: PlanReport) -> bytes:
         colour, style = BAR_COLOURS[number % len(BAR_COLOURS)], "-" if number < len(BAR_COLOURS) else "--"
         x, y = [row.tokens_per_second_per_user for row in curve], [row.tokens_per_second_per_gpu for row in curve]
         axis.plot(x, y, color=colour, linestyle=style, marker="o", markersize=4, label=name)
-    axis.set(
-        xlabel="Output tokens a second of one user",
-        ylabel="Output tokens a second of one GPU",
-        xscale="log",
-        yscale="log",
-    )
+    axis.set(xlabel="Output tokens a second of one user", ylabel="Output tokens a second of one GPU", xscale="log", yscale="log")
     if report.max_per_token_ms is not None:
         axis.axvline(1e3 / report.max_per_token_ms, color="#444444", linewidth=1, linestyle=":", label="limit of time per token")
     for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter, axis.yaxis.set_major_formatter):

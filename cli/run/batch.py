@@ -21,7 +21,7 @@ from headway.engine_args import EngineArgs, help_texts
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
     from headway.core.contract.adapters import LoRARequest
-    from headway.pooling.async_pooling import AsyncPooling
+    from headway.pooling.assembly import AsyncPooling
     from headway.server.openai.batches.worker import BatchRun, LineAnswers
 
 BATCH = "Batch"
@@ -65,11 +65,12 @@ def batch(
     if source is None or (file is not None and input_file is not None):
         raise ConfigError("headway batch", "one file of requests", "none" if source is None else "two: FILE and --input-file")
     output = output_file or source.with_suffix(".results.jsonl")
-    name = _digest(source)
+    with source.open("rb") as requests:
+        name = hashlib.file_digest(requests, "sha256").hexdigest()[:32]
     err = Terminal(stderr=True)
     started = time.perf_counter()
     adapters = adapters_of(lora_modules or (), engine["enable_lora"])
-    args = EngineArgs.of(model, **engine)
+    args = EngineArgs.of(**{**engine, "model": model})
     try:
         from headway.server.openai.batches.store import Journal
         from headway.server.openai.batches.worker import BatchRun
@@ -82,7 +83,7 @@ def batch(
         try:
             answers, most = _answers(llm, tuple(served_model_name or ()) or (model,), adapters, concurrency)
             run = BatchRun(source, journal, answers, most_bytes=_LONGEST_LINE)
-            asyncio.run(_run(run, most, _progress(err, run, before)))
+            asyncio.run(run.answer_all(most, _progress(err, run, before)))
         finally:
             llm.shutdown()
         journal.write(output)
@@ -94,23 +95,13 @@ def batch(
         raise typer.Exit(1)
 
 
-def _digest(source: Path) -> str:
-    """A name for a file's content.
-
-    :raises OSError: it cannot be read.
-    """
-    with source.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
-
-
 def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | AsyncPooling:
     """Load the model and adapters; one that writes has an engine in a process of its own, as behind a server."""
     from headway.engine_args import find_pooling_model
 
     pooled = find_pooling_model(args)
     if pooled is not None:
-        from headway.pooling.assembly import PoolingClient, assemble_pooling
-        from headway.pooling.async_pooling import AsyncPooling
+        from headway.pooling.assembly import AsyncPooling, PoolingClient, assemble_pooling
 
         return AsyncPooling(PoolingClient(assemble_pooling(args, pooled)))
     from headway.async_llm import AsyncLLM
@@ -137,19 +128,11 @@ def _answers(
 
     most = concurrency or (2 * llm.facts.max_num_seqs if isinstance(llm, AsyncLLM) else 64)
     options = ServerOptions(
-        served_model_names=names,
-        lora_modules=adapters,
-        max_queue=2 * most,
-        max_body_bytes=_LONGEST_LINE,
-        max_stored_responses=0,
+        served_model_names=names, lora_modules=adapters, max_queue=2 * most, max_body_bytes=_LONGEST_LINE, max_stored_responses=0
     )
     app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
     answers: LineAnswers = app.state.line_answers
     return answers, most
-
-
-async def _run(run: BatchRun, concurrency: int, after_each: Callable[[], None]) -> None:
-    await run.answer_all(concurrency, after_each)
 
 
 def _progress(err: Terminal, run: BatchRun, before: int) -> Callable[[], None]:

@@ -70,13 +70,7 @@ class ChatSession:
     """A conversation: its messages, and the making and showing of answers."""
 
     def __init__(
-        self,
-        llm: LLM,
-        params: SamplingParams,
-        err: Console,
-        system: str | None,
-        stats: bool,
-        adapter: LoRARequest | None = None,
+        self, llm: LLM, params: SamplingParams, err: Console, system: str | None, stats: bool, adapter: LoRARequest | None = None
     ) -> None:
         """err: gets everything but answers. stats: show the live line. adapter: writes the answers."""
         self._llm = llm

@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 
 from headway.cli.engine_options import PANEL, takes_engine_options
-from headway.cli.options import AdapterModules, ConfigFile, adapters_of, on_command_line
+from headway.cli.options import AdapterModules, Command, ConfigFile, adapters_of, on_command_line, with_flags
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_text import parse_json
-from headway.engine_args import EngineArgs, help_texts
+from headway.engine_args import EngineArgs, find_pooling_model, help_texts
+from headway.server.options import ServerOptions, bound_socket
 
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
     from headway.engine_args import PoolingModel
     from headway.hosting.process_messages import SpawnedEngine
-    from headway.pooling.async_pooling import AsyncPooling
-    from headway.server.options import ServerOptions
+    from headway.pooling.assembly import AsyncPooling
 
-SERVER = "Server"
-LIMITS = "Limits"
-CHATS = "Tools and reasoning"
-_KEY_VARIABLE = "HEADWAY_API_KEY"
+
+def takes_server_options(command: Command) -> Command:
+    """Give a command the flags of `ServerOptions` in the place of its parameter `server`, a dict of their values."""
+    hints = get_type_hints(ServerOptions, include_extras=True)
+    many = [field.name for field in fields(ServerOptions) if field.default == ()]
+    flags = []
+    for field in fields(ServerOptions):
+        if get_origin(hints[field.name]) is Annotated:
+            kind, option = get_args(hints[field.name])
+            kind, default = (list[str] | None, None) if field.name in many else (kind, field.default)
+            place = inspect.Parameter.KEYWORD_ONLY
+            flags.append(inspect.Parameter(field.name, place, default=default, annotation=Annotated[kind, option]))
+    return with_flags(
+        command,
+        "server",
+        flags,
+        lambda values: {name: tuple(each or ()) if name in many else each for name, each in values.items()},
+    )
 
 
 @takes_engine_options(*(name for name in help_texts() if name not in ("model", "generation_config")))  # which the server has
+@takes_server_options
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
@@ -43,147 +58,19 @@ def serve(
     engine: dict[str, Any],
     config: ConfigFile = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of this machine.", rich_help_panel=SERVER)
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of this machine.", rich_help_panel="Server")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on. 0 picks a free port.", rich_help_panel=SERVER)
+        int, typer.Option(min=0, max=65535, help="Port to listen on. 0 picks a free port.", rich_help_panel="Server")
     ] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar=_KEY_VARIABLE,
-            help="What requests must bring as Authorization: Bearer KEY. Processes of this machine see a command line.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="Name by which requests call the model. Repeatable; default: MODEL.", rich_help_panel=SERVER),
-    ] = None,
     lora_modules: AdapterModules = None,
-    log_requests: Annotated[
-        bool, typer.Option("--log-requests", help="Log a line for every request.", rich_help_panel=SERVER)
-    ] = False,
-    enable_request_id_headers: Annotated[
-        bool,
-        typer.Option(
-            "--enable-request-id-headers",
-            help="Answer with the header X-Request-Id: the request's, or one made for it.",
-            rich_help_panel=SERVER,
-        ),
-    ] = False,
-    profile_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Let /start_profile and /stop_profile look at the engine's steps, and write traces into this folder.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Host that requests may name in the header Host; *.example.org: all below it. Repeatable; default: any.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    allowed_origins: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Page whose scripts may ask this server in a browser (CORS), such as https://example.org; *: any. Repeatable, "
-            "or a list in JSON; default: none.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    split_special_tokens: Annotated[
-        bool,
-        typer.Option(
-            "--split-special-tokens",
-            help="Read the names of control tokens in messages of users and tools as text; a request may say otherwise.",
-            rich_help_panel=SERVER,
-        ),
-    ] = False,
-    generation_config: Annotated[
-        str,
-        typer.Option(
-            help="Sampling of requests that leave it open: auto (as the model recommends), vllm (vLLM's defaults), or a folder.",
-            rich_help_panel=SERVER,
-        ),
-    ] = "auto",
-    chat_template: Annotated[
-        str | None,
-        typer.Option(help="File with a chat template, or its text. Default: the model's own.", rich_help_panel=CHATS),
-    ] = None,
-    tool_call_parser: Annotated[
-        str | None,
-        typer.Option(help="Format in which the model calls tools. Default: by its chat template.", rich_help_panel=CHATS),
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None,
-        typer.Option(
-            help="Format of the model's reasoning; none: it is content. Default: by its chat template.", rich_help_panel=CHATS
-        ),
-    ] = None,
-    enable_auto_tool_choice: Annotated[
-        bool,
-        typer.Option(help="Read calls where a request leaves it to the model to make some.", rich_help_panel=CHATS),
-    ] = True,
-    max_queue: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait for a first token; one more gets 429.", rich_help_panel=LIMITS)
-    ] = 1024,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.", rich_help_panel=LIMITS)] = 16 * 2**20,
-    max_connections: Annotated[int, typer.Option(min=1, help="One more gets 503.", rich_help_panel=LIMITS)] = 4096,
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        typer.Option(help="Send a span of each request to this OTLP endpoint (extra otel).", rich_help_panel=SERVER),
-    ] = None,
-    operator_paths: Annotated[
-        bool,
-        typer.Option(
-            "--operator-paths",
-            help="Serve /pause, /resume, /abort_requests and /reset_prefix_cache, which all clients feel.",
-            rich_help_panel=SERVER,
-        ),
-    ] = False,
-    files_dir: Annotated[
-        Path | None,
-        typer.Option(help="Let clients store files and run batches, kept in this folder over restarts.", rich_help_panel=SERVER),
-    ] = None,
-    max_file: Annotated[int, typer.Option(min=1, help="Bytes of a file, with --files-dir.", rich_help_panel=LIMITS)] = 200
-    * 2**20,
-    batch_concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Lines of a batch that run at a time. Default: half of what the engine takes.", rich_help_panel=LIMITS
-        ),
-    ] = None,
-    max_stored_responses: Annotated[
-        int,
-        typer.Option(min=0, help="Responses of /v1/responses kept in memory to be continued by id.", rich_help_panel=LIMITS),
-    ] = 1000,
-    request_timeout: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds that a request may take. Default: any.", rich_help_panel=LIMITS)
-    ] = None,
-    read_timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds that a client may take to send a request.", rich_help_panel=LIMITS)
-    ] = 30.0,
-    write_timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds that a client may leave an answer unread.", rich_help_panel=LIMITS)
-    ] = 60.0,
-    shutdown_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.", rich_help_panel=LIMITS)
-    ] = 30.0,
-    step_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.001, help="Seconds without the end of a step after which /health answers 503.", rich_help_panel=LIMITS
-        ),
-    ] = 300.0,
+    server: dict[str, Any],
     restart_engine: Annotated[
         int,
         typer.Option(
             min=0,
             help="Times that an engine is started again which a fault has ended. With none left the server ends, exit code 1.",
-            rich_help_panel=LIMITS,
+            rich_help_panel="Limits",
         ),
     ] = 0,
 ) -> None:
@@ -191,49 +78,29 @@ def serve(
 
     The API has chats and completions, or embeddings and scores, by the model. /metrics is for Prometheus.
     """
-    from headway.server.options import ServerOptions, bound_socket
-
     model = _model(context, model, model_option)
-    options = ServerOptions(
-        served_model_names=tuple(served_model_name or ()) or (model,),
-        lora_modules=adapters_of(lora_modules or (), engine["enable_lora"]),
-        api_key=os.environ.get(_KEY_VARIABLE) if api_key is None else api_key,  # typer takes an empty variable for none
-        max_queue=max_queue,
-        max_body_bytes=max_body,
-        max_connections=max_connections,
-        request_timeout=request_timeout,
-        read_timeout=read_timeout,
-        write_timeout=write_timeout,
-        shutdown_timeout=shutdown_timeout,
-        step_timeout=step_timeout,
-        otlp_traces_endpoint=otlp_traces_endpoint,
-        operator_paths=operator_paths,
-        files_dir=files_dir,
-        max_file_bytes=max_file,
-        batch_concurrency=batch_concurrency,
-        max_stored_responses=max_stored_responses,
-        profile_dir=profile_dir,
-        enable_request_id_headers=enable_request_id_headers,
-        split_special_tokens=split_special_tokens,
-        allowed_hosts=tuple(allowed_hosts or ()),
-        allowed_origins=_origins(allowed_origins or ()),
-        generation_config=generation_config,
-        chat_template=chat_template,
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
-        enable_auto_tool_choice=enable_auto_tool_choice,
-    )
-    args = EngineArgs.of(model, **engine)
-    generating = {
-        "--profile-dir": profile_dir,
-        "--restart-engine": restart_engine,
-        "--operator-paths": operator_paths,
-        "--otlp-traces-endpoint": otlp_traces_endpoint,
-    }
+    if server["api_key"] is None:
+        server["api_key"] = os.environ.get("HEADWAY_API_KEY")  # typer takes an empty variable for none
+    server["served_model_names"] = server["served_model_names"] or (model,)
+    server["allowed_origins"] = _origins(server["allowed_origins"])
+    server["lora_modules"] = adapters_of(lora_modules or (), engine["enable_lora"])
+    options = ServerOptions(**server)
+    args = EngineArgs.of(**{**engine, "model": model})
     sock = bound_socket(host, port)
-    pooled = _find_pooled(args, restart_engine, generating)
+    if restart_engine and sys.platform == "win32":
+        need = "0 on Windows, where the engine has no process of its own"
+        raise ConfigError("--restart-engine", need, restart_engine)
+    pooled = find_pooling_model(args)
+    for name, value in (
+        ("--profile-dir", options.profile_dir),
+        ("--restart-engine", restart_engine),
+        ("--operator-paths", options.operator_paths),
+        ("--otlp-traces-endpoint", options.otlp_traces_endpoint),
+    ):
+        if value and pooled is not None:
+            raise ConfigError(name, "a model that generates text", f"{args.model}, which is pooled", f"leave {name} out")
     _check_at_once(options)
-    _listen(args, pooled, options, host, sock, log_requests, restart_engine)
+    _listen(args, pooled, options, host, sock, restart_engine)
 
 
 def _check_at_once(options: ServerOptions) -> None:
@@ -286,7 +153,6 @@ def _listen(
     options: ServerOptions,
     host: str,
     sock: socket.socket,
-    log_requests: bool,
     restart_engine: int,
 ) -> None:
     """Load the model and serve it until a signal. sock: bound to the host."""
@@ -307,13 +173,20 @@ def _listen(
         options = _with_parsers(options, args)
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
+    llm: AsyncLLM | AsyncPooling
     with err.status(f"loading {model}"):
-        llm, found = _load(args, spawned, restart_engine, options) if pooled is None else _load_pooled(args, pooled)
+        if pooled is None:
+            llm, found = _load(args, spawned, restart_engine, options)
+        else:
+            from headway.pooling.assembly import AsyncPooling, PoolingClient, assemble_pooling
+
+            assembly = assemble_pooling(args, pooled)
+            llm, found = AsyncPooling(PoolingClient(assembly)), str(assembly.engine.selector.selection)
     err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {found}")
     from headway.hosting.host import EngineDeadError
 
     try:
-        listen(llm, options, host, sock, log_requests, lambda url: err.print("\n".join(ready_lines(url, llm, options))))
+        listen(llm, options, host, sock, lambda url: err.print("\n".join(ready_lines(url, llm, options))))
     except EngineDeadError as error:
         err.print(f"headway: the server has ended with its engine: {error}")
         raise typer.Exit(1) from error
@@ -332,31 +205,6 @@ def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
     return replace(options, chat_parsers=brought)
 
 
-def _find_pooled(args: EngineArgs, restarts: int, generating: Mapping[str, object]) -> PoolingModel | None:
-    """The model, if it is one that is pooled.
-
-    :raises ConfigError: an option that this machine or, of `generating`, a model which is pooled does not have.
-    """
-    from headway.engine_args import find_pooling_model
-
-    if restarts and sys.platform == "win32":
-        raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restarts)
-    pooled = find_pooling_model(args)
-    for name, value in generating.items():
-        if value and pooled is not None:
-            raise ConfigError(name, "a model that generates text", f"{args.model}, which is pooled", f"leave {name} out")
-    return pooled
-
-
-def _load_pooled(args: EngineArgs, found: PoolingModel) -> tuple[AsyncPooling, str]:
-    """Load a model that is pooled; returns it and the choice of its backends in words."""
-    from headway.pooling.assembly import PoolingClient, assemble_pooling
-    from headway.pooling.async_pooling import AsyncPooling
-
-    assembly = assemble_pooling(args, found)
-    return AsyncPooling(PoolingClient(assembly)), str(assembly.engine.selector.selection)
-
-
 def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, options: ServerOptions) -> tuple[AsyncLLM, str]:
     """Have the engine's process load the model; without one, load it here.
 
@@ -364,13 +212,12 @@ def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, option
     """
     from headway.async_llm import AsyncLLM
     from headway.hosting.driver import driver_of
-    from headway.hosting.host import add_adapter
-    from headway.hosting.process_host import EngineProcess, RestartingEngine
-    from headway.hosting.thread_host import EngineThread
+    from headway.hosting.host import EngineHost, EngineThread, add_adapter
+    from headway.hosting.process_host import EngineProcess
     from headway.server.service import chat_format_of
 
     make = partial(driver_of, args)
-    host = EngineThread(make()) if spawned is None else RestartingEngine(EngineProcess(make, spawned), make, restarts)
+    host: EngineHost = EngineThread(make()) if spawned is None else EngineProcess(make, spawned, restarts)
     for adapter in options.lora_modules:
         add_adapter(host, adapter)
     llm = AsyncLLM.over(host)

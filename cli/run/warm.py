@@ -95,13 +95,13 @@ def warm(engine: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         hint = "headway build vllm_paged --arch sm_90 compiles CUDA C++ without one"
         raise ConfigError("headway warm", "a GPU of the kind that will serve", "none that torch can use", hint)
-    model = engine.pop("model")
+    model = engine["model"]
     columns = SpinnerColumn(), TextColumn("{task.completed:.0f} kernels"), TimeElapsedColumn()
     started: list[LLM] = []
     with Progress(*columns, console=Terminal(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling", total=None)
         warmed = watch_start(
-            lambda: started.append(LLM(model, skip_tokenizer_init=True, **engine)),
+            lambda: started.append(LLM(**{**engine, "skip_tokenizer_init": True})),
             lambda count: progress.update(task, completed=count),
         )
     show(warmed, model, Terminal())

@@ -29,11 +29,7 @@ import torch
 
 from headway import async_llm, engine_args, llm, llm_engine
 from headway.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from headway.compat.vllm_views import (
-    CompilationConfig,
-    UsageContext,
-    VllmConfig,
-)
+from headway.compat.vllm_views import CompilationConfig, UsageContext, VllmConfig
 from headway.compat.vllm_views import EngineCounter as Counter
 from headway.compat.vllm_views import EngineGauge as Gauge
 from headway.compat.vllm_views import EngineHistogram as Histogram
@@ -225,14 +221,7 @@ class Platform:
         """Whether there is a GPU of AMD's."""
         return self.device_type == "cuda" and torch.version.hip is not None
 
-    def is_tpu(self) -> bool:
-        """No."""
-        return False
-
-    def is_xpu(self) -> bool:
-        """No."""
-        return False
-
+    is_tpu = is_xpu = staticmethod(lambda: False)
     seed_everything = staticmethod(set_random_seed)
 
 

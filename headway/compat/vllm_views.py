@@ -58,71 +58,34 @@ class ModelSettings:
 
 
 @dataclass
-class CacheSettings:
-    """`VllmConfig.cache_config`."""
-
-    block_size: int
-    num_gpu_blocks: int
-    cache_dtype: str
-    gpu_memory_utilization: float
-    enable_prefix_caching: bool
-
-
-@dataclass
-class SchedulerSettings:
-    """`VllmConfig.scheduler_config`."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    async_scheduling: bool
-
-
-@dataclass
-class ParallelSettings:
-    """`VllmConfig.parallel_config`."""
-
-    tensor_parallel_size: int
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that hold the model together."""
-        return self.tensor_parallel_size
-
-
-@dataclass
 class VllmConfig:
     """What an engine runs with, under vLLM's names."""
 
     model_config: ModelSettings
-    scheduler_config: SchedulerSettings
-    parallel_config: ParallelSettings
-    cache_config: CacheSettings | None = None
+    scheduler_config: SimpleNamespace
+    parallel_config: SimpleNamespace
+    cache_config: SimpleNamespace | None = None
     """None before the engine has its cache."""
     speculative_config: None = None
     lora_config: None = None
     additional_config: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, args: EngineArgs, model: LoadedModel, max_model_len: int | None = None) -> VllmConfig:
-        """The settings by the options and the loaded model. max_model_len: the engine's; None: the longest that it may be."""
+    def of(cls, args: EngineArgs, model: LoadedModel) -> VllmConfig:
+        """The settings by the options and the loaded model."""
         decoder = model.decoder
         config = args.engine_config().for_device(decoder.device)
-        longest = max_model_len or args.max_model_len or decoder.max_position_embeddings
+        longest, ranks = args.max_model_len or decoder.max_position_embeddings, args.tensor_parallel_size
+        tokenizer, size = args.tokenizer or args.model, decoder.vocab_size
         return cls(
-            ModelSettings(
-                args.model,
-                args.tokenizer or args.model,
-                decoder.dtype,
-                longest,
-                args.seed,
-                decoder.vocab_size,
-                model.folder,
+            ModelSettings(args.model, tokenizer, decoder.dtype, longest, args.seed, size, model.folder),
+            SimpleNamespace(
+                max_num_seqs=args.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens or 0,
+                max_model_len=longest,
+                async_scheduling=bool(config.async_scheduling),
             ),
-            SchedulerSettings(args.max_num_seqs, config.max_num_batched_tokens or 0, longest, bool(config.async_scheduling)),
-            ParallelSettings(args.tensor_parallel_size),
+            SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1, data_parallel_size=1, world_size=ranks),
         )
 
 

@@ -88,10 +88,7 @@ FLAGS: Final = {
         "api_server_count workers",
         "leave it out: one process reads requests, another computes; docs/replicas.md has several servers",
     ),
-    **of_each(
-        "allowed_methods allowed_headers",
-        "leave it out: pages of --allowed-origins may use every method and header",
-    ),
+    **of_each("allowed_methods allowed_headers", "leave it out: pages of --allowed-origins may use every method and header"),
     "allow_credentials": "leave it out: no path reads cookies; keys come in headers, which pages of --allowed-origins may send",
     **of_each("ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs", "not supported: a proxy before the server can speak TLS"),
     **of_each("root_path middleware uds", "not supported: a proxy before the server can do that"),
@@ -293,10 +290,6 @@ def _executor(value: object) -> dict[str, Any]:
     return {}
 
 
-def _gibibytes(value: Any) -> dict[str, Any]:
-    return {"kv_offload_size": int(value * 2**30)} if value else {}
-
-
 def _renamed(name: str) -> Callable[[Any], dict[str, Any]]:
     """Reads an option that Headway has by this name."""
     return lambda value: {name: value}
@@ -310,7 +303,7 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "cuda_graph_sizes": lambda sizes: {"cudagraph_capture_sizes": sizes} if sizes else {},
     "distributed_executor_backend": _executor,
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
-    "kv_offloading_size": _gibibytes,
+    "kv_offloading_size": lambda size: {"kv_offload_size": int(size * 2**30)} if size else {},
     "speculative_config": _speculation,
     "speculative_model": lambda model: {"speculate": "ngram"} if model == "[ngram]" else {"speculative_model": model},
     "structured_outputs_config": _structured,

@@ -9,15 +9,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
 
-from headway.compat.vllm_views import CacheSettings, VllmConfig
+from headway.compat.vllm_views import VllmConfig
 from headway.core.contract.errors import ConfigError, made_by
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
@@ -34,13 +35,13 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import check_names
 from headway.core.system.part_clock import PartClock
-from headway.hosting.rank_assembly import EngineChoices, join_ranks, load_part, rank_devices, sampling_of, start_ranks
+from headway.hosting.rank_assembly import EngineChoices, load_part, make_rank, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.machine.memory import bound_kernel_caches, freeze_heap, set_threads
 from headway.models.loader import LoadedModel
 from headway.registry import Registry
-from headway.requests.validation import RequestRules, processor_classes
+from headway.requests.validation import RequestRules, processor_class
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.measure.all_reduce import choose_all_reduce
@@ -140,18 +141,6 @@ def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
     )
 
 
-def proposer_of(engine: EngineLoop, draft: LoadedModel, target: LoadedModel) -> DraftModel:
-    """What guesses tokens for a model. engine: the draft's.
-
-    :raises ConfigError: the draft has another vocabulary.
-    """
-    size, own = target.decoder.vocab_size, draft.decoder.vocab_size
-    if own != size:
-        need = f"a model with the vocabulary of {target.name}, {size} tokens"
-        raise ConfigError("speculative_model", need, f"{draft.name} with {own}")
-    return DraftModel(engine)
-
-
 class Assembly(NamedTuple):
     """A loaded model with an engine that is ready for requests."""
 
@@ -212,7 +201,7 @@ def _assemble_ranks(args: EngineArgs, registry: Registry | None, clock: PartCloc
     registry = registry or checked_registry(args)
     processes = start_ranks(args, devices)
     try:
-        return _assemble(_Start(args, registry, devices[0], clock, join_ranks(processes, args), processes))
+        return _assemble(_Start(args, registry, devices[0], clock, processes.join(partial(make_rank, args=args)), processes))
     except ExecutorLostError:
         raise
     except (RuntimeError, MeetingError) as error:  # what a meeting raises whose other ranks have ended
@@ -267,8 +256,14 @@ class _Loaded(NamedTuple):
 def _assemble(start: _Start) -> Assembly:
     """Load rank 0's part and make the engine, part by part."""
     rules, args = _rules(start.args), start.args
-    num_threads = _set_threads(start)
-    _choose_sums(start)
+    num_threads = None
+    if start.device.type == "cpu":
+        bound_kernel_caches()
+        num_threads = set_threads(args.num_threads, start.ranks.size)
+    if isinstance(start.ranks, TorchRanks):  # how ranks add up what each has computed
+        start.budget.expect(1)
+        with start.clock.part("measuring sums"), start.budget.part() as seconds:
+            choose_all_reduce(start.ranks, seconds)
     loaded = _load(start)
     draft = _assemble_draft(start)
     choices = _measure(start, loaded)
@@ -291,22 +286,6 @@ def _assemble(start: _Start) -> Assembly:
         worker_extension=args.worker_extension_cls,
         draft=draft,
     )
-
-
-def _set_threads(start: _Start) -> int | None:
-    """Set the number of CPU threads and return it; None on a GPU."""
-    if start.device.type != "cpu":
-        return None
-    bound_kernel_caches()
-    return set_threads(start.args.num_threads, start.ranks.size)
-
-
-def _choose_sums(start: _Start) -> None:
-    """Measure how ranks add up what each has computed."""
-    if isinstance(start.ranks, TorchRanks):
-        start.budget.expect(1)
-        with start.clock.part("measuring sums"), start.budget.part() as seconds:
-            choose_all_reduce(start.ranks, seconds)
 
 
 def _load(start: _Start) -> _Loaded:
@@ -409,9 +388,16 @@ def _engine(
 
 
 def _proposer(registry: Registry, name: str | None, draft: Assembly | None, model: LoadedModel) -> Proposer | None:
-    """What guesses tokens: a proposer by its name, or a draft model; None: nothing."""
+    """What guesses tokens: a proposer by its name, or a draft model; None: nothing.
+
+    :raises ConfigError: the draft has another vocabulary.
+    """
     if draft is not None:
-        return proposer_of(draft.engine, draft.model, model)
+        size, own = model.decoder.vocab_size, draft.model.decoder.vocab_size
+        if own != size:
+            need = f"a model with the vocabulary of {model.name}, {size} tokens"
+            raise ConfigError("speculative_model", need, f"{draft.model.name} with {own}")
+        return DraftModel(draft.engine)
     if name is None:
         return None
     info = registry.proposer(name)
@@ -423,7 +409,7 @@ def _rules(args: EngineArgs) -> RequestRules:
 
     :raises ConfigError: a logits processor that cannot be found, or one beside speculation.
     """
-    rules = RequestRules(args.generation_config, processor_classes(args.logits_processors))
+    rules = RequestRules(args.generation_config, tuple(map(processor_class, args.logits_processors)))
     if rules.processors and (args.speculate or args.speculative_model) is not None:
         need, hint = "steps of one token a sequence", "leave one of them out"
         got = f"speculate={args.speculate}" if args.speculate else f"speculative_model={args.speculative_model}"
@@ -435,20 +421,17 @@ def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
     """Write down what is known since the engine has its cache."""
     pool, longest = engine.capacity.pool, engine.limits.max_model_len
     settings.model_config.max_model_len = settings.scheduler_config.max_model_len = longest
-    settings.cache_config = CacheSettings(
-        pool.page_format.block_size,
-        pool.num_pages,
-        args.kv_cache_dtype,
-        args.gpu_memory_utilization,
-        args.enable_prefix_caching,
+    settings.cache_config = SimpleNamespace(
+        block_size=pool.page_format.block_size,
+        num_gpu_blocks=pool.num_pages,
+        cache_dtype=args.kv_cache_dtype,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        enable_prefix_caching=args.enable_prefix_caching,
     )
 
 
 def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torch.device) -> ProcessorBatch | None:
-    """The engine's logits processors; None: there are none.
-
-    :raises PluginError: one that raises when it is made.
-    """
+    """The engine's logits processors; None: there are none. :raises PluginError: one that raises when it is made."""
     made = [
         made_by(
             f"logits_processors: {each.__name__}",

@@ -15,7 +15,7 @@ from headway.core.engine.data.step import OutputDelta
 from headway.engine_args import EngineArgs
 from headway.hosting.assembly import Assembly, assemble
 from headway.machine.memory import GIVE_BACK_INTERVAL, give_back
-from headway.requests.validation import RequestNames, RequestValidator
+from headway.requests.validation import RequestNames, RequestValidator, TextModel
 
 
 class HeldInterrupts:
@@ -141,7 +141,9 @@ class EngineDriver:
     def __init__(self, assembly: Assembly) -> None:
         self.assembly = assembly
         self.engine = assembly.engine
-        self.validator = RequestValidator(assembly.model, assembly.engine.limits, assembly.rules)
+        model = assembly.model
+        self.text_model = TextModel(model.name, model.folder, model.tokenizer)
+        self.validator = RequestValidator(self.text_model, assembly.engine.limits, assembly.rules)
         self.lock = FairLock()
         """Held by whoever calls the engine, for a step at most."""
         self._listeners: tuple[Listener, ...] = ()

@@ -1,18 +1,29 @@
-"""The interface of an engine's host, the thread or process that runs an engine for AsyncLLM; its tasks and its adapters."""
+"""The hosts of an engine, which run it for AsyncLLM: their interface, their tasks, and the host that is a thread."""
 
 from __future__ import annotations
 
+import logging
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread, current_thread
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
 
 from headway.core.contract.adapters import LoRARequest
-from headway.core.engine.data.request_limits import CheckedRequest, RequestLimits
+from headway.core.engine.data.executor import ExecutorLostError
+from headway.core.engine.data.request_limits import RequestLimits
 from headway.core.engine.loop import EngineLoop
 from headway.hosting.driver import EngineDriver, Listener
+from headway.machine.memory import give_back
 from headway.requests.validation import RequestNames, RequestRules, RequestValidator, TextModel
+
+log = logging.getLogger("headway")
 
 T = TypeVar("T")
 Task = Callable[[EngineDriver], T]
@@ -59,73 +70,66 @@ class EngineFacts(NamedTuple):
         )
 
 
-class EngineHost(Protocol):
+class EngineHost(ABC):
     """Runs one engine. Any thread may call a host, and no call but `stop` waits for a step."""
 
+    model: TextModel
+    """The model that the engine runs."""
+    facts: EngineFacts
     validator: RequestValidator
     names: RequestNames
+    error: EngineDeadError | None = None
+    """Why the engine has ended; None while it runs."""
+    is_restarting = False
+    """True while an engine that has ended is being started again."""
 
     @property
-    def model(self) -> TextModel:
-        """The model that the engine runs."""
-
-    @property
-    def facts(self) -> EngineFacts:
-        """Facts about the engine."""
-
-    @property
-    def error(self) -> EngineDeadError | None:
-        """Why the engine has ended; None while it runs."""
-
-    @property
+    @abstractmethod
     def num_sequences(self) -> tuple[int, int]:
         """Sequences that run, and that wait, as far as is known in this process."""
 
     @property
-    def is_restarting(self) -> bool:
-        """Whether an engine that has ended is being started again."""
-
-    @property
+    @abstractmethod
     def stalled_seconds(self) -> float:
         """Seconds since the engine was last seen to come to the end of a step; 0.0 while there is nothing for it to do."""
 
+    @abstractmethod
     def check_caller(self) -> None:
         """Check that the calling thread may wait for the engine.
 
         :raises ConfigError: it runs a step of the engine itself, which calls a logits processor or the handler of a signal.
         """
 
-    def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
-        """Call `listener` after every step from now on, and `died` where a fault ends the engine."""
+    def check_alive(self) -> None:
+        """:raises EngineDeadError: the engine has ended."""
+        if self.error is not None:
+            raise EngineDeadError(str(self.error)) from self.error.__cause__
 
+    @abstractmethod
+    def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
+        """Call `listener` after every step from now on, and `died` where a fault ends the engine, in some thread."""
+
+    @abstractmethod
     def run_between_steps(self, task: Task[T]) -> Future[T]:
         """Queue a task that is done between two steps of the engine.
 
         :raises EngineDeadError: the engine has ended.
         """
 
+    @abstractmethod
     def run_concurrently(self, task: Task[T]) -> Future[T]:
         """Queue a task that is done while the engine steps, and must not change the engine.
 
         :raises EngineDeadError: the engine has ended.
         """
 
+    @abstractmethod
     def stop(self) -> None:
         """End the engine after the step that runs, and wait for that."""
 
+    @abstractmethod
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
         """Remove a client, after `stop`, and end the requests that are `unfinished`."""
-
-
-def add_request(key: str, request: CheckedRequest) -> Task[None]:
-    """Make the task that queues a request in the engine."""
-    return partial(_add, key=key, request=request)
-
-
-def abort_request(host: EngineHost, key: str, index: int | None) -> None:
-    """Have a host end one completion of a request, or (None) all of them; nothing happens where the engine has ended."""
-    with suppress(EngineDeadError):
-        host.run_between_steps(partial(_abort, key=key, index=index))
 
 
 def query(function: Callable[[EngineLoop], T]) -> Task[T]:
@@ -133,16 +137,14 @@ def query(function: Callable[[EngineLoop], T]) -> Task[T]:
     return partial(_query, function=function)
 
 
-def _add(driver: EngineDriver, key: str, request: CheckedRequest) -> None:
-    driver.engine.add_request(key, request)
-
-
-def _abort(driver: EngineDriver, key: str, index: int | None) -> None:
-    driver.engine.abort(key, index)
-
-
 def _query(driver: EngineDriver, function: Callable[[EngineLoop], T]) -> T:
     return function(driver.engine)
+
+
+def abort_request(host: EngineHost, key: str, index: int | None) -> None:
+    """Have a host end one completion of a request, or (None) all of them; nothing happens where the engine has ended."""
+    with suppress(EngineDeadError):
+        host.run_between_steps(query(partial(EngineLoop.abort, request_id=key, index=index)))
 
 
 def add_adapter(host: EngineHost, lora_request: LoRARequest) -> None:
@@ -168,3 +170,157 @@ def remove_adapter(engine: EngineLoop, lora_id: int) -> bool:
 def adapter_ids(engine: EngineLoop) -> set[int]:
     """Return the numbers of the adapters that have been read."""
     return {each.lora_int_id for each in engine.adapter_table.known}
+
+
+_IDLE: Final = 1.0
+"""Seconds without work after which freed memory is given back, once, where the engine runs on a CPU."""
+
+Call = tuple[Task[Any], "Future[Any]"]
+
+
+class EngineThread(EngineHost):
+    """Steps an engine in a thread of this process. Tasks are queued, so that nobody waits for a step to hand one in."""
+
+    def __init__(self, driver: EngineDriver, *, owned: bool = True) -> None:
+        """owned: the engine ends with this host; else another one, or an LLM, has it too."""
+        self.driver = driver
+        self._owned = owned
+        self.model = driver.text_model
+        self.validator = driver.validator
+        self.names = driver.names
+        self.facts = EngineFacts.of(driver)
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._guard = Lock()
+        """Protects `error`, so that no task is queued after the queue was emptied for the last time."""
+        self._began: float | None = None
+        """When the thread turned to the step, and the tasks before it, that it is at; None: it waits for work."""
+        self._died: list[Callable[[EngineDeadError], None]] = []
+        self._concurrent = ThreadPoolExecutor(1, "headway-concurrent")
+        self.thread = Thread(target=self._run, name="headway-engine", daemon=True)
+        self.thread.start()
+        driver.engine.executor.call_when_lost(self._lost)
+
+    @property
+    def num_sequences(self) -> tuple[int, int]:
+        """See EngineHost."""
+        scheduler = self.driver.engine.scheduler
+        return len(scheduler.running), len(scheduler.waiting)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """See EngineHost."""
+        began = self._began
+        return 0.0 if began is None or self.error is not None else time.monotonic() - began
+
+    def check_caller(self) -> None:
+        """See EngineHost."""
+        self.driver.lock.check_not_mine()
+
+    def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
+        """See EngineHost."""
+        self._died.append(died)
+        self.driver.add_listener(listener)
+
+    def run_between_steps(self, task: Task[T]) -> Future[T]:
+        """See EngineHost."""
+        future: Future[T] = Future()
+        with self._guard:
+            self.check_alive()
+            self._calls.put((task, future))
+        return future
+
+    def run_concurrently(self, task: Task[T]) -> Future[T]:
+        """See EngineHost."""
+        with self._guard:
+            self.check_alive()
+            return self._concurrent.submit(task, self.driver)
+
+    def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
+        """See EngineHost."""
+        self.driver.remove_listener(listener)
+        with self.driver.lock:
+            for key in unfinished():
+                self.driver.engine.abort(key)
+
+    def stop(self) -> None:
+        """End the thread after the step that runs, and wait for that; requests that are left are not ended."""
+        with self._guard:
+            if self.error is None:
+                self.error = EngineDeadError("the engine was shut down")
+                self._calls.put(None)
+        self._concurrent.shutdown(wait=False, cancel_futures=True)
+        if current_thread() is not self.thread:
+            self.thread.join()
+            if self._owned:
+                self.driver.engine.executor.shutdown()
+            if self.driver.on_cpu:
+                give_back()  # the thread's own compiled products were freed with it
+
+    def _run(self) -> None:
+        driver, engine, busy = self.driver, self.driver.engine, False
+        torch.set_num_threads(torch.get_num_threads())  # OpenMP has a number of threads for each thread of ours
+        if driver.assembly.device.type == "cuda":
+            torch.cuda.set_device(driver.assembly.device)
+        try:
+            while True:
+                self._began = None if not busy else time.monotonic()
+                calls, stopped = self._next_calls(wait=not busy)
+                self._began = time.monotonic()
+                with driver.lock:
+                    for task, future in calls:
+                        _serve(task, driver, future)
+                    if stopped:
+                        return
+                    if engine.has_unfinished:
+                        driver.step()
+                    busy = engine.has_unfinished
+        except BaseException as fault:  # whatever it is, clients wait for this thread
+            self._end_by(fault)
+
+    def _next_calls(self, wait: bool) -> tuple[list[Call], bool]:
+        """Return the calls queued since the last step, and whether the thread is to end. wait: block until there is one."""
+        calls: list[Call] = []
+        idle = _IDLE if self.driver.on_cpu else None
+        while True:
+            try:
+                call = self._calls.get(block=wait, timeout=idle)
+            except Empty:
+                if not wait:
+                    return calls, False
+                give_back()
+                idle = None
+                continue
+            if call is None:
+                return calls, True
+            calls.append(call)
+            wait = False
+
+    def _lost(self, fault: ExecutorLostError) -> None:
+        """Called in another thread when the engine can run no step any more, while its own may wait for work, or for a device."""
+        self._end_by(fault)
+        self._calls.put(None)
+
+    def _end_by(self, fault: BaseException) -> None:
+        lost = isinstance(fault, ExecutorLostError)  # which names all that there is to know, and may have been told by `_lost`
+        error = EngineDeadError(str(fault) if lost else f"the engine's thread has ended: {type(fault).__name__}: {fault}")
+        error.__cause__ = fault
+        with self._guard:
+            if self.error is not None:
+                return
+            self.error = error
+            calls, _ = self._next_calls(wait=False)
+        log.error("%s", error, exc_info=None if lost else fault)
+        for _, future in calls:
+            future.set_exception(error)
+        for died in self._died:
+            died(error)
+
+
+def _serve(task: Task[T], driver: EngineDriver, future: Future[T]) -> None:
+    """Do a task and fulfil its future, also with what the task raises."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(task(driver))
+    except Exception as error:
+        future.set_exception(error)

@@ -222,8 +222,3 @@ def _check_arguments(name: str, method: Callable[..., Any], args: Sequence[Any],
         raise ConfigError("args and kwargs", f"those of {name}({takes})", f"{name}({cut(given, 200)}), {why}") from None
     except ValueError:  # built in, without a signature: the call says what is wrong
         return
-
-
-def apply_model(driver: EngineDriver, function: Callable[[Any], Any]) -> list[Any]:
-    """Call a function with the model of the worker."""
-    return collective_rpc(driver, lambda worker: function(worker.get_model()))

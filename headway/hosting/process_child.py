@@ -22,9 +22,8 @@ from headway.core.engine.data.step import OutputDelta
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.system_errors import escape_unencodable, open_closed_streams
 from headway.core.system.wire import Wire
-from headway.hosting.host import EngineDeadError
+from headway.hosting.host import EngineDeadError, EngineThread
 from headway.hosting.process_messages import EngineFault, EngineReady, Failed, RunTask, StartEngine, StepOutputs, TaskResult
-from headway.hosting.thread_host import EngineThread
 from headway.machine.memory import SWITCH_INTERVAL
 
 _SIGN_INTERVAL = 1.0
@@ -63,7 +62,7 @@ class EngineChild:
     def _load(self, start: StartEngine) -> EngineThread:
         host = EngineThread(start.make())
         host.add_client(self._stepped, self._died)
-        model = host.model
+        model = host.driver.assembly.model
         self._host = host
         self._send(EngineReady(model.name, model.folder, model.tokenizer_folder, host.facts))
         return host

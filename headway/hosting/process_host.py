@@ -1,4 +1,4 @@
-"""The parent's side of an engine in a child process, and of one that is started again after a fault."""
+"""The parent's side of an engine in a child process, which may be started again after a fault."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Final, NamedTuple, TypeVar
 
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.step import OutputDelta
 from headway.core.system.child import how_it_ended
+from headway.core.system.wire import Wire
 from headway.hosting.driver import EngineDriver, Listener
-from headway.hosting.host import EngineDeadError, EngineFacts, Task, abort_request
+from headway.hosting.host import EngineDeadError, EngineHost, Task, abort_request
 from headway.hosting.process_messages import (
     EngineFault,
     EngineReady,
@@ -44,14 +44,6 @@ _END_SECONDS: Final = 20.0
 """Seconds for the process to end by itself: a step may run, and files may have to be written."""
 
 
-class TextFacts(NamedTuple):
-    """A headway.requests.validation.TextModel without its weights."""
-
-    name: str
-    folder: Path
-    tokenizer: Any
-
-
 class _WaitingTask(NamedTuple):
     """A task that the child has been sent."""
 
@@ -62,52 +54,62 @@ class _WaitingTask(NamedTuple):
     """Whether it is done beside the steps, and not between two of them."""
 
 
-class EngineProcess:
-    """Runs an engine in a child process; an `EngineHost`. The child ends with this process, whatever ends that."""
+class EngineProcess(EngineHost):
+    """Runs an engine in a child process, which ends with this process, whatever ends that.
 
-    def __init__(self, make: Callable[[], EngineDriver], spawned: SpawnedEngine | None = None) -> None:
+    Where a fault ends the engine, another one may be started. Requests that the fault has ended are not run again; new ones are
+    refused until the model is loaded.
+    """
+
+    def __init__(self, make: Callable[[], EngineDriver], spawned: SpawnedEngine | None = None, restarts: int = 0) -> None:
         """Have the child load the model, and wait for that.
 
-        make: makes the engine, in the child; `partial(driver_of, args)`. spawned: the child, if it was started already.
+        make: makes the engine, in the child; `partial(driver_of, args)`. spawned: the child, if it was started already. restarts:
+        how often another engine is started.
 
         :raises HeadwayError: anything the caller can put right.
         :raises EngineDeadError: the process has ended.
         """
-        process, wire = spawned or spawn_engine()
-        self._process = process
-        self._wire = wire
+        self._make = make
+        self._restarts = self._left = restarts
         self._guard = Lock()
-        """Protects `_error` and `_waiting`."""
-        self._error: EngineDeadError | None = None
+        """Protects `error`, `is_restarting`, `_stopped` and `_waiting`."""
+        self._stopped = False
+        self._fault: EngineDeadError | None = None
+        """Why the last engine has ended."""
         self._waiting: dict[int, _WaitingTask] = {}
+        self._numbers = count()
+        self._clients: list[tuple[Listener, Callable[[EngineDeadError], None]]] = []
+        self.names = RequestNames()
+        self._load(spawned or spawn_engine())
+        self.validator = RequestValidator(self.model, self.facts.limits, self.facts.rules)
+
+    def _load(self, spawned: SpawnedEngine) -> None:
+        """Have a child load the model, and listen to that child from then on; raises as `__init__`."""
+        self._process = spawned.process
+        self._wire = spawned.wire
+        self._num_sequences = 0, 0
         self._heard = time.monotonic()
         """When the child sent its last message; while it steps, there is one each second at least."""
-        self._numbers = count()
-        self._listeners: list[Listener] = []
-        self._died: list[Callable[[EngineDeadError], None]] = []
-        self._num_sequences = 0, 0
-        self.names = RequestNames()
         try:
-            ready = self._begin(make)
+            ready = self._begin()
             tokenizer = None if ready.tokenizer_folder is None else read_tokenizer(ready.tokenizer_folder)
         except BaseException:
             self._end()
             raise
-        self.model = TextFacts(ready.name, ready.folder, tokenizer)
+        self.model = TextModel(ready.name, ready.folder, tokenizer)
         self.facts = ready.facts
-        self.validator = RequestValidator(self.model, ready.facts.limits, ready.facts.rules)
         freeze_heap()
-        Thread(target=self._read, name="headway-engine-process", daemon=True).start()
+        with self._guard:
+            if not self._stopped:
+                self.error = None
+                self.is_restarting = False
+        Thread(target=self._read, args=(self._wire,), name="headway-engine-process", daemon=True).start()
 
     @property
     def pid(self) -> int:
-        """Process id of the child."""
+        """Process id of the child that runs, or ran last."""
         return self._process.pid
-
-    @property
-    def error(self) -> EngineDeadError | None:
-        """See EngineHost."""
-        return self._error
 
     @property
     def num_sequences(self) -> tuple[int, int]:
@@ -115,16 +117,11 @@ class EngineProcess:
         return self._num_sequences
 
     @property
-    def is_restarting(self) -> bool:
-        """See EngineHost. This process is not started again."""
-        return False
-
-    @property
     def stalled_seconds(self) -> float:
         """See EngineHost. A task that is to be done between two steps is work, too."""
         with self._guard:
             waiting = [task.since for task in self._waiting.values() if not task.concurrently]
-        if self._error is not None or not (waiting or sum(self._num_sequences)):
+        if self.error is not None or not (waiting or sum(self._num_sequences)):
             return 0.0
         began = self._heard if sum(self._num_sequences) else max(self._heard, min(waiting))
         return time.monotonic() - began
@@ -133,13 +130,12 @@ class EngineProcess:
         """See EngineHost. No step runs in this process."""
 
     def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
-        """See EngineHost. Both are called in a thread of this process."""
-        self._died.append(died)
-        self._listeners.append(listener)
+        """See EngineHost. `died` is called for each engine that ends."""
+        self._clients.append((listener, died))
 
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
         """See EngineHost."""
-        self._listeners.remove(listener)
+        self._clients = [each for each in self._clients if each[0] != listener]
         unfinished()  # the engine has ended, and they with it
 
     def run_between_steps(self, task: Task[T]) -> Future[T]:
@@ -152,12 +148,16 @@ class EngineProcess:
 
     def stop(self) -> None:
         """See EngineHost."""
+        with self._guard:
+            self._stopped = True
+            if self.is_restarting:
+                self._give_up()
         self._fail(EngineDeadError("the engine was shut down"))
         self._end()
 
-    def _begin(self, make: Callable[[], EngineDriver]) -> EngineReady:
+    def _begin(self) -> EngineReady:
         try:
-            self._wire.send(StartEngine(make, log.getEffectiveLevel()))
+            self._wire.send(StartEngine(self._make, log.getEffectiveLevel()))
             answer = self._wire.receive()
         except (EOFError, OSError):
             raise self._how_it_ended() from None
@@ -175,19 +175,20 @@ class EngineProcess:
             raise _unsendable("its task", error) from error
         future: Future[T] = Future()
         with self._guard:
-            if self._error is not None:
-                raise EngineDeadError(str(self._error)) from self._error.__cause__
+            self.check_alive()
             number = next(self._numbers)
             self._waiting[number] = _WaitingTask(future, time.monotonic(), concurrently)
         with suppress(OSError):  # the process has just ended: `_read` tells everybody
             self._wire.send(RunTask(number, data, concurrently))
         return future
 
-    def _read(self) -> None:
-        """Handle the messages of the child, until the child ends."""
+    def _read(self, wire: Wire) -> None:
+        """Handle the messages of a child, until the child ends."""
         try:
             while True:
-                message = self._wire.receive()
+                message = wire.receive()
+                if wire is not self._wire:  # that of a later child
+                    return
                 self._heard = time.monotonic()
                 if isinstance(message, StepOutputs):
                     self._pass_on(message)
@@ -196,16 +197,16 @@ class EngineProcess:
                 else:
                     self._resolve(message)
         except (EOFError, OSError):
-            if self._error is None:
+            if self.error is None and wire is self._wire:
                 self._fail(self._how_it_ended())
         except BaseException as fault:  # whatever it is, somebody waits for this thread
             self._fail(_dead(f"a message of the engine's process could not be handled: {type(fault).__name__}: {fault}", fault))
-            self._wire.close()
+            wire.close()
 
     def _pass_on(self, step: StepOutputs) -> None:
         self._num_sequences = step.num_sequences
         deltas = [OutputDelta(*each) for each in step.deltas]
-        for listener in list(self._listeners):
+        for listener, _ in list(self._clients):
             for key, index in listener(deltas):
                 abort_request(self, key, index)
 
@@ -227,20 +228,52 @@ class EngineProcess:
             future.set_exception(error)
 
     def _fail(self, error: EngineDeadError) -> None:
-        """Take no more tasks; fail those that wait, and tell the clients where a fault is the reason."""
+        """Take no more tasks and fail those that wait. Where a fault is the reason, tell the clients, and perhaps start again."""
         with self._guard:
-            if self._error is not None:
+            if self.error is not None:
                 return
-            self._error = error
+            is_fault = error.__cause__ is not None
+            self.error = self._fault = error
+            self.is_restarting = is_fault and self._left > 0 and not self._stopped
+            if self.is_restarting:
+                times = f"{self._restarts - self._left + 1} of {self._restarts} times"
+                said = f"the engine has ended and is being started again ({times}): {error}"
+                self.error = _dead(said, error.__cause__ or error)
             waiting = self._waiting
             self._waiting = {}
         for future, _, _ in waiting.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
-        if error.__cause__ is not None:
+        if is_fault:
             log.error("%s", error)
-            for died in self._died:
+            for _, died in self._clients:
                 died(error)
+        if self.is_restarting:
+            Thread(target=self._start_again, name="headway-restart", daemon=True).start()
+
+    def _start_again(self) -> None:
+        self._end()  # a process whose engine has failed may live on
+        while self._left and not self._stopped:
+            began = time.perf_counter()
+            log.warning("%s", self.error)
+            self._left -= 1
+            try:
+                self._load(spawn_engine())
+            except Exception as error:  # whatever the start meets; the next attempt may not
+                log.error("the engine could not be started again: %s", error)
+                continue
+            if self._stopped:
+                self._end()
+            else:
+                log.warning("the engine runs again after %.1f s", time.perf_counter() - began)
+            return
+        with self._guard:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Start no engine again; the caller holds `_guard`."""
+        self.error = self._fault
+        self.is_restarting = False
 
     def _how_it_ended(self) -> EngineDeadError:
         how = f"the engine's process {how_it_ended(self._process.wait())}"
@@ -266,156 +299,3 @@ def _dead(text: str, cause: BaseException) -> EngineDeadError:
 def _unsendable(what: str, error: Exception) -> ConfigError:
     need = "objects that can be handed to another process, such as functions of a module"
     return ConfigError(f"the engine's process: {what}", need, str(error), "own_process=False runs the engine in this process")
-
-
-class RestartingEngine:
-    """Runs an engine in a child process, and starts another one where a fault ends it; an `EngineHost`.
-
-    Requests that the fault has ended are not run again. New ones are refused until the model is loaded.
-    """
-
-    def __init__(self, first: EngineProcess, make: Callable[[], EngineDriver], restarts: int) -> None:
-        """make: makes an engine like the first one, in a child process. restarts: how often another engine is started."""
-        self._engine = first
-        self._make = make
-        self._left = restarts
-        self._restarts = restarts
-        self.names = first.names
-        self.validator = first.validator
-        self._guard = Lock()
-        """Protects `_engine`, `_stopped` and the change of `_restarting` from None."""
-        self._stopped = False
-        self._restarting: EngineDeadError | None = None
-        """Why there is no engine at the moment, while another one is being started."""
-        self._clients: list[tuple[Listener, Callable[[EngineDeadError], None]]] = []
-        self._watch(first)
-
-    @property
-    def model(self) -> TextModel:
-        """See EngineHost."""
-        return self._engine.model
-
-    @property
-    def facts(self) -> EngineFacts:
-        """Facts about the engine that runs, or ran last."""
-        return self._engine.facts
-
-    @property
-    def pid(self) -> int:
-        """Process id of the engine that runs, or ran last."""
-        return self._engine.pid
-
-    @property
-    def error(self) -> EngineDeadError | None:
-        """See EngineHost; while another engine is being started, that it is."""
-        return self._restarting or self._engine.error
-
-    @property
-    def is_restarting(self) -> bool:
-        """See EngineHost."""
-        fault = self._engine.error
-        expected = fault is not None and fault.__cause__ is not None and self._left > 0 and not self._stopped
-        return self._restarting is not None or expected  # `_ended` may not have been called yet
-
-    @property
-    def num_sequences(self) -> tuple[int, int]:
-        """See EngineHost."""
-        return self._engine.num_sequences
-
-    @property
-    def stalled_seconds(self) -> float:
-        """See EngineHost."""
-        return self._engine.stalled_seconds
-
-    def check_caller(self) -> None:
-        """See EngineHost."""
-        self._engine.check_caller()
-
-    def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
-        """See EngineHost. `died` is called for each engine that ends."""
-        self._clients.append((listener, died))
-        self._engine.add_client(listener, died)
-
-    def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
-        """See EngineHost."""
-        self._clients = [each for each in self._clients if each[0] != listener]
-        self._engine.remove_client(listener, unfinished)
-
-    def run_between_steps(self, task: Task[T]) -> Future[T]:
-        """See EngineHost."""
-        self._check()
-        return self._engine.run_between_steps(task)
-
-    def run_concurrently(self, task: Task[T]) -> Future[T]:
-        """See EngineHost."""
-        self._check()
-        return self._engine.run_concurrently(task)
-
-    def stop(self) -> None:
-        """See EngineHost."""
-        with self._guard:
-            self._stopped = True
-            engine = self._engine
-        self._restarting = None
-        engine.stop()
-
-    def _check(self) -> None:
-        """:raises EngineDeadError: another engine is being started."""
-        error = self._restarting
-        if error is not None:
-            raise EngineDeadError(str(error)) from error.__cause__
-
-    def _ended(self, error: EngineDeadError) -> None:
-        """A fault has ended the engine; called in a thread of the engine's host, or by `_watch`."""
-        with self._guard:
-            if not self._left or self._stopped or self._restarting is not None:
-                return
-            self._restarting = self._reason(error)
-        Thread(target=self._start_again, name="headway-restart", daemon=True).start()
-
-    def _watch(self, engine: EngineProcess) -> None:
-        """Have `_ended` called when a fault ends an engine, also if it has done so already."""
-        engine.add_client(_hear_nothing, self._ended)
-        if engine.error is not None:
-            self._ended(engine.error)
-
-    def _reason(self, error: EngineDeadError) -> EngineDeadError:
-        number = self._restarts - self._left + 1
-        text = f"the engine has ended and is being started again ({number} of {self._restarts} times): {error}"
-        reason = EngineDeadError(text)
-        reason.__cause__ = error.__cause__ or error
-        return reason
-
-    def _start_again(self) -> None:
-        ended = self._engine
-        ended.stop()  # a process whose engine has failed may live on
-        while self._left and not self._stopped:
-            began = time.perf_counter()
-            log.warning("%s", self._restarting)
-            self._left -= 1
-            try:
-                engine = EngineProcess(self._make)
-            except Exception as error:  # whatever the start meets; the next attempt may not
-                log.error("the engine could not be started again: %s", error)
-                continue
-            log.warning("the engine runs again after %.1f s", time.perf_counter() - began)
-            self._take_over(engine)
-            return
-        self._restarting = None
-
-    def _take_over(self, engine: EngineProcess) -> None:
-        for listener, died in self._clients:
-            engine.add_client(listener, died)
-        with self._guard:
-            stopped = self._stopped
-            if not stopped:
-                self._engine = engine
-                self._restarting = None
-        if stopped:
-            engine.stop()
-        else:
-            self._watch(engine)
-
-
-def _hear_nothing(_: object) -> tuple[()]:
-    return ()

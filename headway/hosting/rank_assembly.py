@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -107,11 +106,6 @@ def start_ranks(args: EngineArgs, devices: Sequence[torch.device]) -> RankProces
         bound_kernel_caches()
         num_threads = set_threads(args.num_threads, size)
     return RankProcesses(size, _MODULE, [str(device) for device in devices], num_threads)
-
-
-def join_ranks(processes: RankProcesses, args: EngineArgs) -> Ranks:
-    """Have each process load its part of the model; this one does the same next."""
-    return processes.join(partial(make_rank, args=args))
 
 
 def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:

@@ -170,8 +170,8 @@ class Blocks:
             slots = [(first + at // size * size) * size + at % size for first, at in newest]
             return single_tokens(sequences.kv_lens, slots, table, size, device, self.num_blocks)
         contexts = [length - new for length, new in zip(sequences.kv_lens, sequences.query_lens, strict=True)]
-        lens = sequences.query_lens, contexts
-        return AttentionMetadata.build_groups(*lens, [table], size, device, 1, [self.num_blocks])[0]
+        blocks = [self.num_blocks]
+        return AttentionMetadata.build_groups(sequences.query_lens, contexts, [table], size, device, 1, blocks)[0]
 
 
 @lru_cache(64)
@@ -311,7 +311,7 @@ class Visibility:
         rows = Sequences(*(each[live].tolist() for each in starts))
         visibility.__dict__["rows"] = rows
         new = numpy.zeros(q_length, dtype=numpy.int64)
-        for query, count, key, length in zip(*rows[:4], strict=True):
+        for query, count, key, length in zip(rows.queries, rows.query_lens, rows.keys, rows.kv_lens, strict=True):
             new[query : query + count] = numpy.arange(key + length - count, key + length)
         visibility.new_keys = torch.from_numpy(new)
         return visibility
@@ -351,8 +351,8 @@ def mask_of(
     **_: Any,
 ) -> Tensor:
     """Make a mask; transformers calls this for every kind of mask that a model asks for, with the parameters of `sdpa_mask`."""
-    starts = int(q_offset), int(kv_offset)  # a static cache knows its length on the device alone
-    visibility = Visibility(batch_size, q_length, kv_length, *starts, local_size, None)
+    # A static cache knows its length on the device alone.
+    visibility = Visibility(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), local_size, None)
     if use_vmap or (not allow_is_causal_skip and q_length > 1):
         visibility.refusal = "a mask that is more than causal, with or without a window (packed sequences, images, a function)"
     elif attention_mask is not None and attention_mask.ndim != 2:

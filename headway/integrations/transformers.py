@@ -59,15 +59,22 @@ class LayerKind(NamedTuple):
     sinks: tuple[float, ...] | None
 
 
-class _Served(threading.local):
-    """Selectors of one thread: a backend's instances keep buffers, and arguments of a launch, for one thread at a time."""
+class _OfThread(threading.local):
+    """What one thread keeps between calls."""
 
     def __init__(self) -> None:
         self.kinds: dict[LayerKind, tuple[AttentionSpec, Selector]] = {}
         self.selectors: dict[tuple[AttentionSpec, BackendRequest], Selector] = {}
+        """A backend's instances keep buffers, and arguments of a launch, for one thread at a time."""
+        self.maskless: dict[tuple[int, int, int], Visibility] = {}
+        """The visibility of the last call without a mask, by batch, queries and keys; the layers of a step share it."""
+        self.layer = 0
+        """The last layer of a step of continuous batching that was called."""
+        self.visibilities: dict[tuple[int, ...], Visibility] = {}
+        """The visibilities of that step, by the place of their lengths."""
 
 
-_SERVED = _Served()
+_KEPT = _OfThread()
 
 
 def serving(kind: LayerKind) -> tuple[AttentionSpec, Selector]:
@@ -75,25 +82,26 @@ def serving(kind: LayerKind) -> tuple[AttentionSpec, Selector]:
 
     :raises HeadwayError: the request cannot be served, with the reasons.
     """
-    known = _SERVED.kinds.get(kind)
+    known = _KEPT.kinds.get(kind)
     if known is None:
         own = kind._asdict()
-        request, scale = own.pop("request"), own.pop("scale")
-        spec = AttentionSpec(**own, scale=kind.head_dim**-0.5 if scale is None else scale)
-        known = _SERVED.kinds[kind] = spec, _selector(spec, request)
+        request = own.pop("request")
+        own["scale"] = kind.head_dim**-0.5 if kind.scale is None else kind.scale
+        spec = AttentionSpec(**own)
+        known = _KEPT.kinds[kind] = spec, _selector(spec, request)
     return known
 
 
 def _selector(spec: AttentionSpec, request: BackendRequest) -> Selector:
-    known = _SERVED.selectors.get((spec, request))
+    known = _KEPT.selectors.get((spec, request))
     if known is None:
         multiples = [registry().backend(name).capabilities.block_multiple for name in request.names]
         layers = LayerSpecs([spec])
         check_named(registry(), request.names, layers.cached)
         costs = costs_for(layers, registry(), request, TableRequest(budget=0.0))
-        block_size = max(1 if spec.device.type == "cpu" else GPU_BLOCK, *multiples, 1)
+        block_size = max([1 if spec.device.type == "cpu" else GPU_BLOCK, *multiples])
         known = Selector(registry(), layers, request, kv_layout=NHD.name, block_size=block_size, costs=costs)
-        _SERVED.selectors[spec, request] = known
+        _KEPT.selectors[spec, request] = known
     return known
 
 
@@ -182,8 +190,8 @@ class StepAttention:
             part.backend.decode(queries, cache, part.plan, result)
         else:
             k, v = self._new_rows(key), self._new_rows(value)
-            new = (k, v) if index is None else (k[index], v[index])
-            part.backend.prefill(queries, *new, cache, part.plan, result)
+            k, v = (k, v) if index is None else (k[index], v[index])
+            part.backend.prefill(queries, k, v, cache, part.plan, result)
         if index is not None:
             out[index] = result
 
@@ -333,10 +341,7 @@ def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:
 
 
 def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
-    """The visibility of a layer's call.
-
-    :raises ConfigError: a mask that Headway did not make, or does not compute.
-    """
+    """The visibility of a layer's call. :raises ConfigError: a mask that Headway did not make, or does not compute."""
     found: Visibility | None = getattr(mask, "visibility", None) if isinstance(mask, VisibilityMask) else None
     lengths = query.shape[2], key.shape[2]
     if found is None:
@@ -344,44 +349,16 @@ def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
             got = "a mask of its own" if mask is not None else f"none for {lengths[0]} queries of {lengths[1]} keys"
             hint = f"{OWN_WAY}; beside torch.compile, generate takes disable_compile=True"
             raise ConfigError("attention_mask", "a padding mask [batch, length], or none", got, hint)
-        return _without_mask((len(query), *lengths))
+        sizes = len(query), *lengths
+        if sizes not in _KEPT.maskless:
+            _KEPT.maskless = {sizes: Visibility(len(query), lengths[0], lengths[1], lengths[1] - lengths[0], 0, None, None)}
+        return _KEPT.maskless[sizes]
     if found.refusal:
         raise ConfigError("attention_mask", "causal attention, perhaps within a window, and padding", found.refusal, OWN_WAY)
     if (found.q_length, found.kv_length) != lengths:
         got = f"{lengths[0]} and {lengths[1]}"
         raise ConfigError("attention_mask", f"{found.q_length} queries and {found.kv_length} keys, as it has", got, OWN_WAY)
     return found
-
-
-class _Maskless(threading.local):
-    """The visibility of a thread's last call without a mask, which depends on lengths alone; the layers of a step share it."""
-
-    sizes: tuple[int, ...] = ()
-    visibility: Visibility
-
-
-_MASKLESS = _Maskless()
-
-
-def _without_mask(sizes: tuple[int, int, int]) -> Visibility:
-    """The visibility of a call without a mask. sizes: batch, queries, keys."""
-    if _MASKLESS.sizes != sizes:
-        _MASKLESS.visibility = Visibility(*sizes, sizes[2] - sizes[1], 0, None, None)
-        _MASKLESS.sizes = sizes
-    return _MASKLESS.visibility
-
-
-class _Step(threading.local):
-    """The visibilities of a thread's step of continuous batching, by the place of their lengths."""
-
-    layer: int = 0
-    visibilities: dict[tuple[int, ...], Visibility]
-
-    def __init__(self) -> None:
-        self.visibilities = {}
-
-
-_STEP = _Step()
 
 
 def _packed(layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Visibility:
@@ -393,10 +370,10 @@ def _packed(layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> 
         raise ConfigError("continuous batching", "use_cuda_graph=False", "a capture", "ContinuousBatchingConfig has it")
     if options.get("block_table") is not None:
         raise ConfigError("continuous batching", "max_blocks_per_request=0", "block tables", "ContinuousBatchingConfig has it")
-    if layer <= _STEP.layer:  # a new step: lengths are read again, since their memory stays the same
-        _STEP.visibilities = {}
-    _STEP.layer = layer
-    seen = _STEP.visibilities
+    if layer <= _KEPT.layer:  # a new step: lengths are read again, since their memory stays the same
+        _KEPT.visibilities = {}
+    _KEPT.layer = layer
+    seen = _KEPT.visibilities
     ends = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
     place = *(each.data_ptr() for each in ends), query.shape[2], key.shape[2]
     if place not in seen:

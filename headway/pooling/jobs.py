@@ -73,14 +73,10 @@ class PoolingJobs:
         self._check_dimensions(dimensions)
         texts = self._texts(prompts, truncate_prompt_tokens)
 
-        def finish(found: Sequence[Tensor]) -> list[EmbeddingRequestOutput]:
-            rows = _cut(torch.stack(list(found)) if found else torch.empty(0, self.model.network.size), dimensions)
-            return [
-                EmbeddingRequestOutput(next(self._numbers), EmbeddingOutput(row), list(text.token_ids))
-                for row, text in zip(rows.tolist(), texts, strict=True)
-            ]
+        def made(row: Tensor, text: EncodedText) -> EmbeddingOutput:
+            return EmbeddingOutput(_cut(row[None], dimensions)[0].tolist())
 
-        return PoolingJob(texts, finish)
+        return self._job(texts, EmbeddingRequestOutput, made)
 
     def embed_tokens(
         self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
@@ -89,7 +85,7 @@ class PoolingJobs:
         self._check_embeds("token_embed")
         self._check_dimensions(dimensions)
         texts = [text._replace(each_token=True) for text in self._texts(prompts, truncate_prompt_tokens)]
-        return self._by_token(texts, lambda rows, text: _cut(rows, dimensions))
+        return self._job(texts, PoolingRequestOutput, lambda rows, text: PoolingOutput(_cut(rows, dimensions).clone()))
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
@@ -104,13 +100,7 @@ class PoolingJobs:
             raise ConfigError("classify", "a sequence classifier", self.model.name, hint)
         texts = self._texts(prompts, truncate_prompt_tokens)
 
-        def finish(found: Sequence[Tensor]) -> list[ClassificationRequestOutput]:
-            return [
-                ClassificationRequestOutput(next(self._numbers), ClassificationOutput(row.tolist()), list(text.token_ids))
-                for row, text in zip(found, texts, strict=True)
-            ]
-
-        return PoolingJob(texts, finish)
+        return self._job(texts, ClassificationRequestOutput, lambda row, text: ClassificationOutput(row.tolist()))
 
     def reward(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
@@ -125,18 +115,20 @@ class PoolingJobs:
             raise ConfigError("reward", need, f"{self.model.name}, which says one thing of a whole text", self._instead())
         texts, step = self._texts(prompts, truncate_prompt_tokens), self.model.step_token_id
         texts = [text._replace(each_token=True) for text in texts]
-        return self._by_token(texts, lambda rows, text: rows if step is None else rows[torch.tensor(text.token_ids) == step])
 
-    def _by_token(
-        self, texts: Sequence[EncodedText], chosen: Callable[[Tensor, EncodedText], Tensor]
-    ) -> PoolingJob[PoolingRequestOutput]:
-        """The job of texts whose tokens get rows. chosen: what of a text's rows is returned."""
+        def made(rows: Tensor, text: EncodedText) -> PoolingOutput:
+            return PoolingOutput(rows.clone() if step is None else rows[torch.tensor(text.token_ids) == step])
 
-        def finish(found: Sequence[Tensor]) -> list[PoolingRequestOutput]:
-            return [
-                PoolingRequestOutput(next(self._numbers), PoolingOutput(chosen(rows, text).clone()), list(text.token_ids))
-                for rows, text in zip(found, texts, strict=True)
-            ]
+        return self._job(texts, PoolingRequestOutput, made)
+
+    def _job(
+        self, texts: Sequence[EncodedText], kind: type[Output], made: Callable[[Tensor, EncodedText], object]
+    ) -> PoolingJob[Output]:
+        """The job of texts. kind: of its outputs, a `PooledOutput`. made: makes the result of a text from the text's rows."""
+
+        def finish(found: Sequence[Tensor]) -> list[Output]:
+            pairs = zip(found, texts, strict=True)
+            return [kind(next(self._numbers), made(rows, text), list(text.token_ids)) for rows, text in pairs]  # type: ignore[call-arg]
 
         return PoolingJob(texts, finish)
 
@@ -174,10 +166,7 @@ class PoolingJobs:
         for number, text in enumerate(texts):
             self._check(text.token_ids, f"pair {number}")
 
-        def finish(found: Sequence[Tensor]) -> list[ScoringRequestOutput]:
-            return [self._scored(float(row[0]), text.token_ids) for row, text in zip(found, texts, strict=True)]
-
-        return PoolingJob(texts, finish)
+        return self._job(texts, ScoringRequestOutput, lambda row, text: ScoringOutput(float(row[0])))
 
     def _similarities(self, pairs: Sequence[tuple[str, str]], truncate: int | None) -> PoolingJob[ScoringRequestOutput]:
         """Cosines of the embeddings of both texts of each pair; each text is embedded once."""
@@ -190,12 +179,10 @@ class PoolingJobs:
             first, second = (torch.tensor([place[pair[side]] for pair in pairs]) for side in (0, 1))
             cosines = (rows[first] * rows[second]).sum(-1).tolist()
             ids = [[*texts[place[query]].token_ids, *texts[place[document]].token_ids] for query, document in pairs]
-            return [self._scored(score, token_ids) for score, token_ids in zip(cosines, ids, strict=True)]
+            scored = zip(cosines, ids, strict=True)
+            return [ScoringRequestOutput(next(self._numbers), ScoringOutput(score), own) for score, own in scored]
 
         return PoolingJob(texts, finish)
-
-    def _scored(self, score: float, token_ids: Sequence[int]) -> ScoringRequestOutput:
-        return ScoringRequestOutput(next(self._numbers), ScoringOutput(score), list(token_ids))
 
     def _check_embeds(self, method: str) -> None:
         if self.model.task != "embed":
@@ -231,8 +218,8 @@ class PoolingJobs:
     def _tokenised(self, texts: Sequence[str], most: int | None) -> list[list[int]]:
         if not texts:
             return []
-        cut = {} if most is None else {"truncation": True, "max_length": most}
-        found = self._tokenizer("prompt")([whole_text(text) for text in texts], **cut)
+        whole = [whole_text(text) for text in texts]
+        found = self._tokenizer("prompt")(whole, truncation=most is not None, max_length=most)
         return [list(ids) for ids in found["input_ids"]]
 
     def _encoded_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None) -> list[EncodedText]:
@@ -241,8 +228,8 @@ class PoolingJobs:
         prompt = self.model.score_prompt
         if prompt is not None:
             return [EncodedText(prompt.encode(tokenizer, query, document, most)) for query, document in pairs]
-        cut: Mapping[str, Any] = {} if most is None else {"truncation": True, "max_length": most}
-        found = tokenizer([query for query, _ in pairs], [document for _, document in pairs], **cut)
+        first, second = [query for query, _ in pairs], [document for _, document in pairs]
+        found = tokenizer(first, second, truncation=most is not None, max_length=most)
         types = found.get("token_type_ids") or [None] * len(pairs)
         return [EncodedText(list(ids), kinds) for ids, kinds in zip(found["input_ids"], types, strict=True)]
 
@@ -280,10 +267,7 @@ def _cut(rows: Tensor, dimensions: int | None) -> Tensor:
 
 
 def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
-    """A query for all documents, or one for each.
-
-    :raises ConfigError: no texts, or another number of queries.
-    """
+    """A query for all documents, or one for each. :raises ConfigError: no texts, or another number of queries."""
     listed: list[list[str]] = []
     for name, given in (("queries", queries), ("documents", documents)):
         texts = [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else None

@@ -212,17 +212,20 @@ class ChatText:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
-    def add(self, pieces: Iterable[ChatPiece]) -> None:
-        """Take in pieces."""
+    @classmethod
+    def of(cls, pieces: Iterable[ChatPiece]) -> ChatText:
+        """Put the pieces of an answer together."""
+        found = cls()
         for piece in pieces:
             if piece.kind == "content":
-                self.content += piece.text
+                found.content += piece.text
             elif piece.kind == "reasoning":
-                self.reasoning += piece.text
+                found.reasoning += piece.text
             elif piece.kind == "call":
-                self.calls.append(ToolCall(piece.id, piece.text))
+                found.calls.append(ToolCall(piece.id, piece.text))
             else:
-                self.calls[piece.call].arguments += piece.text
+                found.calls[piece.call].arguments += piece.text
+        return found
 
 
 class ChatReader:
@@ -282,14 +285,6 @@ def _through(parsers: Sequence[ChatParser], pieces: list[ChatPiece], ended: bool
             passed += parser.end()
         pieces = passed
     return [piece for piece in pieces if piece.text]
-
-
-def read_whole(reader: ChatReader, text: str) -> ChatText:
-    """Read a whole text."""
-    found = ChatText()
-    found.add(reader.feed(text))
-    found.add(reader.end())
-    return found
 
 
 @dataclass(frozen=True)

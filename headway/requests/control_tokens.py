@@ -61,7 +61,12 @@ class ControlTokens:
 
     def protect(self, messages: Iterable[Message]) -> list[Mapping[str, Any]]:
         """Hide the names of control tokens in every text of messages whose role is not system, developer or assistant."""
-        return [each if each["role"] in _TRUSTED else self._protected(each) for each in messages]
+        return [
+            {key: self._hide(value) if isinstance(value, str) and key != "role" else value for key, value in each.items()}
+            if each["role"] not in _TRUSTED
+            else each
+            for each in messages
+        ]
 
     def encode(self, rendered: str) -> tuple[str, list[int]]:
         """The text that a chat template made of protected messages, with their own words, and the text's tokens."""
@@ -79,9 +84,6 @@ class ControlTokens:
         """
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return found
-
-    def _protected(self, message: Message) -> dict[str, Any]:
-        return {key: self._hide(value) if isinstance(value, str) and key != "role" else value for key, value in message.items()}
 
     def _hide(self, text: str) -> str:
         """Hide names, and what at either end could become one together with text beside it, which templates may trim first."""

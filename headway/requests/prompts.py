@@ -167,10 +167,7 @@ def _token_ids(value: object, index: int) -> list[int]:
 
 
 def _items(value: Iterable[Any], what: str) -> list[Any]:
-    """The items of an iterable.
-
-    :raises PromptError: memory does not hold them, such as those of a range.
-    """
+    """The items of an iterable. :raises PromptError: memory does not hold them, such as those of a range."""
     try:
         return list(value)
     except (MemoryError, OverflowError):

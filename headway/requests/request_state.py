@@ -39,9 +39,8 @@ class Completion:
         self.index = index
         self._params = params
         self._tokenizer = tokenizer
-        stops = params.include_stop_str_in_output, params.min_tokens
-        shown = tokenizer if params.detokenize else NoTokenizer()
-        self.text = Detokenizer(shown, params.stop or (), *stops, params.skip_special_tokens)
+        shown, keeps_stop = tokenizer if params.detokenize else NoTokenizer(), params.include_stop_str_in_output
+        self.text = Detokenizer(shown, params.stop or (), keeps_stop, params.min_tokens, params.skip_special_tokens)
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

@@ -112,7 +112,7 @@ class RequestStream:
 class Mailbox:
     """Brings the deltas of the engine's steps to the streams of one event loop, in one call to the loop for each step.
 
-    `open` and `remove` are called on the loop, the others by any thread.
+    Any thread calls `post`; the others are called on the loop.
     """
 
     def __init__(
@@ -125,17 +125,13 @@ class Mailbox:
         self.streams: dict[str, RequestStream] = {}
         """Engine's name of a request -> its stream."""
 
-    def post(self, deltas: list[OutputDelta]) -> bool:
-        """Deliver the deltas of a step; False if the loop is closed."""
-        return self._call(self._take, deltas)
-
-    def post_failure(self, error: BaseException, key: str | None = None) -> bool:
-        """End one stream, or (None) all of them, with an error; False if the loop is closed."""
-        return self._call(self._fail, error, key)
-
-    def post_abort(self, key: str) -> bool:
-        """End a request; False if the loop is closed."""
-        return self._call(self._end, key)
+    def post(self, handle: Callable[..., None], *arguments: object) -> bool:
+        """Have `take`, `fail` or `abort` called on the loop; False if the loop is closed, with requests unfinished."""
+        try:
+            self.loop.call_soon_threadsafe(handle, *arguments)
+        except RuntimeError:
+            return False
+        return True
 
     def open(self, name: RequestName, request: CheckedRequest, close: Callable[[], None]) -> RequestStream:
         """Make the stream of a request that is about to be queued."""
@@ -148,14 +144,8 @@ class Mailbox:
         self._processor.remove(key)
         return self.streams.pop(key).state
 
-    def _call(self, function: Callable[..., None], *arguments: object) -> bool:
-        try:
-            self.loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop was closed with requests unfinished
-            return False
-        return True
-
-    def _take(self, deltas: Sequence[OutputDelta]) -> None:
+    def take(self, deltas: Sequence[OutputDelta]) -> None:
+        """Take in the deltas of a step."""
         for key, index in self._processor.process(deltas):
             self._abort(key, index)
         for delta in deltas:
@@ -163,12 +153,14 @@ class Mailbox:
             if stream is not None:
                 stream.wake()
 
-    def _fail(self, error: BaseException, key: str | None) -> None:
+    def fail(self, error: BaseException, key: str | None) -> None:
+        """End one stream, or (None) all of them, with an error."""
         for own, stream in list(self.streams.items()):
             if key in (None, own):
                 stream.fail(error)
 
-    def _end(self, key: str) -> None:
+    def abort(self, key: str) -> None:
+        """End a request."""
         stream = self.streams.get(key)
         if stream is not None and not stream.state.finished:
             self._abort(key, None)
@@ -204,27 +196,27 @@ class Mailboxes:
         left: list[tuple[str, int | None]] = []
         if deltas:
             for box in self._boxes:
-                if box.streams and not box.post(deltas):
+                if box.streams and not box.post(box.take, deltas):
                     left += [(key, None) for key in self._drop(box)]
         return left
 
     def fail(self, error: BaseException) -> None:
         """End all streams with an error."""
         for box in self._boxes:
-            box.post_failure(error)
+            box.post(box.fail, error, None)
 
     def abort(self, request_id: str) -> None:
         """End a request. request_id: its caller's name for it."""
         for box in self._boxes:
             for key, stream in list(box.streams.items()):
                 if stream.request_id == request_id:
-                    box.post_abort(key)
+                    box.post(box.abort, key)
 
     def abort_all(self) -> list[str]:
         """End all requests; returns the engine's names for them."""
         found = [(box, key) for box in self._boxes for key in list(box.streams)]
         for box, key in found:
-            box.post_abort(key)
+            box.post(box.abort, key)
         return [key for _, key in found]
 
     def _drop(self, box: Mailbox) -> list[str]:

@@ -221,7 +221,7 @@ class ToolForms:
             return form
         told = {key: value if key == "json_schema" else self._told(value) for key, value in form.items()}
         for key in ("begin", "end"):
-            if isinstance(told.get(key), str) and self._has_token(told[key]):
+            if isinstance(told.get(key), str) and self._names is not None and self._names.search(told[key]):
                 told[key] = self._text(told[key])
         if isinstance(told.get("triggers"), list):
             told["triggers"] = [self._trigger(each) if isinstance(each, str) else each for each in told["triggers"]]
@@ -295,9 +295,6 @@ class ToolForms:
         flat = [part for each in parts for part in (each["elements"] if each["type"] == "sequence" else [each])]
         alone = len(flat) == 1 and flat[0]["type"] == "const_string"
         return str(flat[0]["value"]) if alone else {"type": "sequence", "elements": flat}
-
-    def _has_token(self, text: str) -> bool:
-        return self._names is not None and self._names.search(text) is not None
 
     def _trigger(self, text: str) -> str | Part:
         """A trigger: the token that it begins with, or a text."""

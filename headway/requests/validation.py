@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
@@ -91,12 +91,18 @@ def params_of_each(
 
     :raises ConfigError: another number of them, or something else.
     """
-    listed = list(given) if isinstance(given, Sequence) else [default if given is None else given] * count
-    if len(listed) != count:
-        raise ConfigError("sampling_params", f"one, or one for each of the {count} prompts", len(listed))
+    listed = _of_each("sampling_params", default if given is None else given, count)
     wrong = [type(each).__name__ for each in listed if not isinstance(each, SamplingParams)]
     if wrong:
         raise ConfigError("sampling_params", "SamplingParams", f"a {wrong[0]}")
+    return listed
+
+
+def _of_each(name: str, given: Any, count: int) -> list[Any]:
+    """The values of an argument for `count` prompts, one for all or one for each. :raises ConfigError: another number of them."""
+    listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
+    if len(listed) != count:
+        raise ConfigError(name, f"one, or one for each of the {count} prompts", len(listed))
     return listed
 
 
@@ -123,15 +129,11 @@ class RequestRules(NamedTuple):
         return replace(params, logits_processors=(*(params.logits_processors or ()), ENGINE_PROCESSORS))
 
 
-def processor_classes(given: Iterable[object]) -> tuple[type[Any], ...]:
-    """The classes that the option `logits_processors` names: as classes, or as MODULE:CLASS.
+def processor_class(given: object) -> type[Any]:
+    """The class that an item of the option `logits_processors` names: a class, or its place as MODULE:CLASS.
 
-    :raises ConfigError: one that cannot be found, or is none.
+    :raises ConfigError: it cannot be found, or is none.
     """
-    return tuple(_processor_class(each) for each in given)
-
-
-def _processor_class(given: object) -> type[Any]:
     found = given
     if isinstance(given, str):
         module, _, name = given.partition(":")
@@ -200,20 +202,14 @@ _SHORT = 4096
 """Most token ids of a short prompt; checking these takes less than 50 us."""
 
 
-class TextModel(Protocol):
+class TextModel(NamedTuple):
     """The part of a model that reading and writing texts needs."""
 
-    @property
-    def name(self) -> str:
-        """The name that the model was loaded by."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the model's files."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """transformers' tokenizer; None: token ids in, token ids out."""
+    name: str
+    """The name that the model was loaded by."""
+    folder: Path
+    tokenizer: Any
+    """transformers' tokenizer; None: token ids in, token ids out."""
 
 
 class RequestValidator:
@@ -243,8 +239,8 @@ class RequestValidator:
         """
         parsed = parse_prompts(prompts)
         params = params_of_each(sampling_params, len(parsed), self._default_params)
-        priorities = _priority_of_each(priority, len(parsed))
-        adapters = _adapter_of_each(lora_request, len(parsed))
+        priorities = _of_each("priority", 0 if priority is None else priority, len(parsed))
+        adapters = _of_each("lora_request", lora_request, len(parsed))
         resolved = {id(own): self._resolve(own, streamed) for own in params}  # most calls share one
         return [
             self._checked(prompt, number, resolved[id(own)], first, adapter)
@@ -303,8 +299,8 @@ class RequestValidator:
         return default_params(self.model.folder, self.model.name)
 
     def _resolve(self, params: SamplingParams, streamed: bool) -> SamplingParams:
-        if streamed:
-            _check_streamed(params)
+        if streamed and params.num_drawn > params.n and params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            raise ConfigError("best_of", f"None or n={params.n} in a stream", params.best_of, "or output_kind=FINAL_ONLY")
         own = self._rules.apply(params) if self._rules.processors else params
         return resolve(own.settled(), self.tokenizer, self.model.name)  # whose caller may change it from here on
 
@@ -335,37 +331,6 @@ def quickly_checked(prompts: object) -> bool:
 def _short(prompt: object) -> bool:
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     return isinstance(ids, list) and 0 < len(ids) <= _SHORT and isinstance(ids[0], int)
-
-
-def _check_streamed(params: SamplingParams) -> None:
-    """Check that completions can be shown as they grow.
-
-    :raises ConfigError: best_of is larger than n, so that only the end shows which completions are returned.
-    """
-    if params.num_drawn > params.n and params.output_kind is not RequestOutputKind.FINAL_ONLY:
-        raise ConfigError("best_of", f"None or n={params.n} in a stream", params.best_of, "or output_kind=FINAL_ONLY")
-
-
-def _priority_of_each(given: int | Sequence[int] | None, count: int) -> list[int]:
-    """The priority of each of `count` prompts.
-
-    :raises ConfigError: another number of them.
-    """
-    listed = list(given) if isinstance(given, Sequence) else [0 if given is None else given] * count
-    if len(listed) != count:
-        raise ConfigError("priority", f"one, or one for each of the {count} prompts", len(listed))
-    return listed
-
-
-def _adapter_of_each(given: object, count: int) -> list[Any]:
-    """The adapter of each of `count` prompts, as it was given.
-
-    :raises ConfigError: another number of them.
-    """
-    listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
-    if len(listed) != count:
-        raise ConfigError("lora_request", f"one, or one for each of the {count} prompts", len(listed))
-    return listed
 
 
 class RequestName(NamedTuple):

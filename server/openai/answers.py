@@ -31,7 +31,7 @@ def event(data: object) -> bytes:
 
 
 class Answer(ABC):
-    """Writes one answer: its id, the events of its stream, its whole."""
+    """Writes one answer: its id, its whole, and the events of its stream where that is not refused before."""
 
     prefix: ClassVar[str]
     """Start of the answer's id."""
@@ -63,37 +63,21 @@ class Answer(ABC):
         """Write the events that come before all others of a choice. output: makes the output so far, which few answers need."""
         return b""
 
-    @abstractmethod
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
         """Write the new part of a choice as events. used: the output and its tokens so far, where `tells_usage`."""
+        return b""
 
-    @abstractmethod
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
         """Write the end of a stream. used: the last output of each prompt, with the number of tokens of its completions."""
+        return b""
 
-    @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """Write the end of a stream that has begun and failed."""
+        return b""
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Write the answer that comes at once. outputs: one for each prompt."""
-
-
-class WholeAnswer(Answer):
-    """Writes an answer that always comes at once: a stream is refused before."""
-
-    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
-        return b""
-
-    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
-        return b""
-
-    def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
-        return b""
 
 
 class ChunkedAnswer(Answer):
@@ -205,16 +189,14 @@ def prompt_logprobs(body: SamplingRequest, output: RequestOutput) -> dict[str, A
     """The field of that name, as vLLM has it; empty where it was not asked for."""
     if body.prompt_logprobs is None:
         return {}
-    places = output.prompt_logprobs or []
-    return {"prompt_logprobs": [None if place is None else _by_token(place) for place in places]}
 
+    def by_token(place: LogprobsByToken) -> dict[str, Any]:
+        return {
+            str(token): {"logprob": _finite(found), "rank": found.rank, "decoded_token": found.decoded_token}
+            for token, found in place.items()
+        }
 
-def _by_token(place: LogprobsByToken) -> dict[str, Any]:
-    return {str(token): _described(found) for token, found in place.items()}
-
-
-def _described(found: Logprob) -> dict[str, Any]:
-    return {"logprob": _finite(found), "rank": found.rank, "decoded_token": found.decoded_token}
+    return {"prompt_logprobs": [place and by_token(place) for place in output.prompt_logprobs or []]}
 
 
 LOWEST = -9999.0
@@ -229,7 +211,10 @@ def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, te
     content = []
     for place in places:
         own = text.take(list(place))
-        entries = [_entry(token, found, as_ids, each) for (token, found), each in zip(place.items(), own, strict=True)]
+        entries: list[dict[str, Any]] = [
+            {"token": _name(token, found.decoded_token or "", as_ids), "logprob": _finite(found), "bytes": list(each)}
+            for (token, found), each in zip(place.items(), own, strict=True)
+        ]
         likely = [entry for entry, found in zip(entries, place.values(), strict=True) if (found.rank or 0) <= most]
         likely.sort(key=lambda each: -each["logprob"])
         content.append({**entries[0], "top_logprobs": likely[:most]})
@@ -258,11 +243,6 @@ def completion_logprobs(
         top = {_name(each, found.decoded_token or "", as_ids): _finite(found) for each, found in list(place.items())[: most + 1]}
         listed["top_logprobs"].append(top if most else None)
     return listed, offset
-
-
-def _entry(token: int, found: Logprob, as_ids: bool, own: bytes) -> dict[str, Any]:
-    """The entry of a token. own: its bytes."""
-    return {"token": _name(token, found.decoded_token or "", as_ids), "logprob": _finite(found), "bytes": list(own)}
 
 
 def _name(token: int, text: str, as_ids: bool) -> str:
@@ -304,15 +284,9 @@ class CompletionAnswer(ChunkedAnswer):
         """The prompt's text, and the log-probabilities of its tokens."""
         ids = output.prompt_token_ids
         text = output.prompt if output.prompt is not None else self._decode(ids)
-        if self._most is None:
-            return text, None
-        found = completion_logprobs(output.prompt_logprobs or [], ids, 0, self._most, *self._naming)
+        listed = self._listed(index, output.prompt_logprobs, ids)
         self._offsets[index] = len(text)
-        return text, found[0]
-
-    @property
-    def _naming(self) -> tuple[bool, Callable[[int], str]]:
-        return self.body.return_tokens_as_token_ids, lambda token: self._decode([token])
+        return text, listed
 
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
         """See `Answer`."""
@@ -321,16 +295,21 @@ class CompletionAnswer(ChunkedAnswer):
         return {
             "index": index,
             "text": new.text,
-            "logprobs": self._logprobs_of(index, new),
+            "logprobs": self._listed(index, new.logprobs, new.token_ids),
             "finish_reason": new.finish_reason,
             **extras(self.body, new),
         }
 
-    def _logprobs_of(self, index: int, new: CompletionOutput) -> dict[str, Any] | None:
+    def _listed(
+        self, index: int, places: Sequence[LogprobsByToken | None] | None, token_ids: Sequence[int]
+    ) -> dict[str, Any] | None:
+        """The log-probabilities of the next tokens of a choice; None: none are wanted."""
         if self._most is None:
             return None
-        offset = self._offsets.get(index, 0)
-        listed, self._offsets[index] = completion_logprobs(new.logprobs or [], new.token_ids, offset, self._most, *self._naming)
+        offset, as_ids = self._offsets.get(index, 0), self.body.return_tokens_as_token_ids
+        listed, self._offsets[index] = completion_logprobs(
+            places or [], token_ids, offset, self._most, as_ids, lambda token: self._decode([token])
+        )
         return listed
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -348,12 +327,7 @@ class CompletionAnswer(ChunkedAnswer):
                 written += 0 if self._prompt_only else len(new.token_ids)
             used.append((output, written))
         answer = Completion(
-            id=self.id,
-            object="text_completion",
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            usage=usage(used),
+            id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices, usage=usage(used)
         )
         return answer.model_dump_json(exclude_unset=True).encode()
 

@@ -70,7 +70,7 @@ class BeamReply(Reply):
         times = RequestMetrics(began, None, None, time.perf_counter())
         cached: list[int] = []
         while asked := next_tokens(searches):
-            outputs = await self._step(requests[0], *asked)
+            outputs = await self._step(requests[0], asked[0], asked[1])
             if outputs is None:
                 return
             ticket.begun()
@@ -80,7 +80,7 @@ class BeamReply(Reply):
             take_tokens(searches, outputs)
         times.finished_time = time.perf_counter()
         made = zip(requests, searches, cached or [0] * len(requests), strict=True)
-        outputs = [self._output(number, times, *each) for number, each in enumerate(made)]
+        outputs = [self._output(number, times, request, search, count) for number, (request, search, count) in enumerate(made)]
         await self._send_whole(self._answer.whole(outputs), send)
 
     def _search(self, request: CheckedRequest) -> BeamSearch:
@@ -98,10 +98,7 @@ class BeamReply(Reply):
     async def _step(
         self, first: CheckedRequest, prompts: Sequence[Sequence[int]], wanted: SamplingParams
     ) -> list[RequestOutput] | None:
-        """The next token of each beam; None: the client has left.
-
-        :raises ApiError: a step has failed.
-        """
+        """The next token of each beam; None: the client has left. :raises ApiError: a step has failed."""
         llm = self._service.llm
         asked: list[Any] = [{"prompt_token_ids": each} for each in prompts]
         checked = await llm.check(asked, wanted, priority=first.priority, lora_request=first.lora_request)
@@ -136,8 +133,7 @@ class BeamReply(Reply):
         reasons = [str(each.finish_reason) for each in completions]
         longest = max(len(each.token_ids) for each in completions)
         self._service.metrics.finished(times, len(prompt), written, reasons, longest, self._body.most_tokens)
-        if self._service.tracing is not None:
-            self._trace(request.params, output, written)
+        self._trace(request.params, output, written)
         return output
 
     def _completion(self, index: int, beam: BeamSearchSequence, start: int) -> CompletionOutput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -21,7 +21,6 @@ from headway.requests.tool_use import ToolUse
 from headway.server.openai.answers import (
     Answer,
     ChunkedAnswer,
-    WholeAnswer,
     chat_logprobs,
     extras,
     num_written,
@@ -143,8 +142,7 @@ class ChatAnswer(ChunkedAnswer):
         return chat_logprobs(new.logprobs or [], self._most, self.body.return_tokens_as_token_ids, text)
 
     def _message(self, new: CompletionOutput, reader: ChatReader | None) -> ChatCompletionMessage:
-        found = ChatText()
-        found.add([ChatPiece("content", new.text)] if reader is None else self._read(reader, new))
+        found = ChatText.of([ChatPiece("content", new.text)] if reader is None else self._read(reader, new))
         fields: dict[str, Any] = dict.fromkeys(("reasoning", "reasoning_content"), found.reasoning or None)
         if found.calls:
             fields["tool_calls"] = [
@@ -153,9 +151,9 @@ class ChatAnswer(ChunkedAnswer):
             ]
         content = self._echo + found.content
         none = not content and (found.calls or found.reasoning)
-        return ChatCompletionMessage(role="assistant", content=None if none else content, refusal=None, **fields)
+        return ChatCompletionMessage(**{**fields, "role": "assistant", "content": None if none else content, "refusal": None})
 
-    def choices(self, output: RequestOutput, **more: Any) -> list[Choice]:
+    def choices(self, output: RequestOutput, more: Mapping[str, Any]) -> list[Choice]:
         """Return the choices of a finished output. more: fields of each, in place of its own."""
         choices = []
         for new in output.outputs:
@@ -172,10 +170,10 @@ class ChatAnswer(ChunkedAnswer):
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """See `Answer`."""
         (output,) = outputs
-        return _completion(self, self.choices(output), outputs, **prompt_extras(self.body, output))
+        return _completion(self, self.choices(output, {}), outputs, prompt_extras(self.body, output))
 
 
-class BatchChatAnswer(WholeAnswer):
+class BatchChatAnswer(Answer):
     """Writes the answer to a BatchChatRequest: one choice for each conversation, whose index is the conversation's place."""
 
     prefix = ChatAnswer.prefix
@@ -191,23 +189,16 @@ class BatchChatAnswer(WholeAnswer):
         choices = [
             choice
             for number, (chat, output) in enumerate(pairs)
-            for choice in chat.choices(output, index=number, **prompt_extras(self.body, output))
+            for choice in chat.choices(output, {"index": number, **prompt_extras(self.body, output)})
         ]
-        return _completion(self, choices, outputs)
+        return _completion(self, choices, outputs, {})
 
 
-def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[RequestOutput], **more: Any) -> bytes:
+def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[RequestOutput], more: Mapping[str, Any]) -> bytes:
     """Write the choices of outputs as a whole answer. more: its further fields."""
-    made = ChatCompletion(
-        id=answer.id,
-        object="chat.completion",
-        created=answer.created,
-        model=answer.model,
-        choices=choices,
-        usage=usage([(output, num_written(output)) for output in outputs]),
-        **more,
-    )
-    return made.model_dump_json(exclude_unset=True).encode()
+    fields = {"id": answer.id, "object": "chat.completion", "created": answer.created, "model": answer.model, **more}
+    used = usage([(output, num_written(output)) for output in outputs])
+    return ChatCompletion(**{**fields, "choices": choices, "usage": used}).model_dump_json(exclude_unset=True).encode()
 
 
 def _delta(piece: ChatPiece) -> dict[str, Any]:

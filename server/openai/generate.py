@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Final
 
 import orjson
-from fastapi import FastAPI
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -21,19 +20,15 @@ from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
 from headway.server.errors import ApiError, Fields
 from headway.server.middleware import check_id, request_name
-from headway.server.openai.answers import DONE, Answer, WholeAnswer, completion_logprobs, event, prompt_logprobs
+from headway.server.openai.answers import DONE, Answer, completion_logprobs, event, prompt_logprobs
 from headway.server.openai.params import completion_params, prompts_of
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import CompletionRequest, TokenIds
-from headway.server.routing import Endpoint, add_posts, endpoint, fields_of, json_response, read_text, replayed
+from headway.server.routing import Endpoint, RouteGroup, answers, fields_of, json_response, read_text, replayed
 from headway.server.service import Service
 from headway.version import __version__
 
-_NAMES: Final = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-}
+_NAMES: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """SGLang's name of a sampling parameter -> OpenAI's or vLLM's."""
 _SAME: Final = (
     *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "logit_bias"),
@@ -94,14 +89,9 @@ class NativeRequest(Fields):
             fields["max_tokens"] = 1
         fields.setdefault("max_tokens", 128)
         logprobs = self.top_logprobs_num if self.return_logprob else None
-        return CompletionRequest(
-            prompt=self.input_ids if self.text is None else self.text,
-            stream=self.stream,
-            logprobs=logprobs,
-            prompt_logprobs=logprobs if self.scores_prompt else None,
-            structured_outputs=forms or None,
-            **fields,
-        )
+        fields |= {"prompt": self.input_ids if self.text is None else self.text, "stream": self.stream, "logprobs": logprobs}
+        fields |= {"prompt_logprobs": logprobs if self.scores_prompt else None, "structured_outputs": forms or None}
+        return CompletionRequest(**fields)
 
 
 class TokensRequest(Fields):
@@ -127,7 +117,8 @@ class TokensRequest(Fields):
         wrong = next((name for name in given if name not in CompletionRequest.model_fields), None)
         if wrong is not None:
             raise ConfigError("sampling_params", "fields of SamplingParams", shown(wrong))
-        return CompletionRequest(prompt=self.token_ids, return_token_ids=True, priority=self.priority, **given)
+        given |= {"prompt": self.token_ids, "return_token_ids": True, "priority": self.priority}
+        return CompletionRequest(**given)
 
 
 class DemoRequest(Fields):
@@ -148,8 +139,8 @@ class DemoRequest(Fields):
         if wrong is not None:
             hint = "this path takes vLLM's {prompt, stream, n, max_tokens, ...}, or SGLang's {text or input_ids, sampling_params}"
             raise ConfigError(shown(wrong), "a field of SamplingParams", "another", hint)
-        most = given.pop("max_tokens", SamplingParams().max_tokens)
-        return CompletionRequest(prompt=self.prompt, stream=self.stream, max_tokens=most, **given)
+        given.setdefault("max_tokens", SamplingParams().max_tokens)
+        return CompletionRequest(**{**given, "prompt": self.prompt, "stream": self.stream})
 
 
 _Scored = list[Any]
@@ -243,7 +234,7 @@ def _reason(new: CompletionOutput) -> dict[str, Any] | None:
     return {"type": new.finish_reason, "matched": matched}
 
 
-class TokensAnswer(WholeAnswer):
+class TokensAnswer(Answer):
     """Writes an answer of token ids, as vLLM's server does at /inference/v1/generate."""
 
     prefix = "generate-tokens-"
@@ -261,17 +252,14 @@ class TokensAnswer(WholeAnswer):
                 "index": each.index,
                 "token_ids": each.token_ids,
                 "finish_reason": each.finish_reason,
-                "logprobs": self._logprobs(each),
+                "logprobs": None
+                if self._most is None
+                else completion_logprobs(each.logprobs or [], each.token_ids, 0, self._most, True, "token_id:{}".format)[0],
             }
             for each in outputs[0].outputs
         ]
         told = {"request_id": self.id, "choices": choices, **prompt_logprobs(self.body, outputs[0])}
         return orjson.dumps(told)
-
-    def _logprobs(self, new: CompletionOutput) -> dict[str, Any] | None:
-        if self._most is None:
-            return None
-        return completion_logprobs(new.logprobs or [], new.token_ids, 0, self._most, True, "token_id:{}".format)[0]
 
 
 class DemoAnswer(Answer):
@@ -287,10 +275,6 @@ class DemoAnswer(Answer):
         """See `Answer`."""
         assert used is not None, "tells_usage"
         return orjson.dumps({"text": _texts(used[0])}) + b"\n"
-
-    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
-        return b""
 
     def failed(self, error: ApiError) -> bytes:
         """See `Answer`."""
@@ -312,7 +296,7 @@ BEYOND_TEXT: Final = ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1
 _PROBE: Final = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
-class GenerateRoutes:
+class GenerateRoutes(RouteGroup):
     """The routes of SGLang's server and of vLLM's small one, over the same engine; and SageMaker's one path for all bodies."""
 
     def __init__(self, service: Service, posts: dict[str, Endpoint]) -> None:
@@ -321,32 +305,7 @@ class GenerateRoutes:
         self._llm = service.llm
         self._posts = posts
 
-    @property
-    def direct(self) -> dict[str, Endpoint]:
-        """The paths whose first token a client waits for; see `DirectMiddleware`."""
-        return {"/generate": self.generate, TOKENS: self.tokens, "/invocations": self.invocations}
-
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
-        schemas = [each.model_json_schema() for each in (NativeRequest, DemoRequest)]
-        body = {"content": {"application/json": {"schema": {"anyOf": schemas}}}, "required": True}
-        app.add_api_route("/generate", endpoint(self.generate), methods=["POST"], openapi_extra={"requestBody": body})
-        add_posts(app, (TOKENS, self.tokens, TokensRequest))
-        app.add_api_route("/invocations", endpoint(self.invocations), methods=["POST"])
-        for path, told in (
-            ("/get_model_info", self.model_info),
-            ("/model_info", self.model_info),
-            ("/get_server_info", self.server_info),
-            ("/server_info", self.server_info),
-            ("/health_generate", self.health_generate),
-        ):
-            app.add_api_route(path, endpoint(told), methods=["GET"])
-        app.add_api_route("/flush_cache", endpoint(self.flush_cache), methods=["GET", "POST"])
-        for path in POOLING:
-            app.add_api_route(path, endpoint(self.pools_not), methods=["POST"])
-        for path in BEYOND_TEXT:
-            app.add_api_route(path, endpoint(self.reads_text_alone), methods=["POST"])
-
+    @answers("POST", "/generate", body=[NativeRequest, DemoRequest], direct=True)
     async def generate(self, request: Request) -> Response:
         """Continue prompts: SGLang's body with `text` or `input_ids`, or vLLM's with `prompt`."""
         self._service.check_room()
@@ -361,6 +320,7 @@ class GenerateRoutes:
         body = asked.as_completion()
         return Reply(self._service, NativeAnswer(asked, body, name), partial(self._prepare, body), asked.unknown())
 
+    @answers("POST", TOKENS, body=[TokensRequest], direct=True)
     async def tokens(self, request: Request) -> Response:
         """Continue token ids by token ids."""
         self._service.check_room()
@@ -373,6 +333,7 @@ class GenerateRoutes:
         params = completion_params(body, self._service.params_maker)
         return await self._llm.check(prompts_of(body), params, priority=body.priority)
 
+    @answers("POST", "/invocations", direct=True)
     async def invocations(self, request: Request) -> Response:
         """Answer whatever path the body is for: a chat where it has messages, else a completion."""
         text = await read_text(request, self._service.options)
@@ -383,6 +344,7 @@ class GenerateRoutes:
 
         return await self._posts[path](replayed(request, text))
 
+    @answers("GET", ("/get_model_info", "/model_info"))
     async def model_info(self) -> Response:
         """Tell of the model what SGLang's frontend asks for."""
         name = self._llm.model.name
@@ -398,6 +360,7 @@ class GenerateRoutes:
             }
         )
 
+    @answers("GET", ("/get_server_info", "/server_info"))
     async def server_info(self) -> Response:
         """Tell of the engine what SGLang's benchmark asks for."""
         facts = self._llm.facts
@@ -406,6 +369,7 @@ class GenerateRoutes:
         limits = {"max_running_requests": facts.max_num_seqs, "context_length": facts.limits.max_model_len}
         return json_response({**told, **limits, "attention_backend": facts.selection, "internal_states": [{}]})
 
+    @answers("GET", "/health_generate")
     async def health_generate(self) -> Response:
         """Answer 200 when the engine has written a token."""
         await self._llm.check_health(self._service.options.step_timeout)
@@ -414,15 +378,19 @@ class GenerateRoutes:
             pass
         return Response()
 
+    @answers("POST", POOLING)
     async def pools_not(self) -> Response:
         """Refuse: the model generates text."""
         got = f"{self._llm.model.name}, which generates text (headway serve --runner pooling makes vectors of a decoder's states)"
         raise ApiError(404, f"this path: needs a model that embeds or scores, got {got}", code="wrong_model")
 
+    @answers("POST", BEYOND_TEXT)
     async def reads_text_alone(self) -> Response:
         """Refuse: there are models of text alone."""
         raise ApiError(404, f"this path: needs another kind of model, got {self._llm.model.name}, which reads texts alone")
 
+    @answers("GET", "/flush_cache")
+    @answers("POST", "/flush_cache")
     async def flush_cache(self) -> Response:
         """Forget the prompts that the cache holds."""
         self._service.check_operator()

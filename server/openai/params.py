@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from io import BytesIO
 from typing import Any, Final
@@ -25,28 +25,10 @@ from headway.server.openai.requests import (
     TokenizeRequest,
 )
 
-_SAME: Final = (
-    "n",
-    "best_of",
-    "temperature",
-    "top_p",
-    "stop",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
+_SAME: Final = tuple(
+    each.name
+    for each in fields(SamplingParams)
+    if each.name in SamplingRequest.model_fields and each.name not in ("max_tokens", "structured_outputs")
 )
 """Fields of the same name and meaning in SamplingParams."""
 _COMPLETION_TOKENS: Final = 16
@@ -185,10 +167,7 @@ def prompts_of(body: CompletionRequest) -> list[Any]:
 
 
 def _read_embedded(text: str) -> dict[str, Any]:
-    """A prompt of embeddings out of base64.
-
-    :raises ApiError: it is none, or not what torch.save writes of a tensor.
-    """
+    """A prompt of embeddings out of base64. :raises ApiError: it is none, or not what torch.save writes of a tensor."""
     import torch
 
     need = "prompt_embeds: needs base64 of torch.save(tensor), floating point [num_tokens, hidden_size]"

@@ -152,7 +152,7 @@ class Reply(Response):
         self._asked_headers = scope["headers"]
         self._more_headers = self._service.ignored_fields.header(self._ignored, self._path)
         try:
-            ticket = self._service.admit()
+            ticket = Ticket(self._service)
             async with asyncio.timeout(self._service.options.request_timeout):
                 await self._serve(ticket, receive, send)
         except TimeoutError:
@@ -183,7 +183,7 @@ class Reply(Response):
         self._note_running()
         if self._watcher is None:
             self._watcher = asyncio.ensure_future(self._watch(receive))  # finds a client that has left already at once
-        ends = [_nothing_more if self._service.tracing is None else partial(self._trace, each.params) for each in requests]
+        ends = [partial(self._trace, each.params) for each in requests]
         readers = self._readers = [
             PromptReader(each, number, self._answer, ticket, metrics, ends[number]) for number, each in enumerate(self._streams)
         ]
@@ -203,8 +203,8 @@ class Reply(Response):
         self._service.running[self._answer.key] = RunningAnswer(self._answer.id, [each.request_id for each in self._streams])
 
     def _trace(self, params: SamplingParams, output: RequestOutput, written: int) -> None:
-        assert self._service.tracing is not None
-        self._service.tracing.finished(output, written, params, self._asked_headers)
+        if self._service.tracing is not None:
+            self._service.tracing.finished(output, written, params, self._asked_headers)
 
     async def _wait_resumed(self, receive: Receive) -> bool:
         """Wait until a paused server goes on; False: the client has left meanwhile. Raises as `Service.resumed`."""
@@ -256,10 +256,6 @@ class Reply(Response):
             await send({"type": "http.response.body", "body": self._answer.failed(told), "more_body": False})
             return
         await told.response(self._path)({"type": "http"}, _nothing, send)
-
-
-def _nothing_more(output: RequestOutput, written: int) -> None:
-    """Take no further note of a prompt that has ended."""
 
 
 async def _nothing() -> Any:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -21,7 +21,7 @@ from headway.core.system.text import shown
 from headway.hosting.host import EngineDeadError
 from headway.hosting.profiling import ProfileRequest, start_profile, stop_profile, write_trace
 from headway.server.errors import ApiError, Fields
-from headway.server.routing import add_posts, endpoint, json_response, read_body, read_text
+from headway.server.routing import RouteGroup, answers, json_response, read_body, read_text
 from headway.server.service import Service
 
 
@@ -44,7 +44,7 @@ class UnloadAdapterRequest(Fields):
     """Not needed: the name says which."""
 
 
-class AdapterRoutes:
+class AdapterRoutes(RouteGroup):
     """Loads adapters into a server, and takes them out of it; 404 unless the operator's paths are switched on."""
 
     def __init__(self, service: Service) -> None:
@@ -53,14 +53,7 @@ class AdapterRoutes:
         self._numbers = max((each.lora_int_id for each in service.adapters.values()), default=0)
         self._loading: set[str] = set()
 
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
-        add_posts(
-            app,
-            ("/v1/load_lora_adapter", self.load, LoadAdapterRequest),
-            ("/v1/unload_lora_adapter", self.unload, UnloadAdapterRequest),
-        )
-
+    @answers("POST", "/v1/load_lora_adapter", body=[LoadAdapterRequest])
     async def load(self, request: Request) -> Response:
         """Read an adapter; requests may name it as their model once this has answered."""
         self._service.check_operator()
@@ -77,7 +70,7 @@ class AdapterRoutes:
         self._loading.add(name)
         try:
             known = await self._llm.list_loras()  # a program may have given the engine numbers of its own
-            self._numbers = max(self._numbers, *known, 0) + 1
+            self._numbers = max([self._numbers, *known]) + 1
             made = LoRARequest(name, self._numbers, asked.lora_path)
             await self._llm.add_lora(made)
         finally:
@@ -87,6 +80,7 @@ class AdapterRoutes:
             await self._llm.remove_lora(before.lora_int_id)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
+    @answers("POST", "/v1/unload_lora_adapter", body=[UnloadAdapterRequest])
     async def unload(self, request: Request) -> Response:
         """Forget an adapter; requests that have begun with it go on to their ends."""
         self._service.check_operator()
@@ -103,7 +97,7 @@ def models_of(adapters: Sequence[LoRARequest], parent: str, model: Callable[[str
     return [{**model(each.lora_name), "root": each.lora_path, "parent": each.base_model_name or parent} for each in adapters]
 
 
-class ProfileRoutes:
+class ProfileRoutes(RouteGroup):
     """Routes that start and stop a profile; 404 unless a folder for traces is named, for a profile slows everybody down."""
 
     def __init__(self, service: Service) -> None:
@@ -113,12 +107,7 @@ class ProfileRoutes:
         self._turn = asyncio.Lock()
         """Held while a profile is started or stopped: the next begins when the trace of the last is written."""
 
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
-        schema = {"content": {"application/json": {"schema": ProfileRequest.model_json_schema()}}}
-        app.add_api_route("/start_profile", endpoint(self.start), methods=["POST"], openapi_extra={"requestBody": schema})
-        app.add_api_route("/stop_profile", endpoint(self.stop), methods=["POST"])
-
+    @answers("POST", "/start_profile", body=[ProfileRequest], required=False)
     async def start(self, request: Request) -> Response:
         """Start a profile. The body may be empty."""
         folder = self._folder()
@@ -130,6 +119,7 @@ class ProfileRoutes:
             self._profiling = True
         return json_response({})
 
+    @answers("POST", "/stop_profile")
     async def stop(self) -> Response:
         """Stop the profile; the answer says where the time of a step went, and names the trace file."""
         self._folder()
@@ -163,37 +153,19 @@ class WorkerCall(BaseModel):
     kwargs: dict[str, Any] = {}
 
 
-class OperatorRoutes:
+class OperatorRoutes(RouteGroup):
     """The operator's routes; those that change something are 404 unless they are switched on."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._llm = service.llm
 
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
-        add_posts(
-            app,
-            ("/abort_requests", self.abort_requests, AbortRequest),
-            ("/collective_rpc", self.collective_rpc, WorkerCall),
-        )
-        for method, path, answer in (
-            ("GET", "/load", self.load),
-            ("GET", "/tokenizer_info", self.tokenizer_info),
-            ("GET", "/is_paused", self.is_paused),
-            ("POST", "/pause", self.pause),
-            ("POST", "/resume", self.resume),
-            ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
-            ("POST", "/sleep", self.sleep),
-            ("POST", "/wake_up", self.wake_up),
-            ("GET", "/is_sleeping", self.is_sleeping),
-        ):
-            app.add_api_route(path, endpoint(answer), methods=[method])
-
+    @answers("GET", "/load")
     async def load(self) -> Response:
         """Tell how many requests are being served, those that wait included."""
         return json_response({"server_load": self._service.num_unsubmitted + self._llm.num_unfinished_requests})
 
+    @answers("GET", "/tokenizer_info")
     async def tokenizer_info(self) -> Response:
         """Tell what the tokenizer's configuration says, the chat template included."""
         tokenizer = self._llm.get_tokenizer()
@@ -203,10 +175,12 @@ class OperatorRoutes:
         given = getattr(tokenizer, "init_kwargs", {})
         return json_response({**{name: _plain(value) for name, value in given.items() if not name.endswith("_file")}, **found})
 
+    @answers("GET", "/is_paused")
     async def is_paused(self) -> Response:
         """Tell whether requests wait until the server goes on."""
         return json_response({"is_paused": self._service.is_paused})
 
+    @answers("POST", "/pause")
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Response:
         """Let no request begin, until /resume.
 
@@ -227,6 +201,7 @@ class OperatorRoutes:
             await self._llm.abort(each for answer in list(self._service.running.values()) for each in answer.request_ids)
         await self._service.ended()
 
+    @answers("POST", "/sleep")
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> Response:
         """Give the memory of weights and cache back, until /wake_up; requests are refused meanwhile. See LLM.sleep.
 
@@ -244,6 +219,7 @@ class OperatorRoutes:
             self._service.resume()
         return Response()
 
+    @answers("POST", "/wake_up")
     async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """Take the memory back: of weights, kv_cache or both."""
         self._service.check_operator()
@@ -251,10 +227,12 @@ class OperatorRoutes:
         self._service.is_asleep = await self._llm.is_sleeping()
         return Response()
 
+    @answers("GET", "/is_sleeping")
     async def is_sleeping(self) -> Response:
         """Tell whether the engine sleeps."""
         return json_response({"is_sleeping": self._service.is_asleep})
 
+    @answers("POST", "/collective_rpc", body=[WorkerCall])
     async def collective_rpc(self, request: Request) -> Response:
         """Call a method of the engine's worker, by its name; the results are texts where JSON has nothing for them."""
         self._service.check_operator()
@@ -272,18 +250,21 @@ class OperatorRoutes:
             self._service.is_asleep = await self._llm.is_sleeping()
         return json_response({"results": [_plain(each) for each in found]})
 
+    @answers("POST", "/resume")
     async def resume(self) -> Response:
         """Let requests begin again, those first that have waited."""
         self._service.check_operator()
         self._service.resume()
         return json_response({"status": "resumed"})
 
+    @answers("POST", "/reset_prefix_cache")
     async def reset_prefix_cache(self) -> Response:
         """Forget the prompts that the cache holds."""
         self._service.check_operator()
         await self._llm.reset_prefix_cache()
         return Response()
 
+    @answers("POST", "/abort_requests", body=[AbortRequest])
     async def abort_requests(self, request: Request) -> Response:
         """End requests by the ids of their answers; an unknown one is left alone."""
         self._service.check_operator()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property, partial
 from importlib.resources import files
 from typing import Annotated, Any, Final, Literal
@@ -20,7 +20,7 @@ from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
 from headway.hosting.driver import EngineDriver
 from headway.server.errors import ApiError
-from headway.server.routing import endpoint
+from headway.server.routing import RouteGroup, answers
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -77,7 +77,7 @@ class Choices:
                 "batch": shape.batch,
                 "query_len": shape.query_len,
                 "kv_len": shape.kv_len,
-                "us": {name: _us(costs.step_us(name, shape)) for name in names},
+                "us": {name: round(us, 2) if math.isfinite(us := costs.step_us(name, shape)) else None for name in names},
             }
             for shape in costs.shapes(phase)
         ]
@@ -148,10 +148,6 @@ def table_of(driver: EngineDriver) -> dict[str, Any]:
     }
 
 
-def _us(us: float) -> float | None:
-    return round(us, 2) if math.isfinite(us) else None
-
-
 ASSETS: Final = {
     "/": ("index.html", "text/html"),
     "/headway/page/page.css": ("page.css", "text/css"),
@@ -175,7 +171,7 @@ _FRESH: Final = 0.5
 _Number = Annotated[int, Query(ge=1, le=2**31)]
 
 
-class PageRoutes:
+class PageRoutes(RouteGroup):
     """The routes of the web UI."""
 
     def __init__(self, service: Service) -> None:
@@ -186,17 +182,18 @@ class PageRoutes:
         self._table: bytes | None = None
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
+        """Add the routes and the files to an application."""
+        super().add_to(app)
         folder = files(__package__)
         for path, (name, kind) in ASSETS.items():
             data = folder.joinpath(name).read_bytes()
             if name == "index.html":
                 key = b"none" if self._service.options.api_key is None else b"required"
                 data = data.replace(b'data-key=""', b'data-key="' + key + b'"')
-            app.add_api_route(path, _Asset(data, kind).answer, methods=["GET"], include_in_schema=False)
-        for path, answer in (("/headway/state", self.state), ("/headway/table", self.table), ("/headway/explain", self.explain)):
-            app.add_api_route(path, endpoint(answer), methods=["GET"])
+            response = Response(data, headers=_HEADERS, media_type=f"{kind}; charset=utf-8")
+            app.add_api_route(path, _asset(response), methods=["GET"], include_in_schema=False)
 
+    @answers("GET", "/headway/state")
     async def state(self) -> Response:
         """The engine at this moment: figures, sequences and their blocks, and why this backend serves decode."""
         clock = asyncio.get_running_loop().time
@@ -205,6 +202,7 @@ class PageRoutes:
             self._stale_at = clock() + _FRESH
         return _json(await asyncio.shield(self._state))
 
+    @answers("GET", "/headway/table")
     async def table(self) -> Response:
         """The choice made at start, why other backends were not taken, and the measured times that `auto` uses."""
         if self._table is None:
@@ -213,6 +211,7 @@ class PageRoutes:
             self._table = orjson.dumps({"version": __version__, **served, **found})
         return _json(self._table)
 
+    @answers("GET", "/headway/explain")
     async def explain(
         self, phase: Literal["prefill", "extend", "decode"], batch: _Number = 1, query_len: _Number = 1, kv_len: _Number = 1
     ) -> Response:
@@ -230,15 +229,11 @@ class PageRoutes:
         return orjson.dumps(await self._llm.run_task(partial(state_of, now=now, queued=queued), concurrently=True))
 
 
-class _Asset:
-    """A file of the web UI."""
+def _asset(response: Response) -> Callable[[], Awaitable[Response]]:
+    async def answer() -> Response:
+        return response
 
-    def __init__(self, data: bytes, kind: str) -> None:
-        self._response = Response(data, headers=_HEADERS, media_type=f"{kind}; charset=utf-8")
-
-    async def answer(self) -> Response:
-        """Answer with the file."""
-        return self._response
+    return answer
 
 
 def _json(data: bytes) -> Response:

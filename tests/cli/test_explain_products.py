@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from headway.cli.look.explain_states import print_products
+from headway.cli.look.explain import print_products
 from sandbox import Result, assert_refused
 
 Headway = Callable[..., Result]

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from headway import LLM
-from headway.pooling.async_pooling import AsyncPooling
+from headway.pooling.assembly import AsyncPooling
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
 from sandbox import save_tiny_model

@@ -16,7 +16,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from headway import LLM
-from headway.pooling.async_pooling import AsyncPooling
+from headway.pooling.assembly import AsyncPooling
 from headway.server.launch import Server, ready_lines
 from headway.server.options import ServerOptions
 from server_clients import posted

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect, Request
@@ -15,10 +15,10 @@ from starlette.responses import FileResponse, Response
 
 from headway.core.system.text import harmless
 from headway.server.errors import ApiError, Fields
-from headway.server.openai.batches.store import BatchStore, FileStore, open_stores, page_of
+from headway.server.openai.batches.store import open_stores, page_of
 from headway.server.openai.batches.worker import BatchWorker, LineAnswers
 from headway.server.options import ServerOptions
-from headway.server.routing import add_posts, endpoint, json_response, read_body
+from headway.server.routing import RouteGroup, answers, json_response, read_body
 
 T = TypeVar("T")
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
@@ -37,7 +37,7 @@ class BatchRequest(Fields):
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
 
-class BatchRoutes:
+class BatchRoutes(RouteGroup):
     """Files and batches of one server; 404 unless a folder for them is named."""
 
     def __init__(self, options: ServerOptions, answers: LineAnswers, concurrency: int) -> None:
@@ -47,26 +47,10 @@ class BatchRoutes:
         """
         self._options = options
         self._answers = answers
-        self._stores: tuple[FileStore, BatchStore] | None = None
         self._worker: BatchWorker | None = None
         if options.files_dir is not None:
-            self._stores = open_stores(options.files_dir)
-            self._worker = BatchWorker(*self._stores, answers, options.max_body_bytes, concurrency)
-
-    def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
-        add_posts(app, ("/v1/batches", self.create, BatchRequest))
-        for method, path, answer in (
-            ("POST", "/v1/files", self.upload),
-            ("GET", "/v1/files", self.files),
-            ("GET", "/v1/files/{file_id}", self.file),
-            ("GET", "/v1/files/{file_id}/content", self.content),
-            ("DELETE", "/v1/files/{file_id}", self.delete),
-            ("GET", "/v1/batches", self.batches),
-            ("GET", "/v1/batches/{batch_id}", self.batch),
-            ("POST", "/v1/batches/{batch_id}/cancel", self.cancel),
-        ):
-            app.add_api_route(path, endpoint(answer), methods=[method])
+            files, batches = open_stores(options.files_dir)
+            self._worker = BatchWorker(files, batches, answers, options.max_body_bytes, concurrency)
 
     def start(self) -> None:
         """Go on with the batches that an earlier server has left."""
@@ -78,9 +62,10 @@ class BatchRoutes:
         if self._worker is not None:
             await self._worker.close()
 
+    @answers("POST", "/v1/files")
     async def upload(self, request: Request) -> Response:
         """Store a file."""
-        files = self._files
+        files = self._opened.files
         bounded = Request(request.scope, _bounded(request.receive, self._options))
         try:
             async with bounded.form(max_files=1, max_fields=_MOST_FIELDS) as form:
@@ -99,78 +84,72 @@ class BatchRoutes:
         except UnicodeError as error:
             raise ApiError(400, f"the form: needs text in a charset that there is, got {error}") from None
 
+    @answers("GET", "/v1/files")
     async def files(self, purpose: str | None = None, after: str | None = None, limit: _Limit = 10_000) -> Response:
         """List the files, the newest first."""
-        found = await _on_disk(self._files.all)
+        found = await _on_disk(self._opened.files.all)
         return json_response(page_of([each for each in found if purpose in (None, each["purpose"])], after, limit))
 
+    @answers("GET", "/v1/files/{file_id}")
     async def file(self, file_id: str) -> Response:
         """Describe a file."""
-        return json_response(self._files.get(file_id))
+        return json_response(self._opened.files.get(file_id))
 
+    @answers("GET", "/v1/files/{file_id}/content")
     async def content(self, file_id: str) -> Response:
         """Tell a file's content."""
-        self._files.get(file_id)
-        path = self._files.content(file_id)
+        self._opened.files.get(file_id)
+        path = self._opened.files.content(file_id)
         if not path.is_file():
             raise ApiError(404, f"the content of {file_id} is not there any more")
         return FileResponse(path, media_type="application/jsonl")
 
+    @answers("DELETE", "/v1/files/{file_id}")
     async def delete(self, file_id: str) -> Response:
         """Remove a file."""
-        self._files.get(file_id)
-        reader = self._batch_worker.uses(file_id)
+        self._opened.files.get(file_id)
+        reader = self._opened.uses(file_id)
         if reader is not None:
             raise ApiError(409, f"the batch {reader} reads this file; cancel the batch first")
-        await _on_disk(partial(self._files.remove, file_id))
+        await _on_disk(partial(self._opened.files.remove, file_id))
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
+    @answers("POST", "/v1/batches", body=[BatchRequest])
     async def create(self, request: Request) -> Response:
         """Begin a batch."""
-        batches = self._batches
+        batches = self._opened.batches
         body = await read_body(request, BatchRequest, self._options)
         body.unknown()
         if body.endpoint not in self._answers.urls:
             need = " or ".join(self._answers.urls)
             raise ApiError(400, f"endpoint: needs {need}, got {body.endpoint[:60]!r}", "endpoint")
-        self._files.get(body.input_file_id, "input_file_id")
+        self._opened.files.get(body.input_file_id, "input_file_id")
         make = partial(batches.new, body.endpoint, body.input_file_id, body.completion_window, body.metadata)
         record = await _on_disk(make)
-        self._batch_worker.start(record)
+        self._opened.start(record)
         return json_response(record)
 
+    @answers("GET", "/v1/batches")
     async def batches(self, after: str | None = None, limit: _Limit = 20) -> Response:
         """List the batches, the newest first."""
-        page = page_of(await _on_disk(self._batches.all), after, limit)
-        return json_response({**page, "data": list(map(self._batch_worker.latest, page["data"]))})
+        page = page_of(await _on_disk(self._opened.batches.all), after, limit)
+        return json_response({**page, "data": list(map(self._opened.latest, page["data"]))})
 
+    @answers("GET", "/v1/batches/{batch_id}")
     async def batch(self, batch_id: str) -> Response:
         """Tell how far a batch has come."""
-        return json_response(self._batch_worker.now(batch_id))
+        return json_response(self._opened.now(batch_id))
 
+    @answers("POST", "/v1/batches/{batch_id}/cancel")
     async def cancel(self, batch_id: str) -> Response:
         """End a batch; its answers so far become its files."""
-        return json_response(self._batch_worker.cancel(batch_id))
+        return json_response(self._opened.cancel(batch_id))
 
     @property
-    def _files(self) -> FileStore:
-        return self._opened[0]
-
-    @property
-    def _batches(self) -> BatchStore:
-        return self._opened[1]
-
-    @property
-    def _batch_worker(self) -> BatchWorker:
-        assert self._opened, "raises where there is none"
-        assert self._worker is not None
-        return self._worker
-
-    @property
-    def _opened(self) -> tuple[FileStore, BatchStore]:
-        if self._stores is None:
+    def _opened(self) -> BatchWorker:
+        if self._worker is None:
             raise ApiError(404, "this server keeps no files; start it with --files-dir FOLDER")
-        return self._stores
+        return self._worker
 
 
 def _bounded(receive: Callable[[], Awaitable[Any]], options: ServerOptions) -> Callable[[], Awaitable[Any]]:
@@ -193,10 +172,7 @@ def _bounded(receive: Callable[[], Awaitable[Any]], options: ServerOptions) -> C
 
 
 async def _on_disk(work: Callable[[], T]) -> T:
-    """Do work with files in a thread.
-
-    :raises ApiError: the disk is full, or cannot be written to.
-    """
+    """Do work with files in a thread. :raises ApiError: the disk is full, or cannot be written to."""
     try:
         return await asyncio.to_thread(work)
     except OSError as error:

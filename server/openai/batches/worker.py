@@ -255,8 +255,8 @@ class BatchWorker:
 
     def __init__(self, files: FileStore, batches: BatchStore, answers: LineAnswers, most_bytes: int, concurrency: int) -> None:
         """most_bytes: of a line. concurrency: lines at a time."""
-        self._files = files
-        self._batches = batches
+        self.files = files
+        self.batches = batches
         self._answers = answers
         self._most_bytes = most_bytes
         self._concurrency = concurrency
@@ -271,7 +271,7 @@ class BatchWorker:
 
     def resume(self) -> None:
         """Go on with the batches that an earlier server has left, the oldest first."""
-        for record in reversed(self._batches.all()):
+        for record in reversed(self.batches.all()):
             if record["status"] in OPEN:
                 self.start(record)
 
@@ -296,9 +296,9 @@ class BatchWorker:
             return record if run is None else {**record, "request_counts": _counts(record, run.journal)}
         ended = self._unsaved.get(batch_id)
         if ended is None:
-            return self._batches.get(batch_id)
+            return self.batches.get(batch_id)
         with suppress(OSError):  # as before
-            self._batches.save(ended)
+            self.batches.save(ended)
             del self._unsaved[batch_id]
         return ended
 
@@ -322,7 +322,7 @@ class BatchWorker:
             raise ApiError(409, f"a batch that goes on can be cancelled, this one is {status}")
         if record["status"] != "cancelling":
             try:
-                self._batches.move(record, "cancelling")
+                self.batches.move(record, "cancelling")
             except OSError as error:  # it ends all the same
                 log.error("batch %s: that it is cancelled cannot be written: %s", batch_id, error)
             if batch_id in self._answering:
@@ -358,8 +358,8 @@ class BatchWorker:
 
     async def _answer(self, record: dict[str, Any]) -> None:
         """Answer the lines that have no answer yet."""
-        with Journal(self._batches.journal(record["id"]), _name(record)) as journal:
-            source = self._files.content(record["input_file_id"])
+        with Journal(self.batches.journal(record["id"]), _name(record)) as journal:
+            source = self.files.content(record["input_file_id"])
             if record["endpoint"] not in self._answers.urls:
                 raise ConfigError("endpoint", " or ".join(self._answers.urls), record["endpoint"])
             if not source.is_file():
@@ -368,39 +368,39 @@ class BatchWorker:
             record["request_counts"]["total"] = await asyncio.to_thread(run.count)
             self._running[record["id"]] = record, run
             if record["status"] == "validating":
-                self._batches.move(record, "in_progress")
+                self.batches.move(record, "in_progress")
             await run.answer_all(self._concurrency)
 
     async def _finish(self, record: dict[str, Any]) -> None:
         """Turn the journal into files. What a killed server has made of it is made again, under the same ids."""
         if record["output_file_id"] is None and record["error_file_id"] is None:
-            ids = {"output_file_id": self._files.new_id(), "error_file_id": self._files.new_id()}
+            ids = {"output_file_id": self.files.new_id(), "error_file_id": self.files.new_id()}
             record.update(ids)
-            self._batches.save(record) if record["status"] == "cancelling" else self._batches.move(record, "finalizing")
-        with Journal(self._batches.journal(record["id"]), _name(record)) as journal:
+            self.batches.save(record) if record["status"] == "cancelling" else self.batches.move(record, "finalizing")
+        with Journal(self.batches.journal(record["id"]), _name(record)) as journal:
             counts = _counts(record, journal)
             for failed, field in ((False, "output_file_id"), (True, "error_file_id")):
                 file_id = record[field]
-                if await asyncio.to_thread(journal.write, self._files.content(file_id), failed):
-                    self._files.register(file_id, f"{record['id']}_{'error' if failed else 'output'}.jsonl", "batch_output")
+                if await asyncio.to_thread(journal.write, self.files.content(file_id), failed):
+                    self.files.register(file_id, f"{record['id']}_{'error' if failed else 'output'}.jsonl", "batch_output")
                 else:
                     record[field] = None
         last = "cancelled" if record["status"] == "cancelling" else "completed"
-        self._batches.move(record, last, request_counts=counts)
-        self._batches.journal(record["id"]).unlink(missing_ok=True)
+        self.batches.move(record, last, request_counts=counts)
+        self.batches.journal(record["id"]).unlink(missing_ok=True)
 
     def _fail(self, record: dict[str, Any], error: BaseException) -> None:
         """End a batch that cannot go on; its journal stays."""
         log.error("batch %s has failed: %s", record["id"], error)
         log_traceback("a batch", error)
         for field in ("output_file_id", "error_file_id"):
-            if record[field] is not None and not self._files.has(record[field]):
+            if record[field] is not None and not self.files.has(record[field]):
                 record[field] = None
         reason = error.strerror if isinstance(error, OSError) else str(error) if isinstance(error, HeadwayError) else ""
         message = reason or f"{type(error).__name__}: {error}"
         data = [{"code": "batch_failed", "message": message, "line": None, "param": None}]
         try:
-            self._batches.move(record, "failed", errors={"object": "list", "data": data})
+            self.batches.move(record, "failed", errors={"object": "list", "data": data})
         except OSError as again:
             self._unsaved[record["id"]] = record
             log.error("batch %s goes on at the next start, because its end cannot be written: %s", record["id"], again)

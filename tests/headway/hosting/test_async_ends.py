@@ -15,7 +15,7 @@ import pytest
 
 from async_reading import read
 from headway import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
-from headway.hosting.thread_host import EngineThread
+from headway.hosting.host import EngineThread
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -143,8 +143,8 @@ def test_resetting_the_prefix_cache_forgets_what_is_on_disk(served: AsyncLLM, mo
 
 def test_freed_memory_is_given_back_once_when_there_is_no_work(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     callers: list[Thread] = []  # hosts of other tests give memory back as well
-    monkeypatch.setattr("headway.hosting.thread_host.give_back", lambda: callers.append(current_thread()))
-    monkeypatch.setattr("headway.hosting.thread_host._IDLE", 0.3)  # far above what a loaded machine puts between two calls
+    monkeypatch.setattr("headway.hosting.host.give_back", lambda: callers.append(current_thread()))
+    monkeypatch.setattr("headway.hosting.host._IDLE", 0.3)  # far above what a loaded machine puts between two calls
 
     async def run() -> None:
         async with AsyncLLM.from_llm(llm) as served:

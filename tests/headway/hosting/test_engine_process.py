@@ -29,7 +29,7 @@ from headway.core.engine.data.step import OutputDelta
 from headway.core.engine.loop import EngineLoop
 from headway.engine_args import EngineArgs
 from headway.hosting.driver import driver_of
-from headway.hosting.process_host import EngineProcess, RestartingEngine
+from headway.hosting.process_host import EngineProcess
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
 
@@ -248,7 +248,7 @@ def test_a_fault_in_the_engine_ends_its_requests_with_the_cause(llm: LLM) -> Non
 @pytest.mark.slow
 def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed(llm: LLM) -> None:
     make = partial(driver_of, EngineArgs.of(str(llm.model.folder), kv_cache_memory="8MiB", num_threads=1, block_size=16))
-    host = RestartingEngine(EngineProcess(make), make, restarts=1)
+    host = EngineProcess(make, restarts=1)
     made = AsyncLLM.over(host)
     first = process_of(made)
 

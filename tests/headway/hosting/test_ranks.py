@@ -30,9 +30,9 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.engine_args import EngineArgs
 from headway.hosting import assembly
-from headway.hosting.process_host import EngineProcess, RestartingEngine
+from headway.hosting.host import EngineThread
+from headway.hosting.process_host import EngineProcess
 from headway.hosting.rank_assembly import rank_devices
-from headway.hosting.thread_host import EngineThread
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
 from ranked_model import assert_ended, is_alive, pids_of, ranked_driver, ranked_engine
@@ -123,7 +123,7 @@ def test_ranks_end_with_a_process_of_the_engine_that_is_killed(stopped: bool) ->
 @pytest.mark.slow
 def test_a_server_answers_503_when_a_rank_is_lost_and_200_when_the_engine_runs_again() -> None:
     make = partial(ranked_driver, 2)
-    made = AsyncLLM.over(RestartingEngine(EngineProcess(make), make, restarts=1))
+    made = AsyncLLM.over(EngineProcess(make, restarts=1))
     server = Server(made, ServerOptions(served_model_names=("ranked",)), port=0)
     thread = Thread(target=server.run)
     thread.start()

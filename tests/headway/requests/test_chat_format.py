@@ -19,7 +19,7 @@ from headway import SamplingParams, StructuredOutputsParams, create_registry, ho
 from headway.contract import CallSyntax, ChatContext, ChatParser, ChatParserInfo, ChatPiece, ConfigError, PluginError
 from headway.core.sampling.grammar import grammar_text
 from headway.requests.chat_template import chat_prompt
-from headway.requests.chats import ChatFormat, ChatText, read_whole
+from headway.requests.chats import ChatFormat, ChatText
 from headway.requests.tool_use import ToolUse
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -160,7 +160,7 @@ def test_a_template_is_shown_the_parameters_of_a_tool_without_any() -> None:
 def reading(name: str, use: ToolUse, text: str, prompt: str = "") -> ChatText:
     reader = ChatFormat.of(TOKENIZERS[name]).reader(use, prompt)
     assert reader is not None
-    return read_whole(reader, text)
+    return ChatText.of([*reader.feed(text), *reader.end()])
 
 
 def test_one_call_alone_may_come_where_no_others_are_wanted() -> None:
@@ -287,7 +287,7 @@ def test_a_plugin_brings_a_parser() -> None:
     ):
         reader = chats.reader(ToolUse.of(TOOLS), "")
         assert reader is not None
-        assert [call.name for call in read_whole(reader, "do!").calls] == ["f"]
+        assert [call.name for call in ChatText.of([*reader.feed("do!"), *reader.end()]).calls] == ["f"]
     with pytest.raises(PluginError, match="already registered"):
         create_registry([Plugin(), Plugin()], load_entry_points=False)
     with pytest.raises(ConfigError, match=r"--tool-call-parser: needs one of .*hermes"):

@@ -20,7 +20,7 @@ from headway.server.anthropic import MessagesRequest, TokenCountRequest
 from headway.server.errors import ApiError, api_error
 from headway.server.openai.params import ParamsMaker, chat_params, tool_use
 from headway.server.openai.requests import ChatRequest
-from headway.server.openai.responses_requests import ResponsesRequest
+from headway.server.openai.responses import ResponsesRequest
 
 Place = tuple[str | int, ...]
 

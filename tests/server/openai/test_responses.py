@@ -14,8 +14,7 @@ from pydantic import TypeAdapter
 from headway.core.contract.chat_parsers import ChatPiece
 from headway.outputs import CompletionOutput
 from headway.server.openai.chat import ChatAnswer
-from headway.server.openai.responses import ResponseStore, StoredResponse
-from headway.server.openai.responses_requests import messages_of_items
+from headway.server.openai.responses import ResponseStore, StoredResponse, messages_of_items
 from server_thread import Running
 
 responses = pytest.importorskip("openai.types.responses", reason="openai below 1.66 has no responses")
