@@ -18,7 +18,7 @@ from headway.core.system.system_errors import (
     outlive_stderr,
     system_error_text,
 )
-from headway.machine.memory import collect_seldom, handle_sigint, interrupt_command
+from headway.machine.process import collect_seldom, handle_sigint, interrupt_command
 
 _NARROWEST: Final = 20
 """Columns of the narrowest terminal that is believed."""

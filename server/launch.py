@@ -18,7 +18,7 @@ from typing import Final
 import uvicorn
 
 from headway.async_llm import AsyncLLM
-from headway.machine.memory import SWITCH_INTERVAL
+from headway.machine.process import SWITCH_INTERVAL
 from headway.pooling.assembly import AsyncPooling
 from headway.server.app import create_app
 from headway.server.openai.batches.routes import BatchRoutes

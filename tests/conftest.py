@@ -19,7 +19,7 @@ from hypothesis import settings
 
 from headway.core.system.files import cache_folder
 from headway.kernels.runtime.nvrtc.compiler import Compiler, find_compiler
-from headway.machine import memory
+from headway.machine import process
 from headway.registry import Registry, create_registry
 
 os.environ.setdefault("HEADWAY_AUTOTUNE_BUDGET", "0")  # nothing is measured at a start unless a test asks for it
@@ -99,7 +99,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    memory.gc = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None, get_freeze_count=lambda: 1)  # type: ignore[assignment]
+    process.gc = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None, get_freeze_count=lambda: 1)  # type: ignore[assignment]
     atexit.register(gc.unfreeze)
 
 

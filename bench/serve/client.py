@@ -17,7 +17,7 @@ import orjson
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_text import parse_json
-from headway.machine.memory import handle_sigint, interrupt_command
+from headway.machine.process import handle_sigint, interrupt_command
 
 T = TypeVar("T")
 

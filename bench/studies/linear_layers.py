@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.terminal import Terminal
 from headway.kernels.linear.linear import Linear
-from headway.machine.memory import set_threads
+from headway.machine.process import set_threads
 from headway.tuning.measure.timing import Timer
 
 SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "lm_head": (49152, 576)}

@@ -214,7 +214,7 @@ def regret(
     from headway.bench.crossover.regret import RegretReport, judge_again, leave_one_out, measure_regret
     from headway.cli.options import sizes_of
     from headway.core.select.selection import Workload
-    from headway.machine.memory import set_threads
+    from headway.machine.process import set_threads
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import resolve_device
     from headway.tuning.table.files import read_table

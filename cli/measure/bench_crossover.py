@@ -99,7 +99,7 @@ def crossover(
     given = SimpleNamespace(**locals())
     from headway.bench.crossover.engine_level import run_engine_level
     from headway.bench.crossover.export import check_target
-    from headway.machine.memory import set_threads
+    from headway.machine.process import set_threads
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import resolve_device
     from headway.tuning.measure.run import run_kernel_level

@@ -70,7 +70,7 @@ def options_of(
     from headway.bench.kernel.run import KernelOptions
     from headway.core.contract.spec import DTYPES, KV_DTYPES
     from headway.core.system.provenance import command_line
-    from headway.machine.memory import set_threads
+    from headway.machine.process import set_threads
     from headway.tuning.measure.device import resolve_device
     from headway.tuning.measure.timing import Timer
     from headway.tuning.measure.workloads import Geometry

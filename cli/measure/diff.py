@@ -127,7 +127,7 @@ def _told(side: Side, name: str, weights: str, products: Sequence[str] = ()) -> 
 
 def _load(args: EngineArgs, device: torch.device, quantization: str | None, err: Terminal) -> DiffModels:
     from headway.bench.diff.sides import load_models
-    from headway.machine.memory import set_threads
+    from headway.machine.process import set_threads
 
     if device.type == "cpu":
         set_threads(args.num_threads)

@@ -38,7 +38,7 @@ from headway.core.system.part_clock import PartClock
 from headway.hosting.rank_assembly import EngineChoices, load_part, make_rank, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog
 from headway.kernels.runtime.compile_ahead import compile_ahead
-from headway.machine.memory import bound_kernel_caches, freeze_heap, set_threads
+from headway.machine.process import bound_kernel_caches, freeze_heap, set_threads
 from headway.models.loader import LoadedModel
 from headway.registry import Registry
 from headway.requests.validation import RequestRules, processor_class

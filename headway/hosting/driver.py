@@ -14,7 +14,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.step import OutputDelta
 from headway.engine_args import EngineArgs
 from headway.hosting.assembly import Assembly, assemble
-from headway.machine.memory import GIVE_BACK_INTERVAL, give_back
+from headway.machine.process import GIVE_BACK_INTERVAL, give_back
 from headway.requests.validation import RequestNames, RequestValidator, TextModel
 
 

@@ -20,7 +20,7 @@ from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.request_limits import RequestLimits
 from headway.core.engine.loop import EngineLoop
 from headway.hosting.driver import EngineDriver, Listener
-from headway.machine.memory import give_back
+from headway.machine.process import give_back
 from headway.requests.validation import RequestNames, RequestRules, RequestValidator, TextModel
 
 log = logging.getLogger("headway")

@@ -24,7 +24,7 @@ from headway.core.system.system_errors import escape_unencodable, open_closed_st
 from headway.core.system.wire import Wire
 from headway.hosting.host import EngineDeadError, EngineThread
 from headway.hosting.process_messages import EngineFault, EngineReady, Failed, RunTask, StartEngine, StepOutputs, TaskResult
-from headway.machine.memory import SWITCH_INTERVAL
+from headway.machine.process import SWITCH_INTERVAL
 
 _SIGN_INTERVAL = 1.0
 """Seconds after which a step without outputs is told of, too, so that the parent sees that the engine is not stuck."""

@@ -30,7 +30,7 @@ from headway.hosting.process_messages import (
     TaskResult,
     spawn_engine,
 )
-from headway.machine.memory import freeze_heap
+from headway.machine.process import freeze_heap
 from headway.models.checkpoints.tokenizer import read_tokenizer
 from headway.requests.validation import RequestNames, RequestValidator, TextModel
 

@@ -24,7 +24,7 @@ from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.sampling import fastest_sampling
-from headway.machine.memory import bound_kernel_caches, set_threads
+from headway.machine.process import bound_kernel_caches, set_threads
 from headway.models.loader import LoadedModel, LoadOptions, load_model
 from headway.tuning.autotune import TableRequest
 from headway.tuning.measure.all_reduce import choose_all_reduce

@@ -6,7 +6,7 @@ import sys
 import time
 
 from headway.core.engine.ranks.rank_loop import run_rank
-from headway.machine.memory import GIVE_BACK_INTERVAL, freeze_heap, give_back
+from headway.machine.process import GIVE_BACK_INTERVAL, freeze_heap, give_back
 
 
 class GiveBackNowAndThen:

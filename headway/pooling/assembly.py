@@ -27,7 +27,7 @@ from headway.engine_args import PoolingModel
 from headway.hosting.assembly import checked_registry
 from headway.hosting.host import EngineDeadError
 from headway.kernels.runtime.compile_ahead import compile_ahead
-from headway.machine.memory import bound_kernel_caches, freeze_heap, set_threads
+from headway.machine.process import bound_kernel_caches, freeze_heap, set_threads
 from headway.models.encoders.pooling.detect import PoolingTask
 from headway.models.encoders.pooling.loader import LoadedPoolingModel, load_pooling_model
 from headway.pooling.jobs import PoolingJob, PoolingJobs

@@ -16,7 +16,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
-from headway.machine.memory import set_threads
+from headway.machine.process import set_threads
 from headway.models.loader import LoadedModel, load_model
 from headway.registry import Registry
 from run_engine import Written

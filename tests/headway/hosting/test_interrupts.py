@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from headway.bench.serve.client import Client
-from headway.machine.memory import handle_sigint, interrupt_command
+from headway.machine.process import handle_sigint, interrupt_command
 
 COMMAND = """
 import atexit, signal, sys
-from headway.machine.memory import handle_sigint, interrupt_command
+from headway.machine.process import handle_sigint, interrupt_command
 atexit.register(print, "cleaned up")
 with handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
     try:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from headway.machine.memory import CAPACITY, VARIABLES, bound_kernel_caches
+from headway.machine.process import CAPACITY, VARIABLES, bound_kernel_caches
 from sandbox import run_python
 
 GROWTH = """
 import psutil, random, sys, torch
-from headway.machine.memory import bound_kernel_caches
+from headway.machine.process import bound_kernel_caches
 from headway.kernels.linear.linear import Linear
 
 if sys.argv[1] == "bounded":
@@ -32,7 +32,7 @@ print(*(each // 2**20 for each in held))
 
 CYCLE = """
 import gc, weakref
-from headway.machine.memory import freeze_heap
+from headway.machine.process import freeze_heap
 
 class Node: pass
 
