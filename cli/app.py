@@ -5,28 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-from typing import Annotated, Any
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand
 
-from headway.cli.look.backends import backends
-from headway.cli.look.doctor import doctor
-from headway.cli.look.explain import explain
-from headway.cli.look.plugins import new_backend, plugins
-from headway.cli.look.table import table
-from headway.cli.measure.bench_crossover import crossover
-from headway.cli.measure.bench_kernel import kernel
-from headway.cli.measure.bench_serve import serve as bench_serve
-from headway.cli.measure.bench_throughput import throughput
-from headway.cli.measure.check import check
-from headway.cli.measure.diff import diff
-from headway.cli.measure.plan import plan
-from headway.cli.run.batch import batch
-from headway.cli.run.chat import chat
-from headway.cli.run.generate import generate
-from headway.cli.run.serve import serve
-from headway.cli.run.warm import build, warm
 from headway.compat.vllm_words import ANY_VALUE, FLAGS
 from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr
@@ -83,32 +68,69 @@ RUN, CHOOSE = "Run a model", "Choose a backend"
 MEASURE, WRITE = "Measure and check", "Write a backend"
 """Panels of `headway --help`."""
 
-app = typer.Typer(
-    name="headway",
-    help="Run LLMs on the attention kernels that are fastest on this machine.",
-    epilog=_EXAMPLE,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for panel, commands in (
-    (RUN, (generate, chat, serve, batch)),
-    (CHOOSE, (doctor, plan, warm, build)),
-    (MEASURE, (diff,)),
-    (WRITE, (new_backend, check, plugins)),
-):
-    for each in commands:
-        app.command(each.__name__.replace("_", "-"), cls=Command, rich_help_panel=panel)(each)
-listing = typer.Typer(invoke_without_command=True, callback=backends)
-listing.command(cls=Command)(explain)
-app.add_typer(listing, name="backends", rich_help_panel=CHOOSE)
-bench = typer.Typer(help="Measure speed: generation, kernels, crossover tables, servers.", no_args_is_help=True)
-app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
-app.add_typer(table, name="table", rich_help_panel=MEASURE)
-bench.command(cls=Command)(throughput)
-bench.command(cls=Command)(kernel)
-bench.command(cls=Command)(crossover)
-bench.command("serve", cls=Command)(bench_serve)
+_COMMANDS: Final = {
+    "generate": ("run.generate", RUN),
+    "chat": ("run.chat", RUN),
+    "serve": ("run.serve", RUN),
+    "batch": ("run.batch", RUN),
+    "doctor": ("look.doctor", CHOOSE),
+    "plan": ("measure.plan", CHOOSE),
+    "warm": ("run.warm", CHOOSE),
+    "build": ("run.warm", CHOOSE),
+    "diff": ("measure.diff", MEASURE),
+    "new-backend": ("look.plugins", WRITE),
+    "check": ("measure.check", WRITE),
+    "plugins": ("look.plugins", WRITE),
+}
+"""Commands that are no groups: the module of each, which has a function of the command's name, and its panel."""
+
+
+def make_app(names: Iterable[str] = _COMMANDS, groups: bool = True) -> typer.Typer:
+    """Return the command line. names: of the commands that it has; groups: True adds `backends`, `bench` and `table`."""
+    app = typer.Typer(
+        name="headway",
+        help="Run LLMs on the attention kernels that are fastest on this machine.",
+        epilog=_EXAMPLE,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(common)
+    for name in names:
+        module, panel = _COMMANDS[name]
+        function = getattr(import_module(f"headway.cli.{module}"), name.replace("-", "_"))
+        app.command(name, cls=Command, rich_help_panel=panel)(function)
+    if groups:
+        _add_groups(app)
+    return app
+
+
+def _add_groups(app: typer.Typer) -> None:
+    from headway.cli.look.backends import backends
+    from headway.cli.look.explain import explain
+    from headway.cli.look.table import table
+    from headway.cli.measure.bench_crossover import crossover
+    from headway.cli.measure.bench_kernel import kernel
+    from headway.cli.measure.bench_serve import serve
+    from headway.cli.measure.bench_throughput import throughput
+
+    listing = typer.Typer(invoke_without_command=True, callback=backends)
+    listing.command(cls=Command)(explain)
+    app.add_typer(listing, name="backends", rich_help_panel=CHOOSE)
+    bench = typer.Typer(help="Measure speed: generation, kernels, crossover tables, servers.", no_args_is_help=True)
+    app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
+    app.add_typer(table, name="table", rich_help_panel=MEASURE)
+    for each in (throughput, kernel, crossover, serve):
+        bench.command(cls=Command)(each)
+
+
+def command_for(arguments: Sequence[str]) -> Any:
+    """Return the command line as typer runs it; if the arguments begin with a command's name, with that command alone.
+
+    Importing and building the others takes a tenth of a start.
+    """
+    named = bool(arguments) and arguments[0] in _COMMANDS
+    return typer.main.get_command(make_app(arguments[:1], groups=False) if named else make_app())
 
 
 def _version(wanted: bool) -> None:
@@ -119,7 +141,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def common(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine chooses.")] = False,
     wanted: Annotated[
@@ -134,7 +155,3 @@ def common(
 
         PluginPolicy.parse(wanted, "--plugins")
         os.environ[VARIABLE] = wanted  # the processes that a command starts are to have the same
-
-
-command = typer.main.get_command(app)
-"""What `app` makes of all of the above: made once, for it takes as long as a quick command itself."""

@@ -82,9 +82,9 @@ def run_command_line() -> None:
         os.getcwd()
     except FileNotFoundError:  # libraries end the process without a word about it
         raise ConfigError("the working folder", "one that exists", "one that was removed", "cd into another") from None
-    from headway.cli.app import command
+    from headway.cli.app import command_for
 
-    command()
+    command_for(sys.argv[1:])()
 
 
 def _say(kind: str, text: str) -> None:

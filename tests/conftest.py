@@ -99,7 +99,9 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    process.gc = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None, get_freeze_count=lambda: 1)  # type: ignore[assignment]
+    process.gc = SimpleNamespace(  # type: ignore[assignment]
+        collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None, get_freeze_count=lambda: 1, set_threshold=gc.set_threshold
+    )
     atexit.register(gc.unfreeze)
 
 

@@ -18,9 +18,11 @@ from headway.bench.studies.engines import engines
 from headway.bench.studies.ranks import WORKS, predict_runs
 from headway.bench.studies.ranks import ranks as ranks_study
 from headway.bench.studies.ranks_report import PlannedRun, RanksPrediction, markdown, report_of
-from headway.cli.app import app
+from headway.cli.app import make_app
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json
+
+app = make_app()
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,13 +15,15 @@ import typer
 from rich.text import Text
 
 import headway as package
-from headway.cli.app import app
+from headway.cli.app import make_app
 from headway.cli.engine_options import options_page
 from headway.cli.options import parse_attn_options, parse_block_size
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import EngineArgs
 from headway.registry import create_registry
 from sandbox import Result, run_headway, run_python
+
+app = make_app()
 
 ROOT = Path(__file__).resolve().parents[2]
 

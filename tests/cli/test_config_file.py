@@ -9,10 +9,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headway.cli.app import Command
-from headway.cli.app import app as headway
+from headway.cli.app import Command, make_app
 from headway.cli.options import ConfigFile
 from headway.core.contract.errors import ConfigError
+
+headway = make_app()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 FOUND: dict[str, Any] = {}

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headway.cli.app import app
+from headway.cli.app import make_app
 from headway.core.contract.errors import HeadwayError
 from headway.plan.results import PlanReport
+
+app = make_app()
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--input-len", "200", "--output-len", "24"]

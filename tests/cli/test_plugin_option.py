@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from headway import LLM, SamplingParams, create_registry
-from headway.cli.app import app
+from headway.cli.app import make_app
 from headway.cli.measure.bench_crossover import crossover
 from headway.cli.options import requests_of
 from headway.contract import Phase
@@ -19,6 +19,8 @@ from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.select.backend_request import BackendRequest
 from headway.registry.plugin_sources import PluginFile
 from sandbox import TOY, assert_refused, run_headway
+
+app = make_app()
 
 COMMANDS = (
     *("backends", "backends explain", "bench crossover", "bench kernel", "bench throughput", "check", "diff", "doctor"),

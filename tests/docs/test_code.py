@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from documentation_blocks import ROOT, Block, blocks, headway_arguments, nav_pages, pages, pattern
-from headway.cli.app import command as COMMAND
+from headway.cli.app import command_for
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import cache_folder
 from sandbox import install
@@ -29,7 +29,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 def understand(arguments: list[str]) -> None:
     """Parse a command line as headway does, and call nothing."""
-    command = COMMAND
+    command = command_for(())
     context: Any = None
     words = arguments
     while True:

@@ -21,7 +21,8 @@ def test_a_table_is_read_without_torch(tmp_path: Path) -> None:
     write_json(a_table(a_cell()), tmp_path / "table.json")
     program = """
 import sys
-from headway.cli.app import app
+from headway.cli.app import make_app
+app = make_app()
 for command in ("show table.json", "diff table.json table.json", "merge table.json table.json -o merged.json"):
     app(["table", *command.split()], standalone_mode=False)
 print(sorted({"torch", "numpy", "transformers"} & set(sys.modules)))

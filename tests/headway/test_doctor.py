@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headway.cli.app import app
+from headway.cli.app import make_app
 from headway.cli.look import doctor as cli_doctor
 from headway.cli.look.doctor import command_lines, diagnose, screen
 from headway.core.contract.backend import BackendInfo
@@ -30,6 +30,8 @@ from headway.machine.doctor import (
     wheel_tag,
 )
 from headway.registry import create_registry, hookimpl
+
+app = make_app()
 
 H200 = Machine(
     system="Linux",

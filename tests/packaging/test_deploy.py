@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from headway.cli.app import command
+from headway.cli.app import command_for
 from headway.core.engine.data.stats import EngineSnapshot, EngineStats
 from headway.server.middleware import PROBES
 from headway.server.operators.metrics import Metrics
@@ -23,7 +23,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
 def options() -> set[str]:
     """The options of `headway serve`."""
-    commands: Any = command
+    commands: Any = command_for(())
     return {option for parameter in commands.commands["serve"].params for option in parameter.opts}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headway.cli.app import app
+from headway.cli.app import make_app
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
 from headway.core.select.backend_request import ALL_AUTO
@@ -29,6 +29,8 @@ from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, Spe
 from headway.tuning.table.schema import points as by_point
 from tables import POINTS, QUICK, SPEC, a_cell, a_device, a_table
 from tiny_bench import with_backend
+
+app = make_app()
 
 Times = Callable[[str, Point], float | None]
 GRID = grid("cpu")
