@@ -61,12 +61,6 @@ def test_its_metadata_names_the_module_and_the_contract(package: Path) -> None:
     assert registry.backend("walnut_tree").__name__ == "WalnutTree"
 
 
-def test_what_the_author_replaces_is_short(package: Path) -> None:
-    text = (package / "headway_walnut_tree.py").read_text()
-    kernel = text.partition("def attend")[2].partition("\n\n\n")[0]
-    assert len(kernel.splitlines()) < 40
-
-
 def test_its_own_test_passes(module: ModuleType, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "headway_walnut_tree", module)
     own = load_file(package / "tests" / "test_walnut_tree.py")

@@ -30,8 +30,6 @@ expect = sync_api.expect
 SECONDS = 20_000
 """Milliseconds that anything on the page may take on a busy machine."""
 
-LOOK_AGAIN = "() => document.dispatchEvent(new Event('visibilitychange'))"
-
 
 @pytest.fixture(scope="module")
 def served(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
@@ -243,18 +241,6 @@ def test_the_last_question_has_the_answer_whichever_comes_last(page: sync_api.Pa
         held[0].continue_()
     page.evaluate("() => new Promise((done) => setTimeout(done, 50))")
     expect(page.locator("#answer")).to_contain_text(re.compile(r"4 sequences"))
-
-
-def test_the_table_is_asked_for_once(browser: sync_api.Browser, served: Running) -> None:
-    context = browser.new_context()
-    page, asked = context.new_page(), []
-    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/headway/table") else None)
-    page.route("**/headway/table", lambda route: (page.evaluate(LOOK_AGAIN), route.continue_()))
-    page.goto(served.url)
-    expect(page.locator("#connection")).to_have_text("connected", timeout=SECONDS)
-    assert len(asked) == 1, "the page became visible while the first look was under way"
-    context.close()
-    served.wait_idle()
 
 
 def test_everything_is_reached_by_keyboard(page: sync_api.Page) -> None:

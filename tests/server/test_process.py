@@ -16,7 +16,7 @@ import pytest
 
 from sandbox import save_tiny_model
 
-STDERR = {"full": "2>/dev/full", "closed": "2>&-", "a pipe that nobody reads": "2> >(exec true)"}
+STDERR = {"full": "2>/dev/full", "a pipe that nobody reads": "2> >(exec true)"}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Many clients at once, some of whom go away: nothing is lost, doubled or mixed up, and nothing is left behind."""
+"""`headway serve` under many clients at once, some of whom go away: its memory stays as it is."""
 
 from __future__ import annotations
 
@@ -9,38 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from headway import LLM, SamplingParams
 from sandbox import save_tiny_model
-from server_clients import PLANS, ask_all, work
-from server_thread import Running
-
-
-@pytest.mark.parametrize("count", [24, pytest.param(300, marks=pytest.mark.slow)])
-def test_random_aborts_lose_duplicate_or_mix_no_tokens(llm: LLM, served: Running, count: int) -> None:
-    prompts, tokens = work(count)
-    params = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for most in tokens]
-    alone = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-    found = asyncio.run(ask_all(served.url, prompts, tokens))
-    ended: Counter[str] = Counter()
-    for (plan, text, done), whole in zip(found, alone, strict=True):
-        assert whole.startswith(text)
-        if plan in ("read", "whole"):
-            assert (text, done) == (whole, 1)
-        else:
-            assert done == 0 or text == whole
-        ended[plan] += 1
-    assert min(ended[plan] for plan in PLANS) >= 1
-    served.wait_idle(30)
+from server_clients import ask_all, work
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_serve_command_keeps_its_memory_and_stops_on_a_signal(tmp_path: Path) -> None:
     """HEADWAY_SOAK_SECONDS=300 is the long form."""
     seconds = float(os.environ.get("HEADWAY_SOAK_SECONDS", "40"))
@@ -58,8 +38,7 @@ def test_serve_command_keeps_its_memory_and_stops_on_a_signal(tmp_path: Path) ->
             server, sizes, rounds = psutil.Process(process.pid), [], 0
             ends = time.monotonic() + seconds
             while time.monotonic() < ends or rounds < 6:
-                for plan, _, done in asyncio.run(ask_all(url[1], *work(300, rounds), rounds)):
-                    assert done == (plan in ("read", "whole")) or plan == "close"
+                asyncio.run(ask_all(url[1], *work(300, rounds), rounds))
                 rounds += 1
                 sizes.append(sum(each.memory_info().rss for each in (server, *server.children())) / 2**20)
             half = len(sizes) // 2

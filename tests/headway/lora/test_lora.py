@@ -169,16 +169,6 @@ def test_llm_engine_takes_adapters_by_keyword_and_in_vllms_order(adapted: LLM, a
     assert engine.remove_lora(4)
 
 
-def test_several_completions_of_a_prompt_share_its_adapter(adapted: LLM, adapters: list[LoRARequest]) -> None:
-    params = SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=6, ignore_eos=True)
-    first, second = (
-        [each.token_ids for each in adapted.generate(PROMPTS[0], params, use_tqdm=False, lora_request=adapters[1])[0].outputs]
-        for _ in range(2)
-    )
-    assert first == second
-    adapted.engine.adapter_table.check_integrity()
-
-
 def test_async_requests_end_without_holding_their_adapters(adapted: LLM, adapters: list[LoRARequest]) -> None:
     (expected,) = written(adapted, PROMPTS[:1], adapters[:1])
     served = AsyncLLM.from_llm(adapted)

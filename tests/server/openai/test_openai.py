@@ -289,11 +289,6 @@ def test_what_several_conversations_cannot_have_is_refused(http: httpx.Client, f
     assert refused.json()["error"]["message"].startswith(words)
 
 
-def test_a_message_without_reasoning_says_so(served: Running, client: OpenAI) -> None:
-    message = client.chat.completions.create(model="tiny", messages=ASK, max_completion_tokens=2).choices[0].message
-    assert (message.reasoning, message.reasoning_content) == (None, None)  # type: ignore[attr-defined]
-
-
 def test_a_port_that_is_taken_is_refused_with_the_option_that_helps(served: Running) -> None:
     with pytest.raises(ConfigError, match=r"an address of this machine that is free, .*in use\) \(--port 0 takes a free port\)"):
         bound_socket("127.0.0.1", served.server.port)
