@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from headway.bench import charts
 from headway.bench.crossover import plot
 from headway.bench.crossover import plot as curves
 from headway.bench.crossover.report import view
@@ -31,18 +30,6 @@ def texts(figure: Any) -> list[str]:
 def lines(axis: Any) -> list[tuple[list[float], list[float]]]:
     """Coordinates of the lines of more than one point."""
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines if len(line.get_xdata()) > 1]
-
-
-def test_a_heading_is_broken_where_the_figure_is_narrow() -> None:
-    figure = charts.new_figure(7.0, 3.0)
-    charts.heading(
-        figure, "Fastest", "Intel(R) Xeon(R) Processor, 9/3 heads x 64 float32, kv_layout nhd, block_size 16, measured today"
-    )
-    figure.canvas.draw()
-    box = figure._suptitle.get_window_extent()
-    assert figure.get_suptitle().count("\n") == 2
-    assert box.x0 >= 0
-    assert box.x1 <= figure.bbox.x1
 
 
 def test_a_curve_for_each_backend_has_its_times_at_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

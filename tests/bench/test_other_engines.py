@@ -13,7 +13,7 @@ from headway.bench.generate.results import PeersFile
 from headway.bench.generate.workloads import RandomTokens
 from headway.bench.studies.command import run_study
 from headway.bench.studies.engines import PeerOptions, engines, run_peer
-from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
+from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.system.json_files import write_json
 from sandbox import save_tiny_model
 
@@ -57,10 +57,3 @@ def test_transformers_is_measured_on_the_requests_of_the_benchmark(tiny_model_fo
         assert min(peer.passes[label]) <= rate <= max(peer.passes[label])
     assert found.measured_by == ""
     assert found.origin is not None
-
-
-@pytest.mark.slow
-def test_what_a_peer_raises_is_told_in_one_line(tiny_model_folder: Path) -> None:
-    options = PeerOptions("transformers", str(tiny_model_folder), "auto", "no such dtype", repeat=1, warmup=0)
-    with pytest.raises(HeadwayError, match="transformers: AttributeError"):
-        run_peer(options, [RandomTokens(1, 4, 2)], CPU)

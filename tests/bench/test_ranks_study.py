@@ -15,7 +15,6 @@ from headway.bench.generate.results import OfflineReport, PeerEngine, PeersFile
 from headway.bench.studies import all_reduce
 from headway.bench.studies.command import study_app
 from headway.bench.studies.engines import engines
-from headway.bench.studies.ranks import WORKS, predict_runs
 from headway.bench.studies.ranks import ranks as ranks_study
 from headway.bench.studies.ranks_report import PlannedRun, RanksPrediction, markdown, report_of
 from headway.cli.app import app
@@ -23,18 +22,6 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_predictions_are_of_all_works_and_those_that_are_kept_are_of_two_gpus() -> None:
-    for kind, title in (("h100", "NVIDIA H100 80GB HBM3"), ("h200", "NVIDIA H200")):
-        kept = RanksPrediction.read(ROOT / "bench" / "results" / f"{kind}x2" / "predicted.json")
-        assert kept.gpu == title
-        assert {run.ranks for run in kept.runs} == {1, 2}
-        assert {(run.model, run.weights, run.batch) for run in kept.runs} == {
-            (work.model, work.weights, batch) for work in WORKS for batch in work.batches
-        }
-    with pytest.raises(ConfigError, match="--gpu: needs one of h100"):
-        predict_runs("tpu", 2)
 
 
 def made_up(folder: Path, name: str, model: str, rate: float, date: str, command: str = "") -> None:
@@ -75,6 +62,7 @@ def test_a_report_puts_one_gpu_vllm_and_earlier_predictions_beside(tmp_path: Pat
 STUDIES: dict[str, Any] = {"ranks": ranks_study, "all_reduce": all_reduce.all_reduce, "engines": engines}
 
 
+@pytest.mark.slow  # a process, and the tree of all commands
 def test_the_script_asks_for_what_there_is(tmp_path: Path) -> None:
     """Every command of the parts for several GPUs, written down instead of run, is understood."""
     stub = tmp_path / "stub"

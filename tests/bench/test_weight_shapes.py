@@ -14,8 +14,6 @@ from headway.bench.studies.weight_shapes import weight_shapes
 from headway.core.contract.errors import ConfigError
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.locate import locate
-from headway.models.families.families import read_decoder_config
-from headway.models.loader import read_config
 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
 LABELS = {
@@ -75,15 +73,3 @@ def test_random_weights_spread_tokens_over_the_experts(tmp_path: Path) -> None:
 def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="form: needs bf16, fp8, fp8-blocks, w4a16, mxfp4, got int3"):
         weight_shapes("int3", tmp_path)
-
-
-def test_weights_are_written_where_speed_depends_on_them_alone(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--weights: needs mxfp4, .*, got fp8"):
-        weight_shapes("fp8", tmp_path, weights=True)
-
-
-def test_the_shapes_of_gpt_oss_ship() -> None:
-    config = read_decoder_config(read_config(locate("gpt-oss-20b", weights=False)))
-    assert config.experts is not None
-    assert (len(config.layers), config.experts.num_experts, config.experts.top_k) == (24, 32, 4)
-    assert config.experts.swiglu_limit == 7.0

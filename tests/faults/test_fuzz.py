@@ -27,7 +27,7 @@ from headway.tuning.table.files import read_table
 from quantized_models import FORMATS
 from tables import a_table
 
-FEW, MANY = 25, 400
+FEW, MANY = 12, 300
 EXAMPLES = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
 SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 JSON = st.recursive(SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3))

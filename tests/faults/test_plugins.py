@@ -87,6 +87,7 @@ def test_a_plugin_that_hangs_says_where(plugins: Path) -> None:
     assert "in available" in verdict.details
 
 
+@pytest.mark.slow  # a process, and another one after it
 def test_a_plugin_that_kills_the_process_that_tries_it_is_at_fault(plugins: Path) -> None:
     for name in ("kills-its-parent", "well-behaved"):
         install_hostile(plugins, name)

@@ -161,7 +161,6 @@ def test_an_option_of_another_kind_is_refused_by_name(option: str) -> None:
     ("command", "code", "words"),
     [
         ("{headway} backends > /dev/full", 2, "standard output: No space left on device"),
-        ("{headway} backends >&-", 0, ""),
         ("{headway} backends >&- 2>&-", 0, ""),
         ("{headway} chat --load-format dummy --model qwen3-0.6b --num-threads 0 <&-", 2, "num_threads"),
         ("{headway} backends | true; exit ${{PIPESTATUS[0]}}", 141, ""),
@@ -169,9 +168,6 @@ def test_an_option_of_another_kind_is_refused_by_name(option: str) -> None:
         ("PYTHONIOENCODING=ascii COLUMNS=0 {headway} backends", 0, ""),
         ("LC_ALL=C {headway} generate $'caf\\xe9' --load-format dummy --model qwen3-0.6b --num-threads 0", 2, "num_threads"),
         ("{headway} table show .", 2, "Is a directory"),
-        ("{headway} table show /dev/null/x", 2, "Not a directory"),
-        ("{headway} backends explain --block-size 12", 2, "--block-size: needs a multiple of 8, got 12"),
-        ("{headway} bench kernel --backends sdpa --cases 1q1s8 --block-sizes 12", 2, "multiple of 8"),
     ],
 )
 def test_commands_end_with_the_right_exit_code_and_words(command: str, code: int | None, words: str, tmp_path: Path) -> None:

@@ -36,15 +36,6 @@ def _named(name: str, answer: list[BackendInfo]):
     return hook
 
 
-def test_a_wrong_one_is_refused_and_may_be_let_through(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
-    registry = registry_of(PLANTED["drops-softcap"], "third 1.0")
-    with pytest.raises(ConfigError, match="right answers in its self-test"):
-        check_named(registry, ["drops-softcap"], [SPEC])
-    monkeypatch.setenv(SKIP, "1")
-    check_named(registry, ["drops-softcap"], [SPEC])
-
-
 @pytest.mark.parametrize(
     ("owner", "command"),
     [
@@ -52,12 +43,15 @@ def test_a_wrong_one_is_refused_and_may_be_let_through(monkeypatch: pytest.Monke
         ("mine.py@e660e93e", "headway check mine.py:DropsSoftcap says more"),
     ],
 )
-def test_the_refusal_names_a_command_that_finds_it(
+def test_a_wrong_one_is_refused_with_a_command_that_finds_it_and_may_be_let_through(
     owner: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=command):
-        check_named(registry_of(PLANTED["drops-softcap"], owner), ["drops-softcap"], [SPEC])
+    registry = registry_of(PLANTED["drops-softcap"], owner)
+    with pytest.raises(ConfigError, match=f"right answers in its self-test.*{command}"):
+        check_named(registry, ["drops-softcap"], [SPEC])
+    monkeypatch.setenv(SKIP, "1")
+    check_named(registry, ["drops-softcap"], [SPEC])
 
 
 def test_a_right_one_is_tried_once_a_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

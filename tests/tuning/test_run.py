@@ -12,7 +12,7 @@ import torch
 
 from headway.backends.sdpa import SDPA
 from headway.core.contract.capabilities import Capabilities
-from headway.core.contract.errors import UnknownBackendError, UnsupportedError
+from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.layout import HND, NHD, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.registry import Registry, create_registry
@@ -22,7 +22,7 @@ from headway.tuning.measure.run import losers, run_kernel_level, surviving_pairs
 from headway.tuning.table.files import read_table
 from headway.tuning.table.schema import Cell, CrossoverTable
 from tables import POINTS, QUICK, SPEC, a_cell, quick
-from tiny_bench import half_of_the_rows, plugin, with_backend
+from tiny_bench import half_of_the_rows, with_backend
 
 
 def by_backend(table: CrossoverTable, phase: str, case: str) -> dict[str, Cell]:
@@ -173,11 +173,8 @@ def fall_over(q, cache):
 @pytest.mark.parametrize(
     ("number", "act", "status", "reason"),
     [
-        (1, change_q, "incorrect", "it changed its inputs, of which a backend may write `out` alone: q"),
         (6, change_q, "incorrect", "it changed its inputs, of which a backend may write `out` alone: q"),
         (1, change_the_cache, "incorrect", "cache.value"),
-        (6, change_the_cache, "incorrect", "cache.value"),
-        (1, change_q_and_raise, "error", "after the harm"),
         (6, change_q_and_raise, "error", "after the harm"),
         (6, fall_over, "error", "later"),
     ],
@@ -243,23 +240,6 @@ def test_a_loser_whose_timing_costs_nothing_is_timed_in_full() -> None:
     assert cell.median_us > 4000
 
 
-def test_a_slow_start_is_no_loss() -> None:
-    calls = [0]
-
-    def waking(self, q, cache, plan, out):
-        SDPA.decode(self, q, cache, plan, out)
-        calls[0] += self.spec == SPEC and len(q) == 5
-        if 0 < calls[0] <= 3:  # the check and the first two runs
-            time.sleep(0.014)
-
-    fives = [Point("decode", 5, 1, 40)]
-    table = run_kernel_level(quick(backends=["sdpa", "waking"], grid=fives), with_backend("waking", decode=waking))
-    cell = by_backend(table, "decode", "5q1s40")["waking"]
-    assert cell.status in ("ok", "tie")
-    assert cell.median_us < 15_000
-    assert calls[0] > 5
-
-
 def test_an_interrupted_run_keeps_what_is_done_and_goes_on(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,19 +288,6 @@ def test_a_budget_stops_early_and_says_that_the_table_is_not_complete(registry: 
     table = run_kernel_level(quick(budget=0.0), registry)
     assert not table.complete
     assert len({cell.point for cell in table.cells}) == 1  # never nothing
-
-
-def test_unknown_names_and_no_backend_at_all_are_refused(registry: Registry) -> None:
-    with pytest.raises(UnknownBackendError, match="'nope'"):
-        run_kernel_level(quick(backends=["nope"]), registry)
-    with pytest.raises(UnsupportedError, match="triton: needs a backend that runs"):
-        run_kernel_level(quick(backends=["triton"]), registry)
-
-
-def test_several_plugins_compete() -> None:
-    registry = create_registry({name: plugin(name) for name in ("x", "y")}, load_entry_points=False)
-    table = run_kernel_level(quick(backends=["x", "y", "sdpa"], grid=POINTS[:2]), registry)
-    assert {cell.backend for cell in table.cells} == {"x", "y", "sdpa"}
 
 
 @pytest.mark.parametrize("device", GRIDS)

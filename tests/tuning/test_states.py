@@ -48,7 +48,7 @@ class Twin(TorchStates):
     name = "twin"
 
     def scan(self, *call: Any) -> None:
-        time.sleep(0.003)
+        time.sleep(0.03)  # more than others' work adds to torch's time
         super().scan(*call)
 
 
@@ -113,7 +113,7 @@ def test_every_backend_over_every_layout_is_checked_and_timed() -> None:
     assert all(cell.relative_error is not None and cell.relative_error < 2e-5 for cell in table.cells)
     costs = to_state_costs(table)
     scan = state_shape(Phase.EXTEND, 1, 70)
-    assert costs.at(scan, "twin", "key_value", NO_BLOCKS)[0] > 3000
+    assert costs.at(scan, "twin", "key_value", NO_BLOCKS)[0] > 30_000
     assert StateSelector(registry_of(Twin), [LAYER], costs={LAYER: costs}).selection.scan == "torch"
 
 

@@ -92,19 +92,6 @@ def test_short_calls_run_at_most_max_runs_times_in_a_round(clock: Clock) -> None
     assert len(order) == 2 * 8
 
 
-def test_the_slower_of_two_calls_is_timed_slower(clock: Clock) -> None:
-    calls = [lambda: clock.sleep(0.0005), lambda: clock.sleep(0.002)]
-    fast, slow = InterleavedTimer(rounds=1, round_ms=0.0, clock=clock).time(calls, CPU)
-    assert fast.median_us == pytest.approx(500)
-    assert slow.p20_us == pytest.approx(2000)
-    assert InterleavedTimer(clock=clock).estimate(lambda: clock.sleep(0.002), CPU) == pytest.approx(2000)
-
-
-def test_the_default_clock_is_real_time() -> None:
-    (timing,) = InterleavedTimer(rounds=1, round_ms=0.0).time([lambda: time.sleep(0.002)], CPU)
-    assert timing.p20_us > 1500
-
-
 def test_needed_ms_is_what_timing_would_take() -> None:
     timer = InterleavedTimer(rounds=3, round_ms=5.0, min_runs=3, max_runs=60)
     assert timer.needed_ms(10) == pytest.approx(3 * 61 * 0.01)

@@ -89,12 +89,6 @@ def test_requests_may_differ(model: Path, registry: Registry) -> None:
     assert cell.status == "ok", cell.reason
 
 
-@pytest.mark.slow
-def test_what_is_named_twice_is_generated_once(model: Path, registry: Registry) -> None:
-    table = run_engine_level(options(model, backends=["sdpa", "sdpa"], cases=["1q4s8", "1q4s8"]), registry)
-    assert [(cell.backend, cell.case) for cell in table.cells] == [("sdpa", "1q4s8")]
-
-
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     from headway.registry import create_registry

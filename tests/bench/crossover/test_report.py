@@ -80,14 +80,6 @@ def test_a_refusal_in_one_part_hides_no_time_of_another_from_merge_to_page() -> 
     assert "unsupported" not in page
 
 
-def test_a_refusal_that_a_file_still_holds_hides_no_time_either() -> None:
-    refusal = a_cell(None, backend="b", layout=None, block_size=None, status="unsupported", reason="kv_layout: needs nhd")
-    table = a_table(a_cell(20.0), a_cell(19.0, layout="vllm_5d"), a_cell(10.0, backend="b"), refusal)
-    (row,) = view(table, layout="nhd").rows
-    assert row.winners == ["b"]
-    assert "unsupported" not in text_of(table, layout="nhd")
-
-
 def test_a_backend_without_a_time_over_the_layout_is_named_with_those_it_has() -> None:
     text = text_of(two_parts(), layout="vllm_5d")
     assert "b has no time over kv_layout vllm_5d, block_size 16; it was measured over nhd 16" in text

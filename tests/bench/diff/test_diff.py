@@ -37,17 +37,8 @@ def run(registry: Registry, a: str, b: str, wish: SideOptions | None = None, **o
 def report(phases: dict[Phase, PhaseDiff]) -> DiffReport:
     side = SideReport(name="x", kv_layout="nhd", block_size=16)
     device = identify_device(torch.device("cpu"))
-    return DiffReport(
-        command="headway diff",
-        device=device,
-        model="m",
-        dtype="float32",
-        a=side,
-        b=side,
-        prompts=5,
-        max_tokens=4,
-        phases=[*phases.values()],
-    )
+    sizes = {"model": "m", "dtype": "float32", "prompts": 5, "max_tokens": 4}
+    return DiffReport(command="headway diff", device=device, a=side, b=side, phases=[*phases.values()], **sizes)
 
 
 def test_a_backend_does_not_differ_from_itself(registry: Registry) -> None:
@@ -63,8 +54,7 @@ def test_a_backend_does_not_differ_from_itself(registry: Registry) -> None:
     assert [str(line) for line in verdict(report(phases))] == ["within tolerance in every layer and phase"]
 
 
-@pytest.mark.parametrize("layout", ["nhd", "hnd"])
-@pytest.mark.parametrize("name", ["sdpa", "sdpa.math", "prefill=sdpa,decode=sdpa.math"])
+@pytest.mark.parametrize(("name", "layout"), [("sdpa", "nhd"), ("sdpa.math", "hnd"), ("prefill=sdpa,decode=sdpa.math", "nhd")])
 def test_a_right_backend_is_near_the_reference_and_within_its_tolerance(registry: Registry, name: str, layout: str) -> None:
     phases = run(registry, name, "reference", SideOptions(layout, 8))
     assert set(phases) == set(Phase)
@@ -109,7 +99,7 @@ def with_wrong(**where: Any) -> Registry:
 
 
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.value)
-@pytest.mark.parametrize(("layer", "head"), [(0, 0), (0, 3), (1, 2)])
+@pytest.mark.parametrize(("layer", "head"), [(0, 3), (1, 2)])
 @pytest.mark.parametrize("other", ["reference", "sdpa.math"])
 def test_the_wrong_layer_head_and_phase_are_found(phase: Phase, layer: int, head: int, other: str) -> None:
     phases = run(with_wrong(phase=phase, layer=layer, head=head), "wrong", other)
@@ -242,13 +232,3 @@ def test_the_reference_side_shares_no_attention_with_a_backend(registry: Registr
 
     monkeypatch.setattr(PagedAttention, "run", attend)
     assert all(layer.relative_error == 0 for diff in run(registry, "reference", "reference").values() for layer in diff.layers)
-
-
-def test_flips_are_listed_with_their_place_and_how_far_apart_the_sides_are_there() -> None:
-    counted, b = NextTokens(), torch.tensor([[0.0, 2.0, 1.0], [1.0, 0.0, 0.5]]).double()
-    a = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.5]]).double()
-    counted.add(a, b, [(3, 7), (3, 8)])
-    (flip,) = counted.flips
-    assert (flip.prompt, flip.position, flip.token_a, flip.token_b, flip.gap) == (3, 7, 2, 1, 1.0)
-    log_a, log_b = a[0].log_softmax(0), b[0].log_softmax(0)
-    assert flip.kl == pytest.approx(float((log_a.exp() * (log_a - log_b)).sum()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from typer.testing import CliRunner
 from expert_layers import CONFIGS, Layer
 from headway.bench.studies.command import study_app
 from headway.bench.studies.experts import experts, print_report, ratios
-from headway.bench.studies.experts_layer import ExpertsCell, ExpertsPeer, ExpertsReport, grouped_mm, installed
+from headway.bench.studies.experts_layer import ExpertsCell, ExpertsReport, grouped_mm, installed
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
-from headway.kernels.experts.config import ExpertsConfig
 from headway.tuning.measure.device import identify_device
 from headway.tuning.table.schema import DeviceInfo
 
@@ -59,17 +57,6 @@ def test_a_report_is_written_read_and_shown(tmp_path: Path) -> None:
         assert text in shown
 
 
-def test_shapes_are_names_or_four_numbers() -> None:
-    pytest.importorskip("triton")
-    from headway.bench.studies.experts_layer import SHAPES, parse_shape
-
-    assert parse_shape("qwen3-30b-a3b") is SHAPES["qwen3-30b-a3b"]
-    shape = parse_shape("8/2/64/128")
-    assert (shape.config.num_experts, shape.config.top_k, shape.config.intermediate_size, shape.hidden_size) == (8, 2, 64, 128)
-    with pytest.raises(ConfigError, match="shape: needs qwen3-30b-a3b, .*got '8/2/64'"):
-        parse_shape("8/2/64")
-
-
 def test_without_a_gpu_the_study_is_refused() -> None:
     done = CliRunner().invoke(study_app(experts), ["--device", "cpu"])
     assert isinstance(done.exception, ConfigError)
@@ -92,12 +79,3 @@ def test_the_peer_that_is_torch_alone_is_right(name: str) -> None:
     found = grouped_mm().make(CONFIGS[name], weights)(Routed(x, routing.experts, routing.weights, None, 0))
     expected = PlainExperts(CONFIGS[name], weights).apply(x, routing, lambda rows, of: of(rows))
     assert (found - expected).float().norm() / expected.float().norm() < 2e-2
-
-
-def test_a_peer_without_biases_and_a_clamped_gate_says_so() -> None:
-    peer = ExpertsPeer("one", "1.0", lambda config, weights: lambda routed: routed.x, plain_gate=True)
-    plain = ExpertsConfig(8, 2, 16)
-    assert peer.refusal(plain) == ""
-    for config in (replace(plain, biases=True), replace(plain, swiglu_limit=7.0)):
-        assert "neither biases nor a clamped gate" in peer.refusal(config)
-        assert replace(peer, plain_gate=False).refusal(config) == ""

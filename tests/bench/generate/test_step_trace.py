@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from headway.bench.generate.profile import STEP
 from headway.bench.studies.command import study_app
-from headway.bench.studies.step_trace import read_trace, short_name, step_trace
+from headway.bench.studies.step_trace import read_trace, step_trace
 from headway.core.contract.errors import ConfigError
 
 
@@ -53,16 +53,3 @@ def test_what_is_no_trace_of_steps_is_refused(tmp_path: Path, text: str | None) 
         path.write_text(text)
     with pytest.raises(ConfigError, match="bench throughput --profile"):
         read_trace(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("void (anonymous namespace)::run<float>(float*)", "run"),
-        ("write_and_decode", "write_and_decode"),
-        ("void fused::expert_rows<1, 2>(fused::Pointers)", "expert_rows"),
-        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
-    ],
-)
-def test_names_of_kernels_are_those_of_their_functions(name: str, short: str) -> None:
-    assert short_name(name) == short

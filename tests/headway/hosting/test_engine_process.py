@@ -158,6 +158,7 @@ def _unsendable(_: object) -> object:
     return lambda: None
 
 
+@pytest.mark.slow
 def test_sequence_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
     async def run() -> None:
         await apart.query(_slow)
@@ -361,6 +362,7 @@ def test_ctrl_c_ends_a_command_that_still_loads_without_a_traceback(llm: LLM) ->
     assert psutil.wait_procs(children, 20)[1] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
 def test_signals_to_a_group_leave_the_engine_to_its_parent(apart: AsyncLLM, number: signal.Signals) -> None:
     async def run() -> list[RequestOutput]:
