@@ -54,7 +54,6 @@ def test_piped_lines_are_messages_of_one_conversation_until_reset(chat: Headway)
     assert "no such command: /nothing" in result.err
     assert "24 tokens in" in result.err
     found = re.search(r"(\d+) tokens, (\d+) of them \(\d+%\) found in the cache", result.err)
-    assert found is not None
     assert int(found[2]) > 0.4 * int(found[1]), "the conversation so far is in the cache"
     assert "attention  prefill=" in result.err
     assert result.err.count("tokens/s (8 tokens, cut off; first after ") == 3

@@ -43,8 +43,6 @@ def test_every_command_with_a_registry_has_the_option(command: str) -> None:
 
 def test_a_class_from_a_notebook_generates(toy: Path, tiny_model_folder: Path) -> None:
     spec = importlib.util.spec_from_file_location("toy_of_a_notebook", toy)
-    assert spec is not None
-    assert spec.loader is not None
     notebook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(notebook)
     options = {"kv_cache_memory": "1MiB", "num_threads": 1, "autotune_budget": 0}

@@ -131,6 +131,5 @@ def test_a_fault_in_one_row_ends_that_request_alone(tmp_path: Path, expected: li
 
     monkeypatch.setattr(LogitsShaper, "start", failing)
     said = beside_a_good_one(llm, SamplingParams(top_k=7, max_tokens=4), expected)
-    assert said is not None
     assert "OverflowError: too much for the device" in said
     assert beside_a_good_one(llm, SamplingParams(top_k=8, max_tokens=4), expected) is None

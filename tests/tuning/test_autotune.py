@@ -60,8 +60,6 @@ def test_the_first_start_measures_and_the_next_one_reads(registry: Registry, cap
     caplog.clear()
     second = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     assert caplog.text == ""
-    assert first is not None
-    assert second is not None
     assert first[SPEC].at(DECODE, "sdpa", "nhd", 16) == second[SPEC].at(DECODE, "sdpa", "nhd", 16)
     selector = Selector(registry, LayerSpecs([SPEC]), costs=second)
     assert "crossover table" in str(selector.selection)
@@ -72,7 +70,6 @@ def test_layers_that_differ_in_sinks_are_measured_once(registry: Registry, caplo
     layers = LayerSpecs([replace(SPEC, sinks=(float(number),) * SPEC.num_heads) for number in range(4)])
     costs = costs_for(layers, registry, ALL_AUTO, TableRequest(budget=60))
     assert caplog.text.count("measuring the attention backends") == 1
-    assert costs is not None
     assert list(costs) == [layers.cached[0].kind]
     assert layers.counts == {layers.cached[0].kind: 4}
     assert "crossover table" in str(Selector(registry, layers, costs=costs).selection)
@@ -121,7 +118,6 @@ def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(
     cells = [a_cell(us, backend=name) for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))]
     write_json(a_table(*cells), path)
     costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([path]))
-    assert costs is not None
     assert costs[SPEC].at(Shape(Phase.DECODE, 1, 1, 64), "sdpa", "nhd", 16)[0] == pytest.approx(10)
     write_json(a_table(*cells, device=a_device(driver="old", torch="1.0")), path)
     assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([path], budget=60)) is None
@@ -144,7 +140,6 @@ def test_of_several_tables_asked_for_each_serves_the_layer_that_it_was_measured_
         write_json(table, paths[name])
     layers = LayerSpecs([SPEC, wide])
     costs = costs_for(layers, registry, ALL_AUTO, TableRequest(list(paths.values())))
-    assert costs is not None
     step = Shape(Phase.DECODE, 1, 1, 64)
     assert costs[SPEC].at(step, "sdpa", "nhd", 16)[0] == pytest.approx(10)
     assert costs[wide].at(step, "sdpa", "nhd", 16)[0] == pytest.approx(20)
@@ -164,7 +159,6 @@ def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry
     more = with_backend("newcomer")
     costs = costs_for(LayerSpecs([SPEC]), more, ALL_AUTO, TableRequest(budget=60))
     assert "backends: newcomer not in it" in caplog.text
-    assert costs is not None
     assert costs[SPEC].at(DECODE, "newcomer", "nhd", 16)[0] < float("inf")
 
 
@@ -294,7 +288,6 @@ def test_a_table_that_was_cut_short_is_completed_at_a_later_start(
 def test_a_backend_that_computes_wrongly_here_is_left_out_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     registry = with_backend("wrong", decode=half_of_the_rows)
     costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
-    assert costs is not None
     assert "auto leaves out wrong: self-test: decode" in caplog.text
     caplog.clear()
     costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))

@@ -58,8 +58,6 @@ class Machine:
 
     def __call__(self, options: CrossoverOptions, registry: Registry) -> CrossoverTable:
         self.runs.append(options)
-        assert options.grid is not None
-        assert options.output is not None
         names = list(options.backends or ())
         cells = cells_of(self.times, names, list(options.grid))
         old = read_table(options.output) if options.resume else None
@@ -113,7 +111,6 @@ def kept() -> CrossoverTable:
 
 
 def us(costs: CostTable | None, name: str, batch: int, kv_len: int) -> float:
-    assert costs is not None
     return costs.at(Shape(Phase.DECODE, batch, 1, kv_len), name, "nhd", 16)[0]
 
 
@@ -126,7 +123,6 @@ def test_a_prior_that_agrees_is_taken_scaled_and_marked(
     assert len(machine.runs) == 1, "nothing but the check"
     assert len(machine.measured) == 15, "at most four points of each phase"
     table = kept()
-    assert table.prior is not None
     assert (len(table.prior.checked), table.prior.disagreed) == (15, [])
     assert table.prior.device_scale == dict.fromkeys(("decode", "prefill", "extend", "verify"), 1.25)
     assert {f"{cell.phase} {cell.case}" for cell in table.cells if not cell.prior} == set(machine.measured)
@@ -134,7 +130,6 @@ def test_a_prior_that_agrees_is_taken_scaled_and_marked(
     assert table.complete
     for name in ("sdpa", "sdpa.math"):
         assert us(costs, name, 4, 512) == pytest.approx(1.25 * (crossing(name, Point("decode", 4, 1, 512)) or 0.0))
-    assert costs is not None
     assert costs.source == "shipped table of 2026-11-21, checked here 2026-11-21"
     assert "checking the shipped table" in caplog.text
     caplog.clear()
@@ -156,7 +151,6 @@ def test_where_a_prior_is_wrong_its_neighbourhood_is_measured(
     machine = Machine(here)
     costs = start(machine, registry, monkeypatch)
     table = kept()
-    assert table.prior is not None
     assert table.prior.disagreed
     assert all(line.startswith("decode ") for line in table.prior.disagreed)
     assert "sdpa takes" in caplog.text
@@ -178,7 +172,6 @@ def test_other_versions_are_named_and_checked(
     start(machine, registry, monkeypatch)
     assert len(machine.runs) == 1
     table = kept()
-    assert table.prior is not None
     assert "driver: old there, none here" in table.prior.differs
     assert "ptxas: 12.8.61 there, none here" in table.prior.differs
     assert any(line.startswith("torch: 1.0 there") for line in table.prior.differs)
@@ -229,7 +222,6 @@ def test_a_backend_that_is_not_here_is_left_out(
     machine = Machine(crossing)
     start(machine, registry, monkeypatch)
     table = kept()
-    assert table.prior is not None
     assert table.prior.disagreed == []
     assert not any(cell.backend == "gone" for cell in table.cells)
     assert len(machine.runs) == 1
@@ -253,10 +245,8 @@ def test_a_backend_that_the_prior_does_not_know_is_weighed_by_the_check(
         assert "not in the shipped table" in at["newcomer"].reason
     assert len(machine.runs) == (2 if fast else 1)
     if fast:
-        assert table.prior is not None
         assert {line.split()[0] for line in table.prior.disagreed} == {"extend"}
         assert "newcomer, which it does not know, is among the fastest" in table.prior.disagreed[0]
-        assert costs is not None
         assert costs.at(Shape(Phase.EXTEND, 1, 16, 256), "newcomer", "nhd", 16)[0] == pytest.approx(5.0)
 
 
@@ -266,7 +256,6 @@ def test_without_a_budget_a_prior_serves_unchecked_unless_it_lacks_a_backend(
     ship()
     machine = Machine(crossing)
     costs = start(machine, registry, monkeypatch, budget=0.0)
-    assert costs is not None
     assert costs.source == "shipped table of 2026-11-21, not checked here"
     assert machine.runs == []
     assert not table_path(a_device(), SpecRecord.of(SPEC)).exists(), "what was not checked is not kept"
@@ -293,7 +282,6 @@ def test_layouts_count_where_they_were_measured_here(
     write_json(both, prior_path(a_device(), SpecRecord.of(SPEC)))
     start(Machine(crossing), registry, monkeypatch)
     found = kept()
-    assert found.prior is not None
     assert found.prior.disagreed == []
     assert {cell.layout for cell in found.cells} == {"nhd", "hnd"}
 
@@ -302,7 +290,6 @@ def test_layouts_count_where_they_were_measured_here(
             table = super().__call__(options, registry)
             cells = [cell.model_copy(update={"layout": "vllm_5d"}) for cell in table.cells if not cell.prior]
             table = table.model_copy(update={"cells": [*table.cells, *cells]} if not options.resume else {})
-            assert options.output is not None
             write_json(table, options.output)
             return table
 
@@ -317,7 +304,6 @@ def test_layouts_count_where_they_were_measured_here(
     start(machine, registry, monkeypatch)
     assert len(machine.runs) == 2
     prior = kept().prior
-    assert prior is not None
     assert len(prior.disagreed) == len(prior.checked)
     assert all("vllm_5d 16, which it does not know, is among the fastest" in line for line in prior.disagreed)
 
@@ -335,7 +321,6 @@ def test_points_that_the_time_did_not_reach_are_not_taken(
     machine = Slow(crossing)
     start(machine, registry, monkeypatch)
     table = kept()
-    assert table.prior is not None
     assert {line.split()[0] for line in table.prior.disagreed} == {"extend", "verify"}
     assert {cell.phase for cell in table.cells if cell.prior} == {"decode", "prefill"}
 
@@ -349,10 +334,8 @@ def test_this_machine_checks_a_prior_by_real_measurements(
     monkeypatch.setattr(autotune, "TIMER", QUICK)
     monkeypatch.setattr(autotune, "grid", lambda device_type: POINTS)
     registry = create_registry(load_entry_points=False)
-    costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60.0))
-    assert costs is not None
+    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60.0)) is not None
     table = kept()
-    assert table.prior is not None
     assert {cell.point for cell in table.cells} >= {(point.phase, point.case) for point in POINTS}
     for checked in table.prior.checked:
         rivals = by_point(table.cells)[tuple(checked.split(" "))]  # type: ignore[index]

@@ -122,8 +122,6 @@ def test_a_wrong_backend_flips_tokens_and_the_other_side_writes_them() -> None:
     phases = run(with_wrong(layer=1, factor=-20.0), "wrong", "sdpa")
     decode = phases[Phase.DECODE]
     assert decode.flip_rate > 0
-    assert decode.kl_mean is not None
-    assert decode.kl_max is not None
     assert 0.01 < decode.kl_mean <= decode.kl_max
     assert len(decode.flips) == round(decode.flip_rate * decode.tokens)
     assert all(flip.token_a != flip.token_b and flip.gap is not None and flip.gap >= 0 for flip in decode.flips)

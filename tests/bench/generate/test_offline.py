@@ -80,7 +80,6 @@ def test_a_cells_figures_fit_together(report: OfflineReport) -> None:
     assert cell.num_steps == 12, "one step for all prompts, which are not cached from the pass before, and one a token"
     assert sum(cell.steps_by_backend.values()) >= 12
     assert 0 < 1e-3 * cell.time_to_first_token_ms < cell.seconds
-    assert cell.time_per_output_token_ms is not None
     assert 1e-3 * (cell.time_to_first_token_ms + 11 * cell.time_per_output_token_ms) == pytest.approx(cell.seconds, rel=0.2)
     assert cell.roofline_share == pytest.approx(cell.floor_seconds / cell.seconds)
     assert 1e-3 * 12 * (cell.host_ms_per_step + cell.wait_ms_per_step) <= cell.seconds
@@ -203,7 +202,6 @@ def test_overlapping_spans_count_once() -> None:
 def test_the_gpu_is_busy_part_of_the_time(tmp_path: Path) -> None:
     llm = LLM("qwen3-0.6b", load_format="dummy", dtype="bfloat16", max_model_len=512, max_num_seqs=4, kv_cache_memory="1GiB")
     (cell,) = run(llm, RandomTokens(4, 64, 64), repeat=1, trace=tmp_path / "t.json").cells
-    assert cell.gpu_idle_share is not None
     assert 0 < cell.gpu_idle_share < 1
     assert cell.num_graph_steps > 0
     assert 0 < cell.roofline_share < 1

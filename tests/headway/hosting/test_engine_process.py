@@ -292,7 +292,6 @@ def test_a_server_starts_its_engine_again_and_ends_with_the_last_one(llm: LLM) -
     options = ["--port", "0", "--kv-cache-memory", "8MiB", "--num-threads", "1", "--restart-engine", "1"]
     command = [sys.executable, "-m", "headway", "serve", str(llm.model.folder), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         url = next(line.split()[2] for line in process.stderr if line.startswith("listening on"))
         body = {"prompt": [3], "max_tokens": 200, "n": 16, "ignore_eos": True, "stream": True}
         for left in (1, 0):

@@ -179,7 +179,6 @@ def test_ranks_end_with_a_program_that_a_signal_ends_in_a_step(number: signal.Si
     path = os.pathsep.join([str(Path(__file__).parents[2] / "support"), *sys.path])
     command, environment = [sys.executable, str(tmp_path / "program.py")], {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as process:
-        assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         assert all(map(is_alive, pids))
         time.sleep(0.3)
@@ -218,7 +217,6 @@ def test_headway_serve_with_two_ranks_ends_with_one_of_them_and_says_so(tmp_path
     options = ["--port", "0", "--device", "cpu", "--kv-cache-memory", "8MiB", "--tensor-parallel-size", "2"]
     command = [sys.executable, "-m", "headway", "serve", str(folder), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         url = next(line.split()[2] for line in process.stderr if line.startswith("listening on"))
         children = psutil.Process(process.pid).children(recursive=True)
         body = {"prompt": [3], "max_tokens": 200, "n": 16, "ignore_eos": True, "stream": True}

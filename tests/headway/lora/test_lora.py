@@ -1,4 +1,4 @@
-"""Adapters by way of `LLM` and `AsyncLLM`: many in one batch, apart in the cache, loaded and unloaded while requests run."""
+"""Adapters by way of `LLM` and `AsyncLLM`: many in one batch, separate in the cache, loaded and unloaded while requests run."""
 
 from __future__ import annotations
 
@@ -268,7 +268,24 @@ def test_a_draft_model_guesses_for_requests_with_adapters_and_takes_no_slots(
 ) -> None:
     llm = LLM(str(base), **OPTIONS, max_loras=2, speculative_model=str(base), num_speculative_tokens=3)
     draft = llm.driver.assembly.draft
-    assert draft is not None
     assert draft.engine.adapters is None
     named = [adapters[0], None]
     assert written(llm, PROMPTS[:2], named) == written(adapted, PROMPTS[:2], named)
+
+
+RANKED = {"kv_cache_memory": "4MiB", "num_threads": 1, "block_size": 16, "autotune_budget": 0, "enable_lora": True}
+
+
+@pytest.mark.slow
+def test_two_ranks_write_what_one_writes(base: Path, adapters: list[LoRARequest]) -> None:
+    prompts = ["the quick brown fox", "jumps over", "a lazy dog sleeps", "the quick"] * 2
+    wanted = [*adapters, None, *adapters[:3]]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = []
+    for size in (1, 2):
+        llm = LLM(str(base), **RANKED, max_lora_rank=8, max_loras=2, tensor_parallel_size=size)
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=wanted)
+        found.append([output.outputs[0].token_ids for output in outputs])
+        llm.engine.executor.shutdown()
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens in found[0]}) == 8

@@ -69,7 +69,6 @@ def accepts(name: str, use: ToolUse, text: str, prompt: str = "", given: Structu
     """Whether the form of an answer lets a model write a text, and end with it."""
     tokenizer = TOKENIZERS[name]
     params = ChatFormat.of(tokenizer).params(SamplingParams(structured_outputs=given), use, {"prompt": prompt})
-    assert params.structured_outputs is not None
     known = LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id])
     matcher = LLMatcher(known, grammar_text(params.structured_outputs), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -159,7 +158,6 @@ def test_a_template_is_shown_the_parameters_of_a_tool_without_any() -> None:
 
 def reading(name: str, use: ToolUse, text: str, prompt: str = "") -> ChatText:
     reader = ChatFormat.of(TOKENIZERS[name]).reader(use, prompt)
-    assert reader is not None
     return read_whole(reader, text)
 
 
@@ -286,7 +284,6 @@ def test_a_plugin_brings_a_parser() -> None:
         ChatFormat.of(TOKENIZERS["hermes"], tool_parser="shouting", parsers=[brought]),
     ):
         reader = chats.reader(ToolUse.of(TOOLS), "")
-        assert reader is not None
         assert [call.name for call in read_whole(reader, "do!").calls] == ["f"]
     with pytest.raises(PluginError, match="already registered"):
         create_registry([Plugin(), Plugin()], load_entry_points=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -13,9 +14,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError
+from headway.requests.validation import FAMILIES
 from headway.server import launch
 from headway.server.launch import ready_lines
 from headway.server.options import ServerOptions, bound_socket
+from sandbox import save_tiny_model
 from server_clients import posted
 from server_thread import Running, running
 
@@ -66,7 +69,6 @@ def test_a_chat_answers_as_the_engine_does_offline(llm: LLM, served: Running, cl
     answer = client.chat.completions.create(model="tiny", messages=ASK, max_completion_tokens=8, **GREEDY)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", whole.outputs[0].text, "length")
-    assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(whole.prompt_token_ids), 8)
     assert answer.usage.total_tokens == len(whole.prompt_token_ids) + 8
     assert (answer.object, answer.model, answer.id[:9]) == ("chat.completion", "tiny", "chatcmpl-")
@@ -85,7 +87,6 @@ def test_a_stream_of_a_chat_is_its_answer_in_pieces(served: Running, client: Ope
     assert {(chunk.id, chunk.model, chunk.object) for chunk in chunks} == {(chunks[0].id, "small", "chat.completion.chunk")}
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens  # type: ignore[union-attr]
 
@@ -135,7 +136,6 @@ def test_echo_and_logprobs_cover_the_prompt(llm: LLM, served: Running, client: O
     asked = {"model": "tiny", "prompt": "the quick", "echo": True, "logprobs": 1, **GREEDY}
     (choice,) = client.completions.create(max_tokens=3, **asked).choices
     found = choice.logprobs
-    assert found is not None
     assert choice.text.startswith("the quick")
     assert "".join(found.tokens or []) == choice.text
     assert found.token_logprobs[0] is None  # type: ignore[index]
@@ -294,3 +294,40 @@ def test_a_port_that_is_taken_is_refused_with_the_option_that_helps(served: Runn
         bound_socket("127.0.0.1", served.server.port)
     with pytest.raises(ConfigError, match=r"\(--host 127\.0\.0\.1 serves this machine\)"):
         bound_socket("192.0.2.1", 0)  # an address that documentation reserves
+
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def infilling(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder: Path = save_tiny_model(tmp_path_factory.mktemp("infill"), special=(*FAMILIES[0], "<|file_sep|>"))
+    return LLM(str(folder), kv_cache_memory="8MiB", num_threads=1, block_size=16, autotune_budget=0)
+
+
+def test_the_texts_stand_between_the_models_tokens(infilling: LLM) -> None:
+    tokenizer = infilling.get_tokenizer()
+    body = {"prompt": ["the ", "a"], "suffix": " fox", "max_tokens": 3, "temperature": 0, "return_token_ids": True}
+    with running(infilling) as own:
+        answer = httpx.post(own.url + COMPLETIONS, json={**body, "ignore_eos": True}).json()
+        choices = answer["choices"]
+        for choice, prefix in zip(choices, body["prompt"], strict=True):
+            expected = tokenizer(f"<|fim_prefix|>{prefix}<|fim_suffix|> fox<|fim_middle|>")["input_ids"]
+            assert choice["prompt_token_ids"] == expected
+            assert len(choice["token_ids"]) == 3
+        (whole,) = infilling.generate([{"prompt_token_ids": expected}], use_tqdm=False)
+        assert whole.prompt_token_ids == expected
+        ends = tokenizer.convert_tokens_to_ids("<|file_sep|>")
+        ended = httpx.post(own.url + COMPLETIONS, json={**body, "prompt": "a", "logit_bias": {str(ends): 100}}).json()["choices"][
+            0
+        ]
+        assert (ended["finish_reason"], ended["stop_reason"], ended["text"]) == ("stop", ends, "")
+        for more, param in (({"prompt": [5, 6]}, "prompt"), ({"echo": True}, "echo")):
+            error = httpx.post(own.url + COMPLETIONS, json={**body, **more})
+            assert (error.status_code, error.json()["error"]["param"]) == (400, param)
+
+
+def test_a_model_without_such_tokens_refuses(served: Running, http: httpx.Client) -> None:
+    error = http.post(COMPLETIONS, json={"prompt": "a", "suffix": "z"})
+    assert error.status_code == 400
+    assert "fill-in-the-middle" in error.json()["error"]["message"]
