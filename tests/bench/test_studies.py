@@ -15,10 +15,8 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM, Mxfp4Config
 from typer.testing import CliRunner
 
-from expert_layers import CONFIGS, Layer
 from headway import LLM, SamplingParams
 from headway.bench.generate.profile import STEP
 from headway.bench.generate.results import OfflineReport, PeerEngine, PeersFile
@@ -27,7 +25,7 @@ from headway.bench.studies import all_reduce
 from headway.bench.studies.command import run_study, study_app
 from headway.bench.studies.engines import PeerOptions, engines, run_peer
 from headway.bench.studies.experts import experts, print_report, ratios
-from headway.bench.studies.experts_layer import ExpertsCell, ExpertsReport, grouped_mm, installed
+from headway.bench.studies.experts_layer import ExpertsCell, ExpertsReport
 from headway.bench.studies.ranks import ranks as ranks_study
 from headway.bench.studies.ranks_report import PlannedRun, RanksPrediction, markdown, report_of
 from headway.bench.studies.ship_priors import ship
@@ -90,24 +88,6 @@ def test_without_a_gpu_the_study_is_refused() -> None:
     done = CliRunner().invoke(study_app(experts), ["--device", "cpu"])
     assert isinstance(done.exception, ConfigError)
     assert "needs a GPU" in str(done.exception)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe"])
-def test_the_peer_that_is_torch_alone_is_right(name: str) -> None:
-    pytest.importorskip("triton")
-    from headway.kernels.experts.plain import PlainExperts, route
-    from headway.kernels.experts.route_kernels import Routed
-
-    peers, versions = installed()
-    assert set(versions) == {"torch", "vllm", "flashinfer"}
-    if not any(peer.name.startswith("torch") for peer in peers):
-        pytest.skip("torch has no grouped product")
-    layer = Layer(CONFIGS[name], torch.bfloat16)
-    weights, x = layer.weights(torch.bfloat16), layer.draw(9, 48).bfloat16()
-    routing = route(torch.nn.functional.linear(x, weights.router), CONFIGS[name])
-    found = grouped_mm().make(CONFIGS[name], weights)(Routed(x, routing.experts, routing.weights, None, 0))
-    expected = PlainExperts(CONFIGS[name], weights).apply(x, routing, lambda rows, of: of(rows))
-    assert (found - expected).float().norm() / expected.float().norm() < 2e-2
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,40 +203,6 @@ def test_an_engine_runs_each_form(form: str, tmp_path: Path, capsys: pytest.Capt
     )
     (answer,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert len(answer.outputs[0].token_ids) == 4
-
-
-def test_random_weights_spread_tokens_over_the_experts(tmp_path: Path) -> None:
-    config = json.loads((locate("gpt-oss-20b", weights=False) / "config.json").read_text())
-    config |= {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2], "vocab_size": 512, "pad_token_id": 0}
-    small, folder = tmp_path / "small", tmp_path / "written"
-    small.mkdir()
-    (small / "config.json").write_text(json.dumps(config))
-    weight_shapes("mxfp4", folder, str(small), weights=True)
-    llm = LLM(str(folder), skip_tokenizer_init=True, device="cpu", dtype="float32", max_model_len=64, autotune_budget=0)
-    prompts = [[5, 6, 7], [8, 9]]
-    answers = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
-        SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
-        use_tqdm=False,
-    )
-    reference = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
-    )
-    picked: set[int] = set()
-    for layer in reference.model.layers:
-        layer.mlp.router.register_forward_hook(lambda _, __, out: picked.update(out[-1].flatten().tolist()))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        written = list(answer.outputs[0].token_ids)
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + written])).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == written
-    assert len(picked) > config["num_local_experts"] // 2
-
-
-def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="form: needs bf16, fp8, fp8-blocks, w4a16, mxfp4, got int3"):
-        weight_shapes("int3", tmp_path)
 
 
 def made_up(folder: Path, name: str, model: str, rate: float, date: str, command: str = "") -> None:

@@ -187,18 +187,6 @@ def test_an_option_for_points_that_nobody_measures_is_refused(
     )
 
 
-def test_times_of_another_layer_judge_no_table(headway: Headway, path: Path, tmp_path: Path) -> None:
-    output = tmp_path / "regret.json"
-    assert headway("table", "regret", str(path), "--leave-one-out", "--output", str(output)).code == 0
-    report = json.loads(output.read_text())
-    report["spec"] |= {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
-    output.write_text(json.dumps(report))
-    result = headway("table", "regret", str(path), "--trials", str(output), columns=400)
-    assert_refused(
-        result, "--trials: needs times of the table's layer, 4/2 heads x 32 float32, got those of 4/2 heads x 32 bfloat16"
-    )
-
-
 def test_a_table_that_leads_to_no_choice_says_what_it_lacks(headway: Headway, path: Path) -> None:
     table = crossing()
     write_json(table.model_copy(update={"cells": [cell for cell in table.cells if cell.phase != "extend"]}), path)
@@ -293,30 +281,6 @@ def test_explain_is_data_too(headway: Headway, kept: Path) -> None:
     assert found["runner_up"]["factor"] == pytest.approx((2 * 9 + 1) / (2 * 5 + 1))
     assert found["candidates"][0] == {"name": "sdpa", "step_us": pytest.approx(11.0), "reasons": []}
     assert found["nearest_row"]["case"] == "1q64"
-
-
-def test_explain_of_a_decode_cites_a_decode(headway: Headway, kept: Path) -> None:
-    table = read_table(kept)
-    verify = {"phase": "verify", "case": "1q2s64", "query_len": 2, "kv_len": 64}
-    write_json(
-        table.model_copy(update={"cells": [*table.cells, *(a_cell(1.0, backend=b, **verify) for b in ("sdpa", "sdpa.math"))]}),
-        kept,
-    )
-    asked = ("backends", "explain", *TINY, "--batch", "1", "--len", "60", "--json")
-    assert json.loads(headway(*asked).out)["nearest_row"]["phase"] == "decode"
-    assert json.loads(headway(*asked, "--phase", "verify", "--query-len", "2").out)["nearest_row"]["phase"] == "verify"
-
-
-def test_explain_of_latent_attention_asks_for_the_spec_of_the_phase(headway: Headway) -> None:
-    latent = ("backends", "explain", "--device", "cpu", "--geometry", "4/1/48/32+4/4/24/16/dense", "--json")
-    for phase, choice in (("prefill", "sdpa"), ("extend", "sdpa"), ("decode", "sdpa.math")):
-        found = json.loads(headway(*latent, "--attn-backend", "prefill=sdpa,decode=sdpa.math", "--phase", phase).out)
-        assert found["choice"] == choice
-        assert "kv_layout=latent" in found["selection"]
-        assert not [each for each in found["candidates"] if each["name"] == choice and "needs" in str(each["reasons"])]
-    refused = headway(*latent, "--kv-layout", "nhd")
-    assert refused.code != 0
-    assert "needs a layout that keeps the value inside the key, got nhd" in refused.err
 
 
 def test_explain_takes_a_table_for_each_form_of_latent_attention(headway: Headway, tmp_path: Path) -> None:

@@ -119,10 +119,6 @@ def test_an_fp8_cache_is_compared_with_the_models_own(diff: Headway) -> None:
     assert "beyond tolerance: decode" in result.out
 
 
-def test_a_cache_type_that_is_none_is_refused(diff: Headway) -> None:
-    assert_refused(diff("sdpa", "--kv-cache-dtype", "int4"), "kv_cache_dtype", "auto or fp8_e4m3", "got 'int4'")
-
-
 @pytest.fixture(scope="module")
 def stored_int4(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of 4 bits in groups of 32, whose plain one lies beside it; both with the tiny model's tokenizer."""

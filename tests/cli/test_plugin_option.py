@@ -99,12 +99,6 @@ def test_a_backend_of_a_part_is_asked_for_beside_auto() -> None:
 
 
 @pytest.mark.slow
-def test_a_plugin_that_is_refused_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("def f(:\n")
-    assert_refused(run_headway("backends", "--plugin", "broken.py", cwd=tmp_path), "plugin broken.py: SyntaxError", "line 1")
-
-
-@pytest.mark.slow
 def test_a_decode_only_plugin_is_a_guest_in_every_command(toy: Path, tiny_model_folder: Path) -> None:
     model, here = ["--model", str(tiny_model_folder)], toy.parent
     pair, plugin = "prefill=auto,decode=toy.decode", ["--plugin", toy.name]

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from headway import __main__ as entry
 from headway.bench.crossover.regret import RegretReport
@@ -199,11 +198,3 @@ def test_a_table_without_times_is_shown_and_explained(
         assert code in (0, 2), said
         assert "Traceback" not in said
         assert run(f"table show {name}.json", monkeypatch, capfd)[0] == 0
-
-
-def test_a_table_of_an_impossible_layer_is_refused() -> None:
-    spec = a_table(a_cell()).spec
-    for changes in ({"softcap": -5.5}, {"alibi_slopes": [1.0]}, {"sinks": [1.0]}, {"k_scale": 2.0}, {"kv_dtype": "int4"}):
-        with pytest.raises(ValueError, match=r"soft-cap|slope|sink|scaled|kv_dtype"):
-            type(spec).model_validate(spec.model_dump() | changes)
-    assert spec.to_spec(torch.device("cpu")).num_heads == spec.num_heads

@@ -82,7 +82,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name != "plain" else ()) for name in SETTINGS])
+OFTEN = ("chunks", "a small pool", "bfloat16")
+"""Settings of the slow tests, beside the plain ones of every day; the others are left to `make soak`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OFTEN),
+        *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.soak)) for name in SETTINGS if name not in ("plain", *OFTEN)),
+    ],
+)
 def test_a_request_has_the_same_bits_alone_and_in_batches_of_2_7_and_64(tiny_model_folder: Path, name: str) -> None:
     """A greedy one and one that is drawn, by turns."""
     threads = torch.get_num_threads()

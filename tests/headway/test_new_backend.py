@@ -42,15 +42,6 @@ def module(package: Path) -> ModuleType:
     return load_file(package / "headway_walnut_tree.py")
 
 
-def test_no_word_of_the_template_is_left(package: Path) -> None:
-    for path in package.rglob("*"):
-        if path.is_file():
-            text = path.read_text()
-            assert "{{" not in text
-            assert "{%" not in text
-            assert text.endswith("\n")
-
-
 def test_its_metadata_names_the_module_and_the_contract(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())
     assert project["project"]["name"] == distribution_of("walnut_tree") == "headway-walnut-tree"
@@ -126,12 +117,8 @@ def test_installed_into_an_environment_of_its_own_it_is_found_and_its_tests_pass
         [python, "-m", "headway", "backends", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert '"kind": "headway-walnut-tree 0.1.0"' in found.stdout, found
-    options = ["-q", "-p", "no:cacheprovider"]
-    tests = subprocess.run([python, "-m", "pytest", *options], cwd=package, capture_output=True, text=True, timeout=900)
-    assert tests.returncode == 0, tests
-    assert (
-        "answer:decode"
-        in subprocess.run(
-            [python, "-m", "pytest", *options, "--collect-only"], cwd=package, capture_output=True, text=True, timeout=300
-        ).stdout
+    tests = subprocess.run(
+        [python, "-m", "pytest", "-v", "-p", "no:cacheprovider"], cwd=package, capture_output=True, text=True, timeout=900
     )
+    assert tests.returncode == 0, tests
+    assert "answer:decode" in tests.stdout

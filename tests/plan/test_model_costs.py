@@ -74,7 +74,7 @@ def read_architecture(config: PretrainedConfig) -> str:
     return FAMILIES[config.model_type].architecture
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("name", ROWS)
 def test_weights_and_specs_are_those_of_a_rank_of_the_decoder(name: str, size: int, tmp_path: Path) -> None:
     config, dtype = planned(name, tmp_path)
@@ -89,7 +89,7 @@ def test_weights_and_specs_are_those_of_a_rank_of_the_decoder(name: str, size: i
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 8])
 def test_ranks_share_weights_and_caches_out(name: str, size: int) -> None:
     config, dtype = read_planned_model(name)
     one, rank = rank_costs(config, dtype), rank_costs(config, dtype, size)

@@ -12,7 +12,7 @@ from headway.core.contract.layout import HND, NHD, VLLM_5D, LayerCache, write_ro
 from headway.core.oracle.cases import make_case, parse_case, reference, relative_error, run_backend
 from headway.registry import Registry
 from headway.tuning.measure.contender import backend_contender, checked, writer_contender
-from headway.tuning.measure.workloads import DEFAULT_CASES, Geometry, build_case, build_write
+from headway.tuning.measure.workloads import Geometry, build_case, build_write
 from tiny_bench import CPU, cell_of
 
 
@@ -63,13 +63,6 @@ def test_bytes_and_operations_by_hand() -> None:
     write = cell_of("write", "64q1s1k", big, dtype=torch.bfloat16)
     assert write.write_bytes == 64 * 2 * 8 * 128 * 2 * 2
     assert cell_of("write", "8q1s9", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn).write_bytes == 8 * 128 * (2 + 1)
-
-
-def test_the_default_cells_are_of_their_phase() -> None:
-    for phases in DEFAULT_CASES.values():
-        for phase, cases in phases.items():
-            assert all(cell_of(phase, case).num_tokens for case in cases)
-    assert (len(DEFAULT_CASES["cuda"]["decode"]), len(DEFAULT_CASES["cuda"]["prefill"])) == (15, 8)
 
 
 def test_an_fp8_cell_keeps_what_a_dense_prefill_sees() -> None:

@@ -60,16 +60,6 @@ def test_flash_attention_3_bare_serves_every_phase(monkeypatch: pytest.MonkeyPat
     assert fake.names == ["fwd"]
 
 
-def test_a_missing_package_is_a_reason_before_the_device_is() -> None:
-    peer = next(peer for peer in all_peers() if peer.name == "flash_attn_4")
-    peer.package, peer.distribution = "a_package_nobody_has", "nobodys-package"
-    assert peer.version == ""
-    reasons = peer.available(torch.device("cuda")).reasons
-    assert [(reason.what, reason.got, reason.hint) for reason in reasons] == [
-        ("package", "not installed", "pip install nobodys-package")
-    ]
-
-
 def test_peers_refuse_what_the_bare_call_cannot_do() -> None:
     flash, fa2 = (next(peer for peer in all_peers() if peer.name == name) for name in ("flash_attn", "flashinfer.fa2"))
     half = {"dtype": torch.bfloat16}

@@ -47,16 +47,10 @@ def test_right_answers_get_times_and_rates(registry: Registry, phase: str, cases
     assert report.device.matrix_dtype == "float32"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_held_to_the_backends_tolerance(registry: Registry, dtype: torch.dtype) -> None:
-    (cell,) = run(registry, cases=["2q1s40"], dtype=dtype, backends=["sdpa"], block_sizes=[16]).cells
+def test_half_precision_is_held_to_the_backends_tolerance(registry: Registry) -> None:
+    (cell,) = run(registry, cases=["2q1s40"], dtype=torch.float16, backends=["sdpa"], block_sizes=[16]).cells
     assert cell.status == "ok", cell.reason
     assert 1e-5 < cell.relative_error < cell.tolerance
-
-
-def test_by_default_the_preferred_layout_and_both_usual_blocks(registry: Registry) -> None:
-    report = run(registry, cases=["2q1s9"], backends=["sdpa"])
-    assert [(cell.layout, cell.block_size) for cell in report.cells] == [("nhd", 16), ("nhd", 256)]
 
 
 def raises(self, q, cache, plan, out):

@@ -174,21 +174,10 @@ def test_sequence_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"attn_backend": "triton"}, UnsupportedError, "CUDA GPU"),
-        ({"dtype": "float12"}, ConfigError, "float12"),
-        ({"model": "/nonexistent"}, ModelError, "/nonexistent"),
-    ],
-    ids=["backend", "dtype", "model"],
-)
-def test_an_unloadable_model_raises_the_error_of_a_thread(
-    llm: LLM, options: dict[str, str], error: type[HeadwayError], says: str
-) -> None:
-    args = EngineArgs.of(**({"model": str(llm.model.folder), "kv_cache_memory": "1MiB", "num_threads": 1} | options))
+def test_an_unloadable_model_raises_the_error_of_a_thread(llm: LLM) -> None:
+    args = EngineArgs.of(str(llm.model.folder), kv_cache_memory="1MiB", num_threads=1, attn_backend="triton")
     before = set(psutil.Process().children())
-    with pytest.raises(error, match=says):
+    with pytest.raises(UnsupportedError, match="CUDA GPU"):
         AsyncLLM.from_engine_args(args, own_process=True)
     assert set(psutil.Process().children()) <= before
 
@@ -335,7 +324,7 @@ def _fast(engine: EngineLoop) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"], ids=["ends", "killed"])
+@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.soak), "os.kill(os.getpid(), 9)"], ids=["ends", "killed"])
 def test_no_process_outlives_its_parent(llm: LLM, end: str) -> None:
     options = f"{str(llm.model.folder)!r}, kv_cache_memory='1MiB', num_threads=1"
     script = (
@@ -362,7 +351,7 @@ def test_ctrl_c_ends_a_command_that_still_loads_without_a_traceback(llm: LLM) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
 def test_signals_to_a_group_leave_the_engine_to_its_parent(apart: AsyncLLM, number: signal.Signals) -> None:
     async def run() -> list[RequestOutput]:
         stream = apart.generate([1, 2, 3], LONG)

@@ -18,7 +18,6 @@ from llguidance import LLMatcher, LLTokenizer
 from headway import SamplingParams, StructuredOutputsParams, create_registry, hookimpl
 from headway.contract import CallSyntax, ChatContext, ChatParser, ChatParserInfo, ChatPiece, ConfigError, PluginError
 from headway.core.sampling.grammar import grammar_text
-from headway.requests.chat_template import chat_prompt
 from headway.requests.chats import ChatFormat, ChatText, read_whole
 from headway.requests.tool_use import ToolUse
 
@@ -149,13 +148,6 @@ def test_a_tool_without_parameters_takes_none(name: str, choice: Any) -> None:
         assert not accepts(name, use, text.replace("ARGUMENTS", "1")), given
 
 
-def test_a_template_is_shown_the_parameters_of_a_tool_without_any() -> None:
-    template = "{% for tool in tools %}{{ tool.function.parameters.properties | tojson }}{% endfor %}"
-    tools = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f", "parameters": {}}}]
-    prompt: Any = chat_prompt(tokenizer_with(template), "a model", "Hi", tools=tools)
-    assert prompt["prompt"] == "{}{}"
-
-
 def reading(name: str, use: ToolUse, text: str, prompt: str = "") -> ChatText:
     reader = ChatFormat.of(TOKENIZERS[name]).reader(use, prompt)
     return read_whole(reader, text)
@@ -213,12 +205,6 @@ def test_structural_tags_in_both_notations() -> None:
         assert accepts(name, NONE, 'a<tool_call>x{"a":5}</tool_call>b', given=StructuredOutputsParams(structural_tag=newer))
     with pytest.raises(ConfigError, match=r"structural_tag: needs a structural tag, got .*format, or structures"):
         accepts("plain", NONE, "", given=StructuredOutputsParams(structural_tag={"triggers": []}))
-
-
-def test_special_tokens_stay_where_the_format_consists_of_them() -> None:
-    for name, stay in (("kimi_k2", True), ("hermes", False)):
-        assert ChatFormat.of(TOKENIZERS[name]).params(SamplingParams(), MUST, {}).skip_special_tokens is not stay
-    assert reading("kimi_k2", ToolUse.of(TOOLS), "a<eos>b" + kimi("{}")).content == "ab"
 
 
 def test_a_template_without_tools_gets_a_description() -> None:

@@ -50,7 +50,9 @@ def crowded(served: Running, count: int, idle: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(3_000, marks=pytest.mark.slow), pytest.param(10_000, marks=(pytest.mark.slow, pytest.mark.soak))]
+)
 def test_crowd_of_requests_is_answered_and_nothing_is_left(llm: LLM, count: int) -> None:
     count = min(count, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 1000)  # the clients are a process of their own
     with running(llm, ServerOptions(max_connections=2 * count, max_queue=max(count // 4, 100))) as served:

@@ -202,22 +202,6 @@ def test_parameters_reach_the_engine(llm: LLM, served: Running, client: OpenAI) 
     assert text(extra_body={"priority": 5, "ignore_eos": True}) == plain
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_an_answer_has_the_form_that_was_asked_for(served: Running, client: OpenAI, streamed: bool) -> None:
-    pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    asked = {"model": "tiny", "messages": ASK, "max_tokens": 60, "temperature": 0, "logit_bias": {"220": -50}}
-    answer = client.chat.completions.create(**asked, response_format=form, stream=streamed)
-    if streamed:
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
-    else:
-        text = answer.choices[0].message.content
-    if "}" in text:  # random weights may fill the room with spaces
-        assert list(json.loads(text)) == ["a"]
-    assert text.lstrip()[:1] in ("{", "")
-
-
 def test_texts_to_tokens_and_back(llm: LLM, served: Running, http: httpx.Client) -> None:
     found = http.post("/tokenize", json={"prompt": "the quick", "return_token_strs": True}).json()
     assert found["tokens"] == llm.tokenizer("the quick")["input_ids"]
@@ -247,14 +231,6 @@ def test_control_tokens_in_a_text_are_text_where_it_is_asked_for(llm: LLM, serve
         )  # a prompt is its caller's
 
 
-def test_continuous_usage_is_in_every_chunk(served: Running, client: OpenAI) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    asked = {"model": "tiny", "prompt": "the", "max_tokens": 5, "stream": True, "stream_options": options, **GREEDY}
-    counts = [chunk.usage.completion_tokens for chunk in client.completions.create(**asked) if chunk.usage]
-    assert counts == sorted(counts)
-    assert counts[-1] == 5
-
-
 def test_several_conversations_are_answered_as_each_is_by_itself(served: Running, http: httpx.Client) -> None:
     conversations = [ASK, [{"role": "user", "content": "a lazy dog"}], ASK * 2]
     common = {"max_tokens": 6, "temperature": 0, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
@@ -274,13 +250,9 @@ def test_several_conversations_are_answered_as_each_is_by_itself(served: Running
     [
         ({"stream": True}, "stream: needs false"),
         ({"n": 2}, "n: needs 1"),
-        ({"use_beam_search": True}, "use_beam_search: needs false"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: needs none"),
-        ({"messages": []}, "messages: list should have at least 1 item"),
         ({"messages": ASK}, "messages.0: input should be an array"),
         ({"messages": [ASK, []]}, "messages.1: needs at least one message"),
-        ({"messages": [ASK, ASK * 500]}, "messages.1: needs at most"),
-        ({"messages": [ASK], "top_logprobs": 2}, "top_logprobs: needs logprobs=true"),
     ],
 )
 def test_what_several_conversations_cannot_have_is_refused(http: httpx.Client, fields: dict[str, object], words: str) -> None:
@@ -325,9 +297,3 @@ def test_the_texts_stand_between_the_models_tokens(infilling: LLM) -> None:
         for more, param in (({"prompt": [5, 6]}, "prompt"), ({"echo": True}, "echo")):
             error = httpx.post(own.url + COMPLETIONS, json={**body, **more})
             assert (error.status_code, error.json()["error"]["param"]) == (400, param)
-
-
-def test_a_model_without_such_tokens_refuses(served: Running, http: httpx.Client) -> None:
-    error = http.post(COMPLETIONS, json={"prompt": "a", "suffix": "z"})
-    assert error.status_code == 400
-    assert "fill-in-the-middle" in error.json()["error"]["message"]
