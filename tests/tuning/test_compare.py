@@ -126,6 +126,14 @@ def test_parts_that_measured_a_dense_prefill_twice_keep_the_faster() -> None:
     assert {cell.backend: cell.median_us for cell in merge(again).cells if cell.layout is None}["a"] == 30.0
 
 
+def test_a_refusal_in_one_part_hides_no_time_of_another() -> None:
+    refused = {"status": "unsupported", "reason": "kv_layout: needs nhd, got vllm_5d", "layout": None, "block_size": None}
+    first = a_table(a_cell(20.0), a_cell(10.0, backend="b"), date="2026-01-01T00:00:00+00:00")
+    second = a_table(a_cell(19.0, layout="vllm_5d"), a_cell(None, backend="b", **refused), date="2026-01-02T00:00:00+00:00")
+    found = {(cell.backend, cell.layout): cell.median_us for cell in merge([first, second]).cells}
+    assert found == {("a", "nhd"): 20.0, ("b", "nhd"): 10.0, ("a", "vllm_5d"): 19.0}
+
+
 def test_tables_of_different_machines_are_not_merged_and_the_odd_one_is_named() -> None:
     old, new = a_table(device=a_device(driver="x")), a_table(date="2026-12-01T00:00:00+00:00")
     for tables, names in (([old, new], ["a.json", "b.json"]), ([new, old], ["b.json", "a.json"])):

@@ -197,6 +197,7 @@ def test_errors_are_the_same_after_pickling(error: HeadwayError) -> None:
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_requests_with_its_reason_and_this_process_lives(llm: LLM) -> None:
     made = start(llm)
     process = process_of(made)

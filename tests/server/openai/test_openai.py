@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,17 +93,21 @@ def test_a_stream_of_a_chat_is_its_answer_in_pieces(served: Running, client: Ope
 
 
 def test_every_event_of_a_stream_is_of_openais_type(served: Running, http: httpx.Client) -> None:
-    body = {"messages": ASK, "max_tokens": 4, "stream": True, "logprobs": True, "top_logprobs": 2}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": ASK, "max_tokens": 4, "stream": True, "logprobs": True, "top_logprobs": 2, "stream_options": usage}
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert events[-1] == "[DONE]"
-    places, text = [], ""
+    places, text, counts = [], "", []
     for each in events[:-1]:
         chunk = ChatCompletionChunk.model_validate_json(each, strict=True)
+        counts += [chunk.usage.completion_tokens] if chunk.usage else []
         places += [place for choice in chunk.choices if choice.logprobs for place in choice.logprobs.content or []]
         text += "".join(choice.delta.content or "" for choice in chunk.choices)
     assert len(places) == 4
+    assert counts == sorted(counts)
+    assert len(counts) > 1, "as chunks come, and at the end"
     assert b"".join(bytes(place.bytes or ()) for place in places) == text.encode()
     assert all(len(place.top_logprobs) == 2 and place.bytes is not None for place in places)
     assert all(place.top_logprobs[0].logprob >= place.top_logprobs[1].logprob for place in places)
@@ -200,6 +205,19 @@ def test_parameters_reach_the_engine(llm: LLM, served: Running, client: OpenAI) 
     assert text(**drawn) == output.outputs[0].text
     assert text(best_of=3, temperature=1.0, seed=1)
     assert text(extra_body={"priority": 5, "ignore_eos": True}) == plain
+
+
+def test_what_a_request_leaves_out_is_as_the_model_recommends(llm: LLM, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llm.model.name, tmp_path / "model"))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 1, "max_new_tokens": 5, "eos_token_id": 0}')
+    own = LLM(str(folder), kv_cache_memory="1MiB", num_threads=1)
+    default = own.get_default_sampling_params()
+    assert (default.temperature, default.top_k, default.max_tokens) == (0.6, 1, 5)
+    for where, count in (("auto", 1), ("vllm", 3)):
+        with running(own, ServerOptions(generation_config=where)) as found:
+            asked = [{"prompt": "a", "ignore_eos": True, "seed": seed} for seed in range(3)]
+            answers = [httpx.post(f"{found.url}/v1/completions", json=body, timeout=30).json() for body in asked]
+            assert len({each["choices"][0]["text"] for each in answers}) == count
 
 
 def test_texts_to_tokens_and_back(llm: LLM, served: Running, http: httpx.Client) -> None:
