@@ -73,6 +73,7 @@ def test_a_small_table_is_measured_printed_exported_and_not_kept_for_auto(headwa
     assert headway("bench", "crossover", *TINY, *grid, "--output", str(path), "--resume").code == 0
     assert read_table(path).cells == table.cells
     assert "decode" in headway("table", "show", str(path)).out
+    assert len(json.loads(headway("table", "show", str(path), "--json").out)["rows"]) == 4
 
 
 def test_a_whole_grid_is_kept_for_auto(headway: Headway) -> None:

@@ -143,6 +143,13 @@ def test_products_behind_the_pooling_are_computed(tmp_path: Path) -> None:
     close(embedded(llm), normalize(torch.tanh((x @ first.T + more) @ second.T + last), dim=-1))
 
 
+def test_a_decoder_with_files_of_sentence_transformers_embeds(tmp_path: Path) -> None:
+    model = embedder("qwen3-embedding", tmp_path)
+    write_modules(tmp_path, {"pooling_mode_lasttoken": True})
+    llm = load(tmp_path)
+    close(embedded(llm)[2], vector(model, llm.get_tokenizer()(TEXTS[2])["input_ids"], "last"))
+
+
 @pytest.mark.parametrize(
     ("modules", "words"),
     [
