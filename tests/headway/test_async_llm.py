@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from itertools import chain, pairwise
 
 import pytest
@@ -144,6 +145,24 @@ def test_a_fault_inside_a_request_ends_it_alone(llm: LLM, served: AsyncLLM) -> N
     for output, words in ((uncompiled, "regular expression"), (raised, "no such row")):
         assert output.outputs[0].finish_reason == "error"
         assert words in str(output.outputs[0].error)
+
+
+def test_chat_renders_the_template_off_the_loop(llm: LLM, served: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [{"role": "user", "content": "the quick fox"}]
+    (whole,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    threads: list[str] = []
+    tokenizer = served.model.tokenizer
+    render = tokenizer.apply_chat_template
+
+    def noted(*given: object, **options: object) -> object:
+        threads.append(threading.current_thread().name)
+        return render(*given, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", noted)
+    outputs = asyncio.run(read(served.chat(messages, GREEDY)))
+    assert plain(outputs[-1]) == plain(whole)
+    assert outputs[-1].prompt == whole.prompt
+    assert threads[0].startswith("headway-tokenise")
 
 
 def test_llm_and_async_llm_share_an_engine(llm: LLM, served: AsyncLLM) -> None:

@@ -152,6 +152,9 @@ def test_chats_and_searches_have_adapters(adapted: LLM, adapters: list[LoRAReque
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     (greedy,) = written(adapted, ["the quick"], adapters[:1], params)
     assert found.sequences[0].tokens[-6:] == greedy
+    twice = SamplingParams(n=2, temperature=0, max_tokens=6, ignore_eos=True)
+    (several,) = adapted.generate(["the quick"], twice, use_tqdm=False, lora_request=adapters[0])
+    assert [each.token_ids for each in several.outputs] == [greedy] * 2
     assert found.sequences[0].lora_request is adapters[0]
 
 
