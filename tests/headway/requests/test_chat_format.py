@@ -207,6 +207,12 @@ def test_structural_tags_in_both_notations() -> None:
         accepts("plain", NONE, "", given=StructuredOutputsParams(structural_tag={"triggers": []}))
 
 
+def test_special_tokens_stay_where_the_format_consists_of_them() -> None:
+    for name, stay in (("kimi_k2", True), ("hermes", False)):
+        assert ChatFormat.of(TOKENIZERS[name]).params(SamplingParams(), MUST, {}).skip_special_tokens is not stay
+    assert reading("kimi_k2", ToolUse.of(TOOLS), "a<eos>b" + kimi("{}")).content == "ab"
+
+
 def test_a_template_without_tools_gets_a_description() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     asked = [

@@ -80,6 +80,12 @@ def test_a_stop_text_is_named(llm: LLM, http: httpx.Client) -> None:
     assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
+def test_forms_are_served(http: httpx.Client) -> None:
+    pytest.importorskip("llguidance")
+    params = {"max_new_tokens": 20, "temperature": 1.0, "regex": "(fox|dog)"}
+    assert http.post("/generate", json={"text": TEXT, "sampling_params": params}).json()["text"] in ("fox", "dog")
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
