@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from headway.bench import charts
-from headway.bench.crossover import plot
 from headway.bench.crossover import plot as curves
 from headway.bench.crossover.report import view
 from headway.bench.diff import results as report
@@ -31,18 +29,6 @@ def texts(figure: Any) -> list[str]:
 def lines(axis: Any) -> list[tuple[list[float], list[float]]]:
     """Coordinates of the lines of more than one point."""
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines if len(line.get_xdata()) > 1]
-
-
-def test_a_heading_is_broken_where_the_figure_is_narrow() -> None:
-    figure = charts.new_figure(7.0, 3.0)
-    charts.heading(
-        figure, "Fastest", "Intel(R) Xeon(R) Processor, 9/3 heads x 64 float32, kv_layout nhd, block_size 16, measured today"
-    )
-    figure.canvas.draw()
-    box = figure._suptitle.get_window_extent()
-    assert figure.get_suptitle().count("\n") == 2
-    assert box.x0 >= 0
-    assert box.x1 <= figure.bbox.x1
 
 
 def test_a_curve_for_each_backend_has_its_times_at_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,18 +60,6 @@ def test_a_tie_is_shaded_and_a_rough_time_is_hollow(monkeypatch: pytest.MonkeyPa
 def test_a_table_of_single_lengths_has_no_curves() -> None:
     with pytest.raises(ConfigError, match="at several lengths"):
         curves.to_curves(view(a_table(a_cell())))
-
-
-@pytest.mark.slow
-def test_the_map_says_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "png", lambda figure: figure)
-    cells = [
-        a_cell(10.0, batch=batch, kv_len=kv_len, case=f"{batch}q1s{kv_len}") for batch, kv_len in ((1, 64), (1, 128), (2, 64))
-    ]
-    figure: Any = plot.to_png(view(a_table(*cells)))
-    hatched = [patch for patch in figure.axes[0].patches if patch.get_hatch()]
-    assert len(hatched) == 1
-    assert {"not measured", "sequences (batch size)", "cached tokens of each sequence"} <= set(texts(figure))
 
 
 @pytest.mark.slow

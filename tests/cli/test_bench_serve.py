@@ -19,19 +19,9 @@ def url() -> Iterator[str]:
 
 
 def test_the_command_writes_what_it_shows_in_80_columns(url: str, headway: Callable[..., Result], tmp_path: Path) -> None:
-    options = (
-        "--num-requests",
-        "4",
-        "--num-naive",
-        "2",
-        "--mix",
-        "5/2:3,9/3",
-        "--rate",
-        "20,50",
-        "--goodput",
-        "ttft:500,tpot:100",
-    )
-    result = headway("bench", "serve", "--url", url, *options, "--output", str(tmp_path / "r.json"))
+    options = ("--num-requests", "4", "--num-naive", "2", "--mix", "5/2:3,9/3", "--rate", "20,50")
+    written = ("--goodput", "ttft:500,tpot:100", "--output", str(tmp_path / "r.json"))
+    result = headway("bench", "serve", "--url", url, *options, *written)
     assert result.code == 0, result
     assert max(map(len, result.out.splitlines())) <= 80
     report = ServeReport.read(tmp_path / "r.json")
@@ -56,8 +46,6 @@ def test_pictures_are_drawn_of_times_and_rates(url: str, headway: Callable[..., 
         (("--url", "ftp://x"), "a URL such as"),
         (("--modes", "sideways"), "--modes"),
         (("--rate", "fast"), "--rate"),
-        (("--rate", "0"), "--rate"),
-        (("--goodput", "ttft"), "--goodput"),
         (("--goodput", "speed:5"), "--goodput"),
         (("--endpoint", "talk"), "--endpoint"),
         (("--mix", "many"), "--mix"),

@@ -15,6 +15,7 @@ from sandbox import Result
 Headway = Callable[..., Result]
 
 
+@pytest.mark.slow
 def test_build_compiles_ahead_of_time_once(headway: Headway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not find_compiler()[1]:
         pytest.skip("needs cuda-core with NVRTC")

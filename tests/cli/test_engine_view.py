@@ -67,18 +67,6 @@ def test_blocks_are_drawn_by_sequence_and_group(registry: Registry) -> None:
     assert all(group.used == 0 < group.cached for group in engine.cache_usage().groups)
 
 
-def test_a_long_sequence_is_drawn_in_a_few_lines(registry: Registry) -> None:
-    model = Windowed()
-    model.max_position_embeddings, model.places = 4096, model.places.repeat(32, 1)
-    engine = make_engine(EngineParts(model=model, source=registry, config=replace(CONFIG, kv_cache_memory=2**23)))
-    engine.add_request("long", engine.limits.checked([3] * 4000, SamplingParams(max_tokens=5)))
-    while not engine.scheduler.running or engine.scheduler.running[0].num_computed < 4000:
-        engine.step()
-    rows = re.findall(r"long, 4,000 tokens: 50\d blocks, 3 to a letter\n((?: +[a-z]+\n)+)", drawn(engine))
-    assert [len(row.split()) for row in rows] == [3, 3]
-    assert rows[1].split()[-1].rstrip("o") == "g" * 46, rows
-
-
 def test_generate_draws_the_cache_beside_the_text(headway: Callable[..., Result], tiny_model_folder: Path) -> None:
     arguments = ("generate", "--model", str(tiny_model_folder), "--max-tokens", "20", "--ignore-eos", "--block-size", "8")
     result = headway(*arguments, "--show-cache", "the quick fox")

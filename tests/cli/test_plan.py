@@ -84,8 +84,6 @@ WRONG = {
         "--num-gpus",
         "3",
     ],
-    "time per token": ["--time-per-token", "0.01", *SHORT],
-    "first token": ["--first-token", "0.01", *SHORT],
 }
 
 

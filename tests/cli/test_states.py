@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.bench.kernel.report import step_bytes
-from headway.core.contract.state import GATED_DELTA, KEY_VALUE, StateSpec
 from headway.core.system.json_files import write_json
 from headway.models.loader import read_layer_specs
 from headway.tuning.table.files import read_state_table, state_table_path
@@ -152,12 +150,3 @@ def test_states_are_timed_for_a_model_that_has_them_alone(headway: Headway) -> N
     assert_refused(headway(*timed, columns=200), "--states: needs the model whose layers are timed")
     assert_refused(headway(*timed, "--model", "qwen3-0.6b", columns=200), "0 kinds in qwen3-0.6b")
     assert_refused(headway(*timed, "--model", "qwen3-next", "--cases", "1q64", columns=300), "--states: needs no --cases")
-
-
-def test_a_step_moves_its_states_its_tokens_and_the_weights() -> None:
-    spec = StateSpec(GATED_DELTA, 4, 2, key_dim=4, value_dim=8, conv_channels=48, conv_width=4, dtype=torch.bfloat16)
-    state = KEY_VALUE.bytes_per_slot(spec)
-    assert state == 4 * 4 * 4 * 8 + 2 * 3 * 48
-    token = 2 * (48 + 32 + 4 + 4)
-    assert step_bytes(spec, 3, 1) == 3 * (2 * state + token) + 2 * 48 * 5
-    assert step_bytes(spec, 3, 4) == 3 * (5 * state + 4 * token) + 2 * 48 * 5

@@ -19,7 +19,6 @@ from headway.tuning.measure.points import Point
 from headway.tuning.measure.run import CrossoverOptions
 from headway.tuning.table.files import read_table
 from hostile_plugins import LATE, install_hostile
-from sandbox import run_headway, save_tiny_model
 from tables import QUICK, SPEC, a_table
 
 GRID = [Point("prefill", 1, 16, 16, 0), Point("prefill", 1, 64, 64, 0), Point("decode", 1, 1, 32, 0)]
@@ -87,7 +86,6 @@ class _Measuring:
         self.asked.append(options)
         if self.deaths:
             raise self.deaths.pop(0)
-        assert options.output is not None
         write_json(a_table(), options.output)
         return {"done": True}
 
@@ -118,18 +116,3 @@ def test_a_hang_is_called_one_and_told_once(
     assert caplog.text == "", "the start tells of it, once, when it reads the table"
     assert not first.resume
     assert not second.resume, "nothing was written by this run: what lies there is another's"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_default_start_survives_a_crash_while_measuring(plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
-    monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET")
-    install_hostile(plugins, "segfaults-at-a-shape")
-    model = str(save_tiny_model(tmp_path / "model"))
-    arguments = ("generate", "--model", model, "--autotune-budget", "3", "--max-tokens", "8", "--ignore-eos", "the quick fox")
-    first, second = (run_headway(*arguments, plugins=plugins, cwd=tmp_path) for _ in range(2))
-    assert first.code == second.code == 0, first
-    assert first.err.count("auto leaves out segfaults-at-a-shape: crashed the measuring process") == 1
-    assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in second.err, "it is not tried again"
-    assert "measuring the attention" not in second.err or "lacks others" in second.err, "what is kept is not measured again"

@@ -20,7 +20,6 @@ from engine_logits import save_random
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
-from headway.models.checkpoints.checkpoint import check_sizes
 from headway.models.encoders.pooling.loader import load_pooling_model
 from headway.models.loader import load_model
 from headway.registry import Registry
@@ -195,25 +194,6 @@ def test_a_path_that_is_not_utf_8_is_named(name: str, tmp_path: Path) -> None:
 def test_an_eos_token_beyond_the_vocabulary_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load(tmp_path, eos_token_id=[2, 10**30]).eos_token_ids == {2}
     assert "outside the vocabulary" in caplog.text
-
-
-def test_a_gguf_header_with_impossible_sizes_is_refused_before_memory_is_taken() -> None:
-    with pytest.raises(ModelError, match="its header cannot be used: num_hidden_layers needs a whole number of at most 4096"):
-        check_sizes(Path("m.gguf"), {**PLAIN, "num_hidden_layers": 2**31 - 1}, "its header")
-
-
-@pytest.mark.slow
-def test_a_rust_panic_is_reported_as_a_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PanicException(BaseException):
-        pass
-
-    def panic(*_: object, **__: object) -> None:
-        raise PanicException("range end index 2 out of range for slice of length 1")
-
-    folder = save_tiny_model(tmp_path / "model")
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", panic)
-    with pytest.raises(ModelError, match="the tokenizer cannot be read .PanicException: range end"):
-        load_model(str(folder), device="cpu")
 
 
 @pytest.mark.parametrize("changes", [{"type": "cuda"}, {"type": "banana"}, {"compute_capability": "9.0"}])

@@ -131,22 +131,6 @@ def test_a_full_disk_leaves_the_old_file_and_says_so(file: Path, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-@ROOT
-def test_a_really_full_file_system_is_an_error_in_one_line(tmp_path: Path) -> None:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if os.system(f"mount -t tmpfs -o size=64k tmpfs {folder} 2>/dev/null"):
-        pytest.skip("no file system may be mounted here")
-    try:
-        (folder / "table.json").write_bytes(OLD)
-        with pytest.raises(ConfigError, match=r"No space left on device.*is unchanged"):
-            write_bytes(bytes(1 << 20), folder / "table.json")
-        assert [path.name for path in folder.iterdir()] == ["table.json"]
-        assert (folder / "table.json").read_bytes() == OLD
-    finally:
-        os.system(f"umount {folder}")
-
-
 def test_part_files_of_killed_writers_are_removed_and_of_living_ones_stay(tmp_path: Path) -> None:
     dead = tmp_path / ".table.json.0a1b2c.headway-part"
     dead.write_bytes(b"half")
@@ -183,7 +167,7 @@ for number in range(10**9):
 """
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path, kills: int) -> None:
     path, moments = tmp_path / "table.json", random.Random(19)
     for _ in range(kills):

@@ -58,11 +58,6 @@ def test_a_terminal_shows_control_characters_as_escapes(text: str) -> None:
     assert kept in written.replace("\n", "") or len(kept) > 40
 
 
-def test_the_text_of_a_spinner_is_not_markup() -> None:
-    with Terminal(file=io.StringIO(), force_terminal=True).status("loading [/red] \x1b[2J"):
-        pass
-
-
 def test_a_log_shows_control_characters_as_escapes() -> None:
     record = logging.LogRecord("headway", logging.WARNING, "", 0, "plugin %s", ("\x1b[2J",), None)
     assert LogFormatter("headway: %(message)s").format(record) == "headway: plugin \\x1b[2J"

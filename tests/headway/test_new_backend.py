@@ -42,15 +42,6 @@ def module(package: Path) -> ModuleType:
     return load_file(package / "headway_walnut_tree.py")
 
 
-def test_no_word_of_the_template_is_left(package: Path) -> None:
-    for path in package.rglob("*"):
-        if path.is_file():
-            text = path.read_text()
-            assert "{{" not in text
-            assert "{%" not in text
-            assert text.endswith("\n")
-
-
 def test_its_metadata_names_the_module_and_the_contract(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())
     assert project["project"]["name"] == distribution_of("walnut_tree") == "headway-walnut-tree"
@@ -59,12 +50,6 @@ def test_its_metadata_names_the_module_and_the_contract(package: Path) -> None:
     registry = create_registry([str(package / "headway_walnut_tree.py")], load_entry_points=False)
     assert registry.backends["walnut_tree"].info.api_version == API_VERSION
     assert registry.backend("walnut_tree").__name__ == "WalnutTree"
-
-
-def test_what_the_author_replaces_is_short(package: Path) -> None:
-    text = (package / "headway_walnut_tree.py").read_text()
-    kernel = text.partition("def attend")[2].partition("\n\n\n")[0]
-    assert len(kernel.splitlines()) < 40
 
 
 def test_its_own_test_passes(module: ModuleType, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +101,7 @@ def test_the_command_says_what_comes_next_and_all_of_it_works(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_installed_into_an_environment_of_its_own_it_is_found_and_its_tests_pass(package: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False)
@@ -132,12 +118,8 @@ def test_installed_into_an_environment_of_its_own_it_is_found_and_its_tests_pass
         [python, "-m", "headway", "backends", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert '"kind": "headway-walnut-tree 0.1.0"' in found.stdout, found
-    options = ["-q", "-p", "no:cacheprovider"]
-    tests = subprocess.run([python, "-m", "pytest", *options], cwd=package, capture_output=True, text=True, timeout=900)
-    assert tests.returncode == 0, tests
-    assert (
-        "answer:decode"
-        in subprocess.run(
-            [python, "-m", "pytest", *options, "--collect-only"], cwd=package, capture_output=True, text=True, timeout=300
-        ).stdout
+    tests = subprocess.run(
+        [python, "-m", "pytest", "-v", "-p", "no:cacheprovider"], cwd=package, capture_output=True, text=True, timeout=900
     )
+    assert tests.returncode == 0, tests
+    assert "answer:decode" in tests.stdout

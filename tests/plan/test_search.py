@@ -60,14 +60,14 @@ def test_the_command_starts_what_was_planned() -> None:
 
 def test_a_higher_rate_takes_more_gpus_and_no_replica_misses_its_limits() -> None:
     taken = []
-    for rate in (40.0, 4000.0, 12_000.0):
+    for rate in (40.0, 2000.0, 6000.0):
         found = search(Demand(200, 24, rate, LatencyLimits(first_token_ms=100.0, per_token_ms=6.0)), 4000)
         (best,) = found.run(list(found.layouts([1], ["auto"], PLAIN)))
         taken.append(best.num_gpus)
         assert best.first_token_ms <= 100.0
         assert best.per_token_ms <= 6.0
     assert taken[0] == 1
-    assert 1 < taken[1] < 40
+    assert 1 < taken[1] < 20
     assert taken[2] == pytest.approx(3 * taken[1], rel=0.4)
 
 
@@ -101,8 +101,3 @@ def test_weights_that_take_another_checkpoint_have_no_command() -> None:
     assert report.plans[0].command == ""
     assert any("weights in int4: products read their bytes at 0.64 of the rate of 16 bits" in line for line in report.sources)
     assert any("a guess for this kind of GPU" in line for line in report.sources)
-
-
-def test_no_gpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--num-gpus: needs at least 1, got 0"):
-        search(Demand(200, 24), 0)

@@ -30,8 +30,6 @@ expect = sync_api.expect
 SECONDS = 20_000
 """Milliseconds that anything on the page may take on a busy machine."""
 
-LOOK_AGAIN = "() => document.dispatchEvent(new Event('visibilitychange'))"
-
 
 @pytest.fixture(scope="module")
 def served(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
@@ -115,16 +113,6 @@ def test_an_answer_streams_and_is_kept_as_a_turn(page: sync_api.Page) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_enabled(timeout=SECONDS)
 
 
-def test_if_the_model_recommends_nothing_the_page_leaves_sampling_to_the_server(page: sync_api.Page) -> None:
-    page.locator("summary", has_text="Settings").click()
-    expect(page.locator("#sampling")).to_contain_text("recommends no sampling")
-    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "1")
-    with page.expect_request("**/v1/chat/completions") as sent:
-        ask(page, "ban ben")
-    assert "temperature" not in sent.value.post_data_json
-    page.keyboard.press("Escape")
-
-
 def test_reasoning_is_folded_above_its_answer(page: sync_api.Page) -> None:
     deltas = [{"role": "assistant", "content": ""}, {"reasoning": "hm "}, {"reasoning": "hm"}, {"content": "Yes"}, {}]
     events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None if delta else "stop"}]} for delta in deltas]
@@ -200,61 +188,6 @@ def test_without_measured_times_the_page_says_how_to_get_them(browser: sync_api.
         expect(page.locator("#most")).to_contain_text("Send a message")
         assert page.locator("body").inner_text().count("no crossover table") == 1
     everyday.wait_idle()
-
-
-def test_a_table_that_is_too_wide_is_grouped(browser: sync_api.Browser, served: Running) -> None:
-    def grow(route: sync_api.Route) -> None:
-        found = (answer := route.fetch()).json()
-        sizes = [(batch, length) for batch in (1, 64, 512) for length in (128, 8192, 131072, 1048576)]
-        times = {128: {"hopper_decode": 1.0}, 8192: {"a_plugin_with_a_long_name": 2.0, "triton": 2.0}}
-        for phase in found["phases"]:
-            phase["points"] = [
-                {"batch": batch, "query_len": 1, "kv_len": length, "us": times[min(length, 8192)]} for batch, length in sizes
-            ]
-        route.fulfill(response=answer, json=found)
-
-    for page in _page(browser, served.url):
-        page.route("**/headway/table", grow)
-        page.reload()
-        heat, cells = page.locator("#heat"), page.locator("#heat button")
-        expect(cells).to_have_count(12)
-        expect(heat).to_have_class("scroll")
-        for width in (320, 390, 460):
-            page.set_viewport_size({"width": width, "height": 844})
-            expect(heat).to_have_class("scroll grouped")
-            assert page.evaluate("() => document.documentElement.scrollWidth") <= width
-            assert heat.evaluate("each => each.scrollWidth <= each.clientWidth"), "the table needs no scrolling sideways"
-            assert cells.evaluate_all("all => all.every((each) => each.scrollWidth <= each.clientWidth)")
-            lines = heat.locator("th[scope=row]").or_(heat.get_by_text("hopper_decode"))
-            assert lines.evaluate_all("all => all.every((each) => each.offsetHeight < 30)"), "each stands in one line"
-            lengths = cells.evaluate_all("all => all.map((each) => getComputedStyle(each, '::before').content)")
-            assert lengths[:2] == ['"128 tokens"', '"8,192 tokens"'], "cells show their lengths, for no column has a heading"
-
-
-def test_the_last_question_has_the_answer_whichever_comes_last(page: sync_api.Page) -> None:
-    held: list[sync_api.Route] = []
-    page.route("**/headway/explain?*batch=3&*", lambda route: held.append(route))
-    page.get_by_label("Sequences", exact=True).fill("3")
-    page.keyboard.press("Enter")
-    page.get_by_label("Sequences", exact=True).fill("4")
-    page.keyboard.press("Enter")
-    expect(page.locator("#answer")).to_contain_text(re.compile(r"4 sequences"))
-    with page.expect_response("**/headway/explain?*batch=3&*"):
-        held[0].continue_()
-    page.evaluate("() => new Promise((done) => setTimeout(done, 50))")
-    expect(page.locator("#answer")).to_contain_text(re.compile(r"4 sequences"))
-
-
-def test_the_table_is_asked_for_once(browser: sync_api.Browser, served: Running) -> None:
-    context = browser.new_context()
-    page, asked = context.new_page(), []
-    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/headway/table") else None)
-    page.route("**/headway/table", lambda route: (page.evaluate(LOOK_AGAIN), route.continue_()))
-    page.goto(served.url)
-    expect(page.locator("#connection")).to_have_text("connected", timeout=SECONDS)
-    assert len(asked) == 1, "the page became visible while the first look was under way"
-    context.close()
-    served.wait_idle()
 
 
 def test_everything_is_reached_by_keyboard(page: sync_api.Page) -> None:

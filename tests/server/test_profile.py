@@ -36,7 +36,6 @@ def test_a_load_tells_where_the_time_of_steps_goes(llm: LLM, headway: Callable[.
         ranges = Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
     assert {part: ranges[f"headway.{part}"] >= 4 for part in PARTS} == dict.fromkeys(PARTS, True)
     profile = ServeReport.read(report).cells[0].profile
-    assert profile is not None
     assert (profile.traced_steps, profile.trace) == (0, None)
     assert profile.output_tokens == 3 * 12
     assert sum(profile.parts_ms.values()) == pytest.approx(profile.step_ms, rel=1e-3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import count
@@ -24,10 +23,10 @@ from headway.core.engine.data.request_limits import RequestLimits
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.sampler import seed_of
 from headway.hosting.driver import EngineDriver
+from server_clients import PLANS, ask
 from server_thread import Running, running
 
 MAX_MODEL_LEN = 96
-PLANS = ("read", "read", "whole", "whole", "close", "cancel")
 
 
 class World:
@@ -75,36 +74,6 @@ def world(llm: LLM) -> Iterator[tuple[World, Running]]:
         yield made, served
     engine = made.engine
     assert engine.blocks.num_free == engine.blocks.num_pages
-
-
-async def ask(http: httpx.AsyncClient, plan: str, body: dict[str, Any], draw: Random) -> tuple[list[list[int]], bool]:
-    """The tokens of each completion that a client gets who reads to the end ("read", "whole"), or goes away while they come
-    ("close") or at any time ("cancel"); and whether that was all."""
-    found: list[list[int]] = [[] for _ in range(body["n"])]
-    if plan == "whole":
-        answer = await http.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        for choice in answer.json()["choices"]:
-            found[choice["index"]] += choice["token_ids"]
-        return found, True
-    most = draw.randint(1, 10) if plan == "close" else -1
-    try:
-        async with (
-            asyncio.timeout(draw.random() if plan == "cancel" else None),
-            http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer,
-        ):
-            assert answer.status_code == 200
-            async for line in answer.aiter_lines():
-                if line == "data: [DONE]":
-                    return found, True
-                for choice in json.loads(line[6:])["choices"] if line else ():
-                    found[choice["index"]] += choice.get("token_ids", ())
-                    most -= 1
-                if most == 0:
-                    break
-    except TimeoutError:
-        assert plan == "cancel"
-    return found, False
 
 
 @pytest.mark.parametrize("number", [30, pytest.param(1000, marks=pytest.mark.slow)])

@@ -40,12 +40,9 @@ def test_another_device_or_other_software_is_named(changes: dict[str, object], w
     ("was", "now", "changes"),
     [
         ({"ptxas": "12.8.61"}, {"ptxas": "12.8.93"}, [("ptxas", "12.8.61", "12.8.93")]),
-        ({"ptxas": "12.8.93", "nvrtc": "12.8"}, {"ptxas": "12.8.93", "nvrtc": "13.0"}, [("nvrtc", "12.8", "13.0")]),
         ({"ptxas": "12.8.93"}, {"ptxas": "12.8.93", "nvrtc": "13.0"}, [("nvrtc", "none", "13.0")]),
-        ({"ptxas": "12.8.93"}, {"ptxas": "12.8.93"}, []),
         (None, {"ptxas": "12.8.93"}, [("ptxas", "unknown", "12.8.93")]),
         (None, {}, []),
-        (None, None, []),
     ],
 )
 def test_another_compiler_of_the_gpus_code_is_named(
@@ -127,6 +124,14 @@ def test_parts_that_measured_a_dense_prefill_twice_keep_the_faster() -> None:
     assert found == {"a": 20.0, "b": 61.0, "c": 30.0}
     again = [parts[0], part("2026-01-02T00:00:00+00:00", "nhd", *second)]  # measured anew: the later counts
     assert {cell.backend: cell.median_us for cell in merge(again).cells if cell.layout is None}["a"] == 30.0
+
+
+def test_a_refusal_in_one_part_hides_no_time_of_another() -> None:
+    refused = {"status": "unsupported", "reason": "kv_layout: needs nhd, got vllm_5d", "layout": None, "block_size": None}
+    first = a_table(a_cell(20.0), a_cell(10.0, backend="b"), date="2026-01-01T00:00:00+00:00")
+    second = a_table(a_cell(19.0, layout="vllm_5d"), a_cell(None, backend="b", **refused), date="2026-01-02T00:00:00+00:00")
+    found = {(cell.backend, cell.layout): cell.median_us for cell in merge([first, second]).cells}
+    assert found == {("a", "nhd"): 20.0, ("b", "nhd"): 10.0, ("a", "vllm_5d"): 19.0}
 
 
 def test_tables_of_different_machines_are_not_merged_and_the_odd_one_is_named() -> None:

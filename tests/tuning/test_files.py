@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from backend_cases import spec
 from headway.core.contract.spec import AttentionSpec
 from headway.core.system.json_files import write_json
-from headway.tuning.table.files import TableError, line_of, read_table
-from headway.tuning.table.schema import SCHEMA, CrossoverTable, SpecRecord
-from tables import a_cell, a_table
+from headway.tuning.table.files import TableError, read_table
+from headway.tuning.table.schema import SCHEMA, SpecRecord
+from tables import a_table
 
 
 @pytest.fixture
@@ -120,19 +120,6 @@ def test_a_missing_file_or_a_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(TableError, match="table "):
             read_table(path)
-
-
-def test_a_line_is_found_however_the_file_is_written() -> None:
-    text = '{"a": {"b": [1,\n\n {"c": "x\\"y, {"}]}}'
-    assert line_of(text, ["a", "b", "0"]) == 1
-    assert line_of(text, ["a", "b", "1", "c"]) == 3
-    assert line_of(text, ["a", "b", "1", "missing"]) == 3
-    assert line_of(text, ["a", "b", "7"]) == 1
-
-
-def test_only_a_table_of_generations_has_generations() -> None:
-    with pytest.raises(ValueError, match="phase generate in a table of level kernel"):
-        CrossoverTable.model_validate(a_table().model_dump() | {"cells": [a_cell(phase="generate").model_dump()]})
 
 
 def test_a_bidirectional_layer_has_a_table_of_its_own_and_others_keep_theirs() -> None:

@@ -33,6 +33,8 @@ from tiny_bench import with_backend
 app = make_app()
 
 Times = Callable[[str, Point], float | None]
+Ship = Callable[..., CrossoverTable]
+Start = Callable[..., CostTable | None]
 GRID = grid("cpu")
 
 
@@ -60,8 +62,6 @@ class Machine:
 
     def __call__(self, options: CrossoverOptions, registry: Registry) -> CrossoverTable:
         self.runs.append(options)
-        assert options.grid is not None
-        assert options.output is not None
         names = list(options.backends or ())
         cells = cells_of(self.times, names, list(options.grid))
         old = read_table(options.output) if options.resume else None
@@ -89,7 +89,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 @pytest.fixture
-def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., CrossoverTable]:
+def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Ship:
     """Ship a table of the whole grid; the folders of tables are the test's own."""
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET", raising=False)
@@ -104,10 +104,16 @@ def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     return write
 
 
-def start(machine: Machine, registry: Registry, monkeypatch: pytest.MonkeyPatch, budget: float = 10.0) -> CostTable | None:
-    monkeypatch.setattr(autotune, "run_kernel_level", machine)
-    found = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=budget))
-    return None if found is None else found[SPEC]
+@pytest.fixture
+def start(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """An engine's start on a machine, for its table of costs."""
+
+    def begin(machine: Machine, budget: float = 10.0, registry: Registry = registry) -> CostTable | None:
+        monkeypatch.setattr(autotune, "run_kernel_level", machine)
+        found = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=budget))
+        return None if found is None else found[SPEC]
+
+    return begin
 
 
 def kept() -> CrossoverTable:
@@ -115,20 +121,16 @@ def kept() -> CrossoverTable:
 
 
 def us(costs: CostTable | None, name: str, batch: int, kv_len: int) -> float:
-    assert costs is not None
     return costs.at(Shape(Phase.DECODE, batch, 1, kv_len), name, "nhd", 16)[0]
 
 
-def test_a_prior_that_agrees_is_taken_scaled_and_marked(
-    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prior_that_agrees_is_taken_scaled_and_marked(ship: Ship, start: Start, caplog: pytest.LogCaptureFixture) -> None:
     ship()
     machine = Machine(lambda name, point: 1.25 * (crossing(name, point) or 0.0))
-    costs = start(machine, registry, monkeypatch)
+    costs = start(machine)
     assert len(machine.runs) == 1, "nothing but the check"
     assert len(machine.measured) == 15, "at most four points of each phase"
     table = kept()
-    assert table.prior is not None
     assert (len(table.prior.checked), table.prior.disagreed) == (15, [])
     assert table.prior.device_scale == dict.fromkeys(("decode", "prefill", "extend", "verify"), 1.25)
     assert {f"{cell.phase} {cell.case}" for cell in table.cells if not cell.prior} == set(machine.measured)
@@ -136,18 +138,15 @@ def test_a_prior_that_agrees_is_taken_scaled_and_marked(
     assert table.complete
     for name in ("sdpa", "sdpa.math"):
         assert us(costs, name, 4, 512) == pytest.approx(1.25 * (crossing(name, Point("decode", 4, 1, 512)) or 0.0))
-    assert costs is not None
     assert costs.source == "shipped table of 2026-11-21, checked here 2026-11-21"
     assert "checking the shipped table" in caplog.text
     caplog.clear()
-    start(machine, registry, monkeypatch)
+    start(machine)
     assert len(machine.runs) == 1, "the next start reads"
     assert "cells are those of the shipped table of 2026-11-21" in caplog.text
 
 
-def test_where_a_prior_is_wrong_its_neighbourhood_is_measured(
-    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_a_prior_is_wrong_its_neighbourhood_is_measured(ship: Ship, start: Start, caplog: pytest.LogCaptureFixture) -> None:
     ship()
 
     def here(name: str, point: Point) -> float | None:
@@ -156,9 +155,8 @@ def test_where_a_prior_is_wrong_its_neighbourhood_is_measured(
         return slow * (crossing(name, point) or 0.0)
 
     machine = Machine(here)
-    costs = start(machine, registry, monkeypatch)
+    costs = start(machine)
     table = kept()
-    assert table.prior is not None
     assert table.prior.disagreed
     assert all(line.startswith("decode ") for line in table.prior.disagreed)
     assert "sdpa takes" in caplog.text
@@ -172,15 +170,12 @@ def test_where_a_prior_is_wrong_its_neighbourhood_is_measured(
     assert all(cell.prior for cell in table.cells if cell.point == ("prefill", "16q64"))
 
 
-def test_other_versions_are_named_and_checked(
-    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_versions_are_named_and_checked(ship: Ship, start: Start, caplog: pytest.LogCaptureFixture) -> None:
     ship(device=a_device(torch="1.0", driver="old", compilers={"ptxas": "12.8.61"}))
     machine = Machine(crossing)
-    start(machine, registry, monkeypatch)
+    start(machine)
     assert len(machine.runs) == 1
     table = kept()
-    assert table.prior is not None
     assert "driver: old there, none here" in table.prior.differs
     assert "ptxas: 12.8.61 there, none here" in table.prior.differs
     assert any(line.startswith("torch: 1.0 there") for line in table.prior.differs)
@@ -196,58 +191,36 @@ def test_other_versions_are_named_and_checked(
     ],
 )
 def test_a_prior_of_another_device_or_layer_is_refused(
-    ship: Callable[..., CrossoverTable],
-    registry: Registry,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    changes: dict[str, object],
-    word: str,
+    ship: Ship, start: Start, caplog: pytest.LogCaptureFixture, changes: dict[str, object], word: str
 ) -> None:
     ship(**changes)
     machine = Machine(crossing)
-    start(machine, registry, monkeypatch)
+    start(machine)
     assert f"shipped table not used: table {prior_path(a_device(), SpecRecord.of(SPEC))}: needs {word}" in caplog.text
     assert len(machine.measured) == len(GRID), "a start without a prior measures as ever"
     assert kept().prior is None
 
 
-def test_a_broken_prior_ends_no_start(
-    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_prior_ends_no_start(ship: Ship, start: Start, caplog: pytest.LogCaptureFixture) -> None:
     ship()
     path = prior_path(a_device(), SpecRecord.of(SPEC))
     path.write_text(path.read_text()[:1000])
     machine = Machine(crossing)
-    assert start(machine, registry, monkeypatch) is not None
+    assert start(machine) is not None
     assert "shipped table not used" in caplog.text
     assert "a copy that was cut short?" in caplog.text
     assert len(machine.measured) == len(GRID)
 
 
-def test_a_backend_that_is_not_here_is_left_out(
-    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ship(lambda name, point: 1.0 if name == "gone" else crossing(name, point), ("sdpa", "sdpa.math", "gone"))
-    machine = Machine(crossing)
-    start(machine, registry, monkeypatch)
-    table = kept()
-    assert table.prior is not None
-    assert table.prior.disagreed == []
-    assert not any(cell.backend == "gone" for cell in table.cells)
-    assert len(machine.runs) == 1
-
-
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_backend_that_the_prior_does_not_know_is_weighed_by_the_check(
-    ship: Callable[..., CrossoverTable], monkeypatch: pytest.MonkeyPatch, fast: bool
-) -> None:
+def test_a_backend_that_the_prior_does_not_know_is_weighed_by_the_check(ship: Ship, start: Start, fast: bool) -> None:
     ship()
 
     def times(name: str, point: Point) -> float | None:
         return 5.0 if fast and name == "newcomer" and point.phase == "extend" else crossing(name, point)
 
     machine = Machine(times)
-    costs = start(machine, with_backend("newcomer"), monkeypatch)
+    costs = start(machine, registry=with_backend("newcomer"))
     table = kept()
     at = {cell.backend: cell for cell in by_point(table.cells)["decode", "4q1s512"]}
     if at["sdpa"].prior:
@@ -255,29 +228,26 @@ def test_a_backend_that_the_prior_does_not_know_is_weighed_by_the_check(
         assert "not in the shipped table" in at["newcomer"].reason
     assert len(machine.runs) == (2 if fast else 1)
     if fast:
-        assert table.prior is not None
         assert {line.split()[0] for line in table.prior.disagreed} == {"extend"}
         assert "newcomer, which it does not know, is among the fastest" in table.prior.disagreed[0]
-        assert costs is not None
         assert costs.at(Shape(Phase.EXTEND, 1, 16, 256), "newcomer", "nhd", 16)[0] == pytest.approx(5.0)
 
 
 def test_without_a_budget_a_prior_serves_unchecked_unless_it_lacks_a_backend(
-    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ship: Ship, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ship()
     machine = Machine(crossing)
-    costs = start(machine, registry, monkeypatch, budget=0.0)
-    assert costs is not None
+    costs = start(machine, budget=0.0)
     assert costs.source == "shipped table of 2026-11-21, not checked here"
     assert machine.runs == []
     assert not table_path(a_device(), SpecRecord.of(SPEC)).exists(), "what was not checked is not kept"
     newcomer = with_backend("newcomer")
-    assert start(machine, newcomer, monkeypatch, budget=0.0) is not None, (
+    assert start(machine, budget=0.0, registry=newcomer) is not None, (
         "ranked behind, it would not be chosen without a table either"
     )
     monkeypatch.setattr(newcomer, "rank", lambda spec, phase, names: sorted(names, key=lambda name: name != "newcomer"))
-    assert start(machine, newcomer, monkeypatch, budget=0.0) is None
+    assert start(machine, budget=0.0, registry=newcomer) is None
     assert "not used unchecked: newcomer not in it" in caplog.text
 
 
@@ -285,17 +255,14 @@ def _times_of(cell: Cell, factor: float) -> dict[str, float]:
     return {name: factor * getattr(cell, name) for name in ("median_us", "p20_us", "p80_us")}
 
 
-def test_layouts_count_where_they_were_measured_here(
-    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layouts_count_where_they_were_measured_here(ship: Ship, start: Start, registry: Registry) -> None:
     """One that only the shipped table has is no fault of it; one that only this machine has is, where it is among the fastest."""
     table = ship()
     more = [cell.model_copy(update={"layout": "hnd"}) for cell in table.cells]
     both = table.model_copy(update={"cells": [*table.cells, *more]})
     write_json(both, prior_path(a_device(), SpecRecord.of(SPEC)))
-    start(Machine(crossing), registry, monkeypatch)
+    start(Machine(crossing))
     found = kept()
-    assert found.prior is not None
     assert found.prior.disagreed == []
     assert {cell.layout for cell in found.cells} == {"nhd", "hnd"}
 
@@ -304,7 +271,6 @@ def test_layouts_count_where_they_were_measured_here(
             table = super().__call__(options, registry)
             cells = [cell.model_copy(update={"layout": "vllm_5d"}) for cell in table.cells if not cell.prior]
             table = table.model_copy(update={"cells": [*table.cells, *cells]} if not options.resume else {})
-            assert options.output is not None
             write_json(table, options.output)
             return table
 
@@ -316,17 +282,14 @@ def test_layouts_count_where_they_were_measured_here(
 
     table_path(a_device(), SpecRecord.of(SPEC)).unlink()
     machine = Elsewhere(crossing)
-    start(machine, registry, monkeypatch)
+    start(machine)
     assert len(machine.runs) == 2
     prior = kept().prior
-    assert prior is not None
     assert len(prior.disagreed) == len(prior.checked)
     assert all("vllm_5d 16, which it does not know, is among the fastest" in line for line in prior.disagreed)
 
 
-def test_points_that_the_time_did_not_reach_are_not_taken(
-    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_points_that_the_time_did_not_reach_are_not_taken(ship: Ship, start: Start) -> None:
     ship()
 
     class Slow(Machine):
@@ -335,26 +298,21 @@ def test_points_that_the_time_did_not_reach_are_not_taken(
             return super().__call__(CrossoverOptions(**{**vars(options), "grid": few}), registry)
 
     machine = Slow(crossing)
-    start(machine, registry, monkeypatch)
+    start(machine)
     table = kept()
-    assert table.prior is not None
     assert {line.split()[0] for line in table.prior.disagreed} == {"extend", "verify"}
     assert {cell.phase for cell in table.cells if cell.prior} == {"decode", "prefill"}
 
 
-def test_this_machine_checks_a_prior_by_real_measurements(
-    ship: Callable[..., CrossoverTable], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_machine_checks_a_prior_by_real_measurements(ship: Ship, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the engine's own run: whatever these made-up times are worth here, the table is whole and says where it is from."""
     ship()
     write_json(a_table(*cells_of(crossing, ["sdpa", "sdpa.math"], POINTS)), prior_path(a_device(), SpecRecord.of(SPEC)))
     monkeypatch.setattr(autotune, "TIMER", QUICK)
     monkeypatch.setattr(autotune, "grid", lambda device_type: POINTS)
     registry = create_registry(load_entry_points=False)
-    costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60.0))
-    assert costs is not None
+    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60.0)) is not None
     table = kept()
-    assert table.prior is not None
     assert {cell.point for cell in table.cells} >= {(point.phase, point.case) for point in POINTS}
     for checked in table.prior.checked:
         rivals = by_point(table.cells)[tuple(checked.split(" "))]  # type: ignore[index]
@@ -368,15 +326,13 @@ def explained(*more: str) -> str:
     return done.output
 
 
-def test_explain_names_the_prior_and_which_row_was_measured_here(
-    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_names_the_prior_and_which_row_was_measured_here(ship: Ship, start: Start) -> None:
     ship(device=a_device(torch="1.0"))
     text = explained()
     assert "decode, 4 sequences, 1 new of 512 tokens: sdpa" in text
     assert "prior, not checked here" in text
     assert "other there: torch: 1.0 there" in text
-    start(Machine(crossing), registry, monkeypatch)
+    start(Machine(crossing))
     text = " ".join(explained().split())
     assert re.search(r"nearest row of the table: decode, 4 sequences, 1 new of \d+ tokens, sdpa, nhd 16:", text)
     assert "prior, checked here" in text
@@ -389,7 +345,7 @@ def test_explain_names_the_prior_and_which_row_was_measured_here(
     assert "measured here" in explained("--batch", str(measured.batch), "--len", str(measured.kv_len))
 
 
-def test_shipped_tables_are_listed_with_what_differs(ship: Callable[..., CrossoverTable], tmp_path: Path) -> None:
+def test_shipped_tables_are_listed_with_what_differs(ship: Ship, tmp_path: Path) -> None:
     missing = CliRunner().invoke(app, ["table", "priors"]).exception
     assert str(missing).startswith("$HEADWAY_PRIORS: needs a folder of tables, or no value for those that ship, got ")
     (tmp_path / "priors").mkdir()

@@ -1,20 +1,24 @@
-"""The self-test before `auto` may take a backend: scores of many sizes, lengths that come again; right backends pass it."""
+"""The self-test that a backend must pass before `auto` takes it, and a third-party backend before it serves by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from headway.core.contract.backend import API_VERSION, BackendInfo
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cells import telling_sinks
-from headway.registry import create_registry
-from headway.testing.broken.attention import PlainBackend, PlainPlan
-from headway.tuning.measure.self_test import self_test
+from headway.registry import Registry, create_registry, hookimpl
+from headway.testing.broken.attention import PLANTED, PlainBackend, PlainPlan
+from headway.tuning.measure.self_test import SKIP, check_named, self_test
 
 PLAIN = AttentionSpec(6, 3, 32, 0.2)
 SPECS = [
@@ -127,3 +131,52 @@ class ThreeKvHeads(PlainBackend):
 )
 def test_a_mistake_that_plain_numbers_do_not_show_is_found(backend: type[PlainBackend], words: str) -> None:
     assert words in wrong(backend, PLAIN)
+
+
+NAMED = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.21, softcap=1.5, device=torch.device("cpu"))
+
+
+def registry_of(found: type, owner: str) -> Registry:
+    plugin = ModuleType("third_party")
+    plugin.headway_register_backends = hookimpl(  # type: ignore[attr-defined]
+        _named("headway_register_backends", [BackendInfo(found.name, "", lambda: found, api_version=API_VERSION)])
+    )
+    registry = create_registry(load_entry_points=False)
+    registry.add_plugin("third", owner, plugin)
+    return registry
+
+
+def _named(name: str, answer: list[BackendInfo]):
+    def hook():
+        return answer
+
+    hook.__name__ = name
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("owner", "command"),
+    [
+        ("third 1.0", "headway check drops-softcap says more"),
+        ("mine.py@e660e93e", "headway check mine.py:DropsSoftcap says more"),
+    ],
+)
+def test_a_wrong_one_is_refused_with_a_command_that_finds_it_and_may_be_let_through(
+    owner: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    registry = registry_of(PLANTED["drops-softcap"], owner)
+    with pytest.raises(ConfigError, match=f"right answers in its self-test.*{command}"):
+        check_named(registry, ["drops-softcap"], [NAMED])
+    monkeypatch.setenv(SKIP, "1")
+    check_named(registry, ["drops-softcap"], [NAMED])
+
+
+def test_a_right_one_is_tried_once_a_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    check_named(registry_of(PlainBackend, "third 1.0"), ["plain", "sdpa", "auto"], [NAMED, NAMED])
+    assert len(list(tmp_path.rglob("*.passed"))) == 1
+    check_named(registry_of(PlainBackend, "third 1.0"), ["plain"], [NAMED])
+    assert len(list(tmp_path.rglob("*.passed"))) == 1
+    check_named(registry_of(PlainBackend, "third 1.1"), ["plain"], [NAMED])
+    assert len(list(tmp_path.rglob("*.passed"))) == 2

@@ -30,7 +30,7 @@ from headway.tuning import autotune_states
 from headway.tuning.autotune import TableRequest
 from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.isolated.measure_in_child import CRASHED, STATES, measure_in_child
-from headway.tuning.measure.points import StatePoint, state_grid
+from headway.tuning.measure.points import StatePoint
 from headway.tuning.measure.state_run import StateOptions, run_state_level
 from headway.tuning.table.convert import to_state_costs
 from headway.tuning.table.files import TableError, read_state_table, read_table, state_table_path, stored_tables
@@ -48,7 +48,7 @@ class Twin(TorchStates):
     name = "twin"
 
     def scan(self, *call: Any) -> None:
-        time.sleep(0.003)
+        time.sleep(0.03)  # more than others' work adds to torch's time
         super().scan(*call)
 
 
@@ -113,7 +113,7 @@ def test_every_backend_over_every_layout_is_checked_and_timed() -> None:
     assert all(cell.relative_error is not None and cell.relative_error < 2e-5 for cell in table.cells)
     costs = to_state_costs(table)
     scan = state_shape(Phase.EXTEND, 1, 70)
-    assert costs.at(scan, "twin", "key_value", NO_BLOCKS)[0] > 3000
+    assert costs.at(scan, "twin", "key_value", NO_BLOCKS)[0] > 30_000
     assert StateSelector(registry_of(Twin), [LAYER], costs={LAYER: costs}).selection.scan == "torch"
 
 
@@ -141,11 +141,6 @@ def test_a_point_at_which_a_backend_fails_has_no_time_and_is_never_chosen() -> N
     assert StateSelector(registry_of(FailsLate), [LAYER], costs={LAYER: to_state_costs(table)}).selection.scan == "torch"
 
 
-def test_a_helper_for_the_convolution_is_measured_along() -> None:
-    cells = [cell for cell in measure(Bare).cells if cell.backend == "bare"]
-    assert {(cell.status, cell.convolution) for cell in cells} == {("ok", "torch")}
-
-
 def test_the_first_start_measures_and_the_next_one_reads(caplog: pytest.LogCaptureFixture) -> None:
     registry = registry_of(Twin)
     first = state_costs_for([LAYER] * 3, registry, ALL_AUTO, TableRequest(budget=60))
@@ -156,8 +151,6 @@ def test_the_first_start_measures_and_the_next_one_reads(caplog: pytest.LogCaptu
     caplog.clear()
     second = state_costs_for([LAYER], registry, ALL_AUTO, TableRequest(budget=60))
     assert caplog.text == ""
-    assert first is not None
-    assert second is not None
     step = state_shape(Phase.DECODE, 2, 1)
     assert first[LAYER].at(step, "twin", "key_value", NO_BLOCKS) == second[LAYER].at(step, "twin", "key_value", NO_BLOCKS)
     assert "auto: measured" in str(StateSelector(registry, [LAYER], costs=second).selection)
@@ -201,14 +194,6 @@ def test_a_start_that_ran_out_of_time_is_gone_on_with(monkeypatch: pytest.Monkey
     assert counts[1] > 2
     state_costs_for([LAYER], registry_of(Twin), ALL_AUTO, TableRequest(budget=60))
     assert read_state_table(path).complete
-
-
-def test_the_grid_of_a_device_has_both_verbs_and_drafts_on_its_lowest_levels() -> None:
-    for device in ("cpu", "cuda"):
-        grid = state_grid(device)
-        assert {point.verb for point in grid if point.level == 0} == {"scan", "step"}
-        assert any(point.verb == "step" and point.query_len == 4 for point in grid)
-        assert len({point.key for point in grid}) == len(grid)
 
 
 def test_an_engine_takes_what_was_measured(caplog: pytest.LogCaptureFixture) -> None:

@@ -86,32 +86,6 @@ def test_a_machine_that_is_never_steady_takes_twice_the_turns_and_says_so(clock:
     assert timing.drift == pytest.approx(3.0)
 
 
-def test_short_calls_run_at_most_max_runs_times_in_a_round(clock: Clock) -> None:
-    order: list[str] = []
-    InterleavedTimer(rounds=2, round_ms=50.0, max_runs=7, clock=clock).time([_taking(clock, order, "a", repeat(1e-6))], CPU)
-    assert len(order) == 2 * 8
-
-
-def test_the_slower_of_two_calls_is_timed_slower(clock: Clock) -> None:
-    calls = [lambda: clock.sleep(0.0005), lambda: clock.sleep(0.002)]
-    fast, slow = InterleavedTimer(rounds=1, round_ms=0.0, clock=clock).time(calls, CPU)
-    assert fast.median_us == pytest.approx(500)
-    assert slow.p20_us == pytest.approx(2000)
-    assert InterleavedTimer(clock=clock).estimate(lambda: clock.sleep(0.002), CPU) == pytest.approx(2000)
-
-
-def test_the_default_clock_is_real_time() -> None:
-    (timing,) = InterleavedTimer(rounds=1, round_ms=0.0).time([lambda: time.sleep(0.002)], CPU)
-    assert timing.p20_us > 1500
-
-
-def test_needed_ms_is_what_timing_would_take() -> None:
-    timer = InterleavedTimer(rounds=3, round_ms=5.0, min_runs=3, max_runs=60)
-    assert timer.needed_ms(10) == pytest.approx(3 * 61 * 0.01)
-    assert timer.needed_ms(1000) == pytest.approx(3 * 6 * 1.0)
-    assert timer.needed_ms(20_000) == pytest.approx(3 * 4 * 20.0)
-
-
 class _Event:
     """Stands in for a GPU's."""
 
@@ -168,17 +142,6 @@ def test_host_time_is_not_counted_as_the_device_s() -> None:
     (timing,) = InterleavedTimer().time([call], device)
     assert timing.median_us < 30
     assert host_us(call, device) > 60
-
-
-def test_a_call_longer_than_the_limit_runs_once(clock: Clock) -> None:
-    count = [0]
-
-    def call() -> None:
-        count[0] += 1
-        clock.sleep(0.005)
-
-    assert host_us(call, CPU, seconds=0.001, clock=clock) == pytest.approx(5000)
-    assert count[0] == 1
 
 
 def test_parts_share_a_budget_and_leave_what_they_do_not_take(clock: Clock) -> None:

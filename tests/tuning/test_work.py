@@ -1,15 +1,18 @@
-"""The cells of the kernel benchmark: what is in their caches, and how much work they are."""
+"""Cells of the kernel benchmark: what is in their caches, how much work they are, and what one timed call consists of."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from headway.core.contract.layout import HND, NHD, VLLM_5D
-from headway.core.oracle.cases import reference, relative_error, run_backend
+from backend_cases import LAYOUTS, spec
+from headway.backends.sdpa import SDPA
+from headway.core.contract.layout import HND, NHD, VLLM_5D, LayerCache, write_rows
+from headway.core.oracle.cases import make_case, parse_case, reference, relative_error, run_backend
 from headway.registry import Registry
-from headway.tuning.measure.contender import writer_contender
-from headway.tuning.measure.workloads import DEFAULT_CASES, Geometry, build_case, build_write
+from headway.tuning.measure.contender import backend_contender, checked, writer_contender
+from headway.tuning.measure.workloads import Geometry, build_case, build_write
 from tiny_bench import CPU, cell_of
 
 
@@ -62,13 +65,6 @@ def test_bytes_and_operations_by_hand() -> None:
     assert cell_of("write", "8q1s9", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn).write_bytes == 8 * 128 * (2 + 1)
 
 
-def test_the_default_cells_are_of_their_phase() -> None:
-    for phases in DEFAULT_CASES.values():
-        for phase, cases in phases.items():
-            assert all(cell_of(phase, case).num_tokens for case in cases)
-    assert (len(DEFAULT_CASES["cuda"]["decode"]), len(DEFAULT_CASES["cuda"]["prefill"])) == (15, 8)
-
-
 def test_an_fp8_cell_keeps_what_a_dense_prefill_sees() -> None:
     """k and v of the step are the rounded values, so that a dense and a paged prefill have one right answer."""
     cell = cell_of("prefill", "1q20", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
@@ -78,3 +74,30 @@ def test_an_fp8_cell_keeps_what_a_dense_prefill_sees() -> None:
     assert cell.spec.k_scale != cell.spec.v_scale
     assert torch.equal(case.cache.key[block, :20].float() * cell.spec.k_scale, case.k.float())
     assert torch.equal(case.cache.value[block, :20].float() * cell.spec.v_scale, case.v.float())
+
+
+class Writes(SDPA):
+    """Writes in decode; not as fast as it might."""
+
+    def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: object, out: Tensor) -> None:
+        self.writes += 1
+        self.decode(q, cache, plan, out)
+
+
+@pytest.mark.parametrize("decode_writes", [False, True])
+@pytest.mark.parametrize(
+    ("text", "most", "written"), [("3q1s20", 1, True), ("2q4s20", 4, False), ("2q9", 1, False), ("2q4s20", 1, False)]
+)
+def test_a_backend_that_writes_in_decode_does_so_where_the_write_counts(
+    text: str, most: int, written: bool, decode_writes: bool
+) -> None:
+    case = make_case(parse_case(text, most), spec(), LAYOUTS[0], 16, write_rows, decode_query_len=most)
+    expected = reference(case)
+    backend = Writes(case.spec, LAYOUTS[0], 16)
+    backend.decode_writes, backend.writes = decode_writes, 0
+    calls = []
+    for writer in (None, lambda *_: calls.append("write")):
+        contender = backend_contender(backend, case, lambda out: relative_error(out, expected, case), writer)
+        assert checked(contender) < 1e-5
+    assert (backend.writes, len(calls)) == ((1, 0) if written and decode_writes else (0, 1))
+    assert not torch.isnan(contender.call()).any()

@@ -82,19 +82,6 @@ def test_generations_are_timed_through_each_backend(model: Path, registry: Regis
     assert read_table(path) == table
 
 
-@pytest.mark.slow
-def test_requests_may_differ(model: Path, registry: Registry) -> None:
-    (cell,) = run_engine_level(options(model, cases=["3q4s6_1q20s30"]), registry).cells
-    assert (cell.case, cell.batch, cell.query_len, cell.kv_len) == ("3q4s6_1q20s30", 4, 8, 12)
-    assert cell.status == "ok", cell.reason
-
-
-@pytest.mark.slow
-def test_what_is_named_twice_is_generated_once(model: Path, registry: Registry) -> None:
-    table = run_engine_level(options(model, backends=["sdpa", "sdpa"], cases=["1q4s8", "1q4s8"]), registry)
-    assert [(cell.backend, cell.case) for cell in table.cells] == [("sdpa", "1q4s8")]
-
-
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     from headway.registry import create_registry
@@ -148,37 +135,23 @@ def test_the_limit_is_that_of_one_generation_and_the_first_pass_has_more() -> No
 
 
 @pytest.mark.slow
-def test_a_backend_that_cannot_start_says_why_in_its_cells(model: Path, registry: Registry) -> None:
-    table = run_engine_level(options(model, backends=["sdpa", "triton"]), registry)
-    cells = [cell for cell in table.cells if cell.backend == "triton"]
-    assert {cell.status for cell in cells} == {"unsupported"}
-    assert all("device: needs a CUDA GPU" in cell.reason for cell in cells)
-    assert "needs a CUDA GPU" in next(record.reason for record in table.backends if record.name == "triton")
-
-
-@pytest.mark.slow
-def test_an_interrupt_keeps_what_is_done(model: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = engine_level.save
-    saved: list[int] = []
+def test_an_interrupt_keeps_what_is_done_and_a_later_run_goes_on(
+    model: Path, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "engine.json", engine_level.save
+    wanted = options(model, backends=["sdpa", "sdpa.math"], output=path)
+    with pytest.raises(ConfigError, match="--resume: needs the file to go on with"):
+        run_engine_level(replace(wanted, output=None, resume=True), registry)
 
     def interrupting(table: object, path: object) -> None:
         real(table, path)
-        saved.append(1)
-        if len(saved) == 1:
-            raise KeyboardInterrupt
+        monkeypatch.setattr(engine_level, "save", real)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(engine_level, "save", interrupting)
-    table = run_engine_level(options(model, backends=["sdpa", "sdpa.math"]), registry)
-    assert [(cell.backend, cell.case) for cell in table.cells] == [("sdpa", "1q4s8")]
-    assert not table.complete
-
-
-@pytest.mark.slow
-def test_an_interrupted_table_is_gone_on_with(
-    model: Path, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "engine.json"
-    first = run_engine_level(options(model, cases=cases([1], [4]), output=path), registry)
+    first = run_engine_level(wanted, registry)
+    assert [(cell.backend, cell.case) for cell in first.cells] == [("sdpa", "1q4s8")]
+    assert not first.complete
     asked: list[list[str]] = []
 
     def noted(child: Child, request: dict, cell_limit: float) -> Iterator[dict]:
@@ -186,25 +159,15 @@ def test_an_interrupted_table_is_gone_on_with(
         return worker_protocol.events(child, request, cell_limit)
 
     monkeypatch.setattr(engine_level, "events", noted)
-    wanted = options(model, backends=["sdpa", "sdpa.math"], output=path, resume=True)
-    whole = run_engine_level(wanted, registry)
+    later = replace(wanted, resume=True)
+    whole = run_engine_level(later, registry)
     assert asked == [["2q4s8"], ["1q4s8", "2q4s8"]]
-    assert whole.complete
-    assert len(whole.cells) == 4
+    assert (whole.complete, len(whole.cells)) == (True, 4)
     assert first.cells[0].median_us in {cell.median_us for cell in whole.cells}
-    run_engine_level(wanted, registry)
+    run_engine_level(later, registry)
     assert len(asked) == 2, "nothing was left to do"
-
-
-@pytest.mark.slow
-def test_a_table_of_another_model_is_not_gone_on_with(model: Path, registry: Registry, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--resume: needs the file to go on with"):
-        run_engine_level(options(model, resume=True), registry)
-    path = tmp_path / "engine.json"
-    run_engine_level(options(model, cases=cases([1], [4]), output=path), registry)
-    other = options(model, output=path, resume=True)
     with pytest.raises(UnsupportedError, match="model: needs .*, got another"):
-        run_engine_level(replace(other, llm={**other.llm, "model": "another"}), registry)
+        run_engine_level(replace(later, llm={**later.llm, "model": "another"}), registry)
 
 
 def test_what_cannot_be_generated_is_refused(model: Path, registry: Registry) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from rich.console import Console
 from headway.bench.crossover.export import export
 from headway.bench.crossover.report import print_view, speedup, to_csv, to_markdown, to_plain, view
 from headway.core.contract.errors import ConfigError
-from headway.tuning.table.compare import merge
 from headway.tuning.table.schema import BackendRecord, CrossoverTable
 from tables import a_cell, a_table
 
@@ -57,40 +56,6 @@ def test_the_terminal_shows_blocks_columns_and_why_a_cell_has_no_time() -> None:
     assert row.split() == ["4096", "200.0", "100.0", "OOM", "300.0", "b", "2.00x"]
     assert "~60.0" in text
     assert "c oom: too <large> [decode 2q1s4096]" in text
-
-
-def two_parts() -> CrossoverTable:
-    """What `headway table merge` makes of a run over nhd and one over vllm_5d, where b reads nhd alone."""
-    dense = {"phase": "prefill", "case": "1q64", "query_len": 64, "layout": None, "block_size": None}
-    refused = {"status": "unsupported", "reason": "kv_layout: needs nhd, got vllm_5d", "layout": None, "block_size": None}
-    first = [a_cell(20.0), a_cell(10.0, backend="b"), a_cell(30.0, **dense), a_cell(15.0, backend="b", **dense)]
-    second = [a_cell(19.0, layout="vllm_5d"), a_cell(None, backend="b", **refused), a_cell(31.0, **dense)]
-    second.append(a_cell(None, backend="b", **(dense | refused)))
-    dates = ("2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00")
-    return merge([a_table(*cells, date=date) for cells, date in zip((first, second), dates, strict=True)])
-
-
-def test_a_refusal_in_one_part_hides_no_time_of_another_from_merge_to_page() -> None:
-    table = two_parts()
-    shown = view(table, layout="nhd")
-    assert {row.first.phase: row.winners for row in shown.rows} == {"decode": ["b"], "prefill": ["b"]}
-    page = to_markdown(shown)
-    assert "| 64 | 20.0 | **10.0** | b | 2.00x |" in page
-    assert "| 64 | 30.0 | **15.0** | b | 2.00x |" in page
-    assert "unsupported" not in page
-
-
-def test_a_refusal_that_a_file_still_holds_hides_no_time_either() -> None:
-    refusal = a_cell(None, backend="b", layout=None, block_size=None, status="unsupported", reason="kv_layout: needs nhd")
-    table = a_table(a_cell(20.0), a_cell(19.0, layout="vllm_5d"), a_cell(10.0, backend="b"), refusal)
-    (row,) = view(table, layout="nhd").rows
-    assert row.winners == ["b"]
-    assert "unsupported" not in text_of(table, layout="nhd")
-
-
-def test_a_backend_without_a_time_over_the_layout_is_named_with_those_it_has() -> None:
-    text = text_of(two_parts(), layout="vllm_5d")
-    assert "b has no time over kv_layout vllm_5d, block_size 16; it was measured over nhd 16" in text
 
 
 def test_the_rule_of_a_tie_is_the_one_that_is_printed() -> None:
@@ -166,50 +131,16 @@ def test_csv_holds_every_cell() -> None:
     assert rows[-1]["layout"] == ""
 
 
-class _Page(HTMLParser):
-    """Counts tags, and notes what a browser would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "br", "link", "img", "input"):
-            self.open.append(tag)
-        self.loads += [value or "" for name, value in attributes if name in ("src", "href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_the_page_is_whole_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     export(view(crossing()), path)
     source = path.read_text()
-    page = _Page()
-    page.feed(source)
-    assert page.open == []
-    assert page.loads == []
-    assert not re.search(r"https?://|@import|url\(", source)
+    text = html.unescape(re.sub(r"<[^>]*>", "", source))
+    assert not re.search(r"https?://|@import|url\(|\ssrc=|\shref=", source)
     assert "$" not in source
     assert "<e>" not in source
-    assert "a = d" in page.text
-    assert "2.00x" in page.text
-    assert "too <large>" in page.text
-    assert "prefers-color-scheme: dark" in source
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    path = tmp_path / "map.png"
-    export(view(crossing()), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 5_000
+    for word in ("a = d", "2.00x", "too <large>", "prefers-color-scheme: dark"):
+        assert word in text
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.md", "t.json"])

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from headway.backends.sdpa import SDPA
 from headway.bench.diff.results import DiffReport, PhaseDiff, SideReport, verdict
-from headway.bench.diff.run import BATCH, NextTokens, RelativeErrors, check_prompts, compare, first_beyond, num_steps
-from headway.bench.diff.sides import SideOptions, check_side, make_side
+from headway.bench.diff.run import BATCH, NextTokens, compare, num_steps
+from headway.bench.diff.sides import SideOptions, make_side
 from headway.core.contract.backend import BackendInfo
-from headway.core.contract.errors import PromptError, UnknownBackendError, UnsupportedError
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
@@ -37,17 +36,8 @@ def run(registry: Registry, a: str, b: str, wish: SideOptions | None = None, **o
 def report(phases: dict[Phase, PhaseDiff]) -> DiffReport:
     side = SideReport(name="x", kv_layout="nhd", block_size=16)
     device = identify_device(torch.device("cpu"))
-    return DiffReport(
-        command="headway diff",
-        device=device,
-        model="m",
-        dtype="float32",
-        a=side,
-        b=side,
-        prompts=5,
-        max_tokens=4,
-        phases=[*phases.values()],
-    )
+    sizes = {"model": "m", "dtype": "float32", "prompts": 5, "max_tokens": 4}
+    return DiffReport(command="headway diff", device=device, a=side, b=side, phases=[*phases.values()], **sizes)
 
 
 def test_a_backend_does_not_differ_from_itself(registry: Registry) -> None:
@@ -63,8 +53,7 @@ def test_a_backend_does_not_differ_from_itself(registry: Registry) -> None:
     assert [str(line) for line in verdict(report(phases))] == ["within tolerance in every layer and phase"]
 
 
-@pytest.mark.parametrize("layout", ["nhd", "hnd"])
-@pytest.mark.parametrize("name", ["sdpa", "sdpa.math", "prefill=sdpa,decode=sdpa.math"])
+@pytest.mark.parametrize(("name", "layout"), [("sdpa", "nhd"), ("sdpa.math", "hnd"), ("prefill=sdpa,decode=sdpa.math", "nhd")])
 def test_a_right_backend_is_near_the_reference_and_within_its_tolerance(registry: Registry, name: str, layout: str) -> None:
     phases = run(registry, name, "reference", SideOptions(layout, 8))
     assert set(phases) == set(Phase)
@@ -109,7 +98,7 @@ def with_wrong(**where: Any) -> Registry:
 
 
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.value)
-@pytest.mark.parametrize(("layer", "head"), [(0, 0), (0, 3), (1, 2)])
+@pytest.mark.parametrize(("layer", "head"), [(0, 3), (1, 2)])
 @pytest.mark.parametrize("other", ["reference", "sdpa.math"])
 def test_the_wrong_layer_head_and_phase_are_found(phase: Phase, layer: int, head: int, other: str) -> None:
     phases = run(with_wrong(phase=phase, layer=layer, head=head), "wrong", other)
@@ -132,8 +121,6 @@ def test_a_wrong_backend_flips_tokens_and_the_other_side_writes_them() -> None:
     phases = run(with_wrong(layer=1, factor=-20.0), "wrong", "sdpa")
     decode = phases[Phase.DECODE]
     assert decode.flip_rate > 0
-    assert decode.kl_mean is not None
-    assert decode.kl_max is not None
     assert 0.01 < decode.kl_mean <= decode.kl_max
     assert len(decode.flips) == round(decode.flip_rate * decode.tokens)
     assert all(flip.token_a != flip.token_b and flip.gap is not None and flip.gap >= 0 for flip in decode.flips)
@@ -192,35 +179,6 @@ def test_more_prompts_than_a_batch_are_all_compared(registry: Registry) -> None:
     assert len(steps) == num_steps(prompts, 2, extend=False) == 2 * 3
 
 
-def test_bad_wishes_are_refused(registry: Registry) -> None:
-    model = TinyModel()
-    with pytest.raises(UnknownBackendError, match="'flsh'"):
-        check_side("flsh", registry, SideOptions())
-    check_side("reference", registry, SideOptions())
-    with pytest.raises(UnsupportedError, match="triton"):
-        make_side("triton", registry, model.attention_specs, SideOptions())
-    for prompt in ([], [1] * 125):
-        with pytest.raises(PromptError, match="prompt 1: needs 1 to 124 tokens"):
-            check_prompts(model, [[1], prompt], 4)
-
-
-def test_errors_add_up_over_steps() -> None:
-    generator = torch.Generator().manual_seed(0)
-    b = torch.randn(6, 3, 8, generator=generator)
-    a = b + torch.randn(6, 3, 8, generator=generator) * torch.tensor([0.0, 1e-3, 1e-1])[:, None]
-    errors = RelativeErrors()
-    errors.add(4, a[:2], b[:2])
-    errors.add(4, a[2:], b[2:])
-    expected = [float((a[:, head] - b[:, head]).norm() / b[:, head].norm()) for head in range(3)]
-    assert errors.layers() == [4]
-    assert errors.heads(4) == pytest.approx(expected, rel=1e-5)
-    assert errors.heads(4)[0] == 0
-    assert errors.whole(4) == pytest.approx(float((a - b).norm() / b.norm()), rel=1e-5)
-    errors.add(5, b, torch.zeros_like(b))
-    assert errors.heads(5) == [None] * 3, "against nothing nothing has a relative error"
-    assert [first_beyond([1e-3, error, 1.0], 1e-2) for error in (1e-3, None)] == [2, 1]
-
-
 def test_next_tokens_are_compared_position_by_position() -> None:
     b = torch.tensor([[0.0, 0.0], [1.0, 3.0], [2.0, 0.0]])
     a = torch.tensor([[0.0, 0.0], [2.0, 1.0], [2.0, 0.0]])
@@ -242,13 +200,3 @@ def test_the_reference_side_shares_no_attention_with_a_backend(registry: Registr
 
     monkeypatch.setattr(PagedAttention, "run", attend)
     assert all(layer.relative_error == 0 for diff in run(registry, "reference", "reference").values() for layer in diff.layers)
-
-
-def test_flips_are_listed_with_their_place_and_how_far_apart_the_sides_are_there() -> None:
-    counted, b = NextTokens(), torch.tensor([[0.0, 2.0, 1.0], [1.0, 0.0, 0.5]]).double()
-    a = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.5]]).double()
-    counted.add(a, b, [(3, 7), (3, 8)])
-    (flip,) = counted.flips
-    assert (flip.prompt, flip.position, flip.token_a, flip.token_b, flip.gap) == (3, 7, 2, 1, 1.0)
-    log_a, log_b = a[0].log_softmax(0), b[0].log_softmax(0)
-    assert flip.kl == pytest.approx(float((log_a.exp() * (log_a - log_b)).sum()))

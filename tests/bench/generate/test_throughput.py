@@ -42,17 +42,6 @@ def test_both_engines_write_the_same_tokens_and_every_pass_is_told(llm: LLM, mon
     assert '"schema":"headway.throughput/1"' in report.model_dump_json(by_alias=True)
 
 
-def test_a_pass_does_not_live_off_the_one_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = "the quick brown fox jumps over the lazy dog" * 3
-    monkeypatch.setattr("headway.bench.generate.throughput.take_prompts", lambda _: [prompt])
-    run_throughput(llm, TextWorkload(num_prompts=1, output_len=4, repeat=1), compare=False, command="")
-    (output,) = llm.generate(prompt, use_tqdm=False)
-    assert output.num_cached_tokens > 0, "the prompt is long enough to be cached"
-    llm.engine.forget_prefixes()
-    (output,) = llm.generate(prompt, use_tqdm=False)
-    assert output.num_cached_tokens == 0
-
-
 def test_the_table_cuts_nothing_off_at_80_columns_and_tells_of_a_machine_that_was_not_steady(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

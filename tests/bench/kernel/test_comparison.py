@@ -79,7 +79,6 @@ def test_the_command_fails_with_a_line_for_each_slow_cell(tmp_path: Path) -> Non
     assert failed.stderr.count("sdpa.math in decode 4/2/32 2q1s20, nhd") == 2
     assert "headway: 2 of 2 cells take more than 1e-05 times as long as sdpa, or failed" in failed.stderr
     comparison = KernelReport.read(path).comparison
-    assert comparison is not None
     assert [(each.backend, each.block_size) for each in comparison.slower] == [("sdpa.math", 16), ("sdpa.math", 32)]
     assert run("--fail-if-slower", "100000", *named).exit_code == 0
     assert isinstance(run("--fail-if-slower", "1.1", "--than", "nobody").exception, UnknownBackendError)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +9,9 @@ import torch
 
 from fake_flash_attn_3 import FlashAttn3
 from headway.backends.flash_attn_3_library import Library, Operators
-from headway.bench import kernel
 from headway.bench.kernel.contenders import KernelPeer
 from headway.bench.kernel.run import KernelOptions, run_kernel_bench
-from headway.bench.studies.command import run_study
-from headway.bench.studies.kernel_peers import all_peers, main, page_lists, peers_of
+from headway.bench.studies.kernel_peers import all_peers, page_lists, peers_of
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
 from headway.core.contract.support import YES
@@ -32,24 +27,6 @@ def test_a_peer_that_does_not_exist_is_refused_with_the_names_of_those_that_do()
     assert [peer.name for peer in peers_of("prefill", ["flash_attn"])] == ["flash_attn"]
     assert "xformers.splitk" in {peer.name for peer in peers_of("decode", None)}
     assert "xformers.splitk" not in {peer.name for peer in peers_of("prefill", None)}
-
-
-@pytest.mark.slow
-def test_the_study_s_command_takes_the_kernel_command_s_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "result.json"
-    small = ["--geometry", "4/2/32", "--rep-ms", "0", "--warmup-ms", "0", "--device", "cpu", "--backends", "sdpa"]
-    options = [*small, "--cases", "2q1s9", "--block-sizes", "16", "--only-peers"]
-    command = [sys.executable, "-m", "headway.bench.studies.kernel_peers", *options, "flash_attn", "--output", str(path)]
-    subprocess.run(command, check=True)
-    report = json.loads(path.read_text())
-    assert [contender["name"] for contender in report["contenders"]] == ["sdpa", "flash_attn"]
-    assert report["command"].startswith("python -m headway.bench.studies.kernel_peers --geometry 4/2/32")
-    monkeypatch.setattr(sys, "argv", ["kernel_peers", *options, "nobody"])
-    with pytest.raises(SystemExit, match="2"):
-        run_study(main)
-    assert "headway: error: peers for decode" in capsys.readouterr().err
 
 
 def test_absent_peers_are_listed_with_the_reason(registry: Registry) -> None:
@@ -81,27 +58,6 @@ def test_flash_attention_3_bare_serves_every_phase(monkeypatch: pytest.MonkeyPat
     right = reference(built)
     assert float((out.double() - right).norm() / right.norm()) < 1e-6
     assert fake.names == ["fwd"]
-
-
-def test_a_missing_package_is_a_reason_before_the_device_is() -> None:
-    peer = next(peer for peer in all_peers() if peer.name == "flash_attn_4")
-    peer.package, peer.distribution = "a_package_nobody_has", "nobodys-package"
-    assert peer.version == ""
-    reasons = peer.available(torch.device("cuda")).reasons
-    assert [(reason.what, reason.got, reason.hint) for reason in reasons] == [
-        ("package", "not installed", "pip install nobodys-package")
-    ]
-
-
-def test_a_package_that_breaks_on_import_is_not_available() -> None:
-    peer = next(peer for peer in all_peers() if peer.name == "flash_attn")
-    peer.package = "torch"  # installed: the probe decides
-
-    def probe() -> None:
-        raise OSError("libcudart.so.12: cannot open shared object file")
-
-    peer.probe = probe
-    assert "OSError: libcudart.so.12" in str(peer.available(torch.device("cuda")))
 
 
 def test_peers_refuse_what_the_bare_call_cannot_do() -> None:
@@ -151,13 +107,3 @@ def test_flashinfers_form_of_a_block_table() -> None:
     assert last.tolist() == [16, 1, 5]
     assert blocks.tolist() == [*step.block_table_cpu[0, :2], *step.block_table_cpu[1, :3], step.block_table_cpu[2, 0]]
     assert {tensor.dtype for tensor in (indptr, blocks, last)} == {torch.int32}
-
-
-def test_importing_the_benchmark_imports_no_attention_library() -> None:
-    modules = [f"headway.bench.kernel.{path.stem}" for path in Path(kernel.__file__).parent.glob("*.py")]
-    code = (
-        f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
-        "print([name for name in ('flash_attn', 'flashinfer', 'xformers', 'cutlass') if name in sys.modules])"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "[]"

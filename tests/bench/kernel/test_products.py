@@ -16,15 +16,8 @@ SHAPE = (64, 256)
 
 
 def run(**changes: object) -> dict[tuple[str, int, str], ProductTime]:
-    options = {
-        "shapes": [SHAPE],
-        "rows": (1, 3),
-        "device": CPU,
-        "timer": QUICK,
-        "peak_gbps": 100.0,
-        "peak_tflops": 1.0,
-        **changes,
-    }
+    options = {"shapes": [SHAPE], "rows": (1, 3), "device": CPU, "timer": QUICK, "peak_gbps": 100.0, "peak_tflops": 1.0}
+    options |= changes
     return {(cell.form, cell.rows, cell.way): cell for cell in run_products_bench(ProductOptions(**options)).cells}
 
 

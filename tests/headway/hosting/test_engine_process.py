@@ -158,6 +158,7 @@ def _unsendable(_: object) -> object:
     return lambda: None
 
 
+@pytest.mark.slow
 def test_sequence_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
     async def run() -> None:
         await apart.query(_slow)
@@ -173,21 +174,10 @@ def test_sequence_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"attn_backend": "triton"}, UnsupportedError, "CUDA GPU"),
-        ({"dtype": "float12"}, ConfigError, "float12"),
-        ({"model": "/nonexistent"}, ModelError, "/nonexistent"),
-    ],
-    ids=["backend", "dtype", "model"],
-)
-def test_an_unloadable_model_raises_the_error_of_a_thread(
-    llm: LLM, options: dict[str, str], error: type[HeadwayError], says: str
-) -> None:
-    args = EngineArgs.of(**({"model": str(llm.model.folder), "kv_cache_memory": "1MiB", "num_threads": 1} | options))
+def test_an_unloadable_model_raises_the_error_of_a_thread(llm: LLM) -> None:
+    args = EngineArgs.of(str(llm.model.folder), kv_cache_memory="1MiB", num_threads=1, attn_backend="triton")
     before = set(psutil.Process().children())
-    with pytest.raises(error, match=says):
+    with pytest.raises(UnsupportedError, match="CUDA GPU"):
         AsyncLLM.from_engine_args(args, own_process=True)
     assert set(psutil.Process().children()) <= before
 
@@ -207,6 +197,7 @@ def test_errors_are_the_same_after_pickling(error: HeadwayError) -> None:
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_requests_with_its_reason_and_this_process_lives(llm: LLM) -> None:
     made = start(llm)
     process = process_of(made)
@@ -229,20 +220,6 @@ def test_a_process_that_is_killed_ends_requests_with_its_reason_and_this_process
     assert (made.is_running, made.errored, made.num_unfinished_requests) == (False, True, 0)
     made.shutdown()
     assert not process.is_running()
-
-
-@pytest.mark.slow
-def test_a_fault_in_the_engine_ends_its_requests_with_the_cause(llm: LLM) -> None:
-    made = start(llm)
-
-    async def run() -> None:
-        await made.query(_break)
-        with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
-            await read(made.generate([1, 2, 3], LONG))
-
-    asyncio.run(run())
-    assert made.errored
-    made.shutdown()
 
 
 @pytest.mark.slow
@@ -301,15 +278,13 @@ def test_health_tells_of_a_step_that_does_not_end(llm: LLM, apart: AsyncLLM) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_server_ends_with_its_engine_or_starts_it_again(llm: LLM, restarts: int) -> None:
-    options = ["--port", "0", "--kv-cache-memory", "8MiB", "--num-threads", "1", "--restart-engine", str(restarts)]
+def test_a_server_starts_its_engine_again_and_ends_with_the_last_one(llm: LLM) -> None:
+    options = ["--port", "0", "--kv-cache-memory", "8MiB", "--num-threads", "1", "--restart-engine", "1"]
     command = [sys.executable, "-m", "headway", "serve", str(llm.model.folder), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         url = next(line.split()[2] for line in process.stderr if line.startswith("listening on"))
         body = {"prompt": [3], "max_tokens": 200, "n": 16, "ignore_eos": True, "stream": True}
-        for left in reversed(range(restarts + 1)):
+        for left in (1, 0):
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:  # runs when it dies
                 lines = answer.iter_lines()
                 next(lines)
@@ -349,29 +324,8 @@ def _fast(engine: EngineLoop) -> None:
     del engine.step
 
 
-def _break(engine: EngineLoop) -> None:
-    engine.step = partial(_divide, None)  # type: ignore[method-assign, assignment]
-
-
 @pytest.mark.slow
-def test_a_shutdown_ends_streams_as_an_abort_does(llm: LLM) -> None:
-    made = start(llm)
-    process = process_of(made)
-
-    async def run() -> list[RequestOutput]:
-        await made.query(_slow)
-        stream = made.generate([1, 2, 3], LONG)
-        first = await anext(stream)
-        made.shutdown()
-        return [first, *await read(stream)]
-
-    outputs = asyncio.run(run())
-    assert outputs[-1].outputs[0].finish_reason == "abort"
-    assert (made.errored, made.is_running, process.is_running()) == (False, False, False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"], ids=["ends", "killed"])
+@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.soak), "os.kill(os.getpid(), 9)"], ids=["ends", "killed"])
 def test_no_process_outlives_its_parent(llm: LLM, end: str) -> None:
     options = f"{str(llm.model.folder)!r}, kv_cache_memory='1MiB', num_threads=1"
     script = (
@@ -386,11 +340,10 @@ def test_no_process_outlives_its_parent(llm: LLM, end: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [1.0, 3.0])
-def test_ctrl_c_ends_a_command_that_still_loads_without_a_traceback(llm: LLM, seconds: float) -> None:
+def test_ctrl_c_ends_a_command_that_still_loads_without_a_traceback(llm: LLM) -> None:
     command = [sys.executable, "-m", "headway", "serve", str(llm.model.folder), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        time.sleep(seconds)
+        time.sleep(2)
         children = psutil.Process(process.pid).children()
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate(timeout=60)[1]
@@ -398,7 +351,8 @@ def test_ctrl_c_ends_a_command_that_still_loads_without_a_traceback(llm: LLM, se
     assert psutil.wait_procs(children, 20)[1] == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
 def test_signals_to_a_group_leave_the_engine_to_its_parent(apart: AsyncLLM, number: signal.Signals) -> None:
     async def run() -> list[RequestOutput]:
         stream = apart.generate([1, 2, 3], LONG)
@@ -415,14 +369,7 @@ def test_a_server_over_an_engine_process_answers_all_paths(
 ) -> None:
     monkeypatch.setattr(apart, "shutdown", lambda: None)  # it is the module's
     server = Server(apart, ServerOptions(served_model_names=("tiny",), profile_dir=tmp_path), port=0)
-    asked = {
-        "model": "tiny",
-        "prompt": [1, 2, 3],
-        "max_tokens": 5,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    asked = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
     async def run() -> None:
         serving = asyncio.create_task(server.serve())

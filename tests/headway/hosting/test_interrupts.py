@@ -55,12 +55,6 @@ def test_ctrl_c_after_the_imports_is_a_keyboard_interrupt(tmp_path: Path) -> Non
     assert run_command(tmp_path, "") == (0, "interrupted\ncleaned up\n")
 
 
-def test_the_handler_before_is_restored() -> None:
-    with handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
-        assert signal.getsignal(signal.SIGINT) is interrupt_command
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_a_benchmark_of_a_server_cancels_its_requests_by_ctrl_c() -> None:
     ended = []
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from headway.machine.process import CAPACITY, VARIABLES, bound_kernel_caches
 from sandbox import run_python
 
 GROWTH = """
@@ -49,15 +47,6 @@ print(gc.get_freeze_count() > 1000, held, left() is None)
 
 def test_a_cycle_of_an_earlier_start_is_freed_by_the_next(tmp_path: Path) -> None:
     assert run_python("-c", CYCLE, cwd=tmp_path).out.split() == ["True"] * 3
-
-
-def test_the_environment_bounds_the_kernel_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # so that what is set here does not stay
-        monkeypatch.delenv(name)
-    monkeypatch.setenv(VARIABLES[1], "7")
-    bound_kernel_caches()
-    assert [os.environ[name] for name in VARIABLES] == [str(CAPACITY), "7"]
 
 
 @pytest.mark.slow

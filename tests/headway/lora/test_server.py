@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -166,18 +165,6 @@ def test_modules_in_vllms_two_forms() -> None:
 def test_modules_that_cannot_work(texts: Sequence[str], enabled: bool, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         adapters_of(texts, enabled)
-
-
-def test_generate_writes_with_an_adapter(base: Path, adapters: list[LoRARequest], headway: Any) -> None:
-    plain, with_adapter = (
-        headway("generate", "--model", str(base), "--no-autotune", "--max-tokens", "6", "--json", *more, PROMPT)
-        for more in ((), ("--lora", adapters[0].lora_path))
-    )
-    assert (plain.code, with_adapter.code) == (0, 0), with_adapter.err
-    assert json.loads(plain.out)["token_ids"] != json.loads(with_adapter.out)["token_ids"]
-    refused = headway("generate", "--model", str(base), "--no-autotune", "--lora", "/nowhere/at/all", PROMPT)
-    assert refused.code == 2
-    assert "needs a folder that peft has written" in refused.err
 
 
 @pytest.mark.parametrize("name", ["y" * 70_000, "y" * 257, "a\nb", "a\u202eb", "a\x00", " ", "", " a"])

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 from headway import LLM, AsyncLLM, PoolingParams
 from headway.backends.sdpa import SDPAMath
 from headway.core.contract.errors import ConfigError, ModelError, PromptError, UnsupportedError
-from headway.core.pooling.engine import EncodedText, pack
+from headway.core.pooling.engine import EncodedText
 from sandbox import save_tiny_model
 from tiny_encoders import (
     EMBEDDERS,
@@ -290,14 +290,6 @@ def test_each_token_gets_a_vector(name: str, tmp_path: Path) -> None:
         close(row, output.outputs.data if number % 2 == 0 else embedded(llm)[number])
 
 
-def test_batches_hold_the_longest_texts_first_within_the_budget() -> None:
-    lens = [3, 50, 7, 7, 120, 1, 9]
-    batches = list(pack(lens, 60, 3))
-    assert [[lens[index] for index in batch] for batch in batches] == [[120], [50, 9], [7, 7, 3], [1]]
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lens)))
-    assert list(pack([], 60, 3)) == []
-
-
 def test_a_warm_up_runs_every_kind_of_batch_and_changes_no_answer(bert: tuple[BertModel, Path, LLM]) -> None:
     _, folder, llm = bert
     warmed = load(folder, max_num_batched_tokens=150, max_num_seqs=6)
@@ -309,11 +301,3 @@ def test_a_warm_up_runs_every_kind_of_batch_and_changes_no_answer(bert: tuple[Be
     assert {1, 2, 17, 64, 150} <= set(planned)
     assert engine.stats.num_batches == 0
     close(embedded(warmed), embedded(llm))
-
-
-def test_without_a_tokenizer_ids_alone_are_taken(bert: tuple[BertModel, Path, LLM]) -> None:
-    model, folder, _ = bert
-    llm = load(folder, skip_tokenizer_init=True)
-    close(embedded(llm, [[5, 6, 7]])[0], vector(model, [5, 6, 7], "cls"))
-    with pytest.raises(PromptError, match="token ids, got a text .*loaded without a tokenizer"):
-        llm.embed("a", use_tqdm=False)

@@ -95,14 +95,3 @@ def test_the_wrong_kind_of_request_is_one_line(tmp_path: Path) -> None:
             load(tmp_path / other).reward("a", use_tqdm=False)
         with pytest.raises(ModelError, match="reward needs BertForTokenClassification"):
             load(tmp_path / other, task="reward")
-
-
-def test_steps_without_a_mark_are_not_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from tiny_encoders import save
-
-    model = save(*REWARDING["process reward"], tmp_path, decoder=True)
-    with caplog.at_level("INFO", logger="headway"):
-        llm = load(tmp_path)
-    assert f"the tokenizer has no {STEP}" in caplog.text
-    (output,) = llm.reward("the quick", use_tqdm=False)
-    close(output.outputs.data, logits(model, output.prompt_token_ids).softmax(-1))

@@ -18,7 +18,6 @@ from llguidance import LLMatcher, LLTokenizer
 from headway import SamplingParams, StructuredOutputsParams, create_registry, hookimpl
 from headway.contract import CallSyntax, ChatContext, ChatParser, ChatParserInfo, ChatPiece, ConfigError, PluginError
 from headway.core.sampling.grammar import grammar_text
-from headway.requests.chat_template import chat_prompt
 from headway.requests.chats import ChatFormat, ChatText
 from headway.requests.tool_use import ToolUse
 
@@ -69,7 +68,6 @@ def accepts(name: str, use: ToolUse, text: str, prompt: str = "", given: Structu
     """Whether the form of an answer lets a model write a text, and end with it."""
     tokenizer = TOKENIZERS[name]
     params = ChatFormat.of(tokenizer).params(SamplingParams(structured_outputs=given), use, {"prompt": prompt})
-    assert params.structured_outputs is not None
     known = LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id])
     matcher = LLMatcher(known, grammar_text(params.structured_outputs), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -148,13 +146,6 @@ def test_a_tool_without_parameters_takes_none(name: str, choice: Any) -> None:
         use = ToolUse.of([{"type": "function", "function": {"name": "f", "parameters": given}}], choice)
         assert accepts(name, use, text.replace("ARGUMENTS", '{"a": 1}')), given
         assert not accepts(name, use, text.replace("ARGUMENTS", "1")), given
-
-
-def test_a_template_is_shown_the_parameters_of_a_tool_without_any() -> None:
-    template = "{% for tool in tools %}{{ tool.function.parameters.properties | tojson }}{% endfor %}"
-    tools = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f", "parameters": {}}}]
-    prompt: Any = chat_prompt(tokenizer_with(template), "a model", "Hi", tools=tools)
-    assert prompt["prompt"] == "{}{}"
 
 
 def reading(name: str, use: ToolUse, text: str, prompt: str = "") -> ChatText:

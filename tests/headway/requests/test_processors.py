@@ -96,7 +96,7 @@ def test_two_plugins_may_not_use_one_name() -> None:
         create_registry({"one": Plugin(), "two": Plugin()}, load_entry_points=False)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("two\nlines"), SystemExit(3), BaseException("odd"), None])
+@pytest.mark.parametrize("error", [RuntimeError("two\nlines"), SystemExit(3), None])
 def test_a_processor_that_cannot_be_made_ends_its_request_alone(tiny_model_folder: Path, error: BaseException | None) -> None:
     def maker(arguments: Mapping[str, Any]) -> Any:
         if error is not None:

@@ -67,6 +67,10 @@ def test_a_prompt_may_have_each_of_these_forms(prompts: object, expected: list[P
         (None, "prompt: needs .* got a NoneType"),
         (5, "prompt: needs .* got a int"),
         (b"fox", "prompt: needs .* got a bytes"),
+        *(
+            (wrong, "token ids")
+            for wrong in ([b"ab"], bytearray(b"ab"), memoryview(b"ab"), {"prompt_token_ids": memoryview(b"a")})
+        ),
         ([None], "prompt 0: needs .* got a NoneType"),
         (["fox", 2.5], "prompt 1: needs .* got a float"),
         ([[1, "a"]], "prompt 0: needs .* of str"),
@@ -115,8 +119,7 @@ def test_a_chat_without_messages_is_refused(messages: Any, options: dict[str, An
         llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False, chat_template=TEMPLATE, **options)
 
 
-def test_a_text_is_one_conversation(tiny_model_folder: Path) -> None:
-    llm = LLM(str(tiny_model_folder), attn_backend="sdpa", num_threads=1, kv_cache_memory=2**20)
+def test_a_text_is_one_conversation(llm: LLM) -> None:
     asked: list[Any] = ["the fox", [{"role": "user", "content": "the fox"}], iter([{"role": "user", "content": "the fox"}])]
     found = [llm.chat(each, SamplingParams(max_tokens=2), use_tqdm=False, chat_template=TEMPLATE) for each in asked]
     assert [[output.prompt for output in outputs] for outputs in found] == [["user: the fox\na:"]] * 3

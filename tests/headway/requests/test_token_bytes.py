@@ -15,25 +15,8 @@ from headway.requests.request_state import TextBytes, TokenBytes
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 WORDS = ["the quick brown fox, the lazy dog's tail.", "naïve café  über", "日本 日曜", "नमस्ते", "don't stop!\n\n\tnow"] * 3
-PARTS = [
-    "the ",
-    "quick",
-    " fox",
-    "  ",
-    "\n",
-    "é",
-    "ü",
-    "日本",
-    "日",
-    "\U0001f469‍\U0001f467",
-    "नम",
-    "\U0001f642",
-    "x",
-    ".",
-    "'t",
-    "�",
-    "Ā",
-]
+PARTS = ["the ", "quick", " fox", "  ", "\n", "é", "ü", "日本", "日", "\U0001f469‍\U0001f467", "नम", "\U0001f642"]
+PARTS += ["x", ".", "'t", "�", "Ā"]
 
 
 def wrapped(made: Tokenizer) -> Any:

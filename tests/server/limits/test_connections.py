@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import os
@@ -13,8 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ import connection_crowd as crowd
 from headway import LLM
 from headway.server.launch import most_connections
 from headway.server.options import ServerOptions
-from headway.server.protocol import PacedStarts
 from server_thread import Running, raw, running
 
 TEXT = "/v1/completions"
@@ -54,7 +50,9 @@ def crowded(served: Running, count: int, idle: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(3_000, marks=pytest.mark.slow), pytest.param(10_000, marks=(pytest.mark.slow, pytest.mark.soak))]
+)
 def test_crowd_of_requests_is_answered_and_nothing_is_left(llm: LLM, count: int) -> None:
     count = min(count, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 1000)  # the clients are a process of their own
     with running(llm, ServerOptions(max_connections=2 * count, max_queue=max(count // 4, 100))) as served:
@@ -103,22 +101,6 @@ def test_file_descriptors_are_kept_for_the_engine(llm: LLM, monkeypatch: pytest.
 def impatient(llm: LLM) -> Iterator[Running]:
     with running(llm, ServerOptions(read_timeout=0.15)) as found:
         yield found
-
-
-def test_paced_starts_begin_eight_requests_per_round() -> None:
-    rounds, begun, loop = PacedStarts(), list[int](), asyncio.new_event_loop()
-    sizes = []
-    for number in range(150):
-        rounds.begin(partial(begun.append, number), loop)
-    sizes.append(len(begun))
-    for _ in range(20):
-        loop.run_until_complete(asyncio.sleep(0))
-        sizes.append(len(begun))
-    rounds.begin(partial(begun.append, 150), loop)
-    loop.close()
-    assert begun == list(range(151))
-    assert sizes[0] == 8
-    assert all(later - earlier <= 4 * 8 for earlier, later in pairwise(sizes))
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"

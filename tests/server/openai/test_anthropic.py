@@ -11,6 +11,7 @@ import pytest
 from headway import LLM
 from headway.core.contract.chat_parsers import ChatPiece
 from headway.outputs import CompletionOutput
+from headway.server.anthropic import MessagesRequest
 from headway.server.openai.chat import ChatAnswer
 from headway.server.options import ServerOptions
 from sandbox import CHAT
@@ -47,6 +48,13 @@ def test_a_message_is_the_chat_of_its_conversation(served: Running, http: httpx.
     usage = message["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == same["usage"]["prompt_tokens"]
     assert usage["output_tokens"] == 8
+
+
+def test_a_form_is_that_of_the_chat() -> None:
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    asked = MessagesRequest.model_validate({**BODY, "output_config": form}).chat()
+    assert asked.response_format is not None
+    assert asked.response_format.model_dump(exclude_none=True, by_alias=True)["json_schema"]["schema"] == {"type": "object"}
 
 
 def test_a_stream_is_the_message_in_events(served: Running, http: httpx.Client) -> None:

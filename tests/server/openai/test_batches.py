@@ -15,8 +15,6 @@ import pytest
 from openai import OpenAI
 
 from headway import LLM
-from headway.core.contract.errors import ConfigError
-from headway.server.openai.batches.store import Journal
 from headway.server.options import ServerOptions
 from server_thread import Running, running
 
@@ -92,7 +90,6 @@ def test_a_batch_goes_on_after_a_restart_and_loses_nothing(llm: LLM, options: Se
         while not api.batches.retrieve(batch.id).request_counts.completed:
             time.sleep(0.005)
         first.server.should_exit = True
-    assert options.files_dir is not None
     (journal,) = options.files_dir.glob("batches/*.journal")
     done = journal.read_bytes().splitlines()
     assert 0 < len(done) < 40
@@ -154,22 +151,3 @@ def test_uploads_are_bounded_and_never_a_pages(llm: LLM, tmp_path: Path, served:
         assert httpx.post(url, files={"other": b"x"}).json()["error"]["param"] == "file"
     answer = httpx.get(f"{served.url}/v1/files")
     assert (answer.status_code, "--files-dir" in answer.json()["error"]["message"]) == (404, True)
-
-
-def test_a_journal_takes_up_what_was_whole(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    with Journal(path, "a") as journal:
-        journal.add(2, "two", {"status_code": 200, "body": {}})
-        journal.add(1, None, None, {"code": "x", "message": "y"})
-        with pytest.raises(ConfigError, match="another process"):
-            Journal(path, "a")
-    path.write_bytes(path.read_bytes() + b'{"id": "batch_req_a_3", "cus')
-    with Journal(path, "a") as journal:
-        assert (1 in journal, 2 in journal, 3 in journal) == (True, True, False)
-        assert (journal.num_answered, journal.num_failed) == (1, 1)
-        journal.add(3, "three", {"status_code": 500, "body": {}})
-        assert journal.write(tmp_path / "all") == 3
-        assert journal.write(tmp_path / "bad", failed=True) == 2
-    assert [json.loads(each)["custom_id"] for each in (tmp_path / "all").read_text().splitlines()] == [None, "two", "three"]
-    with pytest.raises(ConfigError, match="answers to another"):
-        Journal(path, "b")

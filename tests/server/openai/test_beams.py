@@ -84,6 +84,7 @@ def test_a_chat_is_searched_too(served: Running, http: httpx.Client, llm: LLM) -
         (TEXT, {"length_penalty": "nan"}, "length_penalty"),
         (TEXT, {"n": 2, "best_of": 4}, "best_of: needs nothing beside"),
         (TEXT, {"n": 200}, "n"),
+        (TEXT, {"n": 100}, "max_logprobs"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format: needs nothing beside use_beam_search"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools: needs nothing beside"),
     ],
@@ -95,8 +96,12 @@ def test_what_a_search_does_not_read_is_refused(
     answer = http.post(path, json={**body, "use_beam_search": True, "max_tokens": 2, **more})
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
+
+
+def test_neutral_values_are_taken(served: Running, http: httpx.Client) -> None:
     neutral = {"presence_penalty": 0, "stop": [], "repetition_penalty": 1, "temperature": 0.5, "stream": False}
-    assert http.post(path, json={**body, "use_beam_search": True, "max_tokens": 2, **neutral}).status_code == 200
+    for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": ASK})):
+        assert http.post(path, json={**body, "use_beam_search": True, "max_tokens": 2, **neutral}).status_code == 200
 
 
 def test_a_search_whose_client_leaves_ends(served: Running, llm: LLM) -> None:
@@ -108,9 +113,3 @@ def test_a_search_whose_client_leaves_ends(served: Running, llm: LLM) -> None:
         time.sleep(0.01)
     time.sleep(0.2)
     assert not llm.engine.has_unfinished, "no further step is asked for"
-
-
-def test_a_width_beyond_the_log_probabilities_of_the_engine_is_refused_by_name(served: Running, http: httpx.Client) -> None:
-    answer = http.post(TEXT, json={"prompt": "a", "n": 100, "max_tokens": 2, "use_beam_search": True})
-    assert answer.status_code == 400
-    assert "max_logprobs" in answer.json()["error"]["message"]

@@ -11,69 +11,61 @@ from typing import Any
 
 import httpx
 
-PLANS = ("read", "read", "whole", "close", "cancel")
+PLANS = ("read", "read", "whole", "whole", "close", "cancel")
 
 
 class ServerError(Exception):
     """What the server answers that has met a fault."""
 
 
-async def ask(http: httpx.AsyncClient, plan: str, prompt: list[int], tokens: int, draw: random.Random) -> tuple[str, int]:
-    """What a client gets who reads to the end ("read", "whole"), or goes away while tokens come or before; and its [DONE]s."""
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": plan != "whole"}
-    if plan == "whole":
-        answer = await http.post("/v1/completions", json=body)
-        if answer.status_code == 500:
-            raise ServerError(answer.text)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"], 1
-    if plan == "cancel":
-        try:
-            async with asyncio.timeout(draw.random() * 0.05):
-                await http.post("/v1/completions", json=body)
-        except TimeoutError:
-            pass
-        return "", 0
-    text, done, most, id = "", 0, draw.randint(1, 8), None
-    async with http.stream("POST", "/v1/completions", json=body) as answer:
-        if answer.status_code == 500:  # before its first token
-            raise ServerError(await answer.aread())
-        assert answer.status_code == 200, await answer.aread()
-        async for line in answer.aiter_lines():
-            if line == "data: [DONE]":
-                done += 1
-            elif line:
-                chunk = json.loads(line.removeprefix("data: "))
+async def ask(http: httpx.AsyncClient, plan: str, body: dict[str, Any], draw: random.Random) -> tuple[list[list[int]], bool]:
+    """The tokens of each completion that a client gets who reads to the end ("read", "whole"), or goes away while they come
+    ("close") or at any time ("cancel"); and whether that was all. body: asks for `n` completions and their token ids."""
+    found: list[list[int]] = [[] for _ in range(body["n"])]
+    most = draw.randint(1, 10) if plan == "close" else -1
+    try:
+        async with (
+            asyncio.timeout(draw.random() * 0.3 if plan == "cancel" else None),
+            http.stream("POST", "/v1/completions", json={**body, "stream": plan != "whole"}) as answer,
+        ):
+            if answer.status_code != 200:
+                text = (await answer.aread()).decode()
+                assert answer.status_code == 500, text
+                raise ServerError(text)
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    return found, True
+                chunk = json.loads(line.removeprefix("data: ") or "{}")
                 if "error" in chunk:
                     raise ServerError(chunk)
-                id = id or chunk["id"]
-                assert chunk["id"] == id
-                text += chunk["choices"][0]["text"]
-                most -= 1
-                if plan == "close" and not most:
-                    break
-    return text, done
+                for choice in chunk.get("choices", ()):
+                    found[choice["index"]] += choice.get("token_ids", ())
+                    most -= 1
+                if most == 0 or plan == "whole":
+                    return found, plan == "whole"
+    except TimeoutError:
+        assert plan == "cancel"
+    return found, False
 
 
-async def ask_all(
-    url: str, prompts: list[list[int]], tokens: list[int], seed: int = 0, faults: bool = False
-) -> list[tuple[str, str, int]]:
-    """What became of each: its plan, its text, its [DONE]s. faults: the server may answer that it has met one: "fault", "", 0."""
-    draw = random.Random(seed)
+async def ask_all(url: str, prompts: list[list[int]], tokens: list[int], seed: int = 0, faults: bool = False) -> list[str]:
+    """The plan of each client; one who reads to the end has got all. faults: the server may answer that it has met one."""
+    draw, limits = random.Random(seed), httpx.Limits(max_connections=None, max_keepalive_connections=50)
     plans = [draw.choice(PLANS) for _ in prompts]
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
+    usual = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "n": 1}
+
+    async def one(http: httpx.AsyncClient, number: int) -> str:
+        body = {**usual, "prompt": prompts[number], "max_tokens": tokens[number]}
+        try:
+            found, ended = await ask(http, plans[number], body, random.Random(number))
+        except ServerError:
+            assert faults
+            return "fault"
+        assert len(found[0]) == tokens[number] if ended else plans[number] in ("close", "cancel")
+        return plans[number]
+
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
-        asked = [ask(http, *each, random.Random(n)) for n, each in enumerate(zip(plans, prompts, tokens, strict=True))]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-    ended = []
-    for plan, each in zip(plans, found, strict=True):
-        if faults and isinstance(each, ServerError):
-            ended.append(("fault", "", 0))
-        elif isinstance(each, BaseException):
-            raise each
-        else:
-            ended.append((plan, *each))
-    return ended
+        return list(await asyncio.gather(*(one(http, number) for number in range(len(prompts)))))
 
 
 def work(count: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:

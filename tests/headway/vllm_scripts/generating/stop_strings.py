@@ -17,6 +17,7 @@ for output in (cut, kept):
 token = whole.outputs[0].token_ids[4]
 (ended,) = llm.generate("the quick brown fox", SamplingParams(stop_token_ids=[token], **greedy))
 assert ended.outputs[0].token_ids[-1] == token
+assert ended.outputs[0].text == llm.get_tokenizer().decode(ended.outputs[0].token_ids[:-1])
 assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", token)
 (longer,) = llm.generate("the quick brown fox", SamplingParams(stop=stop, stop_token_ids=[token], min_tokens=25, **greedy))
 assert len(longer.outputs[0].token_ids) >= 25
