@@ -31,7 +31,7 @@ from headway.bench.studies.ranks_report import PlannedRun, RanksPrediction, mark
 from headway.bench.studies.ship_priors import ship
 from headway.bench.studies.step_trace import read_trace, step_trace
 from headway.bench.studies.weight_shapes import weight_shapes
-from headway.cli.app import app
+from headway.cli.app import make_app
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.system.json_files import write_json
@@ -45,6 +45,8 @@ from headway.tuning.table.files import find_prior, read_table
 from headway.tuning.table.schema import DeviceInfo, PriorRecord
 from sandbox import save_tiny_model
 from tables import a_cell, a_device, a_table
+
+app = make_app()
 
 
 def cell(way: str, tokens: int, us: float | None, peer: bool = False, reason: str = "") -> ExpertsCell:

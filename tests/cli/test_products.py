@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.cli.look.explain_states import print_products
 from rich.console import Console
 
 from headway.bench.kernel.products import ProductsBench
+from headway.cli.look.explain import print_products
 from sandbox import Result, assert_refused
 
 Headway = Callable[..., Result]
