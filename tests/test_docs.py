@@ -70,7 +70,7 @@ def test_choosing_names_every_backend_for_its_machine() -> None:
     lines = (
         (ROOT / "docs" / "choosing.md")
         .read_text()
-        .partition("## On your machine")[2]
+        .partition("## Backends by machine")[2]
         .partition("`native` computes")[0]
         .splitlines()
     )

@@ -110,7 +110,7 @@ class StartupChoice:
 
         Empty if no layer has attention.
         """
-        names = self._candidates(self._request, phase) if self._layers.cached else ()
+        names = self._candidates(self._request, phase, every=True) if self._layers.cached else ()
         found = {name: self._reasons(name, phase, chosen.layout, chosen.block_size) for name in names}
         failed = self._failed if self._request.name_for(phase) == AUTO else {}
         return found | {name: (Reason(name, "to pass its self-test", why),) for name, why in failed.items()}
@@ -158,11 +158,12 @@ class StartupChoice:
         candidates = self._candidates(request, phase)
         return next((name for name in candidates if not self._reasons(name, phase, layout, block_size)), None)
 
-    def _candidates(self, request: BackendRequest, phase: Phase) -> Sequence[str]:
+    def _candidates(self, request: BackendRequest, phase: Phase, every: bool = False) -> Sequence[str]:
+        """Return the names to try, best guess first. every: True includes backends that are registered for other devices."""
         if (name := request.name_for(phase)) != AUTO:
             return (name,)
         spec = self._layers.distinct[0]
-        meant = self._source.meant_for(spec.device.type) or self._source.backends
+        meant = self._source.backends if every else self._source.meant_for(spec.device.type)
         return self._source.rank(spec, phase, [name for name in meant if name not in self._failed])
 
     def _reasons(self, name: str, phase: Phase, layout: CacheLayout, block_size: int) -> tuple[Reason, ...]:
@@ -181,7 +182,7 @@ class StartupChoice:
         layout, size = nearest = min(choices, key=lambda choice: len(unserved(choice)))
         reasons: list[Reason] = []
         for phase in unserved(nearest):
-            for name in self._candidates(self._request, phase):
+            for name in self._candidates(self._request, phase, every=True):
                 label = f"{name}, " if self._request.name_for(phase) == AUTO else ""
                 found = self._reasons(name, phase, layout, size)
                 reasons += [reason._replace(what=f"{label}{reason.what}") for reason in found]

@@ -54,7 +54,7 @@ class KeptPlace(Generic[File]):
     """Whose times these are, for the log."""
     kind: type[File]
     path: Path
-    """In a folder of such files."""
+    """The file, in a folder of such files."""
     device: DeviceIdentity
     own: Mapping[str, object]
     """What else must be the same: fields of the file, and what they are here."""
