@@ -11,8 +11,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.stats import EngineStats
 from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut
-from headway.models.layers.decoder import STATE_PARTS, Decoder
-from headway.models.layers.self_attention import ExpertsMLP
+from headway.models.layers.decoder import STATE_PARTS, Decoder, ExpertsMLP
 from headway.tuning.measure.timing import Timer
 
 

@@ -164,7 +164,7 @@ def trace_slot() -> Calls:
     """Return the functions that name a state's slot while a tiny hybrid model answers a request."""
     sys.path[:0] = map(str, (ROOT / "tests" / "support").glob("*/"))
     calls = Naming(SLOT)
-    from headway.core.engine.engine import EngineParts, make_engine
+    from headway.core.engine.loop import EngineParts, make_engine
     from headway.core.sampling.params import SamplingParams as Params
     from headway.registry import create_registry
     from stateful_model import Stateful

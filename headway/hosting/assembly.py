@@ -24,9 +24,8 @@ from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
 from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.request_limits import CheckedRequest
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.host_rows import HostRows
-from headway.core.engine.loop import EngineLoop
+from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.torch_ranks import MeetingError, TorchRanks
 from headway.core.sampling.batch_processors import ProcessorBatch

@@ -345,15 +345,12 @@ def mask_of(
     mask_function: Rule | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **_: Any,
+    **others: Any,
 ) -> Tensor:
     """Make a mask; transformers calls this for every kind of mask that a model asks for, with the parameters of `sdpa_mask`."""
     # A static cache knows its length on the device alone.
     visibility = Visibility(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), local_size, None)
-    if use_vmap or (not allow_is_causal_skip and q_length > 1):
+    if others.get("use_vmap") or (not others.get("allow_is_causal_skip", True) and q_length > 1):
         visibility.refusal = "a mask that is more than causal, with or without a window (packed sequences, images, a function)"
     elif attention_mask is not None and attention_mask.ndim != 2:
         visibility.refusal = f"an attention_mask of {attention_mask.ndim} dimensions"
@@ -361,7 +358,8 @@ def mask_of(
         visibility.refusal = "a rule that is neither causal nor causal within a window (chunks, bidirectional attention)"
     elif attention_mask is not None:  # read here, before a step's first kernel, and copied, since its memory may change
         visibility.padding = attention_mask.to("cpu", torch.bool, copy=True).numpy()
-    mask = torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length).as_subclass(VisibilityMask)
+    empty = torch.zeros((), dtype=torch.bool, device=others.get("device", "cpu"))
+    mask = empty.expand(batch_size, 1, q_length, kv_length).as_subclass(VisibilityMask)
     mask.visibility = visibility
     return mask
 

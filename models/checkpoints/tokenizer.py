@@ -127,7 +127,7 @@ class PlainTokenizer:
         """Return {"input_ids": ...} of one text, as transformers does for that and for all else."""
         if not isinstance(text, str) or options.keys() - {"add_special_tokens"}:
             return self.transformers_tokenizer(text, **options)
-        return {"input_ids": self.encode(text, **options)}
+        return {"input_ids": self.encode(text, options.get("add_special_tokens", True))}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""

@@ -13,8 +13,7 @@ from rich.console import Console
 from headway.cli.engine_view import picture
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.loop import EngineLoop
+from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from run_engine import drain

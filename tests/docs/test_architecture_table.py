@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from architecture_table import BEGIN, END, adapt, outcomes, render, replace_in, tiny
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
+from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.models.families.families import FAMILIES
 from headway.registry import Registry

@@ -19,7 +19,7 @@ import tiny_encoders
 from engine_logits import save_random
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
+from headway.core.engine.loop import EngineParts, make_engine
 from headway.models.encoders.pooling.loader import load_pooling_model
 from headway.models.loader import load_model
 from headway.registry import Registry

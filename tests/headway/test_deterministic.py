@@ -19,8 +19,7 @@ from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.loop import EngineLoop
+from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
 from headway.models.layers.decoder import Decoder

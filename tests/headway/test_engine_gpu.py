@@ -16,8 +16,7 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import HND, NHD, VLLM_5D
 from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.loop import EngineLoop
+from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config

@@ -10,7 +10,7 @@ import torch
 
 from headway.bench.generate.workloads import PROMPTS
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
+from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.registry import Registry

@@ -12,8 +12,7 @@ import torch
 
 from headway.bench.generate.workloads import PROMPTS
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.loop import EngineLoop
+from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.machine.process import set_threads
 from headway.models.loader import LoadedModel, load_model

@@ -6,8 +6,7 @@ from typing import Any
 
 from headway.core.contract.model import Model
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.loop import EngineLoop
+from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.registry import Registry
 
 

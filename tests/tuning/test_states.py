@@ -20,7 +20,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateSpec
 from headway.core.contract.state_backend import StateCapabilities
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
+from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.selection import Workload
 from headway.core.select.state_selector import NO_BLOCKS, StateSelector, state_shape

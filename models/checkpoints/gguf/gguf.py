@@ -226,9 +226,8 @@ def _convert_by_transformers(header: Header, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     path = header.path
-    here = {"gguf_file": path.name, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(path.parent, **here)
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except Exception as error:
         if "not supported yet" not in str(error):
             require_keys(header)  # whose words name a key
@@ -237,9 +236,15 @@ def _convert_by_transformers(header: Header, target: Path) -> None:
     check_sizes(path, config.to_dict(), "its header")
     take_rope_scaling(header, config)
     read_decoder_config(config)  # before what takes long
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)
-    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    made: Any = AutoModelForCausalLM.from_pretrained(path.parent, **here, **options)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    made: Any = AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        local_files_only=True,
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
     model, found = made
     missing = sorted(found["missing_keys"])
     if missing:  # transformers would go on with random numbers

@@ -13,7 +13,7 @@ from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
+from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.oracle.cells import CheckCell, Finding, Skipped
 from headway.core.oracle.oracle import attend
 from headway.core.sampling.params import SamplingParams

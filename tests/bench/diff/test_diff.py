@@ -16,8 +16,8 @@ from headway.bench.diff.sides import SideOptions, make_side
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.attention import PagedAttention
+from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
 from headway.tuning.measure.device import identify_device

@@ -17,8 +17,8 @@ jsonschema = pytest.importorskip("jsonschema")
 from headway import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams  # noqa: E402
 from headway.core.contract.errors import ConfigError  # noqa: E402
 from headway.core.engine.data.config import EngineConfig  # noqa: E402
-from headway.core.engine.engine import EngineParts, make_engine  # noqa: E402
 from headway.core.engine.execution.host_rows import HostRows  # noqa: E402
+from headway.core.engine.loop import EngineParts, make_engine  # noqa: E402
 from headway.core.sampling.grammar import GrammarCompiler  # noqa: E402
 from proposer_stub import Told  # noqa: E402
 from run_engine import generate  # noqa: E402

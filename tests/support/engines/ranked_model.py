@@ -19,10 +19,9 @@ from headway.core.contract.model import Attention
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
-from headway.core.engine.loop import EngineLoop
+from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.ranked_executor import RankedExecutor

@@ -10,8 +10,7 @@ from typing import Any
 
 from headway.core.contract.state import KEY_VALUE
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.loop import EngineLoop
+from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from page_copier_stub import Later

@@ -8,9 +8,8 @@ from typing import Any
 
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
-from headway.core.engine.loop import EngineLoop
+from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.select.layer_specs import LayerSpecs

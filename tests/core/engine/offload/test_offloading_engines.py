@@ -16,8 +16,7 @@ from headway.core.contract.layout import NHD, NHD_INT8
 from headway.core.engine.data import pool
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.groups import page_format
-from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.loop import EngineLoop
+from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.layer_specs import LayerSpecs
 from headway.registry import Registry
