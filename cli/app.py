@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand
 
-from headway.compat.vllm_words import ANY_VALUE, FLAGS
+from headway.compat.vllm_words import ANY_VALUE, FLAGS, SHORT_FLAGS
 from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.text import shown
@@ -35,6 +35,7 @@ class Command(TyperCommand):
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         """:raises ConfigError: an option that does not exist, or a number that is beyond 64 bits or not finite."""
+        words = [each.partition("=")[0] for each in arguments]
         try:
             left = super().parse_args(context, arguments)
             self._check_numbers(context)
@@ -46,10 +47,12 @@ class Command(TyperCommand):
                     error.message = f"{said[: _MOST_SAID // 2]}...{said[-_MOST_SAID // 2 :]}"  # type: ignore[attr-defined]
                 raise
             option: str = error.option_name  # type: ignore[attr-defined]
-            near = [name for name in error.possibilities or () if name.startswith("--")]
+            short = next((word for word in words if word in SHORT_FLAGS and word.startswith(option)), "")
+            near = [SHORT_FLAGS[short]] if short else [name for name in error.possibilities or () if name.startswith("--")]
             name = option.lstrip("-").replace("-", "_")
             hint = FLAGS.get(name) or ("leave it out: it changes no answer here" if name in ANY_VALUE else "")
             hint = hint or (f"did you mean {near[0]}?" if near else f"{context.command_path} --help lists them")
+            option = short or option
             raise ConfigError(option, f"an option of {context.command_path}", f"{option!r}", hint) from error
 
     def _check_numbers(self, context: Any) -> None:

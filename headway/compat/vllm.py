@@ -35,7 +35,7 @@ from headway.compat.vllm_views import EngineGauge as Gauge
 from headway.compat.vllm_views import EngineHistogram as Histogram
 from headway.compat.vllm_views import EngineMetric as Metric
 from headway.compat.vllm_views import EngineVector as Vector
-from headway.compat.vllm_words import LLM_OPTIONS, NO_TRANSFER, TAKEN, TEXT_ALONE, from_vllm, of_each
+from headway.compat.vllm_words import LLM_OPTIONS, NO_TRANSFER, SHORT_FLAGS, TAKEN, TEXT_ALONE, from_vllm, of_each
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
 from headway.core.sampling.batch_processors import BatchLogitsProcessor as LogitsProcessor
@@ -126,9 +126,6 @@ LLM = _translating(llm.LLM)
 LLMEngine = _translating(llm_engine.LLMEngine)
 AsyncLLM = AsyncLLMEngine = _translating(async_llm.AsyncLLM)
 
-_SHORT: Final = {"tensor_parallel_size": ("-tp",), "quantization": ("-q",)}
-"""Option -> flags of one letter or two that vLLM has for it."""
-
 
 class FlexibleArgumentParser(ArgumentParser):
     """A parser whose flags may be written with underscores in place of hyphens."""
@@ -154,7 +151,8 @@ def _add_flag(parser: ArgumentParser, group: Any, name: str, text: str) -> None:
     """Give a parser's group the flag of an option, unless the parser has it already."""
     if _flag(name) not in parser._option_string_actions:
         default = {} if _OWN[name].default is dataclasses.MISSING else _OWN[name].default
-        group.add_argument(_flag(name), *_SHORT.get(name, ()), default=default, help=text.replace("%", "%%"), **_reading(name))
+        flags = [_flag(name), *(short for short, flag in SHORT_FLAGS.items() if flag == _flag(name))]
+        group.add_argument(*flags, default=default, help=text.replace("%", "%%"), **_reading(name))
 
 
 def _reading(name: str) -> dict[str, Any]:

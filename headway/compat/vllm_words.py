@@ -148,6 +148,9 @@ ANY_VALUE: Final = frozenset(_HARMLESS.split())
 """Options of vLLM's that can change neither an answer nor the memory of a model of text here: names of metrics and logs, ways of
 doing the same work, and details of features that are refused by the option which turns them on."""
 
+SHORT_FLAGS: Final = {"-tp": "--tensor-parallel-size", "-q": "--quantization"}
+"""Flags of one letter or two that vLLM has for an option."""
+
 _ATTENTION: Final = {
     "TORCH_SDPA": "sdpa",
     "TRITON_ATTN": "triton",

@@ -46,6 +46,7 @@ OPTIONS = {
     "a budget below nothing": (["--autotune-budget", "-1"], ("autotune_budget", "at least 0", "got -1.0")),
     "unknown cache dtype": (["--kv-cache-dtype", "int4"], ("kv_cache_dtype", "auto or fp8_e4m3", "got 'int4'")),
     "unknown flag": (["--qqq"], ("--qqq", "an option of", "--help lists them")),
+    "a short flag of vLLM's": (["-tp", "2"], ("-tp", "an option of", "did you mean --tensor-parallel-size?")),
     "misspelt flag": (["--attn-backen", "sdpa"], ("--attn-backen", "did you mean --attn-backend?")),
     "a flag of vLLM": (["--attention-backend", "sdpa"], ("--attention-backend", "Headway calls it attn_backend")),
     "another flag of vLLM": (
