@@ -7,7 +7,7 @@
 request: functions called between `LLM.generate` and its return, in any thread, on a CPU: one prompt, greedy, a named backend. A
 file *hands on* if one of its functions calls into another file; the others answer a question and are done.
 gpu: the same request where a GPU would replay captured steps, with a recorder whose replays do nothing; and, with launches that
-compile in place of running, the functions within what was captured: the decoder, the `triton` backend and the choice of tokens.
+compile in place of running, the functions within what was captured: the decoder and the `triton` backend. It takes minutes.
 auto: functions called while a start chooses attention backends by the table that an earlier start has kept.
 plugin: files on the stack of a call into a plugin's backend, from the registration of its class to its first prompt.
 slot: files of which a function that ran names the slot of a sequence's state.
@@ -206,7 +206,7 @@ def trace_gpu(model: str) -> Calls:
     with profiled(calls):
         llm.generate("The capital of France is", params, use_tqdm=False)
     from absent_gpu import absent_gpu
-    from launched_kernels import ATTENTION, BF16, attend, choose_tokens, run_model, shipped
+    from launched_kernels import ATTENTION, BF16, attend, run_model, shipped
 
     within = Within(GRAPH)
     within.callees, within.first = calls.callees, calls.first
@@ -214,7 +214,6 @@ def trace_gpu(model: str) -> Calls:
     def run_step() -> None:
         run_model(shipped("qwen3-0.6b"), BF16, (1,))
         attend(*ATTENTION["head 128"])
-        choose_tokens(151_936, BF16)
 
     with absent_gpu((9, 0), whole=False):
         run_step()  # compiles
