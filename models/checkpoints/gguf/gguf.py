@@ -1,6 +1,6 @@
 """.gguf files: dequantised once and kept as a safetensors folder, so that the second start takes seconds.
 
-Those of models whose layers keep a state are read by `gguf_hybrids/`, all others by transformers.
+Those of models whose layers keep a state are read by the `hybrid_*` modules, all others by transformers.
 """
 
 from __future__ import annotations
