@@ -209,7 +209,7 @@ MANY_EXPERTS = {"deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "kimi_linear", 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5, then="soak")
+@pytest.mark.sampled(9, then="soak")
 @pytest.mark.parametrize("model", FAMILIES)
 def test_what_stands_between_attentions_compiles(model: str) -> None:
     with absent_gpu(HOPPER) as found:
@@ -218,7 +218,7 @@ def test_what_stands_between_attentions_compiles(model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5, then="soak")
+@pytest.mark.sampled(9, then="soak")
 @pytest.mark.parametrize("capability", [ADA, HOPPER], ids="{0[0]}.{0[1]}".format)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_compiles(name: str, capability: Capability) -> None:
@@ -238,7 +238,7 @@ def test_layers_with_a_state_compile(name: str, capability: Capability) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4, then="soak")
+@pytest.mark.sampled(11, then="soak")
 @pytest.mark.parametrize("name", ATTENTION)
 def test_all_that_attention_chooses_from_passes_the_front_end(name: str) -> None:
     with absent_gpu(HOPPER, whole=False) as found:
