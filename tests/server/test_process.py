@@ -54,8 +54,8 @@ def test_server_starts_without_a_stderr_and_ends_at_the_second_sigterm(folder: P
                     time.sleep(0.1)
             body = {"prompt": [3], "max_tokens": 8000, "ignore_eos": True, "stream": True}
             with http.stream("POST", "/v1/completions", json=body) as answer:
-                first = next(answer.iter_lines())
-                assert json.loads(first.removeprefix("data: "))["choices"]
+                lines = answer.iter_lines()  # an iterator that nobody holds closes the connection
+                assert json.loads(next(lines).removeprefix("data: "))["choices"]
                 process.send_signal(signal.SIGTERM)
                 time.sleep(0.5)
                 assert process.poll() is None  # the stream goes on

@@ -84,7 +84,7 @@ def test_200_random_requests() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "num_worlds"), [(1000, 15), pytest.param(2000, 100, marks=pytest.mark.soak)], ids=["1,500", "10,000"]
+    ("first", "num_worlds"), [(1000, 40), pytest.param(2000, 100, marks=pytest.mark.soak)], ids=["4,000", "10,000"]
 )
 def test_thousands_of_random_requests(first: int, num_worlds: int) -> None:
     counts = run_worlds(first, num_worlds, num_requests=100)
