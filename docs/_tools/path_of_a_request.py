@@ -27,6 +27,8 @@ from typing import Any
 import headway
 from headway import LLM, SamplingParams
 from headway.backends.sdpa import SDPA
+from headway.models.checkpoints.locate import locate
+from headway.models.checkpoints.tokenizer import read_tokenizer
 
 ROOT = Path(headway.__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "design.md"
@@ -238,7 +240,8 @@ class Idle:
 
 
 def trace_request(model: str, attn_backend: str, max_tokens: int = 4) -> Calls:
-    """The calls of one greedy request on a CPU."""
+    """The calls of one greedy request on a CPU, in a start after the first, which has kept the tokenizer."""
+    read_tokenizer(locate(model))
     llm = LLM(model, attn_backend=attn_backend, device="cpu")
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm.generate("A first request fills the caches of this process.", params, use_tqdm=False)
