@@ -32,6 +32,8 @@ _ANSWERED: Final = (
 )
 """Methods of transformers' tokenizer that `PlainTokenizer` has, and what those call."""
 _KEPT: Final = ("chat_template", "model_max_length", "special_tokens_map", *_NAMED, *(f"{name}_id" for name in _NAMED))
+_FORM: Final = 1
+"""Changes with what is kept of a tokenizer, and with what `_is_plain` accepts."""
 _MOST_KEPT: Final = 32
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 _LARGEST_FILE: Final = 64 << 20
@@ -202,12 +204,12 @@ def _is_plain(tokenizer: Any) -> bool:
 
 def _kept_file(folder: Path) -> Path | None:
     """Return where a tokenizer is kept: its name has a digest of every file that it may be made of. None: they cannot be read."""
-    digest = hashlib.sha256(os.fsencode(f"{installed_versions(('transformers', 'tokenizers'))} {folder.resolve()}"))
+    digest = hashlib.sha256(os.fsencode(f"{_FORM} {installed_versions(('transformers', 'tokenizers'))} {folder.resolve()}"))
     try:
         for path in sorted((*folder.glob("*"), *folder.glob("additional_chat_templates/*"))):
             if path.suffix not in _WEIGHTS and path.is_file() and path.stat().st_size <= _LARGEST_FILE:
                 content = path.read_bytes()
-                digest.update(os.fsencode(f"{path.name} {len(content)} ") + content)
+                digest.update(os.fsencode(f"{path.relative_to(folder)} {len(content)} ") + content)
     except OSError:
         return None  # transformers says what is wrong
     return cache_folder() / "tokenizers" / f"{folder.name}-{digest.hexdigest()[:16]}.json"
@@ -221,7 +223,7 @@ def _keep(tokenizer: Any, path: Path) -> None:
     try:
         content = json.dumps({"tokenizer": backend.to_str(), **{name: getattr(tokenizer, name) for name in _KEPT}})
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content.encode())
+        write_whole(path, json.dumps({"sha256": _sha256(content), "content": content}).encode())
         for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MOST_KEPT]:
             old.unlink()
     except (OSError, TypeError, ValueError) as error:
@@ -233,10 +235,18 @@ def _read_kept(path: Path, folder: Path) -> PlainTokenizer | None:
     from tokenizers import Tokenizer
 
     try:
-        kept = parse_json(read_text(path), path.name, dict, any_number=True)
+        written = parse_json(read_text(path), path.name, dict)
+        if written["sha256"] != _sha256(written["content"]):
+            return None
+        kept = parse_json(written["content"], path.name, dict, any_number=True)
+        os.utime(path)  # those that are used longest ago are removed first
         return PlainTokenizer(folder, Tokenizer.from_str(kept["tokenizer"]), kept)
     except Exception:  # the library raises nothing more precise; the file is written anew
         return None
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _is_plain_template(template: str) -> bool:

@@ -148,10 +148,20 @@ def test_a_kept_one_is_read_anew_when_its_files_change(tmp_path: Path) -> None:
     change(folder / "tokenizer_config.json", pad_token="<pad>")
     assert not isinstance(read_tokenizer(folder), PlainTokenizer)
     assert read_tokenizer(folder).pad_token == "<pad>"
-    for kept in (cache_folder() / "tokenizers").glob(f"{folder.name}-*"):
-        kept.write_bytes(kept.read_bytes()[:100])
+    for damage in (lambda content: content[:100], lambda content: content.replace(b"eos", b"sos")):
+        for kept in (cache_folder() / "tokenizers").glob(f"{folder.name}-*"):
+            kept.write_bytes(damage(kept.read_bytes()))
+        assert not isinstance(read_tokenizer(folder), PlainTokenizer)
+        assert isinstance(read_tokenizer(folder), PlainTokenizer)
+
+
+def test_a_template_that_moves_is_another_tokenizer(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    read_tokenizer(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "chat_template.jinja").rename(folder / "additional_chat_templates" / "chat_template.jinja")
     assert not isinstance(read_tokenizer(folder), PlainTokenizer)
-    assert isinstance(read_tokenizer(folder), PlainTokenizer)
 
 
 @pytest.mark.slow
