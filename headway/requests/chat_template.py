@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final
 
+from jinja2 import TemplateSyntaxError
+
 from headway.core.chat.template import rendered
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.requests.chats import TEXTS, prepared, template_text
@@ -71,6 +73,9 @@ def chat_prompt(
         raise
     except Exception as error:  # a template is the model's own program, and may raise anything
         line = " ".join(str(error).split())
+        if isinstance(error, TemplateSyntaxError):
+            got, hint = f"{line} in line {error.lineno}", "correct the model's chat_template.jinja or tokenizer_config.json"
+            raise PromptError("chat template", "a template that Jinja reads", got, hint) from error
         raise PromptError(
             "messages", "a conversation that the chat template accepts", f"{type(error).__name__}: {line}"
         ) from error

@@ -189,6 +189,10 @@ def test_error_of_a_chat_template_is_one_line(bos_tokenizer: Any, monkeypatch: p
     monkeypatch.setattr(bos_tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(PromptError, match="the chat template accepts, got TemplateError: roles must alternate"):
         chat_prompt(bos_tokenizer, "tiny", "hello")
+    monkeypatch.setattr(bos_tokenizer, "chat_template", "{% if x %}\n{% endif %")
+    words = r"^chat template: needs a template that Jinja reads, got .* in line 2 \(correct the model's chat_template.jinja"
+    with pytest.raises(PromptError, match=words):
+        chat_prompt(bos_tokenizer, "a model", "Hi")
 
 
 @pytest.mark.parametrize(
