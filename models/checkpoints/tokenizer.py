@@ -278,18 +278,6 @@ def _compiled(template: str) -> Any:
     return _environment().from_string(template)
 
 
-def _stated(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return the contents of config.json and tokenizer_config.json; None if there is no such pair, or it names code."""
-    try:
-        names = ("config.json", "tokenizer_config.json")
-        stated, tokenizer = (parse_json(read_text(folder / name), name, any_number=True) for name in names)
-    except (OSError, ValueError):
-        return None  # whatever is wrong is said by transformers
-    if not (isinstance(stated, dict) and isinstance(tokenizer, dict)) or "auto_map" in {**stated, **tokenizer}:
-        return None
-    return stated, tokenizer
-
-
 def _naming_config(folder: Path) -> Any:
     """All that AutoTokenizer asks of a model's configuration, where tokenizer_config.json names the tokenizer's class.
 
@@ -298,10 +286,13 @@ def _naming_config(folder: Path) -> Any:
     """
     from transformers import PreTrainedConfig
 
-    found = _stated(folder)
-    if found is None:
+    try:
+        names = ("config.json", "tokenizer_config.json")
+        stated, tokenizer = (parse_json(read_text(folder / name), name, any_number=True) for name in names)
+    except (OSError, ValueError):
+        return None  # whatever is wrong is said by transformers
+    if not (isinstance(stated, dict) and isinstance(tokenizer, dict)) or "auto_map" in {**stated, **tokenizer}:
         return None
-    stated, tokenizer = found
     if not all(isinstance(name, str) for name in (stated.get("model_type"), tokenizer.get("tokenizer_class"))):
         return None
     kind: Any = PreTrainedConfig  # whose constructor takes any name, which types do not say
