@@ -389,7 +389,9 @@ def judge(plugin: PluginSource, device: str, seconds: float, private: int | None
 def _run_alone(plugin: PluginSource, device: str, pipe: int, errors: int) -> None:
     """Try a plugin in this process, which is the plugin's own."""
     die_with_parent()
-    atexit._clear()  # the plugin's own are tried at the end; those of libraries here may not survive a fork
+    # Only what the plugin makes is tried at the end: exit functions and garbage of libraries here may not survive a fork.
+    atexit._clear()
+    gc.freeze()
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(errors, 2)
