@@ -36,42 +36,7 @@ Metric = Literal["seconds", "first_token_ms", "per_token_ms"]
 WEIGHT_FORMS: Final = {"bf16": "model", "fp8": "fp8", "fp8-blocks": "fp8", "w4a16": "int4", "mxfp4": "mxfp4"}
 """Forms of headway.bench.studies.weight_shapes -> the format of `headway plan`."""
 
-DEEPSEEK_V2_LITE: Final = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "attention_bias": False,
-    "bos_token_id": 100000,
-    "dtype": "bfloat16",
-    "eos_token_id": 100001,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 1408,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 12,
-    "num_key_value_heads": 16,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000,
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "v_head_dim": 128,
-    "vocab_size": 102400,
-}
+DEEPSEEK_V2_LITE: Final = Path(__file__).parent / "deepseek-v2-lite.json"
 """Sizes of deepseek-ai/DeepSeek-V2-Lite with 12 of its 27 layers, as they were measured."""
 
 
@@ -203,7 +168,7 @@ def read_model(name: str, num_layers: int | None) -> PlannedModel:
     """A model's sizes, of its first layers alone where fewer were measured."""
     if name == "deepseek-v2-lite":
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(DEEPSEEK_V2_LITE))
+            Path(folder, "config.json").write_text(DEEPSEEK_V2_LITE.read_text())
             return _read_folder(folder, num_layers)
     return _read_folder(name, num_layers)
 

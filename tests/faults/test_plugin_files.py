@@ -27,9 +27,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tried_toy.py").write_text(TOY)
-    before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - before:
+    for name in [name for name, module in sys.modules.items() if str(tmp_path) in str(getattr(module, "__file__", ""))]:
         del sys.modules[name]
 
 

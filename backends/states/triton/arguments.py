@@ -97,11 +97,18 @@ def states(cache: StateCache, instead: Tensor) -> tuple[Tensor, Tensor]:
 
 def launch(
     launcher: Launcher, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: Sequence[float],
-    constants: Mapping[str, Any], num_warps: int, num_stages: int = 3,
+    constants: Mapping[str, Any], num_warps: int, num_stages: int = 3, spills: bool = False,
 ) -> None:  # fmt: skip
-    """Launch a kernel that takes tensors, then numbers."""
+    """Launch a kernel that takes tensors, then numbers.
+
+    spills: its numbers do not fit into a thread's registers. ptxas then takes 32 registers and spills 10 to 34 KB, unless it is
+    told how many there are; the driver reserves that memory for each thread that the GPU can hold, several gigabytes.
+    """
     key = (
         *constants.values(), num_warps, num_stages, *(each.dtype for each in tensors),
         aligned(*(each.data_ptr() for each in tensors)), specialised(*(each for each in numbers if isinstance(each, int))),
     )  # fmt: skip
-    launcher(key, grid, (*tensors, *numbers), constants, num_warps=num_warps, num_stages=num_stages)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    if spills:
+        options["maxnreg"] = min(255, 65_536 // (32 * num_warps))
+    launcher(key, grid, (*tensors, *numbers), constants, **options)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from headway.backends.states.triton.arguments import StateTuning
-from headway.backends.states.triton.scan import StateScan, plan_scan
+from headway.backends.states.triton.scan import StateScan, plan_scan, shared_bytes
 from headway.backends.states.triton.step_kernels import StateStep
 from headway.core.contract.backend import GraphLevel, Plan
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.state_backend import StateBackend, StateCapabilities
 from headway.core.contract.support import Support
-from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch
+from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch, shared_memory
 
 LONGEST_KEY = 256
 """Elements of a key: the kernels hold a whole column of the state in registers."""
@@ -48,10 +48,14 @@ class TritonStates(StateBackend):
 
     @classmethod
     def supports(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
-        """Return the claim, and what hangs on the length of a key."""
+        """Return the claim, and what hangs on the length of a key and on the GPU's shared memory."""
         support = super().supports(spec, layout, phase)
         if spec.key_dim > LONGEST_KEY:
             support &= Support.no("key_dim", f"at most {LONGEST_KEY}", spec.key_dim)
+        needed = shared_bytes(spec) if phase != Phase.DECODE and torch.cuda.is_available() else 0
+        if needed > (found := shared_memory(spec.device) if needed else 0):
+            wanted = f"{needed >> 10} KB for keys of {spec.key_dim} in float32"
+            support &= Support.no("shared memory", wanted, f"{found >> 10} KB", "bfloat16 and float16 need none for them")
         return support
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:

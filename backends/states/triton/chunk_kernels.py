@@ -244,6 +244,7 @@ def cut_chunks(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PIECE: tl.constexpr,  # elements of the keys taken at a time; products without matrix units hold both operands in registers
     BLOCKS: tl.constexpr,  # twice the warps, at least 4: see `inverse_of`
     DOT: tl.constexpr,
     INVERSE_DOT: tl.constexpr,
@@ -256,41 +257,49 @@ def cut_chunks(
     count = tl.load(chunks_ptr + chunk * CHUNK_FIELDS + 3)
     key_head = head // (HEADS // KEY_HEADS)
     row = tl.arange(0, 64)
-    i = tl.arange(0, BLOCK_K)
     live = row < count
-    in_key = i < KEY_DIM
-    inside = live[:, None] & in_key[None, :]
     if KIND == "mamba2":
         k_at = HEADS * VALUE_DIM + key_head * KEY_DIM
         q_at = k_at + KEY_HEADS * KEY_DIM
     else:
         q_at = key_head * KEY_DIM
         k_at = q_at + KEY_HEADS * KEY_DIM
-    lines = x_ptr + (first + row)[:, None] * stride_x + i[None, :]
-    k = tl.load(lines + k_at, mask=inside, other=0.0).to(DOT)
-    q = tl.load(lines + q_at, mask=inside, other=0.0).to(DOT)
+    lines = x_ptr + (first + row)[:, None] * stride_x
     slope = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
     place = (chunk * HEADS + head).to(tl.int64)
     SUM: tl.constexpr = sums_ptr.dtype.element_ty
-
-    if KIND == "kda":
-        a = tl.load(a_ptr + (first + row)[:, None] * stride_a + head * KEY_DIM + i[None, :], mask=inside, other=0.0).to(
-            tl.float32
-        )
-        dt_bias = tl.load(dt_bias_ptr + head * KEY_DIM + i, mask=in_key, other=0.0)
-        sums = tl.cumsum(tl.where(inside, -slope * softplus(a + dt_bias[None, :]), 0.0).to(SUM), 0)
-        whole = tl.sum(tl.where((row == 63)[:, None], sums, 0.0), 0)
-        tl.store(sums_ptr + place * KEY_DIM + i, whole, mask=in_key)
-        q32, k32 = q.to(tl.float32), k.to(tl.float32)
-        kk, qk = channel_products(q32, k32, sums, DOT, PRECISION, BLOCK_K)
-        size = tl.num_programs(1).to(tl.int64) * HEADS * 64 * KEY_DIM
-        there = rows_ptr + place * 64 * KEY_DIM + row[:, None] * KEY_DIM + i[None, :]
-        ROW: tl.constexpr = rows_ptr.dtype.element_ty
-        from_start, to_end = tl.exp(sums.to(tl.float32)), tl.exp((whole[None, :] - sums).to(tl.float32))
-        tl.store(there, (k32 * from_start).to(ROW), mask=in_key[None, :])
-        tl.store(there + size, (k32 * to_end).to(ROW), mask=in_key[None, :])
-        tl.store(there + 2 * size, (q32 * from_start).to(ROW), mask=in_key[None, :])
-    else:
+    ROW: tl.constexpr = rows_ptr.dtype.element_ty
+    kk = tl.zeros([64, 64], tl.float32)
+    qk = tl.zeros([64, 64], tl.float32)
+    for piece in range(0, BLOCK_K, PIECE):
+        i = piece + tl.arange(0, PIECE)
+        in_key = i < KEY_DIM
+        inside = live[:, None] & in_key[None, :]
+        k = tl.load(lines + (k_at + i)[None, :], mask=inside, other=0.0).to(DOT)
+        q = tl.load(lines + (q_at + i)[None, :], mask=inside, other=0.0).to(DOT)
+        if KIND == "kda":
+            gates = a_ptr + (first + row)[:, None] * stride_a + head * KEY_DIM + i[None, :]
+            a = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+            dt_bias = tl.load(dt_bias_ptr + head * KEY_DIM + i, mask=in_key, other=0.0)
+            sums = tl.cumsum(tl.where(inside, -slope * softplus(a + dt_bias[None, :]), 0.0).to(SUM), 0)
+            whole = tl.sum(tl.where((row == 63)[:, None], sums, 0.0), 0)
+            tl.store(sums_ptr + place * KEY_DIM + i, whole, mask=in_key)
+            q32, k32 = q.to(tl.float32), k.to(tl.float32)
+            more_kk, more_qk = channel_products(q32, k32, sums, DOT, PRECISION, PIECE)
+            kk += more_kk
+            qk += more_qk
+            size = tl.num_programs(1).to(tl.int64) * HEADS * 64 * KEY_DIM
+            there = rows_ptr + place * 64 * KEY_DIM + row[:, None] * KEY_DIM + i[None, :]
+            from_start, to_end = tl.exp(sums.to(tl.float32)), tl.exp((whole[None, :] - sums).to(tl.float32))
+            tl.store(there, (k32 * from_start).to(ROW), mask=in_key[None, :])
+            tl.store(there + size, (k32 * to_end).to(ROW), mask=in_key[None, :])
+            tl.store(there + 2 * size, (q32 * from_start).to(ROW), mask=in_key[None, :])
+        else:
+            k_turned = tl.trans(k)
+            qk = tl.dot(q, k_turned, qk, input_precision=PRECISION)
+            if KIND == "gated_delta":
+                kk = tl.dot(k, k_turned, kk, input_precision=PRECISION)
+    if KIND != "kda":
         if KIND == "lightning":
             steps = tl.where(live, -slope, 0.0)
         else:
@@ -304,14 +313,12 @@ def cut_chunks(
             steps = tl.where(live, -slope * dt, 0.0)
         sums = tl.cumsum(steps.to(SUM), 0)
         tl.store(sums_ptr + place * 64 + row, sums)
-        k_turned = tl.trans(k)
         earlier = row[:, None] >= row[None, :]
         decay = tl.where(earlier, tl.exp(tl.where(earlier, sums[:, None] - sums[None, :], 0.0).to(tl.float32)), 0.0)
-        qk = tl.dot(q, k_turned, input_precision=PRECISION) * decay
+        kk *= decay
+        qk *= decay
     square = place * 64 * 64 + row[:, None] * 64 + row[None, :]
     tl.store(inner_ptr + square, qk.to(inner_ptr.dtype.element_ty))
-    if KIND == "gated_delta":
-        kk = tl.dot(k, k_turned, input_precision=PRECISION) * decay
     if KIND == "gated_delta" or KIND == "kda":
         b = tl.load(b_ptr + (first + row) * stride_b + head, mask=live, other=0.0).to(tl.float32)
         beta = tl.where(live, beta_scale * tl.sigmoid(b), 0.0)

@@ -134,6 +134,17 @@ def _aligned(spec: StateSpec) -> bool:
     return spec.key_dim % _KNOWN_MULTIPLE == 0 and spec.value_dim % _KNOWN_MULTIPLE == 0
 
 
+def shared_bytes(spec: StateSpec) -> int:
+    """Bytes of shared memory that prompts take at least: products in float32 have their keys and an inner product there."""
+    if spec.dtype != torch.float32 or not spec.recurrent or spec.kind == MAMBA1:
+        return 0
+    return CHUNK * ((3 if spec.kind == KDA else 2) * _key_block(spec) + CHUNK) * spec.dtype.itemsize
+
+
+def _key_block(spec: StateSpec) -> int:
+    return max(16, int(triton.next_power_of_2(spec.key_dim)))
+
+
 class StateScan:
     """Launches the prompts of one kind of layer."""
 
@@ -148,6 +159,7 @@ class StateScan:
         self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
         self._row = _whole_rows(spec)
         self._aligned = _aligned(spec)
+        self._hopper = spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device)[0] == 9
         self._sum = torch.float64 if whole else torch.float32
         self._inverse_dot = tl.float32 if exact else tl.float16  # its elements are at most about 2, and float16 has more digits
 
@@ -219,7 +231,7 @@ class StateScan:
     ) -> None:  # fmt: skip
         spec, pairs = self._spec, (plan.num_chunks, self._spec.num_heads)
         sizes = {name: value for name, value in head_constants(spec, cache).items() if not name.startswith("STATE_")}
-        block_k = max(16, triton.next_power_of_2(spec.key_dim))
+        block_k = _key_block(spec)
         shared = {**sizes, "BLOCK_K": block_k}
         delta, per_key = spec.kind in (GATED_DELTA, KDA), spec.kind == KDA
         sums = torch.empty((*pairs, spec.key_dim if per_key else CHUNK), dtype=self._sum, device=x.device)
@@ -231,11 +243,13 @@ class StateScan:
         _, _, a_log, dt_bias, d = weights(parameters, x)
         tensors = x, first, second, a_log, dt_bias, plan.chunks, sums, put, inverse, inner, rows
         numbers = x.stride(0), first.stride(0), second.stride(0), float(spec.beta_scale), *map(float, spec.dt_limits)
-        constants: dict[str, Any] = {**shared, "DOT": self._dots["DOT"], "INVERSE_DOT": self._inverse_dot}
+        whole = spec.dtype == torch.float32
+        piece = 16 if whole else block_k
+        constants: dict[str, Any] = {**shared, "PIECE": piece, "DOT": self._dots["DOT"], "INVERSE_DOT": self._inverse_dot}
         constants["PRECISION"] = self._dots["PRECISION"]
-        warps = tuning.chunk_warps or (8 if spec.dtype == torch.float32 else 2)
+        warps = tuning.chunk_warps or (8 if whole else 2)
         constants["BLOCKS"] = max(4, 2 * warps)
-        launch(self._cut, (spec.num_heads, plan.num_chunks, 1), tensors, numbers, constants, warps)
+        launch(self._cut, (spec.num_heads, plan.num_chunks, 1), tensors, numbers, constants, warps, spills=whole or per_key)
 
         cut = self._walk_cut(plan, block_k, tuning)
         recurrent, _ = states(cache, x)
@@ -245,7 +259,7 @@ class StateScan:
         tensors = x, out, recurrent, d, plan.seqs, plan.parts, sums, put, inverse, inner, rows
         numbers = x.stride(0), out.stride(0), plan.num_chunks
         grid = triton.cdiv(spec.value_dim, cut.block_v), spec.num_heads, plan.num_seqs
-        launch(self._walk, grid, tensors, numbers, constants, cut.warps, cut.stages)
+        launch(self._walk, grid, tensors, numbers, constants, cut.warps, cut.stages, spills=whole)
 
     def _walk_cut(self, plan: ChunkedPlan, block_k: int, tuning: StateTuning) -> _WalkCut:
         spec = self._spec
@@ -259,7 +273,7 @@ class StateScan:
         rest = (block_k + 2 * CHUNK) * block_v * spec.dtype.itemsize  # the state and the values as operands, the output
         stages = tuning.walk_stages or max(1, min(2 if turned else 3, (self._shared - rest) // stage))
         warps = tuning.walk_warps or (8 if exact or block_v > 64 else 4)
-        if (stages < 2 or not self._aligned) and not exact:
+        if self._hopper and (stages < 2 or not self._aligned) and not exact:
             warps = min(warps, 2)  # wgmma of operands that are not on their way: Triton 3.6 compiles wrong programs on Hopper
         return _WalkCut(turned, block_v, warps, stages)
 

@@ -298,6 +298,7 @@ STATES: dict[str, tuple[StateSpec, StateLayout]] = {
     ),
     "gated_delta, float32": (StateSpec("gated_delta", 32, 16, 128, 128, 8192, 4, device=GPU, qk_norm=True), KEY_VALUE),
     "kda": (StateSpec("kda", 32, 32, 128, 128, 12288, 4, dtype=BF16, device=GPU, qk_norm=True), KEY_VALUE),
+    "kda, float32": (StateSpec("kda", 8, 8, 72, 136, 8 * 280, 4, device=GPU, qk_norm=True), KEY_VALUE),
     "mamba2": (StateSpec("mamba2", 128, 8, 128, 64, 10240, 4, dtype=BF16, device=GPU), VALUE_KEY),
     "mamba2, 256": (StateSpec("mamba2", 128, 1, 256, 64, 8704, 4, dtype=BF16, device=GPU), VALUE_KEY),
     "mamba1": (StateSpec("mamba1", 8192, 1, 16, 1, 8192, 4, dtype=BF16, device=GPU, state_dtype=BF16), VALUE_KEY),
