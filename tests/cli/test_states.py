@@ -14,7 +14,7 @@ from headway.models.loader import read_layer_specs
 from headway.tuning.table.files import read_state_table, state_table_path
 from headway.tuning.table.schema import MeasuredState, StateSpecRecord, StateTable
 from hybrid_models import ROWS
-from sandbox import Result, assert_refused
+from sandbox import Result, assert_refused, save_tiny_model
 from tables import a_device
 
 Headway = Callable[..., Result]
@@ -59,6 +59,13 @@ def test_a_model_without_states_has_none_and_excludes_a_geometry(headway: Headwa
     assert "states" not in json.loads(headway(*plain, "--json").out)
     assert_refused(headway(*plain, "--layers", "3", columns=200), "--model: needs no --geometry and no --layers")
     assert_refused(headway(*NEXT, "--state-backend", "trch", columns=200), "state backend: asked for 'trch'")
+
+
+def test_an_unknown_state_backend_is_refused_whatever_the_model_has(headway: Headway, tmp_path: Path) -> None:
+    model = str(save_tiny_model(tmp_path / "model"))
+    asked = ("generate", "--model", model, "--no-autotune", "--state-backend")
+    assert_refused(headway(*asked, "trch", "the quick fox", columns=200), "state backend: asked for 'trch'")
+    assert headway(*asked, "torch", "the quick fox").code == 0
 
 
 TWIN = "from headway.backends.states.torch_states import TorchStates\n\nclass Twin(TorchStates):\n    name = 'twin'\n"

@@ -213,7 +213,12 @@ class StatePlan:
         costs: Mapping[StateSpec, CostTable] | None,
         max_decode_len: int,
     ) -> StatePlan | None:
-        """None: the model has no such layers."""
+        """None: the model has no such layers.
+
+        :raises UnknownBackendError: the user named a state backend that nobody registered, whatever the model has.
+        """
+        for name in config.state_request.names:
+            source.state_backend(name)
         layers = state_layers(model)
         if not layers:
             return None
