@@ -108,7 +108,5 @@ def launch(
         *constants.values(), num_warps, num_stages, *(each.dtype for each in tensors),
         aligned(*(each.data_ptr() for each in tensors)), specialised(*(each for each in numbers if isinstance(each, int))),
     )  # fmt: skip
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    if spills:
-        options["maxnreg"] = min(255, 65_536 // (32 * num_warps))
-    launcher(key, grid, (*tensors, *numbers), constants, **options)
+    limit = {"maxnreg": min(255, 65_536 // (32 * num_warps))} if spills else {}
+    launcher(key, grid, (*tensors, *numbers), constants, num_warps=num_warps, num_stages=num_stages, **limit)

@@ -53,8 +53,7 @@ class TritonStates(StateBackend):
         if spec.key_dim > LONGEST_KEY:
             support &= Support.no("key_dim", f"at most {LONGEST_KEY}", spec.key_dim)
         asked = phase != Phase.DECODE and spec.device.type == "cuda" and torch.cuda.is_available()
-        needed = shared_bytes(spec) if asked else 0
-        if needed > (found := shared_memory(spec.device) if needed else 0):
+        if asked and (needed := shared_bytes(spec)) > (found := shared_memory(spec.device)):
             wanted = f"{needed >> 10} KB for keys of {spec.key_dim} in float32"
             support &= Support.no("shared memory", wanted, f"{found >> 10} KB", "bfloat16 and float16 need none for them")
         return support

@@ -100,8 +100,6 @@ def plan_scan(metadata: StateMetadata, device: torch.device) -> ChunkedPlan:
 
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 _COPY_BYTES = 16
 
 
