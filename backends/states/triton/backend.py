@@ -48,14 +48,14 @@ class TritonStates(StateBackend):
 
     @classmethod
     def supports(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
-        """Return the claim, and what hangs on the length of a key and on the GPU's shared memory."""
+        """Return whether the capabilities, the longest key and the GPU's shared memory allow a layer."""
         support = super().supports(spec, layout, phase)
         if spec.key_dim > LONGEST_KEY:
             support &= Support.no("key_dim", f"at most {LONGEST_KEY}", spec.key_dim)
         asked = phase != Phase.DECODE and spec.device.type == "cuda" and torch.cuda.is_available()
         if asked and (needed := shared_bytes(spec)) > (found := shared_memory(spec.device)):
             wanted = f"{needed >> 10} KB for keys of {spec.key_dim} in float32"
-            support &= Support.no("shared memory", wanted, f"{found >> 10} KB", "bfloat16 and float16 need none for them")
+            support &= Support.no("shared memory", wanted, f"{found >> 10} KB", "--dtype bfloat16, or --state-backend torch")
         return support
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:

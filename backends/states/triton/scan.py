@@ -133,7 +133,7 @@ def _aligned(spec: StateSpec) -> bool:
 
 
 def shared_bytes(spec: StateSpec) -> int:
-    """Bytes of shared memory that prompts take at least: products in float32 have their keys and an inner product there."""
+    """Return the least shared memory of a prompt, in bytes: `walk_chunks` keeps float32 keys and inner products there."""
     if spec.dtype != torch.float32 or not spec.recurrent or spec.kind == MAMBA1:
         return 0
     return CHUNK * ((3 if spec.kind == KDA else 2) * _key_block(spec) + CHUNK) * spec.dtype.itemsize

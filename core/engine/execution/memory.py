@@ -213,7 +213,7 @@ class StatePlan:
         costs: Mapping[StateSpec, CostTable] | None,
         max_decode_len: int,
     ) -> StatePlan | None:
-        """None: the model has no such layers.
+        """Return the plan of a model's layers with a state; None if it has no such layers.
 
         :raises UnknownBackendError: the user named a state backend that nobody registered, whatever the model has.
         """
