@@ -62,7 +62,7 @@ def create_registry(
         if isinstance(plugin, PluginFile):
             _add_file(registry, plugin, tried[plugin])
         else:
-            registry.add_plugin(plugin.name, plugin.owner, with_hooks(plugin.load(), registry.layouts, registry.state_layouts))
+            registry.add_plugin(plugin.name, plugin.owner, with_hooks(plugin.load(), registry.layouts, registry.states.layouts))
     if load_entry_points:
         _add_installed(registry, list(installed_plugins(hookspecs.PROJECT, frozenset(block))), wanted, trial, retry)
     return registry
@@ -94,7 +94,7 @@ def _add_file(registry: Registry, plugin: PluginFile, verdict: Verdict) -> None:
     if verdict.fault:
         hint = f"{TRUST}=1 lets it in untried" + f", {TIMEOUT}=60 gives it longer" * verdict.fault.startswith("hangs")
         raise PluginError(f"plugin {plugin.path}: {verdict.fault} (tried in a process of its own; {hint})")
-    registry.add_plugin(plugin.name, plugin.owner, with_hooks(plugin.load(), registry.layouts, registry.state_layouts))
+    registry.add_plugin(plugin.name, plugin.owner, with_hooks(plugin.load(), registry.layouts, registry.states.layouts))
     _record(registry, plugin, verdict)
 
 

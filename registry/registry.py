@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pluggy
 import torch
@@ -16,6 +16,7 @@ from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import ATTENTION, STATE, OperationKind
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateLayout, StateSpec
@@ -39,6 +40,14 @@ from headway.registry.validate import (
 I_co = TypeVar("I_co", bound=BackendInfo | StateBackendInfo, covariant=True)
 I = TypeVar("I", bound=BackendInfo | StateBackendInfo)
 B = TypeVar("B", bound=AttentionBackend | StateBackend)
+L = TypeVar("L", bound=LayoutInfo | StateLayout)
+
+
+RankHook = Callable[[AttentionSpec | StateSpec, Phase, Sequence[str]], list[str] | None]
+"""(layer, phase, candidates) -> the candidates, best first; None leaves it to the next."""
+RankHooks = Callable[[str], list[tuple[str, str, RankHook]]]
+"""A rank hook's name -> name and owner of each plugin that has it, and the hook."""
+Failures = Sequence[PluginFailure]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +59,22 @@ class BackendEntry(Generic[I_co]):
     """"built-in", or the distribution (or object) that registered it."""
 
 
-class BackendShelf(Generic[I, B]):
-    """Backends for layers with attention, or those for layers with a state."""
+class KernelRegistry(Generic[I, B, L]):
+    """The registered kernels of one kind of operation, and the layouts of what they keep."""
 
     def __init__(
-        self, kind: str, word: str, check: Callable[[object, str, str], type[B]], failures: Sequence[PluginFailure]
+        self, kind: OperationKind, check: Callable[[object, str, str], type[B]], hooks: RankHooks, failures: Failures
     ) -> None:
-        """kind: for errors, "attention" or "state"; word: what one is called; check: checks a class that `load` returned;
-        failures: plugins that are left out."""
-        self._kind = kind
-        self._word = word
+        """check: checks a class that `load` returned; hooks: asks the plugins for an order; failures: plugins left out."""
+        self.kind = kind
+        self._word = kind.word
         self._check = check
+        self._hooks = hooks
         self._failures = failures
         self._classes: dict[str, type[B]] = {}
         self._support: dict[str, Support] = {}
         self.entries: dict[str, BackendEntry[I]] = {}
+        self.layouts: dict[str, L] = {}
 
     def check_new(self, infos: Sequence[I], owner: str, where: str) -> None:
         """Check what a plugin registers. where: the plugin and its owner, for the error.
@@ -94,7 +104,7 @@ class BackendShelf(Generic[I, B]):
             if name not in self.entries:
                 found = {known: self.availability(known) for known in self.entries}
                 states = {known: "available" if ok else f"unavailable: {ok.brief}" for known, ok in found.items()}
-                raise UnknownBackendError(name, states, [str(failure) for failure in self._failures], self._kind)
+                raise UnknownBackendError(name, states, [str(failure) for failure in self._failures], self.kind.name)
             entry = self.entries[name]
             where = f"{self._word} {name} of {entry.owner}"
             try:
@@ -149,20 +159,37 @@ class BackendShelf(Generic[I, B]):
         """Return the names of those that serve a type of device and can run on this machine."""
         return [name for name in self.meant_for(device_type) if self.able(name, device_type)]
 
-    def supports(self, name: str, device_type: str, ask: Callable[[type[B]], Support]) -> Support:
-        """Return whether a backend can run on a type of device, and if so what it answers when it is asked about a layer."""
-        able = self.able(name, device_type)
+    def supports(self, name: str, spec: AttentionSpec | StateSpec, *where: Any) -> Support:
+        """Return whether a kernel can run here, and if so its own answer about a layer.
+
+        where: the rest of what its class's `supports` takes.
+        """
+        able = self.able(name, spec.device.type)
         if not able:
             return able
         try:
-            return _support(ask(self.backend(name)), "supports")
+            return _support(self.backend(name).supports(spec, *where), "supports")  # type: ignore[arg-type]
         except (Exception, SystemExit) as error:
             log_traceback(f"supports() of {self._word} {name}", error)
             return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
 
+    def rank(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+        """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
 
-BackendKind = Literal["backends", "state_backends"]
-"""Backends for layers with attention, or those for layers with a state: attributes of `Registry`."""
+        A hook that raises, or whose answer is no order of the candidates, is named in the log and passed over.
+        """
+        for plugin, owner, order in self._hooks(self.kind.rank_hook):
+            try:
+                answer = order(spec, phase, candidates)
+            except (Exception, SystemExit) as error:
+                who = f"plugin {plugin!r} of {owner}"
+                log_traceback(f"{self.kind.rank_hook}() of {who}", error)
+                raised = str(error) if isinstance(error, PluginError) else f"it raised {type(error).__name__}: {error}"
+                warn_once(f"{self.kind.rank_hook}() of {who} is passed over: {raised}")
+                continue
+            if answer is not None:
+                return answer
+        return list(candidates)
 
 
 def _name_of(info: Any) -> str:
@@ -173,9 +200,6 @@ def _support(answer: object, method: str) -> Support:
     if not isinstance(answer, Support):
         raise PluginError(f"{method}() must return a Support, got {answer!r}")
     return answer
-
-
-_RANK, _RANK_STATES = "headway_rank_backends", "headway_rank_state_backends"
 
 
 _KINDS: dict[str, type] = {
@@ -196,23 +220,19 @@ class Registry:
     def __init__(self, manager: pluggy.PluginManager) -> None:
         self._manager = manager
         self._owners: dict[str, str] = {}
-        self.layouts: dict[str, LayoutInfo] = {}
         self.proposers: dict[str, ProposerInfo] = {}
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
-        self.state_layouts: dict[str, StateLayout] = {}
         self.chat_parsers: dict[tuple[str, str], ChatParserInfo] = {}
         """What a parser reads, and its name -> the parser."""
         self.failures: list[PluginFailure] = []
-        self._attention: BackendShelf[BackendInfo, AttentionBackend] = BackendShelf(
-            "attention", "backend", check_backend_class, self.failures
+        self.attention: KernelRegistry[BackendInfo, AttentionBackend, LayoutInfo] = KernelRegistry(
+            ATTENTION, check_backend_class, self.rank_hooks, self.failures
         )
-        self._states: BackendShelf[StateBackendInfo, StateBackend] = BackendShelf(
-            "state", "state backend", check_state_backend_class, self.failures
+        self.states: KernelRegistry[StateBackendInfo, StateBackend, StateLayout] = KernelRegistry(
+            STATE, check_state_backend_class, self.rank_hooks, self.failures
         )
-        self.backends = self._attention.entries
-        """Attention backends."""
-        self.state_backends = self._states.entries
-        """Backends for layers with a state."""
+        self._kinds = (self.attention, self.states)
+        self.backends, self.layouts = self.attention.entries, self.attention.layouts
         self.plugins: list[PluginRecord] = []
         """The installed plugins, those that were left out or not wanted as well, and files that the user named."""
         self.sources: dict[str, PluginSource] = {}
@@ -239,9 +259,10 @@ class Registry:
         self._owners[name] = owner
         hooks = tuple(caller.name for caller in self._manager.get_hookcallers(plugin) or ())
         self.brought[name] = Brought(hooks, **{kind: tuple(map(_name_of, infos)) for kind, infos in found.items()})
-        self._attention.add(found["backends"], owner)
-        self._states.add(found["state_backends"], owner)
-        for kind in ("layouts", "proposers", "state_layouts", "logits_processors"):
+        for kernels in self._kinds:
+            kernels.add(found[kernels.kind.kernels], owner)
+            kernels.layouts.update({_name_of(info): info for info in found[kernels.kind.layouts]})
+        for kind in ("proposers", "logits_processors"):
             getattr(self, kind).update({_name_of(info): info for info in found[kind]})
         self.chat_parsers.update({(parser.reads, parser.name): parser for parser in found["chat_parsers"]})
 
@@ -259,19 +280,24 @@ class Registry:
         self._check_chat_parsers(found["chat_parsers"], where)
         for number, layout in enumerate(layouts):
             self._check_layout(layout, layouts[:number])
-        self._attention.check_new(found["backends"], owner, where)
-        self._states.check_new(found["state_backends"], owner, where)
+        for kernels in self._kinds:
+            kernels.check_new(found[kernels.kind.kernels], owner, where)
         self._check_proposer_names([each.name for each in proposers], where)
         return found
 
-    def digest_of(self, backend: str, kind: BackendKind = "backends") -> str:
-        """Hash of the version and the files of the plugin that brought a backend; empty for built-ins and objects."""
-        source = self.source_of(backend, kind)
+    def of(self, kind: OperationKind) -> KernelRegistry[Any, Any, Any]:
+        """Return the kernels of a kind of operation."""
+        return next(kernels for kernels in self._kinds if kernels.kind is kind)
+
+    def digest_of(self, name: str, kind: OperationKind = ATTENTION) -> str:
+        """Hash of the version and the files of the plugin that brought a kernel; empty for built-ins and objects."""
+        source = self.source_of(name, kind)
         return "" if source is None else source.digest()
 
-    def source_of(self, backend: str, kind: BackendKind = "backends") -> PluginSource | None:
-        """Return the plugin that brought a backend; None for built-ins and objects."""
-        return next((source for name, source in self.sources.items() if backend in getattr(self.brought[name], kind)), None)
+    def source_of(self, name: str, kind: OperationKind = ATTENTION) -> PluginSource | None:
+        """Return the plugin that brought a kernel; None for built-ins and objects."""
+        brought = ((source, getattr(self.brought[plugin], kind.kernels)) for plugin, source in self.sources.items())
+        return next((source for source, names in brought if name in names), None)
 
     def _ask(self, hook: str, kind: type, plugin: object, where: str) -> list[Any]:
         """What one plugin answers to a hook; nothing where it does not implement it."""
@@ -315,7 +341,7 @@ class Registry:
                 raise PluginError(f"{where}: the proposer name {name!r} is already taken: rename one of them")
 
     def _check_state_layouts(self, layouts: Sequence[StateLayout], where: str) -> None:
-        known = list(self.state_layouts.values())
+        known = list(self.states.layouts.values())
         for layout in layouts:
             check_state_layout(layout, where)
             for other in known:
@@ -329,28 +355,16 @@ class Registry:
                 raise PluginError(f"layout {info.layout.name!r} is already registered as {known.layout.name!r}")
 
     def backend(self, name: str) -> type[AttentionBackend]:
-        """Load an attention backend's class; see `BackendShelf.backend`."""
-        return self._attention.backend(name)
+        """Load an attention backend's class; see `KernelRegistry.backend`."""
+        return self.attention.backend(name)
 
     def availability(self, name: str) -> Support:
         """Load and probe an attention backend, once, and return whether this machine can run it."""
-        return self._attention.availability(name)
+        return self.attention.availability(name)
 
     def able(self, device: torch.device) -> list[str]:
-        """The attention backends that serve a type of device and can run on this machine; see `BackendShelf.all_able`."""
-        return [name for name in self._attention.all_able(device.type) if name in self.backends]
-
-    def state_backend(self, name: str) -> type[StateBackend]:
-        """Load the class of a backend for layers with a state; see `BackendShelf.backend`."""
-        return self._states.backend(name)
-
-    def state_availability(self, name: str) -> Support:
-        """Load and probe a backend for layers with a state, once, and return whether this machine can run it."""
-        return self._states.availability(name)
-
-    def state_able(self, device: torch.device) -> list[str]:
-        """As `able`, of the backends for layers with a state."""
-        return self._states.all_able(device.type)
+        """The attention backends that serve a type of device and can run on this machine; see `KernelRegistry.all_able`."""
+        return [name for name in self.attention.all_able(device.type) if name in self.backends]
 
     def layout(self, name: str) -> LayoutInfo:
         """A layout by name.
@@ -372,9 +386,7 @@ class Registry:
 
     def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether a backend can run here and can serve this layer in this phase."""
-        found = self._attention.supports(
-            name, spec.device.type, lambda backend: backend.supports(spec, layout, block_size, phase)
-        )
+        found = self.attention.supports(name, spec, layout, block_size, phase)
         return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
 
     def _with_known_layout(self, reason: Reason) -> Reason:
@@ -386,44 +398,20 @@ class Registry:
 
     def meant_for(self, device_type: str) -> list[str]:
         """Return the attention backends that may serve a type of device, by their registrations: none is imported."""
-        return self._attention.meant_for(device_type)
-
-    def state_supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
-        """Whether a backend can run here and can serve this layer with a state in this phase."""
-        return self._states.supports(name, spec.device.type, lambda backend: backend.supports(spec, layout, phase))
+        return self.attention.meant_for(device_type)
 
     def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
+        """Attention backends, best guess first; see `KernelRegistry.rank`."""
+        return self.attention.rank(spec, phase, candidates)
 
-        A hook that raises, or whose answer is no order of the candidates, is named in the log and passed over.
-        """
-        return self._rank(_RANK, spec, phase, candidates)
-
-    def rank_states(self, spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Backends for a layer with a state, best guess first; see `rank`."""
-        return self._rank(_RANK_STATES, spec, phase, candidates)
-
-    def _rank(self, hook: str, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        for plugin, order in self.rank_hooks(hook):
-            try:
-                answer = order(spec, phase, candidates)
-            except (Exception, SystemExit) as error:
-                who = f"plugin {plugin!r} of {self._owners.get(plugin, 'nobody')}"
-                log_traceback(f"{hook}() of {who}", error)
-                raised = str(error) if isinstance(error, PluginError) else f"it raised {type(error).__name__}: {error}"
-                warn_once(f"{hook}() of {who} is passed over: {raised}")
-                continue
-            if answer is not None:
-                return answer
-        return list(candidates)
-
-    def rank_hooks(self, hook: str = _RANK) -> list[tuple[str, RankHook]]:
-        """Name of each plugin that has a rank hook, in the order in which they are asked -> the hook, with its answer checked.
+    def rank_hooks(self, hook: str) -> list[tuple[str, str, RankHook]]:
+        """Name and owner of each plugin that has a rank hook, in the order in which they are asked, and the hook.
 
         It raises whatever the plugin raises, and PluginError for an answer that is no order of the candidates.
         """
         found = reversed(getattr(self._manager.hook, hook).get_hookimpls())
-        return [(each.plugin_name, partial(self._rank_of, hook, each.plugin)) for each in found]
+        named = ((each.plugin_name, each.plugin) for each in found)
+        return [(name, self._owners.get(name, "nobody"), partial(self._rank_of, hook, plugin)) for name, plugin in named]
 
     def _rank_of(
         self, hook: str, plugin: object, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]
@@ -434,10 +422,6 @@ class Registry:
         if answer is not None and not _is_order(answer, candidates):
             raise PluginError(f"it must return an order of {list(candidates)}, got {answer!r}")
         return None if answer is None else list(answer)
-
-
-RankHook = Callable[[AttentionSpec | StateSpec, Phase, Sequence[str]], list[str] | None]
-"""(layer, phase, candidates) -> the candidates, best first; None leaves it to the next."""
 
 
 def _is_order(answer: object, candidates: Sequence[str]) -> bool:

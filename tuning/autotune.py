@@ -14,6 +14,7 @@ import torch
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
@@ -22,7 +23,6 @@ from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
-from headway.registry.registry import BackendKind
 from headway.tuning.isolated.measure_in_child import CRASHED, HUNG, can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.points import Point, grid
@@ -190,7 +190,7 @@ def tables_for(
 
 
 def mended(
-    table: CrossoverTable | StateTable, registry: Registry, available: Sequence[str], kind: BackendKind = "backends"
+    table: CrossoverTable | StateTable, registry: Registry, available: Sequence[str], kind: OperationKind = ATTENTION
 ) -> list[str]:
     """Backends that failed in a table, or in some cell of it, and whose plugin has other files now (and the same version)."""
     failed = {record.name for record in table.backends if record.available and record.reason}

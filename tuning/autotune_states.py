@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import HeadwayError
+from headway.core.contract.operation import STATE
 from headway.core.contract.state import StateSpec
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
@@ -50,7 +51,7 @@ def state_costs_for(
     distinct = list(dict.fromkeys(specs))
     if not distinct or not backend_request.auto_phases:
         return None
-    available = registry.state_able(distinct[0].device)
+    available = registry.states.all_able(distinct[0].device.type)
     if not _rivals(registry, distinct, available):
         return None
     tables = _StateTables(registry, available, identify_device(distinct[0].device), compile_ahead)
@@ -68,7 +69,7 @@ def state_costs_for(
 
 def _rivals(registry: Registry, specs: Sequence[StateSpec], names: Sequence[str]) -> bool:
     """Whether two backends can serve some phase of every layer."""
-    able, layouts = StateCandidates(registry, specs), registry.state_layouts.values()
+    able, layouts = StateCandidates(registry.states, specs), registry.states.layouts.values()
     serving = ([name for name in names if any(able.serves(name, layout, phase) for layout in layouts)] for phase in VERBS)
     return any(len(each) > 1 for each in serving)
 
@@ -110,12 +111,12 @@ class _StateTables:
         except TableError as error:
             log.warning("table of states not used: %s", error)
             return None
-        found = differences(table, self.device, StateSpecRecord.of(spec), owners(self.registry, "state_backends"))
+        found = differences(table, self.device, StateSpecRecord.of(spec), owners(self.registry, STATE))
         reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in found]
         known = {record.name for record in table.backends if record.available}
         new = [name for name in self.available if name not in known]
         reasons += [f"backends: {', '.join(new)} not in it"] if new else []
-        others = mended(table, self.registry, self.available, "state_backends")
+        others = mended(table, self.registry, self.available, STATE)
         reasons += [f"{name} failed in it, and its plugin's files are others now" for name in others]
         if reasons:
             log.warning("table of states %s not used: %s", path, "; ".join(reasons))

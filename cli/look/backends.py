@@ -45,13 +45,13 @@ def _describe_states(registry: Registry, name: str) -> Row:
     """Describe a backend for layers with a state."""
     from headway.core.contract.state import STATE_KINDS
 
-    row = _identity(name, registry.state_backends[name], registry.state_availability(name))
+    row = _identity(name, registry.states.entries[name], registry.states.availability(name))
     try:
-        claims = registry.state_backend(name).capabilities
+        claims = registry.states.backend(name).capabilities
     except Exception:  # its reason is already in the row
         return row
     return row | {
-        **_shared_claims(claims, registry.state_layouts),
+        **_shared_claims(claims, registry.states.layouts),
         "state_kinds": [kind for kind in STATE_KINDS if kind in claims.kinds],
         "convolution": claims.convolution,
         "state_dtypes": _names(claims.state_dtypes),
@@ -109,7 +109,7 @@ def backends(
 
     registry = create_registry(plugin or ())
     rows = [_describe(registry, name) for name in registry.backends]
-    states = [_describe_states(registry, name) for name in registry.state_backends]
+    states = [_describe_states(registry, name) for name in registry.states.entries]
     if as_json:
         failures = [
             {"plugin": failure.name, "owner": failure.owner, "error": str(failure.error)} for failure in registry.failures
@@ -130,11 +130,11 @@ def backends(
     out.print()
     of_states: dict[str, Callable[[Row], str]] = {
         "phases": columns["phases"],
-        "layouts": lambda row: _layouts(row["layouts"], wide, len(registry.state_layouts)),
+        "layouts": lambda row: _layouts(row["layouts"], wide, len(registry.states.layouts)),
         "dtypes": columns["dtypes"],
         "kinds": lambda row: "all" if len(row["state_kinds"]) == num_kinds else " ".join(row["state_kinds"]),
     }
-    _print_table(out, "backends of layers with a state", of_states, states, registry.state_availability)
+    _print_table(out, "backends of layers with a state", of_states, states, registry.states.availability)
     for failure in registry.failures:
         out.print(Text("plugin not loaded: ", "bold red").append(str(failure), "default"))
 

@@ -38,7 +38,7 @@ def doctor(
     from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())
-    entries: list[BackendEntry[Any]] = [*registry.backends.values(), *registry.state_backends.values()]
+    entries: list[BackendEntry[Any]] = [*registry.backends.values(), *registry.states.entries.values()]
     names = [library(entry.info.extra) for entry in entries]
     machine = examine(tuple(name for name in dict.fromkeys([*PACKAGES, *names]) if name not in ("", "torch")))
     findings = diagnose(registry, machine)
@@ -59,7 +59,7 @@ def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
         "headway": __version__,
         "machine": asdict(machine),
         "backends": _diagnosed(registry.backends, registry.availability, registry.backend, machine),
-        "state_backends": _diagnosed(registry.state_backends, registry.state_availability, registry.state_backend, machine),
+        "state_backends": _diagnosed(registry.states.entries, registry.states.availability, registry.states.backend, machine),
         "libraries": [_vllm_library(machine)],
         "failures": failures,
     }

@@ -153,8 +153,8 @@ def explain_states(specs: Sequence[StateSpec], registry: Registry, asked: str, w
     from headway.tuning.autotune_states import state_costs_for
 
     costs = state_costs_for(specs, registry, ALL_AUTO, TableRequest(budget=0.0))
-    selector = StateSelector(registry, specs, BackendRequest.parse(asked, "state_backend"), costs, workload)
-    chosen, able = selector.selection, registry.state_able(specs[0].device)
+    selector = StateSelector(registry.states, specs, BackendRequest.parse(asked, "state_backend"), costs, workload)
+    chosen, able = selector.selection, registry.states.all_able(specs[0].device.type)
     return {
         "layers": [
             {"count": count, "spec": str(spec), "bytes_per_slot": chosen.layout.bytes_per_slot(spec)}

@@ -65,20 +65,20 @@ class StateSource(Protocol):
     """The part of the Registry that the choice of state backends needs."""
 
     @property
-    def state_backends(self) -> Mapping[str, object]:
+    def entries(self) -> Mapping[str, object]:
         """Names of all state backends, in the order they were registered."""
 
     @property
-    def state_layouts(self) -> Mapping[str, StateLayout]:
+    def layouts(self) -> Mapping[str, StateLayout]:
         """All layouts of states, in the order they were registered."""
 
-    def state_backend(self, name: str) -> type[StateBackend]:
+    def backend(self, name: str) -> type[StateBackend]:
         """A state backend's class; raises UnknownBackendError."""
 
-    def state_supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
+    def supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
         """Whether a state backend can run here and serve this layer."""
 
-    def rank_states(self, spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+    def rank(self, spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
         """Candidates, best guess first."""
 
 
@@ -120,10 +120,10 @@ class StateCandidates:
         made: dict[StateSpec, StateBackend] = {}
         for spec in self.specs:
             if self._supports(name, spec, layout, phase):
-                made[spec] = make_state_backend(self.source.state_backend(name), spec, layout)
+                made[spec] = make_state_backend(self.source.backend(name), spec, layout)
             else:
-                recurrence = make_state_backend(self.source.state_backend(name), spec.recurrence, layout)
-                helper = self.source.state_backend(next(self._helpers(layout, phase, spec)))
+                recurrence = make_state_backend(self.source.backend(name), spec.recurrence, layout)
+                helper = self.source.backend(next(self._helpers(layout, phase, spec)))
                 convolution = make_state_backend(helper, spec.convolution, layout)
                 made[spec] = ComposedState(spec, layout, convolution, recurrence)
         return made
@@ -131,9 +131,9 @@ class StateCandidates:
     def _supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
         support = Support()
         for each in (phase,) if phase is Phase.DECODE else (Phase.PREFILL, Phase.EXTEND):
-            support &= self.source.state_supports(name, spec, layout, each)
+            support &= self.source.supports(name, spec, layout, each)
         if support and phase is Phase.DECODE:
-            most = self.source.state_backend(name).capabilities.max_draft_tokens
+            most = self.source.backend(name).capabilities.max_draft_tokens
             if self.decode_len - 1 > most:
                 hint = f"--num-speculative-tokens {most}" if most else "leave --speculate out"
                 support = Support.no("max_draft_tokens", f"at most {most} drafts of a sequence", self.decode_len - 1, hint)
@@ -141,5 +141,5 @@ class StateCandidates:
 
     def _helpers(self, layout: StateLayout, phase: Phase, spec: StateSpec) -> Iterator[str]:
         """Backends that apply a layer's convolution alone."""
-        names = self.source.state_backends
+        names = self.source.entries
         return (name for name in names if self._supports(name, spec.convolution, layout, phase))

@@ -142,7 +142,7 @@ class StateSelector:
         if costs:
             self._costs = StateCosts([(costs[spec], count) for spec, count in counts.items()], workload, decode_len)
         for name in request.names:
-            source.state_backend(name)
+            source.backend(name)
         self.selection = self._select()
         layout = self.selection.layout
         self.scan = self._able.instances(self.selection.scan, layout, Phase.PREFILL)
@@ -157,7 +157,7 @@ class StateSelector:
         """
         layout, chosen, failed = self.selection.layout, self.selection.name_for(phase), self._failed
         found = []
-        for name in self._source.state_backends:
+        for name in self._source.entries:
             reasons = self._able.reasons(name, layout, phase)
             if name in failed:
                 reasons += (Reason(name, "right answers when it was measured", failed[name]),)
@@ -176,7 +176,7 @@ class StateSelector:
             return found
         else:
             why = "auto: rank order" if self._costs is None else "auto: not measured far enough, rank order"
-        for layout in self._source.state_layouts.values():
+        for layout in self._source.layouts.values():
             names = [self._served(layout, phase) for phase in VERBS]
             if all(names):
                 return self._selection(layout, names[0][0], names[1][0], why)
@@ -185,7 +185,7 @@ class StateSelector:
     def _measured(self, costs: StateCosts) -> StateSelection | None:
         """The least expected cost; None: what was asked for is served over no layout on which every phase was measured."""
         best, found = math.inf, None
-        for layout in self._source.state_layouts.values():
+        for layout in self._source.layouts.values():
             total, names = 0.0, []
             for phase in VERBS:
                 able = self._served(layout, phase)
@@ -223,13 +223,11 @@ class StateSelector:
         name = self._request.name_for(phase)
         if name != AUTO:
             return [name]
-        return self._source.rank_states(
-            self._able.specs[0], phase, [name for name in self._source.state_backends if name not in self._failed]
-        )
+        return self._source.rank(self._able.specs[0], phase, [name for name in self._source.entries if name not in self._failed])
 
     def _refusal(self) -> UnsupportedError:
         reasons = []
-        for layout in self._source.state_layouts.values():
+        for layout in self._source.layouts.values():
             for phase in VERBS:
                 for name in self._candidates(phase):
                     reasons += [
@@ -237,10 +235,10 @@ class StateSelector:
                         for each in self._able.reasons(name, layout, phase)
                     ]
         asked = ", ".join(self._request.names) or AUTO
-        served = next((name for name in self._source.state_backends if self._all_serve(name)), "")
+        served = next((name for name in self._source.entries if self._all_serve(name)), "")
         hint = f"--state-backend {served}" if served else ""
         return UnsupportedError(f"state backend {asked} ({self._able.specs[0]})", list(dict.fromkeys(reasons)), hint)
 
     def _all_serve(self, name: str) -> bool:
-        layouts = self._source.state_layouts.values()
+        layouts = self._source.layouts.values()
         return any(all(self._able.serves(name, layout, phase) for phase in VERBS) for layout in layouts)

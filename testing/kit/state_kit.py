@@ -115,7 +115,7 @@ class StateKit:
         if layout:
             raise ConfigError("--layout", "a layout of a cache", f"{layout!r} beside a backend for layers with a state")
         registry, name = self.subject.registry, self.subject.name
-        found = describe(self.subject, registry.state_availability(name), registry.state_backends[name].owner)
+        found = describe(self.subject, registry.states.availability(name), registry.states.entries[name].owner)
         names = [] if found["unavailable"] else [cell] if cell else [str(each) for each in self.cells(quick)]
         return found | {"cells": names}
 

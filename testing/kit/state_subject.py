@@ -188,7 +188,7 @@ class StateSubject:
     @property
     def backend(self) -> type[StateBackend]:
         """The backend's class."""
-        return self.registry.state_backend(self.name)
+        return self.registry.states.backend(self.name)
 
     @property
     def claims(self) -> StateCapabilities:
@@ -198,7 +198,7 @@ class StateSubject:
     @cached_property
     def layouts(self) -> dict[str, StateLayout]:
         """Every registered layout by name, and one more."""
-        return {**self.registry.state_layouts, ODD_LAYOUT.name: ODD_LAYOUT}
+        return {**self.registry.states.layouts, ODD_LAYOUT.name: ODD_LAYOUT}
 
     def spec(self, cell: StateCell) -> StateSpec:
         """Build the layer of a cell."""
@@ -210,7 +210,7 @@ class StateSubject:
 
     def supports(self, cell: StateCell, phase: Phase) -> Support:
         """Ask whether the subject serves a cell's layer in a phase."""
-        return self.registry.state_supports(self.name, self.spec(cell), self.layouts[cell.layout], phase)
+        return self.registry.states.supports(self.name, self.spec(cell), self.layouts[cell.layout], phase)
 
     def phases(self, cell: StateCell) -> frozenset[str]:
         """Ask in which of PHASES the subject serves a cell's layer."""
@@ -310,12 +310,12 @@ def registered(
     beside: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
     registry = create_registry(beside, load_entry_points=module is not None)
     states = plugin is StateClassPlugin
-    taken = found.name in (registry.state_backends if states else registry.backends)
-    if taken and (registry.state_backend if states else registry.backend)(found.name) is found:
+    taken = found.name in (registry.states.entries if states else registry.backends)
+    if taken and (registry.states.backend if states else registry.backend)(found.name) is found:
         return registry, found.name
     name = f"{found.name}-{found.__name__}" if taken else found.name
     loaded = type(found.__name__, (found,), {"name": name, "__module__": found.__module__}) if taken else found
-    layouts: Any = registry.state_layouts if states else registry.layouts
+    layouts: Any = registry.states.layouts if states else registry.layouts
     registry.add_plugin(f"check {name}", target, plugin(loaded, layouts))
     return registry, name
 

@@ -113,7 +113,7 @@ def load_any_subject(
     if not target.endswith(".py") and ".py:" not in target:
         registry = registry or create_registry(plugins)  # untried: to find out is what the caller is about
         if target.startswith(STATES):
-            registry.state_backend(name := target.removeprefix(STATES))
+            registry.states.backend(name := target.removeprefix(STATES))
             return StateSubject(registry, name, device)
         registry.backend(target)
         return Subject(registry, target, device)

@@ -149,7 +149,7 @@ def test_a_time_that_is_known_stands_in_the_place_of_yes(headway: Headway, model
 def owner_of(name: str, plugin: str) -> str:
     from headway.registry import create_registry
 
-    return create_registry([plugin], load_entry_points=False).state_backends[name].owner
+    return create_registry([plugin], load_entry_points=False).states.entries[name].owner
 
 
 def test_states_are_timed_for_a_model_that_has_them_alone(headway: Headway) -> None:

@@ -64,18 +64,18 @@ def make(plugin: object) -> Registry:
 
 
 def test_the_built_in_backend_serves_every_kind_on_this_machine(registry: Registry) -> None:
-    assert registry.state_backends["torch"].owner == BUILTIN_OWNER
-    assert registry.state_backend("torch") is TorchStates
-    assert registry.state_backend("torch").capabilities.kinds == set(STATE_KINDS)
-    assert list(registry.state_layouts.values())[:2] == [KEY_VALUE, VALUE_KEY]
-    assert all(registry.state_supports("torch", LAYER, VALUE_KEY, phase) for phase in Phase)
+    assert registry.states.entries["torch"].owner == BUILTIN_OWNER
+    assert registry.states.backend("torch") is TorchStates
+    assert registry.states.backend("torch").capabilities.kinds == set(STATE_KINDS)
+    assert list(registry.states.layouts.values())[:2] == [KEY_VALUE, VALUE_KEY]
+    assert all(registry.states.supports("torch", LAYER, VALUE_KEY, phase) for phase in Phase)
 
 
 def test_a_plugin_brings_backends_and_layouts_and_is_listed_with_both() -> None:
     registry = make(Plugin([info("mine"), info("lazy", lambda: pytest.fail("nobody asked for it"))], [OWN_LAYOUT]))
-    assert registry.state_layouts["own"] == OWN_LAYOUT
-    assert registry.state_supports("mine", LAYER, OWN_LAYOUT, Phase.DECODE)
-    assert registry.state_backends["mine"].owner == "toy"
+    assert registry.states.layouts["own"] == OWN_LAYOUT
+    assert registry.states.supports("mine", LAYER, OWN_LAYOUT, Phase.DECODE)
+    assert registry.states.entries["mine"].owner == "toy"
     assert registry.brought["toy"].state_backends == ("mine", "lazy")
     assert registry.brought["toy"].state_layouts == ("own",)
 
@@ -83,9 +83,9 @@ def test_a_plugin_brings_backends_and_layouts_and_is_listed_with_both() -> None:
 def test_a_class_alone_is_registered_with_the_layout_that_it_reads(tmp_path: Path) -> None:
     reader = named("alone", capabilities=StateCapabilities(frozenset({"conv"}), (OWN_LAYOUT,), devices=("cpu",)))
     registry = create_registry([reader], load_entry_points=False)
-    assert registry.state_backend("alone") is reader
-    assert registry.state_layouts["own"] == OWN_LAYOUT
-    support = registry.state_supports("alone", LAYER, KEY_VALUE, Phase.PREFILL)
+    assert registry.states.backend("alone") is reader
+    assert registry.states.layouts["own"] == OWN_LAYOUT
+    support = registry.states.supports("alone", LAYER, KEY_VALUE, Phase.PREFILL)
     assert [reason.what for reason in support.reasons] == ["kind", "state_layout"]
 
     file = tmp_path / "in_a_file.py"
@@ -93,21 +93,21 @@ def test_a_class_alone_is_registered_with_the_layout_that_it_reads(tmp_path: Pat
         "from headway.backends.states.torch_states import TorchStates\n\nclass Filed(TorchStates):\n    name = 'filed'\n"
     )
     registry = create_registry([f"{file}:Filed"], load_entry_points=False)
-    assert registry.state_availability("filed")
+    assert registry.states.availability("filed")
 
 
 def test_third_parties_are_asked_for_the_order_and_the_baseline_is_last() -> None:
     candidates = ["torch", "mine", "lazy"]
-    assert make(Plugin([info("mine")])).rank_states(LAYER, Phase.DECODE, candidates) == ["mine", "lazy", "torch"]
-    assert make(Plugin(order=sorted)).rank_states(LAYER, Phase.DECODE, candidates) == ["lazy", "mine", "torch"]
-    assert make(Plugin(order=lambda known: known[:1])).rank_states(LAYER, Phase.DECODE, candidates)[-1] == "torch"
+    assert make(Plugin([info("mine")])).states.rank(LAYER, Phase.DECODE, candidates) == ["mine", "lazy", "torch"]
+    assert make(Plugin(order=sorted)).states.rank(LAYER, Phase.DECODE, candidates) == ["lazy", "mine", "torch"]
+    assert make(Plugin(order=lambda known: known[:1])).states.rank(LAYER, Phase.DECODE, candidates)[-1] == "torch"
 
 
 def test_unknown_names_are_answered_with_those_there_are(registry: Registry) -> None:
     with pytest.raises(UnknownBackendError, match=r"state backend: asked for 'trch'(.|\n)*Nearest: torch"):
-        registry.state_backend("trch")
+        registry.states.backend("trch")
     with pytest.raises(UnknownBackendError):
-        registry.state_availability("trch")
+        registry.states.availability("trch")
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_what_a_hook_hands_in_is_checked_and_taken_whole_or_not(registry: Regist
     fresh = create_registry(load_entry_points=False)
     with pytest.raises(PluginError, match=re.escape(words)):
         fresh.add_plugin("toy", "toy", plugin)
-    assert list(fresh.state_backends) == list(registry.state_backends)
-    assert list(fresh.state_layouts) == ["key_value", "value_key"]
+    assert list(fresh.states.entries) == list(registry.states.entries)
+    assert list(fresh.states.layouts) == ["key_value", "value_key"]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_a_claim_of_the_wrong_kind_is_named(field: str, value: object) -> None:
     claims = StateCapabilities(**{"kinds": frozenset(STATE_KINDS), "devices": ("cpu",), field: value})
     registry = make(Plugin([info(load=lambda: named("mine", capabilities=claims))]))
     with pytest.raises(PluginError, match=rf"^state backend mine of toy: capabilities\.{field} must be "):
-        registry.state_backend("mine")
-    assert not registry.state_availability("mine")
+        registry.states.backend("mine")
+    assert not registry.states.availability("mine")
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_a_claim_of_the_wrong_kind_is_named(field: str, value: object) -> None:
 def test_a_class_that_is_not_whole_is_named(loaded: Any, words: str) -> None:
     registry = make(Plugin([info(load=loaded)]))
     with pytest.raises(PluginError, match=re.escape(words)):
-        registry.state_backend("mine")
+        registry.states.backend("mine")

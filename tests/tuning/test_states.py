@@ -114,7 +114,7 @@ def test_every_backend_over_every_layout_is_checked_and_timed() -> None:
     costs = to_state_costs(table)
     scan = state_shape(Phase.EXTEND, 1, 70)
     assert costs.at(scan, "twin", "key_value", NO_BLOCKS)[0] > 30_000
-    assert StateSelector(registry_of(Twin), [LAYER], costs={LAYER: costs}).selection.scan == "torch"
+    assert StateSelector(registry_of(Twin).states, [LAYER], costs={LAYER: costs}).selection.scan == "torch"
 
 
 @pytest.mark.parametrize("kind", [MAMBA1, MAMBA2, CONV])
@@ -138,7 +138,7 @@ def test_a_point_at_which_a_backend_fails_has_no_time_and_is_never_chosen() -> N
     table = measure(FailsLate)
     late = [cell for cell in table.cells if cell.backend == "late" and cell.verb == "scan"]
     assert {(cell.status, cell.reason) for cell in late} == {("error", "RuntimeError: too long for me")}
-    assert StateSelector(registry_of(FailsLate), [LAYER], costs={LAYER: to_state_costs(table)}).selection.scan == "torch"
+    assert StateSelector(registry_of(FailsLate).states, [LAYER], costs={LAYER: to_state_costs(table)}).selection.scan == "torch"
 
 
 def test_the_first_start_measures_and_the_next_one_reads(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +153,7 @@ def test_the_first_start_measures_and_the_next_one_reads(caplog: pytest.LogCaptu
     assert caplog.text == ""
     step = state_shape(Phase.DECODE, 2, 1)
     assert first[LAYER].at(step, "twin", "key_value", NO_BLOCKS) == second[LAYER].at(step, "twin", "key_value", NO_BLOCKS)
-    assert "auto: measured" in str(StateSelector(registry, [LAYER], costs=second).selection)
+    assert "auto: measured" in str(StateSelector(registry.states, [LAYER], costs=second).selection)
 
 
 def test_nothing_is_measured_without_a_budget_a_choice_or_states(cache: Path) -> None:
@@ -203,7 +203,7 @@ def test_an_engine_takes_what_was_measured(caplog: pytest.LogCaptureFixture) -> 
     costs = state_costs_for(specs, registry, ALL_AUTO, TableRequest(budget=60))
     config = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**21, max_num_seqs=2)
     make_engine(EngineParts(model=model, source=registry, config=config, state_costs=costs))
-    chosen = StateSelector(registry, specs, costs=costs, workload=Workload.parse(config.workload)).selection
+    chosen = StateSelector(registry.states, specs, costs=costs, workload=Workload.parse(config.workload)).selection
     assert "auto: measured, scan" in chosen.why
     assert f"states: {chosen}" in caplog.text
 

@@ -39,6 +39,7 @@ from torch.nn import functional
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import ATTENTION
 from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state_backend import StateBackend
@@ -138,7 +139,7 @@ def _try(trial: TrialSteps, plugin: PluginSource, device: str) -> None:
         loaded = plugin.load()
     if loaded is not None:
         with trial.step("its hooks"):
-            registry.add_plugin(plugin.name, plugin.owner, with_hooks(loaded, registry.layouts, registry.state_layouts))
+            registry.add_plugin(plugin.name, plugin.owner, with_hooks(loaded, registry.layouts, registry.states.layouts))
             registry.sources[plugin.name] = plugin
     if plugin.name in registry.brought:
         _try_parts(trial, registry, registry.brought[plugin.name])
@@ -190,7 +191,7 @@ def _try_state_backend(trial: TrialSteps, registry: Registry, name: str) -> None
     """Load a backend for layers with a state, and ask it."""
     backend: type[StateBackend] | None = None
     with trial.step(f"load() of state backend {name}"):
-        backend = registry.state_backend(name)
+        backend = registry.states.backend(name)
     if backend is not None:
         with trial.step(f"available() of state backend {name}"):
             backend.available()
@@ -220,7 +221,7 @@ def _self_tests(registry: Registry, name: str, backend: type[AttentionBackend], 
 def _try_rank(trial: TrialSteps, registry: Registry, name: str) -> None:
     """Ask a plugin for its order of all backends, in each phase of a layer."""
     spec = AttentionSpec(4, 2, 64, 0.125)
-    for plugin, order in registry.rank_hooks():
+    for plugin, _, order in registry.rank_hooks(ATTENTION.rank_hook):
         with trial.step("headway_rank_backends"):
             for phase in Phase if plugin == name else ():
                 order(spec, phase, list(registry.backends))

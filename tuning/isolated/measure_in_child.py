@@ -17,11 +17,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from headway.core.contract import operation
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.operation import OperationKind
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
-from headway.registry.registry import BackendKind
 from headway.tuning.isolated.trial import CHILD
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
 from headway.tuning.measure.state_run import StateOptions, run_state_level
@@ -38,19 +39,17 @@ T = TypeVar("T", CrossoverTable, StateTable)
 class MeasuredKind(Generic[O, T]):
     """One kind of measurement, and whose backends take part in it."""
 
-    name: str
-    """The key in KINDS, under which a child process finds it."""
     run: Callable[..., T]
     """(options, registry, tell=...) -> table."""
     read: Callable[[Path], T]
     """Reads the table that `run` has written."""
-    backends: BackendKind
-    """The backends that take part."""
+    of: OperationKind
+    """Whose kernels take part; a child process finds this under its name."""
 
 
-ATTENTION: MeasuredKind[CrossoverOptions, CrossoverTable] = MeasuredKind("attention", run_kernel_level, read_table, "backends")
-STATES: MeasuredKind[StateOptions, StateTable] = MeasuredKind("states", run_state_level, read_state_table, "state_backends")
-KINDS: Mapping[str, MeasuredKind[Any, Any]] = {kind.name: kind for kind in (ATTENTION, STATES)}
+ATTENTION: MeasuredKind[CrossoverOptions, CrossoverTable] = MeasuredKind(run_kernel_level, read_table, operation.ATTENTION)
+STATES: MeasuredKind[StateOptions, StateTable] = MeasuredKind(run_state_level, read_state_table, operation.STATE)
+KINDS: Mapping[str, MeasuredKind[Any, Any]] = {kind.of.name: kind for kind in (ATTENTION, STATES)}
 
 
 _START = 120.0
@@ -72,7 +71,7 @@ def third_party_files(
         name: record.file
         for record in registry.plugins
         if record.state == "loaded"
-        for name in getattr(record.brought, kind.backends)
+        for name in getattr(record.brought, kind.of.kernels)
         if name in names
     }
 
@@ -83,7 +82,7 @@ def can_measure_in_child(
     kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
 ) -> bool:
     """Whether another process finds all of some backends; an object that a program hands in exists in that program alone."""
-    entries = getattr(registry, kind.backends)
+    entries = registry.of(kind.of).entries
     brought = {name for name in names if entries[name].owner != BUILTIN_OWNER}
     return brought <= third_party_files(registry, names, kind).keys()
 
@@ -113,7 +112,7 @@ def measure_in_child(
         try:
             with Child(python_command(CHILD)) as child:
                 message = {
-                    "kind": kind.name,
+                    "kind": kind.of.name,
                     "options": base64.b64encode(pickle.dumps(options)).decode(),
                     "threads": torch.get_num_threads(),
                     "plugins": targets,

@@ -19,6 +19,7 @@ import torch
 from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.errors import ConfigError, known_cause
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
 from headway.core.oracle.inputs import Numbers
@@ -26,7 +27,6 @@ from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import cache_folder, write_whole
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
-from headway.registry.registry import BackendKind
 from headway.tuning.measure.measure_point import Pair
 from headway.tuning.table.schema import BackendRecord
 
@@ -83,13 +83,13 @@ def _examined(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequenc
     return record_of(registry, name, bool(here), here.brief if not here else self_test(registry, name, spec, pairs))
 
 
-def record_of(registry: Registry, name: str, available: bool, reason: str, kind: BackendKind = "backends") -> BackendRecord:
+def record_of(registry: Registry, name: str, available: bool, reason: str, kind: OperationKind = ATTENTION) -> BackendRecord:
     """What a table says of a backend: whose it is, which code of it was measured, and the reason for leaving it out."""
-    owner, digest = getattr(registry, kind)[name].owner, plugin_digest(registry, name, kind)
+    owner, digest = registry.of(kind).entries[name].owner, plugin_digest(registry, name, kind)
     return BackendRecord(name=name, owner=owner, version=version_of(owner), available=available, reason=reason, digest=digest)
 
 
-def plugin_digest(registry: Registry, name: str, kind: BackendKind = "backends") -> str:
+def plugin_digest(registry: Registry, name: str, kind: OperationKind = ATTENTION) -> str:
     """Hash of the files of the plugin that brought a backend, as a table holds it; empty for built-ins and objects."""
     return registry.digest_of(name, kind)[:_DIGEST_LENGTH]
 
@@ -217,9 +217,9 @@ def told(raised: BaseException) -> str:
     return f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}{f' ({cause})' if cause else ''}"
 
 
-def owners(registry: Registry, kind: BackendKind = "backends") -> dict[str, tuple[str, str]]:
+def owners(registry: Registry, kind: OperationKind = ATTENTION) -> dict[str, tuple[str, str]]:
     """Return each backend's owner and the version of that distribution that is installed now; "" where it has none."""
-    return {name: (entry.owner, version_of(entry.owner)) for name, entry in getattr(registry, kind).items()}
+    return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.of(kind).entries.items()}
 
 
 def version_of(owner: str) -> str:

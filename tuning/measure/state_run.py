@@ -19,6 +19,7 @@ from headway.core.contract.backend import GraphLevel
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import STATE
 from headway.core.contract.state import StateLayout, StateSpec
 from headway.core.contract.state_backend import StateBackend
 from headway.core.contract.support import Reason
@@ -70,11 +71,11 @@ class StateContender:
 
 def state_contenders(registry: Registry, spec: StateSpec, names: Sequence[str]) -> list[StateContender]:
     """Every backend of `names` over every layout in both phases, where it can serve the layer."""
-    able = StateCandidates(registry, [spec])
+    able = StateCandidates(registry.states, [spec])
     return [
         StateContender(name, layout, phase, able.instances(name, layout, phase)[spec], able.helper(name, layout, phase))
         for phase in VERBS
-        for layout in registry.state_layouts.values()
+        for layout in registry.states.layouts.values()
         for name in names
         if able.serves(name, layout, phase)
     ]
@@ -247,10 +248,10 @@ def run_state_level(
     :raises HeadwayError: unknown backends, none that can serve the layer, or a table that cannot be resumed.
     """
     with torch.no_grad(), on_device(options.spec.device), progress_bar(console) as progress:
-        budget, asked = Budget(options.budget), list(options.backends or registry.state_backends)
+        budget, asked = Budget(options.budget), list(options.backends or registry.states.entries)
         for name in asked:
-            registry.state_backend(name)  # raises, naming all that are registered
-        able = [name for name in asked if name not in options.excluded and registry.state_availability(name)]
+            registry.states.backend(name)  # raises, naming all that are registered
+        able = [name for name in asked if name not in options.excluded and registry.states.availability(name)]
         contenders = state_contenders(registry, options.spec, able)
         layouts = list(dict.fromkeys(contender.layout for contender in contenders))
         tests = {phase: SelfTestStep.of(options.spec, layouts[0], phase) for phase in VERBS} if layouts else {}
@@ -396,9 +397,9 @@ def _cell(
 def _begin(options: StateOptions, registry: Registry, asked: Sequence[str], wrong: Mapping[str, str]) -> StateTable:
     records = []
     for name in asked:
-        here = registry.state_availability(name)
+        here = registry.states.availability(name)
         reason = options.excluded.get(name) or (wrong.get(name, "") if here else here.brief)
-        records.append(record_of(registry, name, bool(here), reason, "state_backends"))
+        records.append(record_of(registry, name, bool(here), reason, STATE))
     serving = [record.name for record in records if record.usable]
     if not serving:
         reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]

@@ -113,8 +113,12 @@ _MOST_ROUNDS = 3
 from ending."""
 
 
-class EngineSource(BackendSource, StateSource, Protocol):
+class EngineSource(BackendSource, Protocol):
     """The part of the Registry that an engine needs."""
+
+    @property
+    def states(self) -> StateSource:
+        """The backends of layers with a state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +169,7 @@ class LocalExecutor:
         if config.deterministic:
             self.selection = replace(self.selection, why="deterministic: pinned")
         layouts = [self.selector.layout_of(spec) for spec in layers.cached]
-        states = StatePlan.of(model, parts.source, config, parts.state_costs, parts.max_decode_len)
+        states = StatePlan.of(model, parts.source.states, config, parts.state_costs, parts.max_decode_len)
         size, max_model_len, slots = plan_pool(model, layers, layouts, self.selector, states, config, parts.ranks)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)

@@ -56,7 +56,7 @@ def costs(times: Times, excluded: Mapping[str, str] | None = None, drafts_us: Ma
 
 
 def select(registry: Registry, table: CostTable | None, request: BackendRequest = ALL_AUTO, **options: int) -> StateSelector:
-    return StateSelector(registry, [LAYER] * 3, request, None if table is None else {LAYER: table}, WORK, **options)
+    return StateSelector(registry.states, [LAYER] * 3, request, None if table is None else {LAYER: table}, WORK, **options)
 
 
 SPLIT: Times = {("torch", "key_value"): (100.0, 50.0), ("swift", "key_value"): (300.0, 10.0)}
@@ -84,8 +84,8 @@ def test_layers_of_several_kinds_count_by_their_number(registry: Registry) -> No
         LAYER: costs({("torch", "key_value"): (100.0, 50.0), ("swift", "key_value"): (100.0, 80.0)}),
         WIDE: costs({("torch", "key_value"): (100.0, 90.0), ("swift", "key_value"): (100.0, 10.0)}),
     }
-    assert StateSelector(registry, [LAYER] * 3 + [WIDE], costs=tables, workload=WORK).selection.step == "torch"
-    assert StateSelector(registry, [LAYER, WIDE], costs=tables, workload=WORK).selection.step == "swift"
+    assert StateSelector(registry.states, [LAYER] * 3 + [WIDE], costs=tables, workload=WORK).selection.step == "torch"
+    assert StateSelector(registry.states, [LAYER, WIDE], costs=tables, workload=WORK).selection.step == "swift"
 
 
 def test_a_verb_that_is_named_is_not_weighed(registry: Registry) -> None:
