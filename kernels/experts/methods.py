@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from headway.core.contract.compiled import AHEAD
-from headway.kernels.experts.choice import nearest
+from headway.kernels.experts.choice import TOKENS
 from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import ExpertOrder
 from headway.kernels.experts.route_kernels import Routed, Router, dot_type
@@ -154,7 +154,7 @@ class RowMethod:
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
-        return self._config.gated and nearest(num_tokens) <= nearest(MAX_ROWS)
+        return self._config.gated and TOKENS.cell(num_tokens) <= TOKENS.cell(MAX_ROWS)
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """See Method."""
