@@ -168,10 +168,18 @@ class KernelRegistry(Generic[I, B, L]):
         if not able:
             return able
         try:
-            return _support(self.backend(name).supports(spec, *where), "supports")  # type: ignore[arg-type]
+            found = _support(self.backend(name).supports(spec, *where), "supports")  # type: ignore[arg-type]
+            return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
         except (Exception, SystemExit) as error:
             log_traceback(f"supports() of {self._word} {name}", error)
             return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
+
+    def _with_known_layout(self, reason: Reason) -> Reason:
+        """A reason whose hint is no layout that nobody registered: a backend may read those of another plugin."""
+        option, _, layout = reason.hint.partition(" ")
+        if option != "--kv-layout" or layout in self.layouts:
+            return reason
+        return reason._replace(hint=f"nobody has registered layout {layout}; headway plugins lists the plugins")
 
     def rank(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
         """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
@@ -386,15 +394,7 @@ class Registry:
 
     def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether a backend can run here and can serve this layer in this phase."""
-        found = self.attention.supports(name, spec, layout, block_size, phase)
-        return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
-
-    def _with_known_layout(self, reason: Reason) -> Reason:
-        """A reason whose hint is no layout that nobody registered: a backend may read those of another plugin."""
-        option, _, layout = reason.hint.partition(" ")
-        if option != "--kv-layout" or layout in self.layouts:
-            return reason
-        return reason._replace(hint=f"nobody has registered layout {layout}; headway plugins lists the plugins")
+        return self.attention.supports(name, spec, layout, block_size, phase)
 
     def meant_for(self, device_type: str) -> list[str]:
         """Return the attention backends that may serve a type of device, by their registrations: none is imported."""

@@ -14,8 +14,8 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.operation import STATE
 from headway.core.contract.state import StateSpec
 from headway.core.select.backend_request import BackendRequest
+from headway.core.select.candidates import VERBS, StateCandidates
 from headway.core.select.costs import CostTable
-from headway.core.select.state_candidates import VERBS, StateCandidates
 from headway.core.system.files import clean
 from headway.registry import Registry
 from headway.tuning.autotune import TIMER, TableRequest, mended
@@ -69,8 +69,8 @@ def state_costs_for(
 
 def _rivals(registry: Registry, specs: Sequence[StateSpec], names: Sequence[str]) -> bool:
     """Whether two backends can serve some phase of every layer."""
-    able, layouts = StateCandidates(registry.states, specs), registry.states.layouts.values()
-    serving = ([name for name in names if any(able.serves(name, layout, phase) for layout in layouts)] for phase in VERBS)
+    able = StateCandidates(registry.states, specs)
+    serving = ([name for name in names if any(not able.reasons(name, phase, place) for place in able.places)] for phase in VERBS)
     return any(len(each) > 1 for each in serving)
 
 

@@ -22,7 +22,7 @@ from headway.core.engine.execution.graph_set import as_run
 from headway.core.oracle.cases import parse_case
 from headway.core.select.costs import Shape, StepCosts
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import MeasuredChoice, Workload
+from headway.core.select.selection import MeasuredChoice, Placement, Workload
 from headway.core.select.selector import Selector
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin, command_line
@@ -183,15 +183,15 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
     timed = {(CORE_PHASE[cell.phase], cell.backend, cell.layout, cell.block_size) for cell in table.cells if cell.layer_us}
     names = [record.name for record in table.backends if record.usable]
 
-    def able(phase: Phase, layout: CacheLayout, size: int) -> list[str]:
-        return [name for name in names if {(phase, name, layout.name, size), (phase, name, None, None)} & timed]
+    def able(phase: Phase, place: Placement[CacheLayout]) -> list[str]:
+        return [name for name in names if {(phase, name, place.layout.name, place.block_size), (phase, name, None, None)} & timed]
 
     known = pairs_of(table)
     registry = create_registry(load_entry_points=False)
     layouts = [info.layout for info in registry.layouts.values()]
     sizes = sorted({size for _, size in known if size})  # in an engine's order, which decides between equals
-    places = [(layout, size) for size in sizes for layout in layouts if (layout.name, size) in known]
-    found = MeasuredChoice([(to_costs(table), report.layers)], workload, tuple(Phase)).select(places, able)
+    places = [Placement(layout, size) for size in sizes for layout in layouts if (layout.name, size) in known]
+    found = MeasuredChoice([(to_costs(table), report.layers)], workload, workload.steps()).select(places, able)
     if found is None:
         raise _no_choice(table, names)
     selection, chooser = found

@@ -14,12 +14,14 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout, LayerCache, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.operation import ATTENTION
 from headway.core.contract.spec import DTYPE_NAMES, AttentionSpec
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.oracle.cases import Case, reference
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
+from headway.core.select.candidates import BackendSource
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import BackendSource, Selector, check_names
+from headway.core.select.selector import Selector, check_names
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING
@@ -172,7 +174,7 @@ def check_side(name: str, source: BackendSource, options: SideOptions) -> None:
     :raises HeadwayError: a backend, layout or option's owner that nobody registered.
     """
     request = ALL_AUTO if name in _BESIDE_BACKENDS else BackendRequest.parse(name)
-    check_names(source, request, options.kv_layout, options.options or {})
+    check_names(source, {ATTENTION: [*request.names, *(options.options or {})]}, options.kv_layout)
 
 
 class BackendSide:
@@ -181,6 +183,7 @@ class BackendSide:
     def __init__(self, name: str, source: BackendSource, specs: Sequence[AttentionSpec], options: SideOptions) -> None:
         self.name = name
         self._source = source
+        self._kernels = source.of(ATTENTION)
         self._specs = specs
         try:
             self._selector = Selector(
@@ -202,11 +205,13 @@ class BackendSide:
 
     def kernel(self, phase: Phase) -> str:
         """Name of the kernel that serves the first layer."""
-        return self._source.backend(self.backend(phase)).kernel(self._specs[0], phase)
+        kernel: str = self._kernels.backend(self.backend(phase)).kernel(self._specs[0], phase)
+        return kernel
 
     def tolerance(self, phase: Phase) -> float:
         """What the backend declares for the model's dtype."""
-        return self._source.backend(self.backend(phase)).tolerance[self._specs[0].dtype]
+        tolerance: float = self._kernels.backend(self.backend(phase)).tolerance[self._specs[0].dtype]
+        return tolerance
 
     def open(self, max_lens: Sequence[int]) -> SideRun:
         """Caches of its own, written by the layout's one writer, read by the backend's own instances."""

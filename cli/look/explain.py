@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -28,18 +28,72 @@ if TYPE_CHECKING:
 
     from headway.core.contract.spec import AttentionSpec
     from headway.core.contract.state import StateSpec
-    from headway.core.select.costs import CostTable, Shape, StepCosts
+    from headway.core.select.costs import Shape
     from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.selection import Workload
-    from headway.core.select.selector import Selector
-    from headway.core.select.state_selector import RatedState
+    from headway.core.select.selector import Rated, Selector
     from headway.kernels.linear.linear import Linear
     from headway.registry import Registry
     from headway.tuning.table.schema import Cell, CrossoverTable, PriorRecord
 
 
-def tell_products(model: str | None, quantization: str | None, dtype: str, device: str | None, as_json: bool) -> None:
-    """Print what serves a model's products, as a list or as JSON. Nothing is measured, and no weights are read.
+@dataclass(frozen=True)
+class Row:
+    """A kernel, or kernels that share a reason."""
+
+    cells: Sequence[str]
+    """Its name, and what it takes or serves in each column."""
+    chosen: Collection[int] = ()
+    """Numbers of the cells that say what was chosen."""
+    why_not: str = ""
+    runs_here: bool = True
+    """True if it can run on the device."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """What serves the operations of one kind, and why nothing else does."""
+
+    title: str
+    answer: str = ""
+    summary: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[Row] = ()
+    remarks: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    """Where the choice and its times come from."""
+
+
+def show(found: Section, console: Console, all_kernels: bool) -> None:
+    """Print a summary, a table of the kernels, and what it is taken from. all_kernels: also those that cannot run here."""
+    console.print(Text(found.title, "bold").append(found.answer, "bold green"))
+    for line in found.summary:
+        console.print(Text(line))
+    rows = [row for row in found.rows if all_kernels or row.runs_here]
+    if hidden := len(found.rows) - len(rows):
+        console.print(Text(f"not listed: {hidden} backends that cannot run on this device (--all)", "dim"))
+    if rows:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, column in enumerate(found.columns):
+            table.add_column(column, justify="right" if number else "left")
+        if any(row.why_not for row in rows):
+            table.add_column("why not", overflow="fold")
+        for row in rows:
+            cells = [Text(cell, "bold green" if number in row.chosen else "") for number, cell in enumerate(row.cells)]
+            table.add_row(*[*cells, Text(row.why_not)][: len(table.columns)])
+        console.print(table)
+    for line in found.remarks:
+        console.print(Text(line))
+    for line in found.notes:
+        console.print(Text(line, "dim"))
+
+
+def explain_products(
+    model: str | None, quantization: str | None, dtype: str, device: str | None
+) -> tuple[dict[str, Any], list[Section]]:
+    """Return what would serve a model's linear layers with quantised weights, as plain data and for a person.
+
+    Nothing is measured, and no weights are read.
 
     :raises HeadwayError: no model, one that Headway's decoder does not compute, or options that it does not take.
     """
@@ -60,19 +114,10 @@ def tell_products(model: str | None, quantization: str | None, dtype: str, devic
         options=LoadOptions(quantization=quantization),
     )
     assert isinstance(shapes.decoder, Decoder)
-    found = explain_products(shapes.decoder.products, place)
-    if as_json:
-        print(json.dumps({"model": shapes.name, "device": str(place), "products": found}, indent=2))
-    else:
-        print_products(found, Terminal())
-
-
-def explain_products(products: Sequence[tuple[Linear, bool]], device: torch.device) -> list[dict[str, Any]]:
-    """Say what would serve a model's products on a device, as plain data: kept times choose, or where there are none the rule.
-
-    products: whose weights need no elements; and whether each is gated.
-    """
-    return _on_cpu(products) if device.type == "cpu" else _on_gpu(products, device)
+    products = shapes.decoder.products
+    found = _on_cpu(products) if place.type == "cpu" else _on_gpu(products, place)
+    none = [Section("no product over a quantised weight: --quantization rounds plain ones")]
+    return {"model": shapes.name, "device": str(place), "products": found}, list(map(product_section, found)) or none
 
 
 def _on_cpu(products: Sequence[tuple[Linear, bool]]) -> list[dict[str, Any]]:
@@ -118,215 +163,88 @@ def _on_gpu(products: Sequence[tuple[Linear, bool]], device: torch.device) -> li
     ]
 
 
-def print_products(found: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print what `explain_products` found."""
-    if not found:
-        console.print("no product over a quantised weight: --quantization rounds plain ones", soft_wrap=True)
-    for row in found:
-        console.print(Text(row["product"], "bold").append(f", {row['layers']} layers", "default"))
-        ways = ", ".join(f"{way} from {rows}" for rows, way in row["ways"].items())
-        console.print(Text(f"  {ways} rows on", "green"))
-        console.print(Text(f"  by: {row['by']}", "dim"))
-        for why, names in _by_reason(row.get("refused", {})).items():
-            console.print(Text(f"  {', '.join(names)}: {why}", "dim"), soft_wrap=True)
+def product_section(found: Mapping[str, Any]) -> Section:
+    """Return what serves one kind of product. found: an item of "products" of `explain_products`."""
+    starts = list(found["ways"])
+    ends = [*(f" to {start - 1:,}" for start in starts[1:]), " on"]
+    rows = [Row((way, f"from {start:,}{end}"), (0,)) for (start, way), end in zip(found["ways"].items(), ends, strict=True)]
+    refused: dict[str, list[str]] = {}
+    for name, why in found.get("refused", {}).items():
+        refused.setdefault(why, []).append(name)
+    rows += [Row((", ".join(names), ""), why_not=why) for why, names in refused.items()]
+    title = f"{found['product']}, {found['layers']} layers"
+    return Section(title, columns=("kernel", "rows"), rows=rows, notes=[f"by: {found['by']}"])
 
 
-def _by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names of the ways that share a reason."""
-    found: dict[str, list[str]] = {}
-    for name, why in refused.items():
-        found.setdefault(why, []).append(name)
-    return found
+def explain_states(
+    specs: Sequence[StateSpec], registry: Registry, asked: str, workload: Workload
+) -> tuple[dict[str, Any], Section]:
+    """Return what would serve layers with a state by the times that auto would use, as plain data and for a person.
 
-
-def explain_states(specs: Sequence[StateSpec], registry: Registry, asked: str, workload: Workload) -> dict[str, Any]:
-    """Say what would serve layers with a state, as plain data, by the times that auto would use; nothing is measured.
-
-    specs: that of each layer. asked: the option --state-backend.
+    Nothing is measured. specs: that of each layer. asked: the option --state-backend.
 
     :raises HeadwayError: what was asked for cannot be had, with every reason.
     """
     from headway.core.select.backend_request import ALL_AUTO, BackendRequest
-    from headway.core.select.state_candidates import VERBS
-    from headway.core.select.state_selector import StateSelector
+    from headway.core.select.candidates import VERBS, StateCandidates
+    from headway.core.select.selector import KernelSelector
     from headway.tuning.autotune import TableRequest
     from headway.tuning.autotune_states import state_costs_for
 
     costs = state_costs_for(specs, registry, ALL_AUTO, TableRequest(budget=0.0))
-    selector = StateSelector(registry.states, specs, BackendRequest.parse(asked, "state_backend"), costs, workload)
-    chosen, able = selector.selection, registry.states.all_able(specs[0].device.type)
-    return {
-        "layers": [
-            {"count": count, "spec": str(spec), "bytes_per_slot": chosen.layout.bytes_per_slot(spec)}
-            for spec, count in Counter(specs).items()
-        ],
+    candidates = StateCandidates(registry.states, specs)
+    chosen = (selector := KernelSelector(candidates, BackendRequest.parse(asked, "state_backend"), costs, workload)).selection
+    steps = {shape.phase: shape for shape, _ in candidates.steps(workload)}
+    rated = {verb: selector.rated(steps[phase], chosen.names[phase]) for phase, verb in VERBS.items()}
+    able = registry.states.all_able(specs[0].device.type)
+    layers = [(count, str(spec), chosen.layout.bytes_per_slot(spec)) for spec, count in candidates.counts.items()]
+
+    def candidates_of(verb: str) -> list[dict[str, Any]]:
+        """Return the candidates of scan or step as plain data."""
+        found = [(each, list(map(str, each.reasons))) for each in rated[verb]]
+        return [
+            {"name": each.name, "serves": not why, "mean_us": each.us, "reasons": why, "runs_here": each.name in able}
+            for each, why in found
+        ]
+
+    plain = {
+        "layers": [{"count": count, "spec": spec, "bytes_per_slot": size} for count, spec, size in layers],
         "selection": str(chosen),
         "layout": chosen.layout.name,
         "why": chosen.why,
         "workload": str(workload),
-        **{
-            verb: {"choice": chosen.name_for(phase), "candidates": [_candidate(each, able) for each in selector.rated(phase)]}
-            for phase, verb in VERBS.items()
-        },
+        **{verb: {"choice": chosen.names[phase], "candidates": candidates_of(verb)} for phase, verb in VERBS.items()},
     }
+    measured = any(each.us is not None for found in rated.values() for each in found)
+    verbs = [f"{verb}, us" if measured else verb for verb in VERBS.values()]
+    rows = [_state_row(each.name, rated, [chosen.names[phase] for phase in VERBS], able) for each in rated["step"]]
+    us = f"; us: microseconds of all layers in a mean step of {workload}" if measured else ""
+    return plain, Section(
+        "states: ",
+        ", ".join(f"{phase.value}={name}" for phase, name in chosen.names.items()),
+        [f"{count} layers with a state: {spec}; {size / 2**20:.2f} MiB each in a slot" for count, spec, size in layers],
+        ["state backend", *verbs],
+        rows,
+        notes=[f"scan: prefill and extend; step: decode{us}", f"selection: {chosen}"],
+    )
 
 
-def _candidate(rated: RatedState, able: Sequence[str]) -> dict[str, Any]:
-    reasons = [str(reason) for reason in rated.reasons]
-    return {"name": rated.name, "serves": not reasons, "mean_us": rated.us, "reasons": reasons, "runs_here": rated.name in able}
-
-
-def print_states(found: Mapping[str, Any], console: Console, all_backends: bool) -> None:
-    """Print what `explain_states` found. all_backends: also those that cannot run on the device."""
-    for row in found["layers"]:
-        line = Text(f"{row['count']} layers with a state: ", "bold").append(row["spec"], "default")
-        console.print(line.append(f"; {row['bytes_per_slot'] / 2**20:.2f} MiB each in a slot"))
-    console.print(Text(f"states: {found['selection']}", "dim"))
-    verbs = {
-        verb: {each["name"]: each for each in found[verb]["candidates"] if all_backends or each["runs_here"]}
-        for verb in ("scan", "step")
-    }
-    measured = any(each["mean_us"] is not None for rows in verbs.values() for each in rows.values())
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("state backend", no_wrap=True)
-    for verb in verbs:
-        table.add_column(f"{verb}, us" if measured else verb, justify="right", no_wrap=True)
-    if any(each["reasons"] for rows in verbs.values() for each in rows.values()):
-        table.add_column("why not", overflow="fold")
-    for name in verbs["step"]:
-        cells = [_cell(verbs[verb][name], name == found[verb]["choice"]) for verb in verbs]
-        lacking = {verb: each[name]["reasons"] for verb, each in verbs.items() if each[name]["reasons"]}
-        same = len(lacking) == len(verbs) and len({tuple(reasons) for reasons in lacking.values()}) == 1
-        told = [lacking["scan"][0]] if same else [f"{verb}: {reasons[0]}" for verb, reasons in lacking.items()]
-        table.add_row(*[Text(name), *cells, *([Text("; ".join(told))] if told else [])])
-    console.print(table)
-    words = "scan: prefill and extend; step: decode" + ("; bold: chosen" if console.is_terminal else "")
-    us = f"; us: microseconds of all layers in a mean step of {found['workload']}" if measured else ""
-    console.print(Text(words + us, "dim"))
-
-
-def _cell(candidate: Mapping[str, Any], chosen: bool) -> Text:
-    """Whether a backend serves a verb, and its time where that was measured."""
-    us = candidate["mean_us"]
-    text = f"{us:,.0f}" if us is not None else "yes" if candidate["serves"] else "no"
-    return Text(text, "bold green" if chosen else "" if candidate["serves"] else "red")
-
-
-@dataclass(frozen=True)
-class BackendTime:
-    """One backend's time in a step, or the reasons for having none."""
-
-    name: str
-    step_us: float | None
-    """Microseconds of the plan and all layers of a step; None: not measured, or the backend cannot serve the step."""
-    reasons: tuple[str, ...]
-    """Why the backend has no time, or takes no part."""
-    runs_here: bool = True
-    """True if the backend can run on the device of the step."""
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What `auto` (or a named backend) would do with one step."""
-
-    shape: Shape
-    layers: int
-    selection: str
-    choice: str
-    candidates: list[BackendTime]
-    """The choice first, then the others by time, then those without a time."""
-    nearest: Cell | None
-    """The row of the table that lies nearest to the step; None without a table."""
-    covered: bool
-    """Whether the times were measured around the step; else they are those of the nearest measured edge. True without times."""
-    table: str
-    age: str
-    prior: PriorRecord | None
-    """The shipped table that cells of the table are taken from; None: all of them were measured on its machine."""
-
-    @property
-    def gap(self) -> tuple[str, float] | None:
-        """(the fastest of the others, its time over the choice's); below 1 where a slower backend was named."""
-        timed = [candidate for candidate in self.candidates if candidate.step_us is not None]
-        if len(timed) < 2 or timed[0].name != self.choice:
-            return None
-        return timed[1].name, (timed[1].step_us or 0.0) / (timed[0].step_us or 1.0)
-
-
-def print_explanation(found: Explanation, console: Console, all_backends: bool) -> None:
-    """Print a summary of at most three lines, the times of the backends, and what they are taken from."""
-    shape = found.shape
-    console.print(Text(f"{shape.phase.value}, {_in_words(shape)}: ", "bold").append(found.choice, "bold green"))
-    if found.gap is not None:
-        name, factor = found.gap
-        verdict = "as fast within a hundredth" if abs(factor - 1) < 0.01 else f"{factor:.2f} times as long"
-        rank = "runner-up" if factor > 0.99 else "faster here,"
-        console.print(Text(f"{rank} {name}: {verdict}"))
-    shown = [each for each in found.candidates if all_backends or each.runs_here]
-    if hidden := len(found.candidates) - len(shown):
-        console.print(Text(f"not listed: {hidden} backends that cannot run on this device (--all)", "dim"))
-    console.print(_times(found, shown))
-    if any(each.step_us is not None for each in shown):
-        console.print(Text("us: microseconds of all layers, with the step's plan", "dim"))
-    if shape.captured:
-        console.print(Text("one prompt alone is one graph: launches cost the host nothing here, beside other sequences they do"))
-    if not found.covered:
-        console.print(Text("the step lies beyond what was measured: these are times of the nearest measured edge"))
-    each_step = "; |: chosen for each step by its lengths" if "|" in found.selection else ""
-    console.print(Text(f"selection: {found.selection}{each_step}", "dim"))
-    if found.nearest is not None:
-        cell = found.nearest
-        time = "no time"
-        if cell.median_us is not None:
-            time = f"{cell.median_us:.1f} us per layer (p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})"
-        where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
-        checked = "" if found.prior is None else ", prior, checked here" if found.prior.checked else ", prior, not checked here"
-        source = checked if cell.prior or found.prior is None else ", measured here"
-        row = f"{cell.phase}, {_in_words(cell)}, {cell.backend}, {where}: {time}, {cell.status}{source}"
-        console.print(Text(f"nearest row of the table: {row}"))
-        console.print(Text(f"table: {found.table}, {found.age}", "dim"))
-    if found.prior is not None:
-        console.print(Text(f"prior: {found.prior}", "dim"))
-        for title, lines in (
-            ("other there:", found.prior.differs),
-            ("not used around", found.prior.disagreed),
-            ("corrected around", found.prior.corrected),
-        ):
-            for line in lines:
-                console.print(Text(f"  {title} {line}", "dim"))
-
-
-def _in_words(step: Shape | Cell) -> str:
-    sequences = "1 sequence" if step.batch == 1 else f"{step.batch} sequences"
-    return f"{sequences}, {step.query_len} new of {step.kv_len} tokens"
-
-
-def _times(found: Explanation, candidates: Sequence[BackendTime]) -> Table:
-    """Return a table of the candidates' times, with reasons if any of them has none."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("backend", no_wrap=True)
-    shown.add_column(f"us per step of {found.layers} layers", justify="right")
-    if any(candidate.reasons for candidate in candidates):
-        shown.add_column("why not", overflow="fold")
-    for candidate in candidates:
-        us = "" if candidate.step_us is None else f"{candidate.step_us:,.0f}"
-        style = "bold green" if candidate.name == found.choice else ""
-        more = f"; and {len(candidate.reasons) - 1} more" if len(candidate.reasons) > 1 else ""
-        cells = [Text(candidate.name, style), Text(us), Text("".join(candidate.reasons[:1]) + more)]
-        shown.add_row(*cells[: len(shown.columns)])
-    return shown
+def _state_row(name: str, rated: Mapping[str, Iterable[Rated]], choices: Sequence[str], able: Collection[str]) -> Row:
+    found = {verb: next(each for each in every if each.name == name) for verb, every in rated.items()}
+    cells = [f"{each.us:,.0f}" if each.us is not None else "no" if each.reasons else "yes" for each in found.values()]
+    lacking = {verb: str(each.reasons[0]) for verb, each in found.items() if each.reasons}
+    same = len(lacking) == len(found) and len(set(lacking.values())) == 1
+    why = [lacking["scan"]] if same else [f"{verb}: {reason}" for verb, reason in lacking.items()]
+    chosen = [number for number, choice in enumerate(choices, 1) if choice == name]
+    return Row((name, *cells), chosen, "; ".join(why), name in able)
 
 
 _GEOMETRY = (
     "num_heads/num_kv_heads/head_dim of the layers; of latent attention absorbed and expanded, 16/1/576/512+16/16/192/128/dense."
 )
-
 _MODEL = "A model's layers, by a folder, a config.json or a name; no weights are read. In place of --geometry and --layers."
-
 _LAYERS = "Number of layers that share a step's plan. Default: those of the model with this geometry; 32 for another one."
-
 _ALL = "List all backends, also those that cannot run on this device, with the reasons."
-
 _LINEAR = "With --model: say instead which way multiplies over each kind of quantised weight, for how many rows."
 
 
@@ -369,14 +287,15 @@ def explain(
     The table below lists each backend's time, or the reason why it has none.
     """
     if linear or quantization is not None:
-        tell_products(model, quantization, dtype, device, as_json)
-        return
+        plain, sections = explain_products(model, quantization, dtype, device)
+        return _print(plain, sections, all_backends, as_json)
     from headway.core.engine.data.config import check_block_size
     from headway.core.select.backend_request import BackendRequest
     from headway.core.select.selection import Workload
     from headway.core.select.selector import Selector
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.all_reduce import describe_kept
+    from headway.tuning.table.convert import to_costs
 
     if block_size is not None:
         check_block_size(block_size, "--block-size")
@@ -386,72 +305,127 @@ def explain(
     if kind.cached and shape.phase not in kind.phases:
         raise ConfigError("--phase", "prefill, because layers of this geometry have no cache", phase.value, "--phase prefill")
     tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
-    costs = _costs(kind, tables)
+    costs = {spec: to_costs(table, phases=kind.phases_of(spec)) for spec, table in tables.items() if table is not None}
+    asked = Workload.parse(workload)
     selector = Selector(
         registry,
         kind,
         BackendRequest.parse(attn_backend),
         kv_layout=kv_layout,
         block_size=block_size,
-        costs=costs,
-        workload=Workload.parse(workload),
+        costs=costs if len(costs) == len(tables) else None,
+        workload=asked,
     )
-    found = None
+    chosen = selector.selection
+    plain, sections = {"selection": str(chosen)}, [Section(f"attention: {chosen.why}, and no attention backend is asked")]
     if kind.cached:
         spec = kind.in_phase(kind.cached[0], shape.phase)
-        times = None if costs is None else _step_costs(selector, kind, costs)
-        found = explanation(selector, registry, spec, shape, len(kind.cached), tables[spec], times)
-    states = explain_states(kind.states, registry, state_backend, Workload.parse(workload)) if kind.states else None
-    sums = None if tensor_parallel_size == 1 else describe_kept(kind.device, tensor_parallel_size)
+        plain, section = explain_attention(selector, registry.able(kind.device), shape, len(kind.cached), tables[spec])
+        sections = [section]
+    if tensor_parallel_size > 1:
+        plain["all_reduce"] = describe_kept(kind.device, tensor_parallel_size)
+        sections.append(Section(f"sums over {tensor_parallel_size} ranks: ", plain["all_reduce"]))
+    if kind.states:
+        plain["states"], section = explain_states(kind.states, registry, state_backend, asked)
+        sections.append(section)
+    _print(plain, sections, all_backends, as_json)
+
+
+def _print(plain: Mapping[str, Any], sections: Sequence[Section], all_backends: bool, as_json: bool) -> None:
     if as_json:
-        more = {"states": states, "all_reduce": sums}
-        plain = {"selection": str(selector.selection)} if found is None else _plain(found)
-        print(json.dumps(plain | {name: value for name, value in more.items() if value is not None}, indent=2))
+        print(json.dumps(plain, indent=2))
         return
-    if found is None:
-        Terminal().print(Text(f"attention: {selector.selection.why}, and no attention backend is asked", "bold"), soft_wrap=True)
-    else:
-        print_explanation(found, Terminal(highlight=False), all_backends)
-    if sums is not None:
-        Terminal().print(Text(f"sums over {tensor_parallel_size} ranks: {sums}", "dim"), soft_wrap=True)
-    if states is not None:
-        print_states(states, Terminal(highlight=False), all_backends)
+    for section in sections:
+        show(section, Terminal(highlight=False), all_backends)
 
 
-def explanation(
-    selector: Selector,
-    registry: Registry,
-    spec: AttentionSpec,
-    shape: Shape,
-    layers: int,
-    table: CrossoverTable | None,
-    costs: StepCosts | None,
-) -> Explanation:
-    """Explain what a selector would do with one step, with each backend's time or reasons.
+def explain_attention(
+    selector: Selector, able: Collection[str], shape: Shape, layers: int, table: CrossoverTable | None
+) -> tuple[dict[str, Any], Section]:
+    """Return what a selector would do with one step, and each backend's time or reasons, as plain data and for a person.
 
-    costs: the measured times over the selection's layout and block size, whether or not they decided; None: there are none.
+    able: backends that can run on the device. table: of the first layer; None: there is none.
     """
     from headway.core.engine.execution.graph_set import as_run
 
-    shape = as_run(shape, spec.device.type)
-    choice = next(iter(selector.backends_of(shape).values())).name
     chosen = selector.selection
-    failed = {} if table is None else {record.name: record.reason for record in table.backends if record.available}
-    candidates, able = [], registry.able(spec.device)
-    for name in registry.backends:
-        support = registry.supports(name, spec, selector.layout_of(spec), chosen.block_size, shape.phase)
-        reasons = [str(reason) for reason in support.reasons] + ([failed[name]] if failed.get(name) else [])
-        us = costs.step_us(name, shape) if costs is not None and not reasons else float("inf")
-        if us == float("inf") and not reasons:
-            reasons = [_unmeasured(name, shape, table)]
-        candidates.append(BackendTime(name, us if us < float("inf") else None, tuple(reasons), name in able))
-    candidates.sort(key=lambda candidate: (candidate.name != choice, candidate.step_us is None, candidate.step_us or 0.0))
-    nearest = None if table is None else _nearest(table, shape, choice, chosen.layout.name, chosen.block_size)
-    age = "" if table is None else _age(table.date)
-    title = "" if table is None else table.title
-    prior = None if table is None else table.prior
+    device = next(iter(selector.instances[0])).device
+    shape = as_run(shape, device.type)
+    choice = next(iter(selector.backends_of(shape).values())).name
+    costs = selector.all_costs
     covered = costs is None or costs.covers(shape)
-    return Explanation(shape, layers, str(chosen), choice, candidates, nearest, covered, title, age, prior)
+    rated = selector.rated(shape, choice)
+    reasons = {each.name: list(map(str, each.reasons)) for each in rated}
+    for each in rated:
+        if each.us is None and not each.reasons:
+            reasons[each.name] = [_unmeasured(each.name, shape, table)]
+    timed = [(each.name, each.us) for each in rated if each.us is not None]
+    gap = (timed[1][0], timed[1][1] / timed[0][1]) if len(timed) > 1 and timed[0][0] == choice else None
+    nearest = None if table is None else _nearest(table, shape, choice, chosen.layout.name, chosen.block_size)
+    prior = None if table is None else table.prior
+    plain = {
+        "phase": shape.phase.value,
+        "batch": shape.batch,
+        "query_len": shape.query_len,
+        "kv_len": shape.kv_len,
+        "selection": str(chosen),
+        "choice": choice,
+        "runner_up": None if gap is None else {"name": gap[0], "factor": gap[1]},
+        "candidates": [{"name": each.name, "step_us": each.us, "reasons": reasons[each.name]} for each in rated],
+        "covered": covered,
+        "nearest_row": None if nearest is None else nearest.model_dump(),
+        "table": "" if table is None else table.title,
+        "age": "" if table is None else _age(table.date),
+        "prior": None if prior is None else prior.model_dump() | {"text": str(prior)},
+    }
+    remarks = ["us: microseconds of all layers, with the step's plan"] if timed else []
+    if shape.captured:
+        remarks.append("one prompt alone is one graph: launches cost the host nothing here, beside other sequences they do")
+    if not covered:
+        remarks.append("the step lies beyond what was measured: these are times of the nearest measured edge")
+    notes = [f"selection: {chosen}" + "; |: chosen for each step by its lengths" * ("|" in str(chosen))]
+    if nearest is not None:
+        notes += [_row_in_words(nearest, prior), f"table: {plain['table']}, {plain['age']}"]
+    return plain, Section(
+        f"{shape.phase.value}, {_in_words(shape)}: ",
+        choice,
+        [] if gap is None else [_gap_in_words(*gap)],
+        ("backend", f"us per step of {layers} layers"),
+        [_row(each, reasons[each.name], choice, able) for each in rated],
+        remarks,
+        notes + ([] if prior is None else _prior_in_words(prior)),
+    )
+
+
+def _row(rated: Rated, reasons: Sequence[str], choice: str, able: Collection[str]) -> Row:
+    more = f"; and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    cells, chosen = (rated.name, "" if rated.us is None else f"{rated.us:,.0f}"), [0] if rated.name == choice else []
+    return Row(cells, chosen, "".join(reasons[:1]) + more, rated.name in able)
+
+
+def _gap_in_words(name: str, factor: float) -> str:
+    verdict = "as fast within a hundredth" if abs(factor - 1) < 0.01 else f"{factor:.2f} times as long"
+    return f"{'runner-up' if factor > 0.99 else 'faster here,'} {name}: {verdict}"
+
+
+def _in_words(step: Shape | Cell) -> str:
+    sequences = "1 sequence" if step.batch == 1 else f"{step.batch} sequences"
+    return f"{sequences}, {step.query_len} new of {step.kv_len} tokens"
+
+
+def _row_in_words(cell: Cell, prior: PriorRecord | None) -> str:
+    time = "no time"
+    if cell.median_us is not None:
+        time = f"{cell.median_us:.1f} us per layer (p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})"
+    where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
+    checked = "" if prior is None else ", prior, checked here" if prior.checked else ", prior, not checked here"
+    source = checked if cell.prior or prior is None else ", measured here"
+    return f"nearest row of the table: {cell.phase}, {_in_words(cell)}, {cell.backend}, {where}: {time}, {cell.status}{source}"
+
+
+def _prior_in_words(prior: PriorRecord) -> list[str]:
+    titles = {"other there:": prior.differs, "not used around": prior.disagreed, "corrected around": prior.corrected}
+    return [f"prior: {prior}", *(f"  {title} {line}" for title, lines in titles.items() for line in lines)]
 
 
 def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: str, device: str | None) -> LayerSpecs:
@@ -477,22 +451,6 @@ def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: 
 
     asked = dtype_of("--dtype", dtype, DTYPES)
     return read_layer_specs(model, place, torch.float32 if asked is None and place.type == "cpu" else asked)
-
-
-def _costs(kind: LayerSpecs, tables: Mapping[AttentionSpec, CrossoverTable | None]) -> dict[AttentionSpec, CostTable] | None:
-    """The times of every spec that layers ask for; None where a table is missing."""
-    from headway.tuning.table.convert import to_costs
-
-    costs = {spec: to_costs(table, phases=kind.phases_of(spec)) for spec, table in tables.items() if table is not None}
-    return costs if len(costs) == len(tables) else None
-
-
-def _step_costs(selector: Selector, kind: LayerSpecs, costs: Mapping[AttentionSpec, CostTable]) -> StepCosts:
-    """The times over the layout and block size that the selector has chosen: a backend that was named by hand has them too."""
-    from headway.core.select.costs import StepCosts
-
-    parts = [(costs[spec], count) for spec, count in kind.counts.items()]
-    return StepCosts(parts, selector.selection.layout.name, selector.selection.block_size)
 
 
 def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
@@ -566,22 +524,3 @@ def _age(date: str) -> str:
     except (ValueError, TypeError):
         return f"measured {date}"
     return f"measured {date}, {f'{days} days ago' if days > 0 else 'today'}"
-
-
-def _plain(found: Explanation) -> dict[str, object]:
-    gap = found.gap
-    return {
-        "phase": found.shape.phase.value,
-        "batch": found.shape.batch,
-        "query_len": found.shape.query_len,
-        "kv_len": found.shape.kv_len,
-        "selection": found.selection,
-        "choice": found.choice,
-        "runner_up": None if gap is None else {"name": gap[0], "factor": gap[1]},
-        "candidates": [{"name": c.name, "step_us": c.step_us, "reasons": list(c.reasons)} for c in found.candidates],
-        "covered": found.covered,
-        "nearest_row": None if found.nearest is None else found.nearest.model_dump(),
-        "table": found.table,
-        "age": found.age,
-        "prior": None if found.prior is None else found.prior.model_dump() | {"text": str(found.prior)},
-    }

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import CacheLayout
 from headway.core.contract.model import Model, embedding_size, state_layers
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer
@@ -32,7 +33,7 @@ from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineSnapshot, EngineStats, StepClock
 from headway.core.engine.data.step import OutputDelta, ScheduledSequence, ScheduledStep
 from headway.core.engine.execution.host_rows import HostRows, Launched
-from headway.core.engine.execution.local_executor import DeviceParts, EngineSource, LocalExecutor
+from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
 from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.offload.page_copier import PageCopier
 from headway.core.engine.ranks.rank_processes import RankProcesses
@@ -43,6 +44,7 @@ from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import AdmissionQueue, Scheduler
 from headway.core.engine.scheduling.step_input import StepResults, delta_of, prepare, smaller_budget
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, seed_of
+from headway.core.select.candidates import BackendSource
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import Selection
@@ -128,7 +130,7 @@ class EngineLoop:
         self._seeds = torch.Generator().manual_seed(config.seed)
 
     @property
-    def selection(self) -> Selection:
+    def selection(self) -> Selection[CacheLayout]:
         """Which backend serves which phase, over which layout and block size."""
         return self.executor.selection
 
@@ -473,7 +475,7 @@ class EngineParts:
     """What an engine is made from. Fields that `DeviceParts` has too mean the same."""
 
     model: Model
-    source: EngineSource
+    source: BackendSource
     layers: LayerSpecs | None = None
     """None: as config.kv_cache_dtype says, with scales of 1."""
     config: EngineConfig | None = None

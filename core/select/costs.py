@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from headway.core.contract.metadata import Phase
 
@@ -40,6 +41,15 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.phase.value} {self.batch}q{self.query_len}s{self.kv_len}"
+
+
+NO_BLOCKS = 0
+"""Stands for the block size of layers with a state, which lies in slots."""
+
+
+def state_shape(phase: Phase, batch: int, query_len: int) -> Shape:
+    """Return the shape under which a time of layers with a state stands: what came before the new tokens takes no time."""
+    return Shape(Phase.DECODE if phase is Phase.DECODE else Phase.PREFILL, batch, query_len, query_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +201,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class Axis:
+class CountAxis:
     """Counts of rows, tokens or bytes at which the kernels of one kind are measured."""
 
     unit: str
@@ -222,7 +232,7 @@ class Axis:
 class AxisTimes:
     """Measured times of the kernels of one kind over one axis, on one device."""
 
-    axis: Axis
+    axis: CountAxis
     us: Mapping[str, Sequence[float | None]]
     """Kernel -> microseconds at each of the axis' counts; None: it does not take that many, failed, or was far behind before."""
     source: str
@@ -332,7 +342,7 @@ def _nest(rows: Sequence[tuple[Axes, Leaf]]) -> _Node:
 
 def _interpolate(node: _Node | Leaf, at: Sequence[float]) -> Leaf:
     if not at:
-        return node  # type: ignore[return-value]
+        return cast(Leaf, node)
     keys, children = node
     assert isinstance(keys, list)
     assert isinstance(children, list)

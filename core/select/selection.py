@@ -6,17 +6,20 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
+from typing import Generic, NamedTuple, TypeVar
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
-from headway.core.select.costs import CostTable, Shape, StepCosts
+from headway.core.contract.state import StateLayout
+from headway.core.select.costs import NO_BLOCKS, CostTable, Shape, StepCosts
 
 log = logging.getLogger("headway")
+
+L = TypeVar("L", bound=CacheLayout | StateLayout)
 
 _Choice = tuple[str, dict[str, float], float]
 """(fastest, microseconds of each, microseconds up to which a backend still counts as equally fast)."""
@@ -188,16 +191,39 @@ NO_ATTENTION = "none"
 """Name that stands for a backend where no layer asks one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What was chosen at start: a cache layout, a block size, and the backends of each phase."""
+class Placement(NamedTuple, Generic[L]):
+    """How the memory that kernels read and write is arranged."""
 
-    layout: CacheLayout
+    layout: L
     block_size: int
+    """Tokens of a block; NO_BLOCKS for layers with a state."""
+
+    def __str__(self) -> str:
+        layout, size = self.layout.name, self.block_size
+        return f"state_layout={layout}" if size == NO_BLOCKS else f"kv_layout={layout}, block_size={size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection(Generic[L]):
+    """What was chosen at start for the layers of one kind: a layout, a block size, and the kernels of each phase."""
+
+    place: Placement[L]
     names: Mapping[Phase, str]
     why: str
     others: Mapping[Phase, Sequence[str]] = field(default_factory=dict)
     """Backends that a phase may switch to, step by step."""
+    helpers: Mapping[Phase, str] = field(default_factory=dict)
+    """The kernel that applies convolutions for one that does not."""
+
+    @property
+    def layout(self) -> L:
+        """The layout that was chosen."""
+        return self.place.layout
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.place.block_size
 
     def all_for(self, phase: Phase) -> Sequence[str]:
         """The backends that may serve a phase, its usual one first."""
@@ -205,12 +231,14 @@ class Selection:
 
     def __str__(self) -> str:
         names = ", ".join(f"{phase.value}={'|'.join(self.all_for(phase))}" for phase in self.names)
-        return f"{names}; kv_layout={self.layout.name}, block_size={self.block_size} ({self.why})"
+        helpers = ", ".join(dict.fromkeys(self.helpers.values()))
+        helped = f", convolutions by {helpers}" if helpers else ""
+        return f"{names}{helped}; {self.place} ({self.why})"
 
 
 @dataclass(frozen=True, slots=True)
-class _Rated:
-    layout: CacheLayout
+class _Rated(Generic[L]):
+    place: Placement[L]
     costs: StepCosts
     names: Mapping[Phase, Sequence[str]]
     expected: float
@@ -219,56 +247,51 @@ class _Rated:
     """Logarithm of the least microseconds at each measured point."""
 
 
-Able = Callable[[Phase, CacheLayout, int], list[str]]
-"""(phase, layout, block size) -> the backends that serve every layer there."""
-
-
 @dataclass(frozen=True)
 class MeasuredChoice:
-    """Chooses layout, block size and backends by measured times."""
+    """Chooses layout, block size and kernels by measured times."""
 
     parts: Sequence[tuple[CostTable, int]]
     """The table of each distinct kind of layer, and how many layers are of it."""
     workload: Workload
-    free: Collection[Phase]
-    """Phases that are auto; the others have a backend of their own, which counts where it has times."""
+    steps: Sequence[tuple[Shape, float]]
+    """The workload's steps in `phases`: (shape, number of steps of that shape)."""
+    free: Collection[Phase] = tuple(Phase)
+    """Phases that are auto; the others have a kernel of their own, which counts where it has times."""
     phases: Collection[Phase] = tuple(Phase)
-    """Phases in which layers ask a backend at all."""
+    """Phases in which layers ask for a kernel at all."""
+    per_step: bool = True
+    """True if the kernel of a phase may change from step to step, and later places waste more memory; False if one kernel serves
+    every step of a phase, and places are equally large."""
 
-    @property
-    def excluded(self) -> dict[str, str]:
-        """Backends that failed their self-test -> what failed."""
-        return {name: why for table, _ in self.parts for name, why in table.excluded.items()}
+    def select(
+        self, places: Sequence[Placement[L]], able: Callable[[Phase, Placement[L]], list[str]]
+    ) -> tuple[Selection[L], StepChooser] | None:
+        """The place of least expected cost, with the kernels that win there; None if the free phases have times over no place.
 
-    @cached_property
-    def steps(self) -> list[tuple[Shape, float]]:
-        """The workload's steps in these phases; where layers have no cache, no part of a prompt is cached."""
-        workload = self.workload if Phase.EXTEND in self.phases else replace(self.workload, cached_len=0)
-        return [(shape, count) for shape, count in workload.steps() if shape.phase in self.phases]
-
-    def select(self, choices: Sequence[tuple[CacheLayout, int]], able: Able) -> tuple[Selection, StepChooser] | None:
-        """The layout and block size of least expected cost, with the backends that win there.
-
-        None if the free phases have times over none of the choices.
+        able: returns the kernels that serve a phase of every layer at a place.
         """
-        rated: list[_Rated] = []
-        for layout, size in choices:
-            names = {phase: able(phase, layout, size) for phase in self.phases}
-            costs = StepCosts(self.parts, layout.name, size)
+        rated: list[_Rated[L]] = []
+        for place in places:
+            names = {phase: able(phase, place) for phase in self.phases}
+            costs = StepCosts(self.parts, place.layout.name, place.block_size)
             expected = self._expected(costs, names)
             if expected is not None:
-                rated.append(_Rated(layout, costs, names, math.log(expected), _typical(costs, names)))
+                rated.append(_Rated(place, costs, names, math.log(expected), _typical(costs, names)))
         if not rated:
             return None
-        chosen = _steady_choice(rated, rated[0].costs.noise)
-        layout, costs, served = chosen.layout, chosen.costs, chosen.names
-        winners = {phase: costs.winners(phase, served[phase]) if phase in self.free else [*served[phase][:1]] for phase in served}
+        noise = rated[0].costs.noise
+        chosen = _steady_choice(rated, _doubts(noise) if self.per_step else (noise, math.inf))
+        costs, served = chosen.costs, chosen.names
+        winners = {phase: served[phase] if phase in self.free else served[phase][:1] for phase in served}
+        if self.per_step:
+            winners |= {phase: costs.winners(phase, served[phase]) for phase in self.free}
         usual = {phase: self._usual(costs, phase, winners[phase]) for phase in served}
-        others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in served}
+        others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in served if self.per_step}
         others = {phase: rest for phase, rest in others.items() if rest}
         chooser = StepChooser(costs, {phase: [usual[phase], *rest] for phase, rest in others.items()})
-        why = f"auto: {self.parts[0][0].source}, workload {self.workload}{_undecided(rated, chosen)}"
-        return Selection(layout, costs.block_size, usual, why, others), chooser
+        why = f"auto: {self.parts[0][0].source}, workload {self.workload}{_undecided(rated, chosen) if self.per_step else ''}"
+        return Selection(chosen.place, usual, why, others), chooser
 
     def _expected(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> float | None:
         """Microseconds of attention in the workload; None where a phase is not served, or a free one has no times."""
@@ -294,23 +317,27 @@ def _typical(costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> dict[Sha
     return {shape: math.log(ranked[0][1]) for shape, able in shapes if (ranked := costs.ranking(shape, able))}
 
 
-def _steady_choice(rated: Sequence[_Rated], noise: float) -> _Rated:
-    """Return the first in order, unless a later one is better by more than `noise`, a share of a time, can explain."""
+def _doubts(noise: float) -> tuple[float, float]:
+    """Return what the workload and the typical point must gain, as logarithms. noise: a share of a time."""
+    return max(_WORKLOAD_GAIN, _NOISES * noise), max(_TYPICAL_GAIN, noise)
+
+
+def _steady_choice(rated: Sequence[_Rated[L]], doubts: tuple[float, float]) -> _Rated[L]:
+    """Return the first in order, unless a later one gains more than is in doubt, over the workload or at the typical point."""
+    doubt, typical_doubt = doubts
     shared = [shape for shape in rated[0].typical if all(shape in each.typical for each in rated)]
     chosen = rated[0]
     for other in rated[1:]:
         gain = chosen.expected - other.expected
         typical_gain = fmean(chosen.typical[shape] - other.typical[shape] for shape in shared) if shared else 0.0
-        doubt = max(_WORKLOAD_GAIN, _NOISES * noise)
-        if gain > doubt or (gain > -doubt and typical_gain > max(_TYPICAL_GAIN, noise)):
+        if gain > doubt or (gain > -doubt and typical_gain > typical_doubt):
             chosen = other
     return chosen
 
 
-def _undecided(rated: Sequence[_Rated], chosen: _Rated) -> str:
+def _undecided(rated: Sequence[_Rated[L]], chosen: _Rated[L]) -> str:
     """Return a remark if steadier times would have led to another layout or block size; else an empty text."""
-    otherwise = _steady_choice(rated, 0.0)
+    otherwise = _steady_choice(rated, _doubts(0.0))
     if otherwise is chosen:
         return ""
-    better = f"kv_layout={otherwise.layout.name}, block_size={otherwise.costs.block_size}"
-    return f"; times too noisy ({chosen.costs.noise:.0%}) to prefer {better}: the first in order stays"
+    return f"; times too noisy ({chosen.costs.noise:.0%}) to prefer {otherwise.place}: the first in order stays"

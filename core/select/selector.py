@@ -1,210 +1,188 @@
-"""The backends of a model's steps: layout, block size and backends chosen at start, made once per spec, named for every step."""
+"""The kernels of a model's layers: layout, block size and kernels chosen at start, made once per spec, named for every step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Generic, NamedTuple
 
-from headway.core.contract.backend import AttentionBackend, Backends, make_backend
+from headway.core.contract.backend import AttentionBackend, Backends
 from headway.core.contract.errors import UnsupportedError
-from headway.core.contract.layout import CacheLayout, LayoutInfo
+from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import OperationKind
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.support import Reason, Support
+from headway.core.contract.support import Reason
 from headway.core.select.backend_request import ALL_AUTO, AUTO, BackendRequest
+from headway.core.select.candidates import AttentionCandidates, B, BackendSource, Candidates, S
 from headway.core.select.costs import CostTable, Shape, StepCosts
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import NO_ATTENTION, PRESETS, MeasuredChoice, Selection, StepChooser, Workload
-
-DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
-"""Tried in this order where the user names none: small blocks waste least memory."""
+from headway.core.select.selection import NO_ATTENTION, PRESETS, L, MeasuredChoice, Placement, Selection, StepChooser, Workload
 
 
-class BackendSource(Protocol):
-    """The part of the Registry that the choice of backends needs."""
-
-    @property
-    def backends(self) -> Mapping[str, object]:
-        """Names of all backends, in the order they were registered."""
-
-    def meant_for(self, device_type: str) -> list[str]:
-        """Names of those that may serve a type of device, by their registrations."""
-
-    @property
-    def layouts(self) -> Mapping[str, LayoutInfo]:
-        """All layouts, in the order they were registered."""
-
-    def layout(self, name: str) -> LayoutInfo:
-        """One layout; raises ConfigError for an unknown name."""
-
-    def backend(self, name: str) -> type[AttentionBackend]:
-        """A backend's class; raises UnknownBackendError."""
-
-    def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Whether a backend can run here and serve this layer."""
-
-    def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Candidates, best guess first."""
-
-
-def check_names(source: BackendSource, request: BackendRequest, kv_layout: str, options: Mapping[str, object]) -> None:
+def check_names(source: BackendSource, asked: Mapping[OperationKind, Iterable[str]], kv_layout: str = AUTO) -> None:
     """Check every name a user gave, before anything slow begins.
 
-    :raises HeadwayError: an unknown backend or layout.
+    asked: names of kernels, by their kind.
+
+    :raises HeadwayError: an unknown kernel or layout.
     """
-    for name in (*request.names, *options):
-        if name not in source.backends:
-            source.backend(name)  # raises; one that exists is loaded later, where a refusal carries its hint and a fix
-    if kv_layout != "auto":
+    for kind, names in asked.items():
+        kernels = source.of(kind)
+        for name in names:
+            if name not in kernels.entries:
+                kernels.backend(name)  # raises; one that exists is loaded later, where a refusal carries its hint and a fix
+    if kv_layout != AUTO:
         source.layout(kv_layout)
 
 
-class StartupChoice:
-    """Finds a layout and a block size over which every phase of every layer is served as the user asked.
+class Rated(NamedTuple):
+    """One kernel at one shape, over the chosen layout and block size."""
 
-    With a crossover table `auto` takes those of least expected cost over the workload. Without one it takes, for each phase, the
-    first backend of the rank hook's order that supports every layer.
+    name: str
+    reasons: tuple[Reason, ...]
+    """Why it cannot serve or must not be chosen; empty: it can."""
+    us: float | None
+    """Microseconds of a step, all layers; None: not measured, or it cannot serve."""
+
+
+class KernelSelector(Generic[S, B, L]):
+    """The choice for all layers of one kind: a layout and a block size over which every phase is served as the user asked.
+
+    What the user named serves, or is refused with every reason. For the rest `auto` takes what has the least measured cost over
+    the workload; without times, for each phase, the first kernel of the rank hook's order that supports every layer.
     """
 
     def __init__(
         self,
-        source: BackendSource,
-        layers: LayerSpecs,
-        request: BackendRequest,
-        costs: Mapping[AttentionSpec, CostTable] | None,
-        workload: Workload,
+        candidates: Candidates[S, B, L],
+        request: BackendRequest = ALL_AUTO,
+        costs: Mapping[S, CostTable] | None = None,
+        workload: Workload = PRESETS["chat"],
     ) -> None:
-        self._source = source
-        self._layers = layers
+        """costs: measured times of each distinct layer; None: there are none.
+
+        :raises HeadwayError: an unknown name, or layers that nothing serves, with every reason and the nearest request that
+            would be served.
+        """
+        self._able = candidates
         self._request = request
-        self._measured: MeasuredChoice | None = None
-        self._free = [phase for phase in request.auto_phases if phase in layers.phases]
-        """The phases that are auto."""
-        if costs and self._free:
-            parts = [(costs[spec], count) for spec, count in layers.counts.items()]
-            self._measured = MeasuredChoice(parts, workload, self._free, layers.phases)
+        self._parts = [(costs[spec], count) for spec, count in candidates.counts.items()] if costs else []
+        self._failed = {name: why for table, _ in self._parts for name, why in table.excluded.items()}
+        """Kernels that failed their self-test -> what failed."""
+        self._chooser: StepChooser | None = None
+        selection = self._select(workload)
+        helpers = {phase: candidates.helper(name, phase, selection.place) for phase, name in selection.names.items()}
+        self.selection = replace(selection, helpers={phase: helper for phase, helper in helpers.items() if helper})
 
-    def select(self, kv_layout: str, block_size: int | None) -> tuple[Selection, StepChooser | None]:
-        """Make the choice; returns it and what chooses among its backends in each step, None where no measured times decided.
-
-        A model without a layer of attention asks no backend; pages of its cache take no memory, and only count tokens.
-
-        :raises UnsupportedError: nothing serves the request; with every reason, and the nearest request that would be served.
-        """
-        choices = self._choices(kv_layout, block_size)
-        if not self._layers.cached:
-            layout, size = choices[0]
-            return Selection(layout, size, dict.fromkeys(Phase, NO_ATTENTION), "no layer has attention"), None
-        measured = self._measured.select(choices, self._able) if self._measured is not None else None
-        if measured is not None:
-            return measured
-        found = self._search(self._request, choices)
-        if found is None:
-            raise self._refusal(choices)
-        return found, None
-
-    def why_not(self, phase: Phase, chosen: Selection) -> dict[str, tuple[Reason, ...]]:
-        """Each backend that was considered for a phase -> why the phase is refused over the chosen layout; (): it can.
-
-        Empty if no layer has attention.
-        """
-        names = self._candidates(self._request, phase, every=True) if self._layers.cached else ()
-        found = {name: self._reasons(name, phase, chosen.layout, chosen.block_size) for name in names}
-        failed = self._failed if self._request.name_for(phase) == AUTO else {}
-        return found | {name: (Reason(name, "to pass its self-test", why),) for name, why in failed.items()}
-
-    def layout_of(self, spec: AttentionSpec, chosen: CacheLayout) -> CacheLayout:
-        """The layout of a layer's cache: the chosen one, or where that cannot hold its values the first registered that can.
-
-        There are two kinds of layers: those whose value lies in the key, and those with a value of its own.
-        """
-        kinds = {each.value_in_key for each in (*self._layers.distinct, spec)}
-        if len(kinds) == 1 or spec.value_in_key is not chosen.has_value:
-            return chosen
-        others = (info.layout for info in self._source.layouts.values())
-        return next((other for other in others if other.has_value is not spec.value_in_key), chosen)
+    def backends_for(self, phase: Phase) -> Mapping[S, B]:
+        """The instances of the selection's kernel for a phase, by spec."""
+        return self._able.instances(self.selection.names[phase], (phase,), self.selection.place)
 
     @property
-    def _failed(self) -> Mapping[str, str]:
-        return self._measured.excluded if self._measured is not None else {}
+    def costs(self) -> StepCosts | None:
+        """Measured times over the selection's layout and block size; None where they did not decide."""
+        return self._chooser.costs if self._chooser is not None else None
 
-    def _able(self, phase: Phase, layout: CacheLayout, block_size: int) -> list[str]:
-        """Backends that can serve a phase of every layer, in rank order."""
-        names = self._candidates(self._request, phase)
-        return [name for name in names if not self._reasons(name, phase, layout, block_size)]
+    @property
+    def all_costs(self) -> StepCosts | None:
+        """Measured times over the selection's layout and block size, whether or not they decided; None: there are none."""
+        return StepCosts(self._parts, self.selection.layout.name, self.selection.block_size) if self._parts else None
 
-    def _choices(self, kv_layout: str = "auto", block_size: int | None = None) -> list[tuple[CacheLayout, int]]:
-        infos = list(self._source.layouts.values()) if kv_layout == "auto" else [self._source.layout(kv_layout)]
-        sizes = DEFAULT_BLOCK_SIZES if block_size is None else (block_size,)
-        return [(info.layout, size) for size in sizes for info in infos]
+    def rated(self, shape: Shape, chosen: str) -> list[Rated]:
+        """Every registered kernel over the selection's layout and block size: the chosen one, then those with a time, fastest
+        first, then those that can serve."""
+        costs, found = self.all_costs, []
+        for name in self._able.source.entries:
+            reasons = self._able.reasons(name, shape.phase, self.selection.place) + self._failure(name)
+            us = math.inf if reasons or costs is None else costs.step_us(name, shape)
+            found.append(Rated(name, reasons, us if math.isfinite(us) else None))
+        return sorted(found, key=lambda each: (each.name != chosen, bool(each.reasons), each.us is None, each.us or 0.0))
 
-    def _search(self, request: BackendRequest, choices: Sequence[tuple[CacheLayout, int]]) -> Selection | None:
+    def why_not(self, phase: Phase) -> dict[str, tuple[Reason, ...]]:
+        """Each kernel that was considered for a phase -> why the phase is refused, over the selection's layout; (): it can."""
+        names = self._names(self._request, phase, every=True) if self._able.specs else ()
+        failed = self._failed if self._request.name_for(phase) == AUTO else {}
+        found = {name: self._able.reasons(name, phase, self.selection.place) for name in names}
+        return found | {name: self._failure(name) for name in failed}
+
+    def _failure(self, name: str) -> tuple[Reason, ...]:
+        return (Reason(name, "to pass its self-test", self._failed[name]),) if name in self._failed else ()
+
+    def _select(self, workload: Workload) -> Selection[L]:
+        able, free = self._able, [phase for phase in self._request.auto_phases if phase in self._able.specs]
+        if not able.specs:  # pages of such a cache take no memory, and only count tokens
+            return Selection(able.places[0], dict.fromkeys(Phase, NO_ATTENTION), "no layer has attention")
+        why = "auto: no crossover table, rank order" if free else "asked for"
+        if self._parts and free:
+            choice = MeasuredChoice(self._parts, workload, able.steps(workload), free, able.specs, able.per_step)
+            if (measured := choice.select(able.places, self._all)) is not None:
+                self._chooser = measured[1]
+                return measured[0]
+            why = f"auto: {self._parts[0][0].source} has no times for this layout and block size, rank order"
+        found = self._search(self._request, able.places, why)
+        if found is None:
+            raise self._refusal()
+        return found
+
+    def _search(self, request: BackendRequest, places: Sequence[Placement[L]], why: str = "") -> Selection[L] | None:
         """The first layout and block size over which the request covers every phase."""
-        for layout, size in choices:
-            names = {phase: self._first(request, phase, layout, size) for phase in self._layers.phases}
+        for place in places:
+            names = {phase: self._first(request, phase, place) for phase in self._able.specs}
             served = {phase: name for phase, name in names.items() if name is not None}
             if len(served) == len(names):
-                return Selection(layout, size, served, self._why() if self._free else "asked for")
+                return Selection(place, served, why)
         return None
 
-    def _why(self) -> str:
-        if self._measured is None:
-            return "auto: no crossover table, rank order"
-        return f"auto: {self._measured.parts[0][0].source} has no times for this layout and block size, rank order"
+    def _all(self, phase: Phase, place: Placement[L]) -> list[str]:
+        """Kernels that can serve a phase of every layer, in rank order."""
+        return [name for name in self._names(self._request, phase) if not self._able.reasons(name, phase, place)]
 
-    def _first(self, request: BackendRequest, phase: Phase, layout: CacheLayout, block_size: int) -> str | None:
-        candidates = self._candidates(request, phase)
-        return next((name for name in candidates if not self._reasons(name, phase, layout, block_size)), None)
+    def _first(self, request: BackendRequest, phase: Phase, place: Placement[L]) -> str | None:
+        names = self._names(request, phase)
+        return next((name for name in names if not self._able.reasons(name, phase, place)), None)
 
-    def _candidates(self, request: BackendRequest, phase: Phase, every: bool = False) -> Sequence[str]:
-        """Return the names to try, best guess first. every: True includes backends that are registered for other devices."""
+    def _names(self, request: BackendRequest, phase: Phase, every: bool = False) -> Sequence[str]:
+        """Return the names to try, best guess first. every: True includes kernels that are registered for other devices."""
         if (name := request.name_for(phase)) != AUTO:
             return (name,)
-        spec = self._layers.distinct[0]
-        meant = self._source.backends if every else self._source.meant_for(spec.device.type)
-        return self._source.rank(spec, phase, [name for name in meant if name not in self._failed])
+        source, spec = self._able.source, self._able.first
+        meant = source.entries if every else source.meant_for(spec.device.type)
+        return source.rank(spec, phase, [name for name in meant if name not in self._failed])
 
-    def _reasons(self, name: str, phase: Phase, layout: CacheLayout, block_size: int) -> tuple[Reason, ...]:
-        support = Support()
-        for spec in (self._layers.in_phase(spec, phase) for spec in self._layers.distinct):
-            support &= self._source.supports(name, spec, self.layout_of(spec, layout), block_size, phase)
-        return support.reasons
-
-    def _refusal(self, choices: Sequence[tuple[CacheLayout, int]]) -> UnsupportedError:
+    def _refusal(self) -> UnsupportedError:
         """Explain the layout and block size that came nearest, and name what would work."""
 
-        def unserved(choice: tuple[CacheLayout, int]) -> list[Phase]:
-            layout, size = choice
-            return [phase for phase in self._layers.phases if self._first(self._request, phase, layout, size) is None]
+        def unserved(place: Placement[L]) -> list[Phase]:
+            return [phase for phase in self._able.specs if self._first(self._request, phase, place) is None]
 
-        layout, size = nearest = min(choices, key=lambda choice: len(unserved(choice)))
+        nearest = min(self._able.places, key=lambda place: len(unserved(place)))
         reasons: list[Reason] = []
         for phase in unserved(nearest):
-            for name in self._candidates(self._request, phase, every=True):
+            for name in self._names(self._request, phase, every=True):
                 label = f"{name}, " if self._request.name_for(phase) == AUTO else ""
-                found = self._reasons(name, phase, layout, size)
+                found = self._able.reasons(name, phase, nearest)
                 reasons += [reason._replace(what=f"{label}{reason.what}") for reason in found]
         asked = ", ".join(self._request.names) or AUTO
-        where = f"attention backend {asked} (kv_layout={layout.name}, block_size={size}, {self._layers.distinct[0]})"
+        where = f"{self._able.kind.name} backend {asked} ({nearest}, {self._able.first})"
         return UnsupportedError(where, list(dict.fromkeys(reasons)), self._fix(unserved(nearest)))
 
     def _fix(self, unserved: Sequence[Phase]) -> str:
         """The smallest change of the request that would be served, found by trying; empty: there is none."""
         kept = BackendRequest(
             AUTO if {Phase.PREFILL, Phase.EXTEND} & set(unserved) else self._request.prefill,
-            AUTO if Phase.DECODE in unserved or Phase.DECODE not in self._layers.phases else self._request.decode,
+            AUTO if Phase.DECODE in unserved or Phase.DECODE not in self._able.specs else self._request.decode,
         )
         for request in (self._request, *([kept] if kept.names else ()), ALL_AUTO):
-            found = self._search(request, self._choices())
+            found = self._search(request, self._able.all_places)
             if found is not None:
-                return f"--attn-backend {request} --kv-layout {found.layout.name} --block-size {found.block_size}"
+                return self._able.options.format(request, found.layout.name, found.block_size)
         return ""
 
 
-class Selector:
-    """Chooses once at start (`StartupChoice`), then answers each step's question with a dict get (`StepChooser`)."""
+class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
+    """Chooses attention backends at start, then answers each step's question with a dict get (`StepChooser`)."""
 
     def __init__(
         self,
@@ -222,18 +200,15 @@ class Selector:
 
         :raises HeadwayError: an unknown name, or a request that cannot be served, with every reason.
         """
-        self._source = source
-        self._layers = layers
-        self._options = options or {}
-        for name, chosen in self._options.items():
-            source.backend(name).check_options(chosen)
-        self._startup = StartupChoice(source, layers, request, costs, workload)
-        selection, chooser = self._startup.select(kv_layout, block_size)
-        self.selection = selection
-        self._chooser = chooser
-        names = dict.fromkeys(name for phase in self.selection.names for name in self.selection.all_for(phase))
-        self._instances = {name: self._make(name) for name in names}
-        self.gathering = self._gathering()
+        candidates = AttentionCandidates(source, layers, kv_layout, block_size, options)
+        super().__init__(candidates, request, costs, workload)
+        chosen = self.selection
+        self._candidates = candidates
+        self._instances: dict[str, Backends] = {}
+        for name in dict.fromkeys(name for phase in chosen.names for name in chosen.all_for(phase)):
+            served = [phase for phase in candidates.specs if name in chosen.all_for(phase)]
+            self._instances[name] = candidates.instances(name, served, chosen.place)
+        self.gathering = candidates.gathering(chosen.names[Phase.PREFILL], chosen.place)
         """The spec of a latent layer's cache -> the backend that attends to its context after that was gathered and expanded: the
         one of its prompts. A layer that this backend cannot serve so is missing."""
 
@@ -275,10 +250,6 @@ class Selector:
         shape = Shape(Phase.DECODE, batch, query_len, kv_len)
         return min(self.costs.step_us(name, shape) for name in self.selection.all_for(Phase.DECODE))
 
-    def why_not(self, phase: Phase) -> dict[str, tuple[Reason, ...]]:
-        """Each backend that was considered for a phase -> why the phase is refused, over the selection's layout; (): it can."""
-        return self._startup.why_not(phase, self.selection)
-
     def forget(self) -> None:
         """Choose the next step's backends as in the first step: after steps of warm-up."""
         if self._chooser is not None:
@@ -289,34 +260,10 @@ class Selector:
         return self._instances[name]
 
     @property
-    def costs(self) -> StepCosts | None:
-        """Measured times over the selection's layout and block size; None where they did not decide."""
-        return self._chooser.costs if self._chooser is not None else None
-
-    @property
     def instances(self) -> list[Backends]:
         """The instances of every backend that may be called, by spec."""
         return list(self._instances.values())
 
     def layout_of(self, spec: AttentionSpec) -> CacheLayout:
         """The layout of a layer's cache: the selection's, or where that does not fit the layer's values another."""
-        return self._startup.layout_of(spec, self.selection.layout)
-
-    def _make(self, name: str) -> Backends:
-        """Instances for the specs of the phases in which a backend may be called."""
-        phases = [phase for phase in self._layers.phases if name in self.selection.all_for(phase)]
-        specs = dict.fromkeys(self._layers.in_phase(spec, phase) for phase in phases for spec in self._layers.distinct)
-        return {spec: self._instance(name, spec) for spec in specs}
-
-    def _instance(self, name: str, spec: AttentionSpec) -> AttentionBackend:
-        backend, options = self._source.backend(name), self._options.get(name)
-        return make_backend(backend, spec, self.layout_of(spec), self.selection.block_size, options)
-
-    def _gathering(self) -> Backends:
-        name, size = self.selection.names[Phase.PREFILL], self.selection.block_size
-        found = {}
-        for spec, dense in self._layers.expanded.items():
-            cached = replace(dense, dense=False)
-            if self._source.supports(name, cached, self.layout_of(cached), size, Phase.EXTEND):
-                found[spec] = self._instance(name, cached)
-        return found
+        return self._candidates.layout_of(spec, self.selection.layout)

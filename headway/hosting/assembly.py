@@ -20,6 +20,7 @@ import torch
 
 from headway.compat.vllm_views import VllmConfig
 from headway.core.contract.errors import ConfigError, made_by
+from headway.core.contract.operation import ATTENTION, STATE
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
 from headway.core.engine.data.executor import ExecutorLostError
@@ -173,7 +174,8 @@ def checked_registry(args: EngineArgs) -> Registry:
     config, registry = args.engine_config(), args.make_registry()
     for failure in registry.failures:
         log.warning("plugin left out: %s", failure)
-    check_names(registry, config.backend_request, config.kv_layout, config.attn_options)
+    attention = [*config.backend_request.names, *config.attn_options]
+    check_names(registry, {ATTENTION: attention, STATE: config.state_request.names}, config.kv_layout)
     if config.speculate is not None:
         registry.proposer(config.speculate)
     return registry

@@ -22,6 +22,7 @@ from headway.core.contract.backend import AttentionBackend, Plan
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import NHD, LayerCache
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import ATTENTION
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES
 from headway.core.select.backend_request import BackendRequest
@@ -272,7 +273,7 @@ def register(request: str) -> str:
     :raises HeadwayError: the request has another form, or names a backend that is not registered.
     """
     parsed = BackendRequest.parse(request)
-    check_names(registry(), parsed, "auto", {})
+    check_names(registry(), {ATTENTION: parsed.names})
     plain, capital = (NAME, NAME) if request == "auto" else (f"{NAME}:{request}", f"{NAME}:{request.upper()}")
     for name in {plain, capital}:
         if "flash" not in name:

@@ -9,12 +9,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from headway.core.contract.support import Support
-from headway.core.select.costs import Axis, AxisTimes
+from headway.core.select.costs import AxisTimes, CountAxis
 from headway.kernels.linear.linear import Linear
 
 ROW_COUNTS = tuple(2**n for n in range(14))
 """Numbers of rows that are measured; any other takes the choice of the next larger one, whose kernel is cut alike."""
-ROWS = Axis("rows", ROW_COUNTS)
+ROWS = CountAxis("rows", ROW_COUNTS)
 FEW, SHARED = "few_rows", "shared_rows"
 """Kernels of ours in CUDA C++, for up to 16 rows and for up to 512."""
 FLOAT8 = "w8a8"

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headway.bench.kernel.products import ProductsBench
-from headway.cli.look.explain import print_products
+from headway.cli.look.explain import product_section, show
 from sandbox import Result, assert_refused
 
 Headway = Callable[..., Result]
@@ -18,7 +18,9 @@ LINEAR = ("backends", "explain", "--device", "cpu", "--linear")
 
 def test_each_kind_of_product_is_told_in_a_narrow_terminal(headway: Headway) -> None:
     out = headway(*LINEAR, "--model", "llama-3-8b", "--quantization", "fp8").out
-    assert "fp8 rows 28672x4096, 32 layers\n  expanded on loading from 1 rows on\n" in out
+    lines = [line.split() for line in out.splitlines()]
+    title = lines.index(["fp8", "rows", "28672x4096,", "32", "layers"])
+    assert ["expanded", "on", "loading", "from", "1", "on"] in lines[title:]
     assert max(map(len, out.splitlines())) <= 80
     assert "no product over a quantised weight" in headway(*LINEAR, "--model", "llama-3-8b").out
 
@@ -34,11 +36,14 @@ def test_ways_that_were_refused_are_named_with_the_reason_they_share() -> None:
     console = Console(width=80, record=True)
     why = "vLLM's library: needs a compiled library that holds it, got none"
     refused = {"marlin": why, "cutlass": why, "scaled_mm": "form: needs floats of 8 bits, got int4"}
-    row = {"product": "int4 of 128 64x128", "layers": 2, "ways": {1: "kernel"}, "by": "the rule", "refused": refused}
-    print_products([row], console)
-    shown = console.export_text()
-    assert f"  marlin, cutlass: {why}\n" in shown
-    assert "  scaled_mm: form: needs floats of 8 bits, got int4\n" in shown
+    ways = {1: "kernel", 17: "dequantize"}
+    row = {"product": "int4 of 128 64x128", "layers": 2, "ways": ways, "by": "the rule", "refused": refused}
+    show(product_section(row), console, all_kernels=False)
+    shown = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert shown[0] == "int4 of 128 64x128, 2 layers"
+    assert {"kernel from 1 to 16", "dequantize from 17 on", "by: the rule"} <= set(shown)
+    assert f"marlin, cutlass {why}" in " ".join(shown)
+    assert "scaled_mm form: needs floats of 8 bits, got int4" in " ".join(shown)
 
 
 QUICKLY = ("--rep-ms", "0", "--warmup-ms", "0", "--device", "cpu")

@@ -32,7 +32,8 @@ def test_a_shape_shows_its_attention_and_its_states_with_reasons(headway: Headwa
     assert "us per step of 12 layers" in out
     assert "36 layers with a state: gated_delta 32/16 heads x 128/128 float32" in out
     assert "convolution of 8192 x 4 on cpu; 2.09 MiB each in a slot" in out
-    assert "states: torch, states in layout key_value (auto: rank order)" in out
+    assert "\nstates: prefill=torch, decode=torch\n" in out
+    assert "selection: prefill=torch, decode=torch; state_layout=key_value (auto: no crossover table, rank order)" in out
     assert "needs a CUDA GPU, got none" in out.partition("state backend")[2]
     narrow = headway(*NEXT).out
     assert max(map(len, narrow.splitlines())) <= 80
@@ -103,8 +104,8 @@ def test_states_of_a_model_are_timed_in_a_narrow_table_and_explained(
     assert table.spec == record
     write_json(table, state_table_path(a_device(), record))  # where auto looks
     out = headway("backends", "explain", "--device", "cpu", "--model", model, "--plugin", twin, columns=300).out
-    assert "auto: measured, scan " in out
-    assert "for 2 layers in a mean step of chat; state table of " in out
+    assert "(auto: state table of " in out
+    assert ", workload chat)" in out
     assert "us: microseconds of all layers in a mean step of chat" in out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ from torch import Tensor
 from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateSpec
+from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateLayout, StateSpec
 from headway.core.contract.state_backend import StateCapabilities
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
-from headway.core.select.selection import Workload
-from headway.core.select.state_selector import NO_BLOCKS, StateSelector, state_shape
+from headway.core.select.candidates import StateCandidates
+from headway.core.select.costs import NO_BLOCKS, CostTable, state_shape
+from headway.core.select.selection import Selection
+from headway.core.select.selector import KernelSelector
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import Registry, create_registry
 from headway.tuning import autotune_states
@@ -105,6 +107,10 @@ def measure(*backends: type[TorchStates], **changes: Any) -> StateTable:
     return run_state_level(options, registry_of(*backends))
 
 
+def selected(registry: Registry, specs: Sequence[StateSpec], costs: Mapping[StateSpec, CostTable]) -> Selection[StateLayout]:
+    return KernelSelector(StateCandidates(registry.states, specs), ALL_AUTO, costs).selection
+
+
 def test_every_backend_over_every_layout_is_checked_and_timed() -> None:
     table = measure(Twin, turns=replace(QUICK, long_ms=math.inf))  # however busy the machine is, none is given up
     assert table.complete
@@ -114,7 +120,7 @@ def test_every_backend_over_every_layout_is_checked_and_timed() -> None:
     costs = to_state_costs(table)
     scan = state_shape(Phase.EXTEND, 1, 70)
     assert costs.at(scan, "twin", "key_value", NO_BLOCKS)[0] > 30_000
-    assert StateSelector(registry_of(Twin).states, [LAYER], costs={LAYER: costs}).selection.scan == "torch"
+    assert selected(registry_of(Twin), [LAYER], {LAYER: costs}).names[Phase.PREFILL] == "torch"
 
 
 @pytest.mark.parametrize("kind", [MAMBA1, MAMBA2, CONV])
@@ -138,7 +144,7 @@ def test_a_point_at_which_a_backend_fails_has_no_time_and_is_never_chosen() -> N
     table = measure(FailsLate)
     late = [cell for cell in table.cells if cell.backend == "late" and cell.verb == "scan"]
     assert {(cell.status, cell.reason) for cell in late} == {("error", "RuntimeError: too long for me")}
-    assert StateSelector(registry_of(FailsLate).states, [LAYER], costs={LAYER: to_state_costs(table)}).selection.scan == "torch"
+    assert selected(registry_of(FailsLate), [LAYER], {LAYER: to_state_costs(table)}).names[Phase.PREFILL] == "torch"
 
 
 def test_the_first_start_measures_and_the_next_one_reads(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +159,7 @@ def test_the_first_start_measures_and_the_next_one_reads(caplog: pytest.LogCaptu
     assert caplog.text == ""
     step = state_shape(Phase.DECODE, 2, 1)
     assert first[LAYER].at(step, "twin", "key_value", NO_BLOCKS) == second[LAYER].at(step, "twin", "key_value", NO_BLOCKS)
-    assert "auto: measured" in str(StateSelector(registry.states, [LAYER], costs=second).selection)
+    assert "auto: state table of " in str(selected(registry, [LAYER], second))
 
 
 def test_nothing_is_measured_without_a_budget_a_choice_or_states(cache: Path) -> None:
@@ -203,8 +209,8 @@ def test_an_engine_takes_what_was_measured(caplog: pytest.LogCaptureFixture) -> 
     costs = state_costs_for(specs, registry, ALL_AUTO, TableRequest(budget=60))
     config = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**21, max_num_seqs=2)
     make_engine(EngineParts(model=model, source=registry, config=config, state_costs=costs))
-    chosen = StateSelector(registry.states, specs, costs=costs, workload=Workload.parse(config.workload)).selection
-    assert "auto: measured, scan" in chosen.why
+    chosen = selected(registry, specs, costs)
+    assert "auto: state table of " in chosen.why
     assert f"states: {chosen}" in caplog.text
 
 

@@ -25,7 +25,7 @@ from headway.core.contract.state_backend import StateBackend
 from headway.core.contract.support import Reason
 from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
 from headway.core.oracle.state_reference import SequenceState, StateAnswer, advance, answer, state_of
-from headway.core.select.state_candidates import VERBS, StateCandidates
+from headway.core.select.candidates import VERBS, StateCandidates
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.core.system.terminal import progress_bar
@@ -73,11 +73,11 @@ def state_contenders(registry: Registry, spec: StateSpec, names: Sequence[str]) 
     """Every backend of `names` over every layout in both phases, where it can serve the layer."""
     able = StateCandidates(registry.states, [spec])
     return [
-        StateContender(name, layout, phase, able.instances(name, layout, phase)[spec], able.helper(name, layout, phase))
+        StateContender(name, place.layout, phase, able.make(name, spec, phase, place), able.helper(name, phase, place))
         for phase in VERBS
-        for layout in registry.states.layouts.values()
+        for place in able.places
         for name in names
-        if able.serves(name, layout, phase)
+        if able.supports(name, spec, phase, place)
     ]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from headway.core.contract.metadata import Phase
-from headway.core.select.costs import CostTable, Sample, Shape
-from headway.core.select.state_selector import NO_BLOCKS, state_shape
+from headway.core.select.costs import NO_BLOCKS, CostTable, Sample, Shape, state_shape
 from headway.tuning.table.noise import LEAST_DIFFERENCE
 from headway.tuning.table.schema import Cell, CrossoverTable, PointKey, StateTable, Verb
 

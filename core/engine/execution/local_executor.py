@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy
 import torch
@@ -22,6 +21,7 @@ from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.model import Model, latent_layers
+from headway.core.contract.operation import STATE
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
@@ -42,11 +42,11 @@ from headway.core.engine.execution.model_runner import CompilationWatch, ModelRu
 from headway.core.engine.execution.warmup import WarmUp
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from headway.core.select.candidates import BackendSource
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import Selection, Workload
-from headway.core.select.selector import BackendSource, Selector
-from headway.core.select.state_candidates import StateSource
+from headway.core.select.selector import Selector
 from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")
@@ -113,20 +113,12 @@ _MOST_ROUNDS = 3
 from ending."""
 
 
-class EngineSource(BackendSource, Protocol):
-    """The part of the Registry that an engine needs."""
-
-    @property
-    def states(self) -> StateSource:
-        """The backends of layers with a state."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceParts:
     """What the executor of one device is made from. All ranks of an engine make it from equal values, at the same time."""
 
     model: Model
-    source: EngineSource
+    source: BackendSource
     """The registry of backends."""
     layers: LayerSpecs
     config: EngineConfig
@@ -169,7 +161,7 @@ class LocalExecutor:
         if config.deterministic:
             self.selection = replace(self.selection, why="deterministic: pinned")
         layouts = [self.selector.layout_of(spec) for spec in layers.cached]
-        states = StatePlan.of(model, parts.source.states, config, parts.state_costs, parts.max_decode_len)
+        states = StatePlan.of(model, parts.source.of(STATE), config, parts.state_costs, parts.max_decode_len)
         size, max_model_len, slots = plan_pool(model, layers, layouts, self.selector, states, config, parts.ranks)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)
@@ -349,7 +341,7 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
 
 
 def _log_setup(
-    selector: Selector, selection: Selection, layers: LayerSpecs, layouts: Sequence[CacheLayout], capacity: Capacity
+    selector: Selector, selection: Selection[CacheLayout], layers: LayerSpecs, layouts: Sequence[CacheLayout], capacity: Capacity
 ) -> None:
     log.info("attention: %s", selection)
     for spec, dense in layers.expanded.items():

@@ -18,10 +18,11 @@ from headway.core.contract.adapters import adapters_of, rows_with
 from headway.core.contract.backend import Backends
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
+from headway.core.contract.metadata import Phase
 from headway.core.contract.model import AttentionFunctions, Model, StateLayer, latent_layers, state_layers
 from headway.core.contract.ranks import Ranks
-from headway.core.contract.state import StateSpec
-from headway.core.contract.state_backend import StateBackends
+from headway.core.contract.state import StateLayout, StateSpec
+from headway.core.contract.state_backend import StateBackend, StateBackends
 from headway.core.engine.data import pool
 from headway.core.engine.data.config import MAX_DRAFT_TOKENS, EngineConfig
 from headway.core.engine.data.groups import PageFormat, page_format
@@ -32,12 +33,11 @@ from headway.core.engine.execution.latent import GATHERED_BYTES
 from headway.core.engine.execution.states import LayersWithState
 from headway.core.sampling.filtering import keep_top
 from headway.core.sampling.sampler import Draws, sample
+from headway.core.select.candidates import KernelSource, StateCandidates
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import Workload
-from headway.core.select.selector import Selector
-from headway.core.select.state_candidates import StateSource
-from headway.core.select.state_selector import StateSelector
+from headway.core.select.selector import KernelSelector, Selector
 
 log = logging.getLogger("headway")
 
@@ -200,30 +200,34 @@ class StatePlan:
     """A model's layers with a state, and what serves them."""
 
     layers: Sequence[StateLayer]
-    selector: StateSelector
+    selector: KernelSelector[StateSpec, StateBackend, StateLayout]
     per_row: int
     """Slots of a row."""
+    scan: StateBackends
+    """Serves sequences that prefill or extend."""
+    step: StateBackends
+    """Serves sequences that decode."""
 
     @classmethod
     def of(
         cls,
         model: Model,
-        source: StateSource,
+        source: KernelSource,
         config: EngineConfig,
         costs: Mapping[StateSpec, CostTable] | None,
         max_decode_len: int,
     ) -> StatePlan | None:
         """Return the plan of a model's layers with a state; None if it has no such layers.
 
-        :raises UnknownBackendError: the user named a state backend that nobody registered, whatever the model has.
+        :raises HeadwayError: layers that nothing serves as the user asked, with every reason.
         """
-        for name in config.state_request.names:
-            source.state_backend(name)
         layers = state_layers(model)
         if not layers:
             return None
-        specs, workload = [layer.spec for layer in layers], Workload.parse(config.workload)
-        return cls(layers, StateSelector(source, specs, config.state_request, costs, workload, max_decode_len), max_decode_len)
+        candidates = StateCandidates(source, [layer.spec for layer in layers], max_decode_len)
+        selector = KernelSelector(candidates, config.state_request, costs, Workload.parse(config.workload))
+        scan, step = map(selector.backends_for, (Phase.PREFILL, Phase.DECODE))
+        return cls(layers, selector, max_decode_len, scan, step)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -249,7 +253,7 @@ class StatePlan:
             slots.num_checkpoints,
         )
         memory = StateMemory.allocate(self.layers, selector.selection.layout, slots)
-        return LayersWithState(self.layers, memory, selector.scan, selector.step)
+        return LayersWithState(self.layers, memory, self.scan, self.step)
 
 
 def plan_pool(
@@ -298,7 +302,7 @@ def _pool_memory(
     memory = cache_memory(
         model,
         layers,
-        [*selector.instances, selector.gathering, *(() if states is None else (states.selector.scan, states.selector.step))],
+        [*selector.instances, selector.gathering, *(() if states is None else (states.scan, states.step))],
         max_num_tokens=config.step_tokens,
         max_num_seqs=config.max_num_seqs,
         utilization=config.gpu_memory_utilization,

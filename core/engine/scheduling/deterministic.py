@@ -13,12 +13,14 @@ from dataclasses import replace
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import StateLayer
+from headway.core.contract.operation import ATTENTION
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.select.backend_request import AUTO, BackendRequest
+from headway.core.select.candidates import BackendSource
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import BackendSource, Selector
+from headway.core.select.selector import Selector
 
 log = logging.getLogger("headway")
 
@@ -50,7 +52,8 @@ def pin(source: BackendSource, layers: LayerSpecs, config: EngineConfig) -> Back
     asked = config.backend_request
     if not asked.auto_phases or not layers.cached:
         return asked
-    for name in source.rank(layers.cached[0], Phase.DECODE, list(source.backends)):
+    kernels = source.of(ATTENTION)
+    for name in kernels.rank(layers.cached[0], Phase.DECODE, list(kernels.entries)):
         prefill, decode = (name if each == AUTO else each for each in (asked.prefill, asked.decode))
         pinned = BackendRequest(prefill, decode)
         try:

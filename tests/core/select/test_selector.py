@@ -17,12 +17,13 @@ from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import ConfigError, UnknownBackendError, UnsupportedError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable, Sample, Shape
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import PRESETS, MeasuredChoice, Workload
+from headway.core.select.selection import PRESETS, MeasuredChoice, Placement, Workload
 from headway.core.select.selector import Selector
 from headway.tuning.measure.points import grid
 from tiny_bench import with_backend
@@ -42,12 +43,16 @@ class Source:
     """A registry of the given backends, ranked as they are given; the unavailable ones say so."""
 
     def __init__(self, *backends: type[AttentionBackend], unavailable: Sequence[str] = ()) -> None:
-        self.backends = {backend.name: backend for backend in backends}
+        self.entries = {backend.name: backend for backend in backends}
         self.layouts = {layout.name: LayoutInfo(layout, lambda device: None) for layout in LAYOUTS}
         self.unavailable = unavailable
 
     def meant_for(self, device_type: str) -> list[str]:
-        return list(self.backends)
+        return list(self.entries)
+
+    def of(self, kind: OperationKind) -> Source:
+        assert kind is ATTENTION
+        return self
 
     def layout(self, name: str) -> LayoutInfo:
         if name not in self.layouts:
@@ -55,9 +60,9 @@ class Source:
         return self.layouts[name]
 
     def backend(self, name: str) -> type[AttentionBackend]:
-        if name not in self.backends:
-            raise UnknownBackendError(name, dict.fromkeys(self.backends, "available"))
-        return self.backends[name]
+        if name not in self.entries:
+            raise UnknownBackendError(name, dict.fromkeys(self.entries, "available"))
+        return self.entries[name]
 
     def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         if name in self.unavailable:
@@ -356,7 +361,7 @@ def test_the_choice_says_when_times_are_too_noisy_to_leave_the_first_block_size(
 @pytest.mark.parametrize(("noise", "gain", "chosen"), [(0.02, 1.0, 16), (0.05, 1.01, 16), (0.02, 1.1, 256), (0.05, 1.2, 256)])
 def test_noise_does_not_decide_the_block_size(noise: float, gain: float, chosen: int) -> None:
     shapes = [point.shape for point in grid("cpu")]
-    places = [(NHD, 16), (NHD, 256)]
+    places = [Placement(NHD, 16), Placement(NHD, 256)]
 
     def choice(seed: int) -> int:
         draw = random.Random(seed)
@@ -366,7 +371,7 @@ def test_noise_does_not_decide_the_block_size(noise: float, gain: float, chosen:
             return right * math.exp(draw.gauss(0.0, noise))
 
         samples = [Sample(s, name, "nhd", size, us(s, name, size)) for s in shapes for name in "ab" for _, size in places]
-        choice = MeasuredChoice([(CostTable(samples, noise), 32)], PRESETS["chat"], tuple(Phase))
+        choice = MeasuredChoice([(CostTable(samples, noise), 32)], PRESETS["chat"], PRESETS["chat"].steps())
         found = choice.select(places, lambda *_: ["a", "b"])
         return found[0].block_size
 
