@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.model import StateLayer
 from headway.core.contract.spec import KV_DTYPES, AttentionSpec
 from headway.core.contract.state import KEY_VALUE, StateParameters
@@ -21,7 +22,6 @@ from headway.core.engine.data.groups import PageFormat, page_format
 from headway.core.engine.data.pool import SMALLEST_CHUNK, pool_size, size_text
 from headway.core.engine.data.state_slots import StateSlots, plan_slots
 from headway.core.select.layer_specs import LayerSpecs
-from headway.kernels.experts.config import ExpertsConfig
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.locate import locate
 from headway.models.config import DecoderConfig

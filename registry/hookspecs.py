@@ -8,6 +8,7 @@ import pluggy
 
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.chat_parsers import ChatParserInfo
+from headway.core.contract.kernel import KernelInfo
 from headway.core.contract.layout import LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
@@ -30,6 +31,14 @@ def headway_register_layouts() -> Iterable[LayoutInfo]:  # type: ignore[empty-bo
 @hookspec
 def headway_register_backends() -> Iterable[BackendInfo]:  # type: ignore[empty-body]
     """Return the attention backends this plugin brings; no kernel library may be imported to answer."""
+
+
+@hookspec
+def headway_register_kernels() -> Iterable[KernelInfo]:  # type: ignore[empty-body]
+    """Return the kernels that this plugin brings, of any kind; no kernel library may be imported to answer.
+
+    Items: BackendInfo, StateBackendInfo, LinearKernelInfo, ExpertsKernelInfo.
+    """
 
 
 @hookspec

@@ -21,7 +21,7 @@ from headway.backends.states.plans import (
     plan_scan,
     plan_step,
 )
-from headway.core.contract.backend import GraphLevel
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import (
     CHECKPOINT_TOKENS,

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.backend import GraphLevel, Lengths, Plan, StepLimits, check_made, lattice
+from headway.core.contract.backend import Lengths, Plan, StepLimits, check_made, lattice
 from headway.core.contract.errors import making
+from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.state import MAMBA1, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
-from headway.core.contract.support import YES, Reason, Support
+from headway.core.contract.support import Reason, Support
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class StateCapabilities:
         yield from (Reason(what, need or "none", str(got)) for kept, what, need, got in rules if not kept)
 
 
-class StateBackend(ABC):
+class StateBackend(Kernel):
     """One named way to compute layers with a state; it never sees the engine or its configuration.
 
     A subclass sets `name` and `capabilities` and writes `plan` and one or both of `scan` and `step`. The engine makes one
@@ -81,26 +82,11 @@ class StateBackend(ABC):
     not synchronise with the host, and what `step` allocates must come from torch's allocator, so that a graph can own it.
     """
 
-    name: ClassVar[str]
     capabilities: ClassVar[StateCapabilities]
-    graph_level: ClassVar[GraphLevel] = GraphLevel.NONE
-    """Which calls of `step` may be captured in a CUDA graph; `scan` is never part of one."""
-    tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-    """Largest accepted ||out - reference|| / ||reference|| against float64, by dtype; states are held to the same."""
 
     def __init__(self, spec: StateSpec, layout: StateLayout) -> None:
         self.spec = spec
         self.layout = layout
-
-    @classmethod
-    def available(cls) -> Support:
-        """Return whether the backend can run on this machine: libraries, driver, compiler, device (all probed)."""
-        return YES
-
-    @classmethod
-    def origin(cls) -> str:
-        """Return where the library was found, if the backend searches several places; else an empty string."""
-        return ""
 
     @classmethod
     def supports(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
@@ -169,20 +155,10 @@ StateBackends = Mapping[StateSpec, StateBackend]
 
 
 @dataclass(frozen=True, slots=True)
-class StateBackendInfo:
-    """Registration of a state backend by a plugin: cheap to list, loaded only when it is used."""
+class StateBackendInfo(KernelInfo):
+    """Registration of a state backend by a plugin."""
 
-    name: str
-    summary: str
-    """One line for the table."""
-    load: Callable[[], type[StateBackend]]
-    """Imports the kernel library; may raise ImportError."""
-    extra: str = ""
-    """What to install for the library: an extra of headway or a package."""
-    devices: tuple[str, ...] = field(default=(), kw_only=True)
-    """Types of device that it runs on; empty: its class says so."""
-    api_version: int = field(kw_only=True)
-    """Version of the contract the backend was written for, as a number."""
+    kind: ClassVar[str] = "state"
 
 
 def make_state_backend(kind: type[StateBackend], spec: StateSpec, layout: StateLayout) -> StateBackend:

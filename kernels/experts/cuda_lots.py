@@ -11,8 +11,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.support import YES, Support
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.cuda_rows import CudaMethod, ExpertCutRule, ExpertProduct, ExpertVariant, expert_variant
 from headway.kernels.experts.methods import most_blocks
 from headway.kernels.experts.route_kernels import Routed, Router

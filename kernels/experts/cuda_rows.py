@@ -15,8 +15,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.support import Support
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.route_kernels import Routed, Router
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arrangements, computes

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.support import YES, Support
+from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight
 from headway.kernels.linear.cuda_variant import (
     FLOAT8_COLUMNS,
     HALVES,
@@ -28,16 +29,7 @@ from headway.kernels.linear.cuda_variant import (
     fitted,
     most_rows_of,
 )
-from headway.kernels.linear.forms import (
-    Float4Weight,
-    Float8Weight,
-    Int4Weight,
-    Int8Weight,
-    QuantizedWeight,
-    WeightBytes,
-    form_name,
-    weight_bytes,
-)
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, form_name, weight_bytes
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.product_kernels import RotationArguments, output_of
 from headway.kernels.linear.quantized import InOrder

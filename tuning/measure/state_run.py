@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headway.core.contract.backend import GraphLevel
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import STATE
 from headway.core.contract.state import StateLayout, StateSpec

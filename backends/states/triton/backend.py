@@ -11,7 +11,8 @@ from torch import Tensor
 from headway.backends.states.triton.arguments import StateTuning
 from headway.backends.states.triton.scan import StateScan, plan_scan, shared_bytes
 from headway.backends.states.triton.step_kernels import StateStep
-from headway.core.contract.backend import GraphLevel, Plan
+from headway.core.contract.backend import Plan
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.state_backend import StateBackend, StateCapabilities

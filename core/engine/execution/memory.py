@@ -218,7 +218,7 @@ class StatePlan:
         :raises UnknownBackendError: the user named a state backend that nobody registered, whatever the model has.
         """
         for name in config.state_request.names:
-            source.state_backend(name)
+            source.backend(name)
         layers = state_layers(model)
         if not layers:
             return None

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.backend import GraphLevel, Plan
+from headway.core.contract.backend import Plan
 from headway.core.contract.compiled import Packed, upload
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import StateLayer
 from headway.core.contract.state import StateMetadata, StateSpec

@@ -23,8 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.system.files import cache_folder
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.cuda_lots import LotsVariant, expert_lots_cut, lots_variant
 from headway.kernels.experts.cuda_rows import ExpertCutRule, ExpertVariant, expert_variant
 from headway.kernels.experts.methods import most_blocks
