@@ -6,7 +6,6 @@ They change only with `API_VERSION`. `headway.core` and everything else is Headw
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, Lengths, Plan, StepLimits
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.chat_parsers import CallSyntax, ChatContext, ChatParser, ChatParserInfo, ChatPiece, ReasoningSyntax
-from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.errors import (
     BackendError,
     ConfigError,
@@ -25,7 +24,7 @@ from headway.core.contract.experts import (
     ExpertsSpec,
     ExpertsWeights,
 )
-from headway.core.contract.kernel import GraphLevel, Kernel, KernelInfo
+from headway.core.contract.kernel import GraphLevel, Kernel, KernelInfo, announce_compilation
 from headway.core.contract.layout import (
     HND,
     LATENT,
@@ -47,13 +46,15 @@ from headway.core.contract.state import (
     KEY_VALUE,
     STATE_KINDS,
     VALUE_KEY,
+    StateBackend,
+    StateBackendInfo,
     StateCache,
+    StateCapabilities,
     StateLayout,
     StateMetadata,
     StateParameters,
     StateSpec,
 )
-from headway.core.contract.state_backend import StateBackend, StateBackendInfo, StateCapabilities
 from headway.core.contract.support import YES, Reason, Support
 from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight, WeightFormat
 

@@ -22,8 +22,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, EXPERTS, KINDS, LINEAR, STATE, OperationKind
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateBackendInfo
+from headway.core.contract.state import StateBackend, StateBackendInfo, StateLayout, StateSpec
 from headway.core.contract.support import YES, Reason, Support
 from headway.core.system.logs import log_traceback, warn_once
 from headway.registry.plugin_sources import PluginSource
@@ -161,17 +160,17 @@ class KernelRegistry(Generic[B, L]):
         """Return the names of those that serve a type of device and can run on this machine."""
         return [name for name in self.meant_for(device_type) if self.able(name, device_type)]
 
-    def supports(self, name: str, spec: Any, *where: Any) -> Support:
+    def supports(self, name: str, *asked: Any) -> Support:
         """Return whether a kernel can run here, and if so its own answer about a layer.
 
-        where: the rest of what its class's `supports` takes.
+        asked: what its class's `supports` takes, the layer's spec first.
         """
-        able = self.able(name, spec.device.type)
+        able = self.able(name, asked[0].device.type)
         if not able:
             return able
         try:
             kernel: Any = self.backend(name)  # whose `supports` takes what its kind of operation asks
-            return _support(kernel.supports(spec, *where), "supports")
+            return _support(kernel.supports(*asked), "supports")
         except (Exception, SystemExit) as error:
             log_traceback(f"supports() of {self._word} {name}", error)
             return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
@@ -242,7 +241,8 @@ class Registry:
             EXPERTS, check_experts_class, self.rank_hooks, self.failures
         )
         self._kinds = (self.attention, self.states, self.linear, self.experts)
-        self.backends, self.layouts = self.attention.entries, self.attention.layouts
+        self.backends = self.attention.entries
+        self.layouts = self.attention.layouts
         self.plugins: list[PluginRecord] = []
         """The installed plugins, those that were left out or not wanted as well, and files that the user named."""
         self.sources: dict[str, PluginSource] = {}

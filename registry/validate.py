@@ -20,8 +20,7 @@ from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, EXPERTS, LINEAR, STATE, OperationKind
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
-from headway.core.contract.state import STATE_KINDS, StateLayout
-from headway.core.contract.state_backend import StateBackend, StateCapabilities
+from headway.core.contract.state import STATE_KINDS, StateBackend, StateCapabilities, StateLayout
 from headway.core.contract.weights import FORMATS
 from headway.core.system.text import shown
 

@@ -27,13 +27,14 @@ from headway.core.contract.state import (
     CHECKPOINT_TOKENS,
     MAMBA1,
     STATE_KINDS,
+    StateBackend,
     StateCache,
+    StateCapabilities,
     StateLayout,
     StateMetadata,
     StateParameters,
     StateSpec,
 )
-from headway.core.contract.state_backend import StateBackend, StateCapabilities
 
 
 def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:

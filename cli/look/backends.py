@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from headway.core.contract.capabilities import Capabilities
-    from headway.core.contract.state_backend import StateCapabilities
+    from headway.core.contract.state import StateCapabilities
     from headway.core.contract.support import Support
     from headway.registry import KernelEntry, Registry
 

@@ -17,7 +17,7 @@ from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.backend import AttentionBackend
-    from headway.core.contract.state_backend import StateBackend
+    from headway.core.contract.state import StateBackend
     from headway.core.contract.support import Support
     from headway.machine.doctor import Advice, Machine
     from headway.registry import KernelEntry, Registry

@@ -11,7 +11,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.experts import ExpertsCapabilities, ExpertsKernel, ExpertsKernelInfo
 from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearKernelInfo
-from headway.core.contract.state_backend import StateBackend, StateBackendInfo, StateCapabilities
+from headway.core.contract.state import StateBackend, StateBackendInfo, StateCapabilities
 
 
 @dataclass(frozen=True, slots=True)

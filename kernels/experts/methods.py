@@ -11,8 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.core.contract.compiled import AHEAD
 from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.kernel import AHEAD
 from headway.kernels.experts.choice import nearest
 from headway.kernels.experts.plain import ExpertOrder
 from headway.kernels.experts.route_kernels import Routed, Router, dot_type

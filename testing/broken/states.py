@@ -17,11 +17,12 @@ from headway.core.contract.state import (
     MAMBA1,
     MAMBA2,
     STATE_KINDS,
+    StateBackend,
     StateCache,
+    StateCapabilities,
     StateMetadata,
     StateParameters,
 )
-from headway.core.contract.state_backend import StateBackend, StateCapabilities
 from headway.core.oracle.state_reference import SequenceState, advance
 
 

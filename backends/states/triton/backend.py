@@ -14,8 +14,16 @@ from headway.backends.states.triton.step_kernels import StateStep
 from headway.core.contract.backend import Plan
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateCapabilities
+from headway.core.contract.state import (
+    STATE_KINDS,
+    StateBackend,
+    StateCache,
+    StateCapabilities,
+    StateLayout,
+    StateMetadata,
+    StateParameters,
+    StateSpec,
+)
 from headway.core.contract.support import Support
 from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch, shared_memory
 
