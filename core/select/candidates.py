@@ -16,7 +16,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, STATE, OperationKind
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
-from headway.core.contract.state_backend import StateBackend, make_state_backend
+from headway.core.contract.state import StateBackend, make_state_backend
 from headway.core.contract.support import Reason, Support
 from headway.core.select.costs import NO_BLOCKS, Shape, state_shape
 from headway.core.select.layer_specs import LayerSpecs

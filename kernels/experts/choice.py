@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.core.select.costs import CountAxis
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 
 TOKEN_COUNTS = tuple(2**n for n in range(14))
 """Numbers of tokens that are measured; any other takes the nearest one's choice, by ratio."""

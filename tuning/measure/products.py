@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.support import Support
 from headway.core.select.costs import AxisTimes
 from headway.core.system.files import cache_folder

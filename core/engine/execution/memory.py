@@ -22,7 +22,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.model import AttentionFunctions, Model, StateLayer, latent_layers, state_layers
 from headway.core.contract.ranks import Ranks
 from headway.core.contract.state import StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateBackends
+from headway.core.contract.state import StateBackend, StateBackends
 from headway.core.engine.data import pool
 from headway.core.engine.data.config import MAX_DRAFT_TOKENS, EngineConfig
 from headway.core.engine.data.groups import PageFormat, page_format

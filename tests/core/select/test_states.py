@@ -12,7 +12,7 @@ from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import GATED_DELTA, StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateCapabilities
+from headway.core.contract.state import StateBackend, StateCapabilities
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.candidates import StateCandidates
 from headway.core.select.costs import NO_BLOCKS, CostTable, Sample, Shape, state_shape
