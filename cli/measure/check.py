@@ -64,10 +64,9 @@ def check(
     from headway.core.system.json_files import write_bytes
     from headway.testing.diagnosis.scorecard import badge, scorecard
     from headway.testing.kit.checking import Wanted
-    from headway.testing.kit.kit import CHECKS
+    from headway.testing.kit.kit import words_of_checks
     from headway.testing.kit.runner import find_sanitizer
-    from headway.testing.kit.state_kit import STATE_CHECKS
-    from headway.testing.kit.subject import STATES
+    from headway.testing.kit.subject import PREFIXES
     from headway.tuning.isolated.trial import try_installed
 
     if compare is not None:
@@ -75,7 +74,7 @@ def check(
         return
     if not target and not layout:
         raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
-    target = STATES + target if states and target and ":" not in target and not target.endswith(".py") else target
+    target = PREFIXES["state"] + target if states and target and ":" not in target and not target.endswith(".py") else target
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", "cpu or cuda", repr(device))
     if model and layout:
@@ -92,8 +91,7 @@ def check(
     )
     console = Terminal()
     report = _run(wanted, console)
-    about = {name: words for name, (_, words) in (*STATE_CHECKS.items(), *CHECKS.items())}
-    for line in scorecard(report, about, min(console.width, 100)):
+    for line in scorecard(report, words_of_checks(), min(console.width, 100)):
         console.print(line, soft_wrap=True, highlight=False)
     if json_file is not None:
         report.write(json_file)

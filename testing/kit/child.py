@@ -16,7 +16,6 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.system.child import message_of, open_replies, reply
 from headway.testing.kit.kit import Kit, list_cells, make_kit, run_cell
 from headway.testing.kit.runner import OUT_OF_BOUNDS
-from headway.testing.kit.state_kit import StateKit
 
 
 def main(target: str, device: str, threads: int, model: str, plugins: Sequence[str]) -> None:
@@ -24,7 +23,7 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
     told = open_replies()
     faulthandler.enable()
     torch.set_num_threads(threads)
-    kit: Kit | StateKit | None = None
+    kit: Kit | None = None
     for line in sys.stdin:
         request = message_of(line)
         try:
@@ -48,7 +47,7 @@ def _lost_gpu(device: str) -> str:
     return ""
 
 
-def _answer(kit: Kit | StateKit, device: str, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(kit: Kit, device: str, request: dict[str, Any]) -> dict[str, Any]:
     if "load" in request:
         return {"loaded": kit.name}
     if "cell" in request:

@@ -36,9 +36,9 @@ from headway.core.oracle.cells import (
 )
 from headway.core.oracle.inputs import possible
 from headway.core.oracle.steps import TABLE_BLOCKS
-from headway.testing.kit.covering import greedy
 from headway.testing.kit.model_layers import ModelLayer
-from headway.testing.kit.subject import Subject
+from headway.testing.kit.stage import greedy, shuffled
+from headway.testing.kit.subject import AttentionSubject
 
 Value = str | int
 Row = tuple[CheckCell, frozenset[str]]
@@ -84,7 +84,7 @@ _BY_HEADS = ("decode", "extend", "mixed", "verify", "prefill")
 class Claimed:
     """Everything of the product of the axes that a subject accepts."""
 
-    subject: Subject
+    subject: AttentionSubject
     layers: Mapping[str, ModelLayer] = field(default_factory=dict)
     """Layers of the model that the kit was given, by name."""
     _plainest: dict[tuple[str, ...], dict[tuple[Value, ...], CheckCell]] = field(default_factory=dict, init=False, repr=False)
@@ -190,12 +190,8 @@ class Claimed:
         """Few layers that hold, in every phase, each combination of `strength` values that is accepted in it."""
         if not self.rows:
             return []
-        numbers = {axis: {value: n for n, value in enumerate(self.values[axis])} for axis in AXES}
-        table = numpy.array([[numbers[axis][getattr(cell, axis)] for axis in AXES] for cell, _ in self.rows])
-        served = numpy.array([[phase in phases for phase in PHASES] for _, phases in self.rows])
+        order, table, served = shuffled(self.rows, {axis: self.values[axis] for axis in AXES}, tuple(PHASES))
         memories = range(len(MEMORIES)) if strength > 1 else (0,)
-        order = numpy.random.default_rng(0).permutation(len(table))
-        table, served = table[order], served[order]
         column = AXES.index("memory")
         table = numpy.concatenate([_with(table, column, memory) for memory in memories])
         served, order = numpy.tile(served, (len(memories), 1)), numpy.tile(order, len(memories))

@@ -13,7 +13,7 @@ from headway.core.contract.support import Support
 from headway.core.oracle.cells import EXPANDED, PHASES, CheckCell, Skipped, check_refusal, telling_sinks
 from headway.core.oracle.inputs import deal
 from headway.models.loader import read_layer_specs
-from headway.testing.kit.subject import Subject
+from headway.testing.kit.subject import AttentionSubject
 
 _FEATURES = {"sliding_window": "window", "softcap": "softcap", "alibi_slopes": "alibi", "sinks": "sinks"}
 _QUICK, _WHOLE = 5, 14
@@ -56,7 +56,7 @@ class ModelLayer:
             layer=self.name,
         )
 
-    def support(self, subject: Subject, layout: str, block_size: int, phase: Phase) -> Support:
+    def support(self, subject: AttentionSubject, layout: str, block_size: int, phase: Phase) -> Support:
         """Whether a subject serves the layer over such a cache."""
         return subject.supports(self.spec, layout, block_size, phase)
 
@@ -80,7 +80,7 @@ def read_model_layers(model: str, device: torch.device) -> Mapping[str, ModelLay
 
 def layer_cells(
     layer: ModelLayer,
-    subject: Subject,
+    subject: AttentionSubject,
     block_sizes: tuple[int, ...],
     quick: bool,
     many_steps: Callable[[CheckCell, frozenset[str]], list[CheckCell]],
@@ -107,7 +107,7 @@ def layer_cells(
     yield from many_steps(layer.cell.plain("answer", layout=whole[0], block_size=whole[1]), served[whole])
 
 
-def serves(layer: ModelLayer, subject: Subject, block_sizes: tuple[int, ...]) -> str:
+def serves(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> str:
     """Say in which phases a subject serves a layer, and why not in others.
 
     :raises Skipped: in none, with the reasons.
@@ -134,12 +134,12 @@ def _said(refusals: list[tuple[str, str]]) -> str:
     return "; ".join(f"{phases}: {reason}" for phases, reason in parts)
 
 
-def _places(layer: ModelLayer, subject: Subject, block_sizes: tuple[int, ...]) -> list[Place]:
+def _places(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> list[Place]:
     """Caches that the layer fits into; layouts by turns, so that few cells have them all."""
     return [(name, size) for size in block_sizes for name, layout in subject.layouts.items() if layout.check(layer.spec, size)]
 
 
-def _served(layer: ModelLayer, subject: Subject, block_sizes: tuple[int, ...]) -> dict[Place, frozenset[str]]:
+def _served(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> dict[Place, frozenset[str]]:
     """Where and in which phases (of PHASES) the subject serves the layer and the engine asks for it."""
     found = {}
     for name, size in _places(layer, subject, block_sizes):

@@ -17,8 +17,8 @@ from typing import Any
 from headway.core.contract.errors import ConfigError
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.core.system.provenance import interpreted
+from headway.testing.kit.kit import parse_cell
 from headway.testing.kit.report import CellResult, new_result
-from headway.testing.kit.state_subject import parse_cell
 
 OUT_OF_BOUNDS = "a kernel reads or writes memory that is not its own"
 SLOWER = 20

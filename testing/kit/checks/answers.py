@@ -20,8 +20,8 @@ from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, sibli
 from headway.core.oracle.inputs import steps_of
 from headway.core.oracle.oracle import attend, distance, expected
 from headway.core.oracle.steps import Before, Lens, Turn, first_step, padding_rows
+from headway.testing.kit.attention import AttentionStage, close_all, open_all, sequences, without_stray_reads
 from headway.testing.kit.session import Session
-from headway.testing.kit.stage import Stage, close_all, open_all, sequences, without_stray_reads
 
 _LSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
 """How far a log-sum-exp may be from the right one, which is about 4: sums of 16-bit inputs are kept in float32."""
@@ -30,7 +30,7 @@ _DATA = {torch.float64: 64.0, torch.float32: 64.0, torch.bfloat16: 12.0, torch.f
 
 
 @without_stray_reads
-def answer(stage: Stage, cell: CheckCell, poison: float) -> None:
+def answer(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
     """The steps of one kind of work, in one phase."""
     steps = cell_steps(cell)
     session = stage.session(cell, steps, poison=poison)
@@ -49,7 +49,7 @@ def cell_steps(cell: CheckCell) -> list[Lens]:
     return steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
 
 
-def siblings(stage: Stage, cell: CheckCell) -> str:
+def siblings(stage: AttentionStage, cell: CheckCell) -> str:
     """Layers that differ in numbers alone, by turns in one process: what is kept for one must not be taken for the other."""
     own = stage.claimed.spec(cell)
     other = sibling_of(own)
@@ -74,7 +74,7 @@ def _run_in_turn(sessions: Sequence[Session], lens: Lens, telling: set[int], gue
         close_all(session, sequences(work))
 
 
-def shared(stage: Stage, cell: CheckCell) -> str:
+def shared(stage: AttentionStage, cell: CheckCell) -> str:
     """Layers of a kind over the plans of the first of them, as the engine has them where `shares_plans` is declared."""
     own = stage.claimed.spec(cell)
     other = replace(sibling_of(own), scale=own.scale, sliding_window=own.sliding_window, softcap=own.softcap)
@@ -91,7 +91,7 @@ def shared(stage: Stage, cell: CheckCell) -> str:
 
 
 @without_stray_reads
-def bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
+def bounds(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
     """Decode where the host knows upper bounds of the lengths alone."""
     lens: Lens = [(1, length, 0) for length in (3, 17, cell.block_size, 2 * cell.block_size + 1, 40, 1)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=len(lens) * (cell.block_size + 8))
@@ -110,7 +110,7 @@ def bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
     session.finish(step, work, before)
 
 
-def tolerance(stage: Stage, cell: CheckCell) -> str:
+def tolerance(stage: AttentionStage, cell: CheckCell) -> str:
     """The declared tolerance, against what plain arithmetic of the dtype reaches."""
     spec = stage.claimed.spec(cell)
     declared = float(stage.subject.backend.tolerance[spec.dtype])
@@ -146,7 +146,7 @@ _WHOLE_SPLITS = 1024
 """Keys of a sequence that ends with a whole split, whatever power of two a kernel splits by."""
 
 
-def lse(stage: Stage, cell: CheckCell) -> str:
+def lse(stage: AttentionStage, cell: CheckCell) -> str:
     """The log-sum-exp of every query, where a backend declares it."""
     lens = cell_steps(cell)[0]
     if cell.phase == "decode":  # splits of a power of two of keys end where the sequence does
@@ -194,7 +194,7 @@ def lse(stage: Stage, cell: CheckCell) -> str:
     return ""
 
 
-def invariant(stage: Stage, cell: CheckCell) -> str:
+def invariant(stage: AttentionStage, cell: CheckCell) -> str:
     """Every sequence of some steps has the bits that it has alone."""
     subject = stage.subject
     case = invariance_case(
