@@ -64,11 +64,11 @@ def wrong_parts(outs: Sequence[Tensor], answers: Sequence[Tensor]) -> str:
         size = torch.stack([right.norm(dim=others) for right in answers])
         bad = (apart > rounding * size).any(0)
         if not bool(bad.all()) and bool(apart.norm() > 10 * rounding * size.norm()):
-            return f"wrong in {name} {_spans(bad.nonzero().flatten().tolist())} alone, of {len(bad)}"
+            return f"wrong in {name} {spans(bad.nonzero().flatten().tolist())} alone, of {len(bad)}"
     return ""
 
 
-def _spans(numbers: Sequence[int]) -> str:
+def spans(numbers: Sequence[int]) -> str:
     """Words for numbers, those that follow one another as one."""
     found: list[list[int]] = []
     for number in numbers:

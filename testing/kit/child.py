@@ -16,6 +16,7 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.system.child import message_of, open_replies, reply
 from headway.testing.kit.kit import Kit, list_cells, make_kit, run_cell
 from headway.testing.kit.runner import OUT_OF_BOUNDS
+from headway.testing.kit.subject import brought_by
 
 
 def main(target: str, device: str, threads: int, model: str, plugins: Sequence[str]) -> None:
@@ -27,6 +28,9 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
     for line in sys.stdin:
         request = message_of(line)
         try:
+            if "brought" in request:
+                reply(told, {"targets": brought_by(plugins)})
+                continue
             if kit is None:
                 kit = make_kit(target, device, plugins, model)
             reply(told, _answer(kit, device, request))

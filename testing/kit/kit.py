@@ -12,17 +12,18 @@ from typing import Any, Final
 import torch
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.operation import ATTENTION, STATE
+from headway.core.contract.operation import ATTENTION, EXPERTS, LINEAR, STATE
 from headway.core.oracle.cells import CheckCell, KitCell
 from headway.core.oracle.steps import CellErrors
 from headway.registry.plugin_sources import split_target
 from headway.testing.kit.attention import AttentionStage
-from headway.testing.kit.checks import answers, claims, engine, every, graphs, layouts, states, steps
+from headway.testing.kit.checks import answers, claims, engine, every, graphs, layouts, states, steps, weights
 from headway.testing.kit.model_layers import ModelLayer, read_model_layers
 from headway.testing.kit.report import CellResult, result_of
 from headway.testing.kit.stage import Stage
 from headway.testing.kit.states import StateStage
 from headway.testing.kit.subject import WORDS, AttentionSubject, Subject, load_any_subject
+from headway.testing.kit.weights import ExpertsStage, LinearStage
 
 Check = Callable[[Any, Any], str]
 """A check of a kind's stage and cell. Returns a note on a cell that passes; raises `Finding` or `Skipped`."""
@@ -65,9 +66,23 @@ STATE_CHECKS: Checks = {
     "memory": (every.memory, "memory does not grow"),
     "sync": (every.sync, "no waiting for the device"),
 }
+WEIGHT_CHECKS: Checks = {
+    "claims": (weights.claims, "the class keeps what it says of itself"),
+    "refuse": (every.refuse, "what is not claimed is refused, with reasons"),
+    "tolerance": (every.tolerance, "the declared tolerance is honest"),
+    "answer": (weights.answer, "answers against float64, every bit watched"),
+    "prepare": (weights.prepare, "one instance for several layers, one of them prepared twice"),
+    "instances": (weights.instances, "two instances by turns"),
+    "graph": (weights.graph, "captured once, replayed for other rows"),
+    "repeat": (every.repeat, "the same bits each time"),
+    "memory": (every.memory, "memory does not grow"),
+    "sync": (every.sync, "no waiting for the device"),
+}
 KINDS: Final[Mapping[str, tuple[type[Stage[Any, Any]], Checks]]] = {
     ATTENTION.name: (AttentionStage, CHECKS),
     STATE.name: (StateStage, STATE_CHECKS),
+    LINEAR.name: (LinearStage, WEIGHT_CHECKS),
+    EXPERTS.name: (ExpertsStage, WEIGHT_CHECKS),
 }
 """Kind of operation -> its stage and its checks."""
 _OF_NO_LAYOUT = ("claims", "process", "serves")

@@ -56,6 +56,8 @@ class CellResult(BaseModel):
     """The layer of the model that the kit was given; empty: a layer of the kit's."""
     state: str = ""
     """What else a layer with a state is made of: the type of its states, the value's size, its convolution and its decays."""
+    shape: str = ""
+    """What else a layer over weights and its call are made of: sizes, and the regime of its numbers."""
     relative_error: float | None = None
     """||out - reference|| / ||reference|| of the wrong step or, if the cell passed, of the step nearest to its tolerance; of
     `lse` the largest distance, of `engine` that of a logit. None if the cell measures nothing, or the error is not a number."""
