@@ -19,8 +19,7 @@ from headway.core.contract.support import Support
 from headway.core.oracle.cells import CACHE_TYPES, NEEDLE, PHASES, CheckCell, Finding, Skipped, check_refusal
 from headway.core.oracle.inputs import MOST_QUICK_WORK, MOST_WORK, deal, possible
 from headway.core.oracle.steps import FINITE_POISON, Lens, StepTensors, StepTurns, Tokens, Turn, blocks_for, first_step
-from headway.testing.kit.cover import DTYPES, Claimed
-from headway.testing.kit.model_layers import ModelLayer, layer_cells
+from headway.testing.kit.cover import DTYPES, Claimed, ModelLayer, layer_cells
 from headway.testing.kit.session import Session, SessionRoom
 from headway.testing.kit.stage import Stage
 from headway.testing.kit.subject import BASELINE, AttentionSubject

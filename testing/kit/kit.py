@@ -16,9 +16,10 @@ from headway.core.contract.operation import ATTENTION, EXPERTS, LINEAR, STATE
 from headway.core.oracle.cells import CheckCell, KitCell
 from headway.core.oracle.steps import CellErrors
 from headway.registry.plugin_sources import split_target
+from headway.testing.kit import weights
 from headway.testing.kit.attention import AttentionStage
-from headway.testing.kit.checks import answers, claims, engine, every, graphs, layouts, states, steps, weights
-from headway.testing.kit.model_layers import ModelLayer, read_model_layers
+from headway.testing.kit.checks import answers, claims, engine, every, graphs, layouts, states
+from headway.testing.kit.cover import ModelLayer, read_model_layers
 from headway.testing.kit.report import CellResult, result_of
 from headway.testing.kit.stage import Stage
 from headway.testing.kit.states import StateStage
@@ -32,7 +33,7 @@ CHECKS: Checks = {
     "claims": (claims.claims, "the class keeps what it says of itself"),
     "process": (claims.process, "what the trial of plugins at a start would refuse"),
     "serves": (claims.serves, "the model's layers that it serves"),
-    "cold": (steps.cold, "time of the first call, compilation included"),
+    "cold": (answers.cold, "time of the first call, compilation included"),
     "refuse": (every.refuse, "what is not claimed is refused, with reasons"),
     "options": (claims.options, "--attn-opt: declared ones read, others refused"),
     "tolerance": (answers.tolerance, "the declared tolerance is honest"),
@@ -44,9 +45,9 @@ CHECKS: Checks = {
     "shared": (answers.shared, "layers of a kind over one plan"),
     "bounds": (answers.bounds, "upper bounds as host lengths in decode"),
     "lse": (answers.lse, "the log-sum-exp of every query"),
-    "turns": (steps.turns, "turns on one cache with sdpa.math"),
-    "steps": (steps.steps, "fifty steps of one instance"),
-    "thousand": (steps.thousand, "a thousand steps of one instance"),
+    "turns": (answers.turns, "turns on one cache with sdpa.math"),
+    "steps": (answers.steps, "fifty steps of one instance"),
+    "thousand": (answers.thousand, "a thousand steps of one instance"),
     "repeat": (every.repeat, "the same bits each time"),
     "invariant": (answers.invariant, "the same bits in any batch"),
     "memory": (every.memory, "memory does not grow"),

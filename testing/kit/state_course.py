@@ -22,7 +22,7 @@ from headway.core.oracle.cells import Finding, Skipped
 from headway.core.oracle.oracle import distance
 from headway.core.oracle.state_cases import StateCase, random_inputs, random_parameters, run_layers
 from headway.core.oracle.state_reference import SequenceState, advance
-from headway.testing.broken.states import PlainStates
+from headway.testing.broken.kernels import PlainStates
 from headway.testing.diagnosis.states import ROW_FACTOR
 from headway.testing.kit.states import StateCell, StateStage
 

@@ -146,9 +146,9 @@ def load_any_subject(target: str, device: torch.device, registry: Registry | Non
 
 def _planted() -> dict[str, type[Any]]:
     """Return every planted mistake by name."""
-    tables = {"attention": "PLANTED", "states": "PLANTED_STATES", "weights": "PLANTED_KERNELS"}
+    tables = ("attention", "PLANTED"), ("kernels", "PLANTED_STATES"), ("kernels", "PLANTED_KERNELS")
     found: dict[str, type[Any]] = {}
-    for module, table in tables.items():
+    for module, table in tables:
         found |= getattr(import_module(f"headway.testing.broken.{module}"), table)
     return found
 

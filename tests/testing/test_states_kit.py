@@ -25,7 +25,7 @@ from headway.core.contract.state import (
     StateSpec,
 )
 from headway.core.oracle.state_reference import Rules, SequenceState, TokenOperands, advance, convolve, read
-from headway.testing.broken.states import PLANTED_STATES, PlainStates
+from headway.testing.broken.kernels import PLANTED_STATES, PlainStates
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.kit import Kit, make_kit, parse_cell, run_cell
 from headway.testing.kit.report import CellResult
@@ -268,7 +268,7 @@ def test_a_cell_of_no_registered_layout_is_no_finding() -> None:
 def test_a_class_in_a_file_is_recognised_and_runs_in_children(tmp_path: Path) -> None:
     file = tmp_path / "own_states.py"
     file.write_text(
-        "from headway.testing.broken.states import PlainStates\n\n\n"
+        "from headway.testing.broken.kernels import PlainStates\n\n\n"
         "class Own(PlainStates):\n    name = 'own'\n\n    def is_real(self, slot):\n        return True\n"
     )
     cell = str(StateCell("answer", "decode", "conv"))

@@ -18,7 +18,7 @@ from headway.core.contract.kernel import GraphLevel, Kernel
 from headway.core.contract.linear import LinearCapabilities, LinearSpec
 from headway.core.contract.support import YES, Support
 from headway.core.oracle.weight_cases import NUMBERS, WEIGHTS, Drawn, dequantized, make_weight
-from headway.testing.broken.weights import PLANTED_KERNELS, PlainExperts, PlainLinear
+from headway.testing.broken.kernels import PLANTED_KERNELS, PlainExperts, PlainLinear
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.kit import Kit, make_kit, parse_cell, run_cell
 from headway.testing.kit.report import CellResult
@@ -269,7 +269,7 @@ import headway.contract
 from headway import hookimpl
 from headway.core.contract.experts import ExpertsKernelInfo
 from headway.core.contract.linear import LinearKernelInfo
-from headway.testing.broken.weights import PlainExperts, PlainLinear
+from headway.testing.broken.kernels import PlainExperts, PlainLinear
 
 
 @hookimpl
@@ -305,7 +305,7 @@ def test_an_unknown_kind_is_one_line() -> None:
 @pytest.mark.slow
 def test_a_class_in_a_file_is_checked_in_children_by_its_kind(tmp_path: Path) -> None:
     file = tmp_path / "own_linear.py"
-    imports = "from headway.testing.broken.weights import PLANTED_KERNELS"
+    imports = "from headway.testing.broken.kernels import PLANTED_KERNELS"
     file.write_text(f"{imports}\n\n\nclass Own(PLANTED_KERNELS['whole-tiles']):\n    name = 'own'\n")
     cell = str(LinearCell("answer"))
     report = check(Wanted(f"linear:{file}:Own", cell=cell))

@@ -19,8 +19,8 @@ from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
 from headway.core.oracle.cells import CheckCell, Finding, Skipped
 from headway.registry.isolation import TIMEOUT, Trial
 from headway.registry.plugin_sources import NamedPlugin, PluginFile, PluginSource
-from headway.testing.kit import model_layers
 from headway.testing.kit.attention import AttentionStage
+from headway.testing.kit.cover import layer_serves
 from headway.testing.kit.report import CellResult, new_result
 
 CELL = CheckCell("process")
@@ -119,7 +119,7 @@ def _unclaimed(stage: AttentionStage, plain: CheckCell) -> None:
 
 def serves(stage: AttentionStage, cell: CheckCell) -> str:
     """Whether a layer of the model is served, and in which phases."""
-    return model_layers.serves(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
+    return layer_serves(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
 
 
 def options(stage: AttentionStage, cell: CheckCell) -> str:
