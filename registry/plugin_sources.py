@@ -12,7 +12,7 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, distributions
@@ -22,13 +22,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.contract.backend import API_VERSION
 from headway.core.contract.errors import ConfigError, PluginError
+from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
-from headway.core.contract.state import StateBackend, StateBackendInfo, StateLayout
+from headway.core.contract.operation import KINDS, OperationKind, kind_of_class
+from headway.core.contract.state import StateLayout
 from headway.registry.hookspecs import hookimpl
 
-C = TypeVar("C", bound=AttentionBackend | StateBackend)
+C = TypeVar("C", bound=Kernel)
 
 _MOST_FILES = 2000
 """Files of a package that its digest covers."""
@@ -202,63 +204,43 @@ def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[
             yield PluginObject(name, own, plugin)
 
 
-AnyBackend = type[AttentionBackend] | type[StateBackend]
-
-
 class ClassPlugin:
-    """The plugin of a backend class that stands alone. Layouts that the class reads and nobody registered come with it."""
+    """The plugin of a kernel's class that stands alone. Layouts that the class reads and nobody registered come with it."""
 
-    def __init__(self, backend: type[AttentionBackend], layouts: Mapping[str, LayoutInfo]) -> None:
-        """layouts: the registered ones; the writer of the first, a built-in one, goes by the axes of any layout."""
-        self._backend = backend
+    def __init__(self, kernel: type[Kernel], layouts: Mapping[str, LayoutInfo], state_layouts: Mapping[str, StateLayout]) -> None:
+        """layouts, state_layouts: the registered ones; the writer of the first, a built-in one, goes by the axes of any."""
+        self._kernel = kernel
         known, writer = [info.layout for info in layouts.values()], next(iter(layouts.values())).load_writer
-        claimed = getattr(backend.capabilities, "layouts", None) or ()
-        self._layouts = [
-            LayoutInfo(layout, writer) for layout in claimed if isinstance(layout, CacheLayout) and layout not in known
-        ]
+        claimed = getattr(kernel.capabilities, "layouts", None) or ()
+        self._layouts = [LayoutInfo(each, writer) for each in claimed if isinstance(each, CacheLayout) and each not in known]
+        self._state_layouts = [each for each in claimed if isinstance(each, StateLayout) and each not in state_layouts.values()]
 
     @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
+    def headway_register_kernels(self) -> list[KernelInfo]:
         """Register the class under its own name."""
-        return [BackendInfo(self._backend.name, _summary(self._backend), lambda: self._backend, api_version=API_VERSION)]
+        info = kind_of_class(self._kernel).info
+        return [info(self._kernel.name, _summary(self._kernel), lambda: self._kernel, api_version=API_VERSION)]
 
     @hookimpl
     def headway_register_layouts(self) -> list[LayoutInfo]:
         """Register the layouts that the file brings."""
         return self._layouts
 
-
-class StateClassPlugin:
-    """The plugin of a backend class for layers with a state that stands alone, with the layouts that it alone reads."""
-
-    def __init__(self, backend: type[StateBackend], layouts: Mapping[str, StateLayout]) -> None:
-        """layouts: the registered ones."""
-        self._backend = backend
-        claimed = getattr(backend.capabilities, "layouts", None) or ()
-        self._layouts = [layout for layout in claimed if layout not in layouts.values()]
-
-    @hookimpl
-    def headway_register_state_backends(self) -> list[StateBackendInfo]:
-        """Register the class under its own name."""
-        return [StateBackendInfo(self._backend.name, _summary(self._backend), lambda: self._backend, api_version=API_VERSION)]
-
     @hookimpl
     def headway_register_state_layouts(self) -> list[StateLayout]:
-        """Register the layouts that the file brings."""
-        return self._layouts
+        """Register the layouts of states that the file brings."""
+        return self._state_layouts
 
 
 def with_hooks(plugin: object, layouts: Mapping[str, LayoutInfo], state_layouts: Mapping[str, StateLayout]) -> object:
-    """Return what pluggy registers: the plugin itself or, for a backend class, a plugin that brings the class.
+    """Return what pluggy registers: the plugin itself or, for a kernel's class, a plugin that brings the class.
 
     layouts, state_layouts: the registered ones, the built-in ones first.
 
     :raises ConfigError: a class that lacks something.
     """
-    if isinstance(plugin, type) and issubclass(plugin, AttentionBackend):
-        return ClassPlugin(check_class(plugin), layouts)
-    if isinstance(plugin, type) and issubclass(plugin, StateBackend):
-        return StateClassPlugin(check_class(plugin), state_layouts)
+    if isinstance(plugin, type) and issubclass(plugin, Kernel):
+        return ClassPlugin(check_class(plugin), layouts, state_layouts)
     return plugin
 
 
@@ -309,26 +291,32 @@ def has_hooks(module: ModuleType) -> bool:
     return any(hasattr(each, "headway_impl") for each in vars(module).values())
 
 
-def class_in(module: ModuleType, name: str, path: Path) -> AnyBackend:
-    """Return the named backend class of a file, or its only one.
+def class_in(module: ModuleType, name: str, path: Path, kind: OperationKind | None = None) -> type[Kernel]:
+    """Return the named kernel class of a file, or its only one. kind: of operation that it computes; None: any.
 
     :raises ConfigError: there is no such class, or several and no name, or the class is not whole.
     """
-    own = _own_classes(module)
+    own = _own_classes(module, KINDS if kind is None else (kind,))
     if name and name not in own:
-        known = ", ".join(own) or "no subclass of AttentionBackend or StateBackend there"
+        known = ", ".join(own) or f"no subclass of {_bases(KINDS if kind is None else (kind,))} there"
         raise ConfigError(f"class in {path}", f"one of {known}", repr(name))
     if not name and len(own) != 1:
         raise ConfigError("backend", f"{path}:CLASS, with a class out of {', '.join(own) or 'none there'}", path)
     return check_class(own[name or next(iter(own))])
 
 
-def _own_classes(module: ModuleType) -> dict[str, AnyBackend]:
+def _own_classes(module: ModuleType, kinds: Sequence[OperationKind] = KINDS) -> dict[str, type[Kernel]]:
+    bases, own = tuple(kind.kernel for kind in kinds), vars(module).items()
     return {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, (AttentionBackend, StateBackend)) and value.__module__ == module.__name__
+        key: each
+        for key, each in own
+        if isinstance(each, type) and issubclass(each, bases) and each.__module__ == module.__name__
     }
+
+
+def _bases(kinds: Sequence[OperationKind]) -> str:
+    *others, last = (kind.kernel.__name__ for kind in kinds)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def check_class(found: type[C]) -> type[C]:
@@ -351,10 +339,10 @@ def _line(error: BaseException, path: Path) -> str:
     return f" (line {frames[-1].lineno})" if frames else ""
 
 
-def _summary(backend: AnyBackend) -> str:
-    lines = (backend.__doc__ or "").strip().splitlines()
-    own = backend.__doc__ not in (AttentionBackend.__doc__, StateBackend.__doc__)
-    return lines[0] if lines and own else f"class {backend.__name__} of {backend.__module__}"
+def _summary(kernel: type[Kernel]) -> str:
+    lines = (kernel.__doc__ or "").strip().splitlines()
+    own = kernel.__doc__ not in [kind.kernel.__doc__ for kind in KINDS]
+    return lines[0] if lines and own else f"class {kernel.__name__} of {kernel.__module__}"
 
 
 def _name(plugin: object) -> str:

@@ -27,12 +27,10 @@ from headway.core.oracle.steps import Foreign
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry
 from headway.registry.plugin_sources import load_file
-from headway.testing.diagnosis.state_verdict import Judge
+from headway.testing.diagnosis.states import Judge
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.kit import Kit
-from headway.testing.kit.state_kit import StateKit
-from headway.testing.kit.state_subject import state_subject_of
-from headway.testing.kit.subject import load_subject
+from headway.testing.kit.subject import load_subject, subject_of
 from latent_layers import case_of
 from made_engine import made_engine
 from run_engine import generate
@@ -326,7 +324,7 @@ def test_it_says_what_a_release_of_fla_lacks(fla_plugin: ModuleType, monkeypatch
 
 @pytest.mark.slow
 def test_the_kit_finds_its_claims_kept(fla_plugin: ModuleType) -> None:
-    kit = StateKit(state_subject_of(on_a_cpu(fla_plugin, key_dims=(16,), value_dims=(16,)), torch.device("cpu")))
+    kit = Kit(subject_of(on_a_cpu(fla_plugin, key_dims=(16,), value_dims=(16,)), torch.device("cpu")))
     cells = [cell for cell in kit.cells(quick=True) if cell.check in ("claims", "refuse", "tolerance", "answer")]
     results = [kit.run(cell) for cell in cells]
     assert [result for result in results if result.status != "passed"] == []

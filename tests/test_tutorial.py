@@ -13,10 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from headway.cli.look.plugins import write_package
 from headway.contract import StateBackend
 from headway.registry import create_registry
-from headway.testing.kit.kit import CHECKS
+from headway.testing.kit.kit import CHECKS, Kit, parse_cell
 from headway.testing.kit.report import CellResult
-from headway.testing.kit.state_kit import StateKit
-from headway.testing.kit.state_subject import parse_cell, state_subject_of
+from headway.testing.kit.subject import subject_of
 from sandbox import run_python
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -87,7 +86,7 @@ def state_results(text: str, class_name: str, *cells: str) -> list[CellResult]:
     names: dict[str, Any] = {"__name__": "walnut"}
     exec(text, names)
     found: type[StateBackend] = names[class_name]
-    kit = StateKit(state_subject_of(found, torch.device("cpu")))
+    kit = Kit(subject_of(found, torch.device("cpu")))
     quick = {(cell.check, cell.phase): cell for cell in reversed(kit.cells(quick=True)) if cell.check not in ("memory", "sync")}
     return [kit.run(cell) for cell in ([parse_cell(cell) for cell in cells] or quick.values())]  # type: ignore[arg-type]
 

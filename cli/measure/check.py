@@ -1,8 +1,9 @@
-"""`headway check`: hold a backend or a cache layout to the whole contract, along the calls the engine makes."""
+"""`headway check`: hold a kernel or a cache layout to the whole contract, along the calls the engine makes."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,13 +18,16 @@ if TYPE_CHECKING:
 
 
 def check(
-    target: Annotated[str, typer.Argument(help="A backend's name, FILE.py:CLASS, or broken:NAME.", show_default=False)] = "",
+    target: Annotated[str, typer.Argument(help="A kernel's name, FILE.py:CLASS, or broken:NAME.", show_default=False)] = "",
+    kind: Annotated[
+        str, typer.Option(help="Kind of the kernel: attention, state, linear or experts.", show_default="attention")
+    ] = "",
     device: Annotated[str, typer.Option(help="Where the backend runs: cpu or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Try each value once in place of each pair of values.")] = False,
     layout: Annotated[str, typer.Option(help="Check a cache layout: its writer, its check() and gather().")] = "",
     plugin: PluginFiles = None,
     states: Annotated[
-        bool, typer.Option("--states", help="The name is that of a backend for layers with a state, as states:NAME is.")
+        bool, typer.Option("--states", help="The name is that of a backend for layers with a state, as with --kind state.")
     ] = False,
     model: Annotated[
         str, typer.Option(help="Try the layers of a model: a config.json, its folder, llama-3-8b or another name.")
@@ -61,21 +65,17 @@ def check(
     The backend runs in child processes, so that one that crashes, hangs or exits is a finding like any other.
     """
     from headway.core.contract.errors import ConfigError
-    from headway.core.system.json_files import write_bytes
-    from headway.testing.diagnosis.scorecard import badge, scorecard
     from headway.testing.kit.checking import Wanted
-    from headway.testing.kit.kit import CHECKS
     from headway.testing.kit.runner import find_sanitizer
-    from headway.testing.kit.state_kit import STATE_CHECKS
-    from headway.testing.kit.subject import STATES
     from headway.tuning.isolated.trial import try_installed
 
     if compare is not None:
         _compare(*compare)
         return
-    if not target and not layout:
-        raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
-    target = STATES + target if states and target and ":" not in target and not target.endswith(".py") else target
+    if not target and not layout and not plugin:
+        need = "a backend: NAME or FILE.py:CLASS, or --layout NAME, or --plugin FILE"
+        raise ConfigError("headway check", need, "none of them")
+    target = _with_kind(target, kind or ("state" if states else ""))
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", "cpu or cuda", repr(device))
     if model and layout:
@@ -90,21 +90,62 @@ def check(
         stop_at_failure=stop_at_failure,
         guesses=not no_guess,
     )
+    reports = [_checked(each, json_file, badge_file) for each in _each(wanted, kind, json_file or badge_file)]
+    if all(report.unavailable for report in reports):
+        raise typer.Exit(2)
+    if any(report.not_run and not (stop_at_failure and report.failed) for report in reports):
+        raise KeyboardInterrupt  # which ends a command as it always does
+    if any(report.failed for report in reports):
+        raise typer.Exit(1)
+
+
+def _with_kind(target: str, kind: str) -> str:
+    """Return a target with the prefix of a kind. kind: empty means that the target says it.
+
+    :raises ConfigError: there is no such kind.
+    """
+    from headway.core.contract.operation import kind_of
+    from headway.testing.kit.subject import PREFIXES
+
+    prefix = PREFIXES.get(kind_of(kind, "--kind").name, "") if kind else ""
+    named = not target or target.startswith(("broken:", prefix)) if prefix else True
+    return target if named else prefix + target
+
+
+def _each(wanted: Wanted, kind: str, file: Path | None) -> list[Wanted]:
+    """Return what is wanted of each kernel: of the one that is named, else of all that the plugins' files bring, of a kind if one
+    is given. file: of one report."""
+    from headway.core.contract.errors import ConfigError
+    from headway.testing.kit.checking import brought_kernels
+    from headway.testing.kit.subject import PREFIXES
+
+    if wanted.target or wanted.layout:
+        return [wanted]
+    found = brought_kernels(wanted.plugins, wanted.device)
+    if kind:
+        prefix = PREFIXES.get(kind, "")
+        others = tuple(each for each in PREFIXES.values() if each != prefix)
+        found = [each for each in found if each.startswith(prefix) and not each.startswith(others)]
+    if not found or (len(found) > 1 and (file or wanted.cell)):
+        raise ConfigError("headway check", "the name of one kernel", ", ".join(found) or f"none of kind {kind}")
+    return [replace(wanted, target=each) for each in found]
+
+
+def _checked(wanted: Wanted, json_file: Path | None, badge_file: Path | None) -> CheckReport:
+    """Check one kernel, print its scorecard, and write its files."""
+    from headway.core.system.json_files import write_bytes
+    from headway.testing.diagnosis.scorecard import badge, scorecard
+    from headway.testing.kit.kit import words_of_checks
+
     console = Terminal()
     report = _run(wanted, console)
-    about = {name: words for name, (_, words) in (*STATE_CHECKS.items(), *CHECKS.items())}
-    for line in scorecard(report, about, min(console.width, 100)):
+    for line in scorecard(report, words_of_checks(), min(console.width, 100)):
         console.print(line, soft_wrap=True, highlight=False)
     if json_file is not None:
         report.write(json_file)
     if badge_file is not None:
         write_bytes(badge(report).encode(), badge_file, "--badge")
-    if report.unavailable:
-        raise typer.Exit(2)
-    if report.not_run and not (stop_at_failure and report.failed):
-        raise KeyboardInterrupt  # which ends a command as it always does
-    if report.failed:
-        raise typer.Exit(1)
+    return report
 
 
 def _compare(first: Path, second: Path) -> None:

@@ -78,3 +78,8 @@ def kind_of(name: str, option: str = "kind") -> OperationKind:
         if kind.name == name:
             return kind
     raise ConfigError(option, f"one of {', '.join(kind.name for kind in KINDS)}", repr(name))
+
+
+def kind_of_class(kernel: type[Kernel]) -> OperationKind:
+    """Return the kind of operation that a class of a kernel computes."""
+    return next(kind for kind in KINDS if issubclass(kernel, kind.kernel))

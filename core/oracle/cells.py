@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -79,11 +80,89 @@ CACHE_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """Feature -> the element type of the cache that it asks for."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckCell:
-    """One check at one value of each axis."""
+def one_of(values: Iterable[object]) -> str:
+    """Return a pattern that matches each of some values."""
+    return "|".join(re.escape(str(value)) for value in values)
 
+
+@dataclass(frozen=True, slots=True)
+class KitCell:
+    """One check of one kernel at one value of each axis, which are those of its kind of operation."""
+
+    mark: ClassVar[str] = ""
+    """Second part of a cell's name, which tells its kind; empty: the name has no such part."""
+    prefixes: ClassVar[Mapping[str, str]] = {}
+    """Axis -> what its value begins with in a name."""
+    inputs: ClassVar[tuple[str, ...]] = ()
+    """Axes that stand at the end of a name, as `kv_heads=8`, if their values are not plain."""
+    known: ClassVar[Mapping[str, str]] = {}
+    """Axis -> pattern of its values; of other axes any text, or a number above 0, is one."""
     check: str
+
+    def __str__(self) -> str:
+        plain = {field.name: field.default for field in fields(self)}
+        always = [f"{self.prefixes.get(name, '')}{getattr(self, name)}" for name in plain if name not in self.inputs]
+        odd = [f"{name}={value}" for name in self.inputs if (value := getattr(self, name)) != plain[name]]
+        return ":".join([always[0], *([self.mark] if self.mark else []), *always[1:], *odd])
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the name of a cell.
+
+        :raises ConfigError: the text is no cell's name.
+        """
+        check, *parts = text.split(":")
+        axes = {field.name: field.default for field in fields(cls) if field.name != "check"}
+        always = [name for name in axes if name not in cls.inputs]
+        try:
+            if cls.mark and parts.pop(0) != cls.mark:
+                raise ValueError
+            found = dict(zip(always, parts[: len(always)], strict=True))
+            found = {name: value.removeprefix(cls.prefixes.get(name, "")) for name, value in found.items()}
+            for part in parts[len(always) :]:
+                name, _, value = part.partition("=")
+                if name not in cls.inputs:
+                    raise ValueError
+                found[name] = value
+            for name, value in found.items():
+                pattern = cls.known.get(name, r"[1-9]\d*" if isinstance(axes[name], int) else ".*")
+                if re.fullmatch(pattern, value) is None:
+                    raise ValueError
+            values: dict[str, Any] = {n: int(v) if isinstance(axes[n], int) else v for n, v in found.items()}
+            return cls(check, **values)
+        except (ValueError, IndexError):
+            raise ConfigError("--cell", "a cell's name as `headway check` prints it", repr(text)) from None
+
+    def plain(self, check: str, about: str = "-", **changes: Any) -> Self:
+        """Return the same layer in another check."""
+        return self.having({"check": check, "about": about, **changes})
+
+    def having(self, values: Mapping[str, Any]) -> Self:
+        """Return the same check at other values of some axes."""
+        return replace(self, **values)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """Fields of a result, by the names of `CellResult`."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckCell(KitCell):
+    """A cell of an attention backend or of a layout."""
+
+    prefixes: ClassVar = {"block_size": "b", "head_dim": "d", "group": "g"}
+    inputs: ClassVar = INPUTS
+    known: ClassVar = {
+        "phase": one_of(("-", "long", *PHASES)),
+        "memory": one_of(MEMORIES),
+        "dtype": one_of((*DTYPES, "float64")),
+        "feature": one_of(FEATURES),
+        "scale": one_of((*SCALES, USUAL_SCALE)),
+        "scores": one_of((*SCORES, NEEDLE)),
+        "work": one_of((*WORKS, FEW)),
+        "layer": rf"\d+({EXPANDED})?",
+    }
     phase: str = "-"
     """A name out of PHASES, or "-" where the check runs several."""
     layout: str = "-"
@@ -106,44 +185,6 @@ class CheckCell:
     layer: str = ""
     """A layer of the model that the kit was given, by number, whose spec counts; "": a layer of the kit's."""
 
-    def __str__(self) -> str:
-        values = asdict(self)
-        values |= {"block_size": f"b{self.block_size}", "head_dim": f"d{self.head_dim}", "group": f"g{self.group}"}
-        always = [str(values[field.name]) for field in fields(self) if field.name not in INPUTS]
-        odd = [f"{name}={values[name]}" for name in INPUTS if values[name] != PLAIN_INPUTS[name]]
-        return ":".join([*always, *odd])
-
-    @classmethod
-    def parse(cls, text: str) -> CheckCell:
-        """The cell of a name.
-
-        :raises ConfigError: the text is no cell's name.
-        """
-        names = [field.name for field in fields(cls) if field.name not in INPUTS]
-        parts = text.split(":")
-        values: dict[str, Any] = dict(zip(names, parts, strict=False))
-        try:
-            values |= dict(_input(part) for part in parts[len(names) :])
-            if len(parts) < len(names):
-                raise ValueError
-            for name in ("block_size", "head_dim", "group"):
-                values[name] = int(str(values[name])[1:])
-                if int(values[name]) < 1:
-                    raise ValueError
-            if any(values[name] not in known for name, known in _KNOWN.items()):
-                raise ValueError
-            return cls(**values)
-        except ValueError:
-            raise ConfigError("--cell", "a cell's name as `headway check` prints it", repr(text)) from None
-
-    def plain(self, check: str, about: str = "-", **changes: Any) -> CheckCell:
-        """The same layer and cache in another check."""
-        return replace(self, check=check, about=about, **changes)
-
-    def having(self, values: Mapping[str, Any]) -> CheckCell:
-        """The same check at other values of some axes."""
-        return replace(self, **values)
-
     @property
     def axes(self) -> dict[str, Any]:
         """Value of the phase and of each axis, inputs included."""
@@ -151,34 +192,7 @@ class CheckCell:
         return {axis: getattr(self, axis) for axis in ("phase", *AXES, *INPUTS)} | own
 
 
-_KNOWN: Final[Mapping[str, Container[str | int]]] = {
-    "phase": ("-", "long", *PHASES),
-    "memory": MEMORIES,
-    "dtype": (*DTYPES, "float64"),
-    "feature": FEATURES,
-}
-"""Axis -> its values. What layouts there are the kit knows."""
-PLAIN_INPUTS: dict[str, str | int] = {field.name: field.default for field in fields(CheckCell) if field.name in INPUTS}  # type: ignore[misc]
-
-
-def _input(text: str) -> tuple[str, str | int]:
-    """An input of a cell's name, as `kv_heads=8`.
-
-    :raises ValueError: there is none of that name or value.
-    """
-    name, _, value = text.partition("=")
-    known: dict[str, tuple[str | int, ...]] = {
-        "scale": (*SCALES, USUAL_SCALE),
-        "scores": (*SCORES, NEEDLE),
-        "work": (*WORKS, FEW),
-    }
-    if name == "kv_heads" and int(value) > 0:
-        return name, int(value)
-    if name == "layer" and value.removesuffix(EXPANDED).isdecimal():
-        return name, value
-    if value not in known.get(name, ()):
-        raise ValueError
-    return name, value
+PLAIN_INPUTS: dict[str, str | int] = {name: getattr(CheckCell("answer"), name) for name in INPUTS}
 
 
 def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_head_dim: int = 0) -> AttentionSpec:

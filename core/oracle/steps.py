@@ -183,6 +183,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same bits, NaN included."""
+    return torch.equal(bits(one), bits(other))
+
+
 Lens = list[tuple[int, int, int]]
 """(query_len, context, num_draft_tokens) of each sequence, those that decode last."""
 LONG = 1031

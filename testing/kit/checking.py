@@ -23,7 +23,7 @@ class Wanted:
     """What a user asks of the kit."""
 
     target: str = ""
-    """A backend's name, states:NAME of one for layers with a state, broken:NAME, or FILE.py:CLASS."""
+    """A backend's name, broken:NAME, or FILE.py:CLASS; with states:, linear: or experts: before it for another kind."""
     device: str = "cpu"
     quick: bool = False
     layout: str = ""
@@ -47,6 +47,17 @@ class Wanted:
     """End at the first cell that fails."""
     guesses: bool = True
     """Whether a failure says what it looks like, which may take longer than the cell."""
+
+
+def brought_kernels(plugins: Sequence[str], device: str = "cpu") -> list[str]:
+    """Return the targets of all kernels that files with plugins bring, which another process imports.
+
+    :raises ConfigError: a file does not load, or brings no kernel.
+    """
+    found = CellProcess("", device, 1, cell_timeout(device), tuple(plugins)).brought()
+    if not found:
+        raise ConfigError("--plugin", "a file that brings kernels", ", ".join(plugins))
+    return found
 
 
 def check(

@@ -16,7 +16,7 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.system.child import message_of, open_replies, reply
 from headway.testing.kit.kit import Kit, list_cells, make_kit, run_cell
 from headway.testing.kit.runner import OUT_OF_BOUNDS
-from headway.testing.kit.state_kit import StateKit
+from headway.testing.kit.subject import brought_by
 
 
 def main(target: str, device: str, threads: int, model: str, plugins: Sequence[str]) -> None:
@@ -24,10 +24,13 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
     told = open_replies()
     faulthandler.enable()
     torch.set_num_threads(threads)
-    kit: Kit | StateKit | None = None
+    kit: Kit | None = None
     for line in sys.stdin:
         request = message_of(line)
         try:
+            if "brought" in request:
+                reply(told, {"targets": brought_by(plugins)})
+                continue
             if kit is None:
                 kit = make_kit(target, device, plugins, model)
             reply(told, _answer(kit, device, request))
@@ -48,7 +51,7 @@ def _lost_gpu(device: str) -> str:
     return ""
 
 
-def _answer(kit: Kit | StateKit, device: str, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(kit: Kit, device: str, request: dict[str, Any]) -> dict[str, Any]:
     if "load" in request:
         return {"loaded": kit.name}
     if "cell" in request:

@@ -11,20 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.contract.errors import HeadwayError, known_cause
 from headway.core.contract.layout import SCALES
-from headway.core.oracle.cells import CheckCell, Finding, Skipped
+from headway.core.oracle.cells import Finding, KitCell, Skipped
 from headway.core.oracle.steps import CellErrors
 from headway.core.system.json_files import ResultFile, write_json
 from headway.core.system.provenance import Origin, cpu_name, installed_versions, interpreted
-
-if TYPE_CHECKING:
-    from headway.testing.kit.state_subject import StateCell
 
 Status = Literal["passed", "failed", "skipped"]
 _LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "xformers", "numpy")
@@ -59,6 +56,8 @@ class CellResult(BaseModel):
     """The layer of the model that the kit was given; empty: a layer of the kit's."""
     state: str = ""
     """What else a layer with a state is made of: the type of its states, the value's size, its convolution and its decays."""
+    shape: str = ""
+    """What else a layer over weights and its call are made of: sizes, and the regime of its numbers."""
     relative_error: float | None = None
     """||out - reference|| / ||reference|| of the wrong step or, if the cell passed, of the step nearest to its tolerance; of
     `lse` the largest distance, of `engine` that of a logit. None if the cell measures nothing, or the error is not a number."""
@@ -260,10 +259,10 @@ def _round(size: int) -> bool:
     return size >= _LEAST_ROUND and (size & (size - 1) == 0 or size % 1000 == 0 or (size - 1) & (size - 2) == 0)
 
 
-def result_of(cell: CheckCell | StateCell, run: Callable[[], str], errors: CellErrors | None = None) -> CellResult:
+def result_of(cell: KitCell, run: Callable[[], str], errors: CellErrors) -> CellResult:
     """Run one cell and return its result; whatever the backend raises is in it.
 
-    run: returns a note on a cell that passed. errors: what the cell measures; None if it measures nothing.
+    run: returns a note on a cell that passed. errors: what the cell measures.
     """
     started = time.perf_counter()
     torch.manual_seed(0)
@@ -277,16 +276,14 @@ def result_of(cell: CheckCell | StateCell, run: Callable[[], str], errors: CellE
     except Exception as error:
         found = Finding(_raised(error), guess=_guess_of(error))
         note, status = str(found), "failed"
-    measured = CellErrors(found.error, found.tolerance) if found is not None else errors or CellErrors()
+    measured = CellErrors(found.error, found.tolerance) if found is not None else errors
     result = new_result(cell, status, note[: 2 * _NOTE], found.guess if found is not None else "", started)
     result.relative_error = measured.error if measured.error is not None and measured.error < 1e30 else None
     result.tolerance = measured.tolerance
     return result
 
 
-def new_result(
-    cell: CheckCell | StateCell, status: str, reason: str, guess: str = "", started: float | None = None
-) -> CellResult:
+def new_result(cell: KitCell, status: str, reason: str, guess: str = "", started: float | None = None) -> CellResult:
     """Return the result of a cell. started: when it began, by time.perf_counter; None: its time is not known."""
     seconds = 0.0 if started is None else round(time.perf_counter() - started, 4)
     said = {"cell": str(cell), "check": cell.check, "status": status, "reason": reason, "guess": guess, "seconds": seconds}

@@ -17,8 +17,8 @@ from typing import Any
 from headway.core.contract.errors import ConfigError
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.core.system.provenance import interpreted
+from headway.testing.kit.kit import parse_cell
 from headway.testing.kit.report import CellResult, new_result
-from headway.testing.kit.state_subject import parse_cell
 
 OUT_OF_BOUNDS = "a kernel reads or writes memory that is not its own"
 SLOWER = 20
@@ -132,22 +132,38 @@ class CellProcess:
     """Times that a cell took the process with it, or the process's use of the GPU."""
     _process: Child | None = None
 
+    def brought(self) -> list[str]:
+        """Return the targets of all kernels that the plugins bring.
+
+        :raises ConfigError: a plugin does not load.
+        """
+        try:
+            targets: list[str] = self._begin({"brought": True})["targets"]
+            return targets
+        finally:
+            self.stop()
+
     def list(self, **request: Any) -> Listed:
         """The cells of the subject.
 
         :raises ConfigError: there is no such subject, or it does not load.
         """
-        try:
-            answer = self._ask(request, START_TIMEOUT)
-        except ChildDied as died:
-            raise ConfigError("backend", f"{self.target} that loads", str(died)) from None
-        if "error" in answer:
-            if answer.get("raised"):
-                raise ConfigError("backend", f"{self.target} that loads", answer["error"])
-            raise Refused(answer["error"])
+        answer = self._begin(request)
         if self.sanitizer is not None and (error := self.sanitizer.new_error()):
             raise ConfigError("--sanitize", "a machine whose GPU compute-sanitizer can watch", error)
         return Listed(**answer)
+
+    def _begin(self, request: dict[str, Any]) -> dict[str, Any]:
+        what = self.target or ", ".join(self.plugins)
+        try:
+            answer = self._ask(request, START_TIMEOUT)
+        except ChildDied as died:
+            raise ConfigError("backend", f"{what} that loads", str(died)) from None
+        if "error" in answer:
+            if answer.get("raised"):
+                raise ConfigError("backend", f"{what} that loads", answer["error"])
+            raise Refused(answer["error"])
+        return answer
 
     def run(self, cell: str) -> CellResult:
         """One cell's result. Under a sanitizer its first error is the finding, whatever came of the cell.

@@ -37,7 +37,7 @@ from headway.core.oracle.steps import (
 from headway.core.select.layer_specs import LayerSpecs
 from headway.testing.diagnosis.guess import Wrong, guess
 from headway.testing.diagnosis.places import wrong_parts, wrong_sequences
-from headway.testing.kit.subject import Subject
+from headway.testing.kit.subject import AttentionSubject
 
 _ZERO_AT = 6
 """How many blocks are handed out before block 0 where it is in use: then a sequence of several blocks has it, not as its last."""
@@ -68,7 +68,7 @@ class Session:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: AttentionSubject,
         cell: CheckCell,
         spec: AttentionSpec,
         parts: tuple[AttentionBackend, AttentionBackend],

@@ -1,159 +1,172 @@
-"""Sets a session up for a cell: who serves which part of a step, over which cache, with what in the slots that hold no token."""
+"""What the kinds of operations share in the conformance kit: a kernel's cells, and the grid of layers that it is tried on."""
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, wraps
+from functools import cached_property
+from itertools import product
+from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy
 import torch
+from torch import Tensor
 
-from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.metadata import Phase
-from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, check_refusal
-from headway.core.oracle.steps import FINITE_POISON, CellErrors, Lens, StepTurns, Tokens, Turn, blocks_for
-from headway.testing.kit.cover import Claimed
-from headway.testing.kit.model_layers import ModelLayer
-from headway.testing.kit.session import Session, SessionRoom
-from headway.testing.kit.subject import BASELINE, Subject
+from headway.core.contract.support import Support
+from headway.core.oracle.cells import KitCell
+from headway.core.oracle.steps import CellErrors
+from headway.testing.kit.subject import Subject
+
+C = TypeVar("C", bound=KitCell)
+S = TypeVar("S", bound=Subject)
+Values = tuple[Any, ...]
 
 
-class Stage:
-    """A subject, what it claims, and sessions to try it in."""
+class Stage(ABC, Generic[S, C]):
+    """A kernel, the cells that it is tried in, and its steps. Each kind of operation has a subclass."""
 
-    def __init__(self, subject: Subject, layers: Mapping[str, ModelLayer]) -> None:
-        """layers: of the model that the subject is tried on, by name."""
+    cell: ClassVar[type[KitCell]]
+    """Type of the kind's cells."""
+
+    def __init__(self, subject: S) -> None:
         self.subject = subject
-        self._layers = layers
         self.guesses = True
         """Whether a failure says what it looks like."""
         self.errors = CellErrors()
         """Measured errors of the cell that runs."""
 
+    @property
+    def layouts(self) -> Mapping[str, Any]:
+        """Layouts of what kernels of this kind keep, by name."""
+        return {}
+
+    @abstractmethod
+    def cells(self, quick: bool = False) -> list[C]:
+        """Return the cells of the subject. quick: try each value once in place of each pair of values."""
+
+    @abstractmethod
+    def answers(self, cell: C) -> list[Support]:
+        """Return what the subject answers to a cell's layer, for each phase of the cell."""
+
+    @abstractmethod
+    def once(self, cell: C) -> Callable[[], list[Tensor]]:
+        """Return a function that runs a cell's step, the same each time, and returns what it leaves."""
+
+    @abstractmethod
+    def many(self, cell: C) -> Callable[[int], None]:
+        """Return a function that runs this many further steps of one instance."""
+
+    @abstractmethod
+    def launches(self, cell: C) -> tuple[str, Callable[[], object]]:
+        """Return the names of the calls of a step that has run before, and a function that makes them and nothing else."""
+
+
+class Grid(Stage[S, C]):
+    """A stage whose layers are the product of some values of each axis, so far as the subject accepts them."""
+
+    axes: ClassVar[tuple[str, ...]]
+    """Fields of a cell that make up its layer."""
+    phases: ClassVar[tuple[str, ...]] = ("-",)
+    """What a layer can be served in."""
+
     @cached_property
-    def claimed(self) -> Claimed:
-        """Everything the subject accepts."""
-        return Claimed(self.subject, self._layers)
+    @abstractmethod
+    def values(self) -> Mapping[str, Values]:
+        """The values of each axis that are tried, the plainest first."""
 
-    @property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Tokens in a block that the kit tries, the plainest first."""
-        return tuple(int(size) for size in self.claimed.usual["block_size"])
+    @abstractmethod
+    def spec(self, cell: C) -> Any:
+        """Build the layer of a cell."""
 
-    @property
-    def poison(self) -> float:
-        """What slots of no token hold: NaN, or a large number where the subject says that it multiplies it by zero."""
-        return FINITE_POISON if self.subject.claims.reads_whole_blocks else math.nan
+    @abstractmethod
+    def whole(self, cell: C) -> C | None:
+        """Return the cell with the axes that its layer has no use for at their plainest; None where there is no such layer."""
 
-    def backend(self, cell: CheckCell, name: str = "") -> AttentionBackend:
-        """An instance for a cell's layer: the subject's, or that of another backend."""
-        return self.subject.make(self.claimed.spec(cell), cell.layout, cell.block_size, name)
+    def most_tolerance(self, dtype: torch.dtype) -> float:
+        """Return the largest tolerance that a kernel of this kind may declare for a type of its rows."""
+        return float(self.subject.kind.kernel.tolerance[dtype])
 
-    def session(
-        self,
-        cell: CheckCell,
-        lens: Sequence[Lens],
-        *,
-        poison: float | None = None,
-        layers: int = 2,
-        extra_tokens: int = 0,
-        spec: AttentionSpec | None = None,
-    ) -> Session:
-        """A session with room for steps of these lengths, its parts served by the subject, else by the baseline.
+    def served(self, cell: C) -> frozenset[str]:
+        """Return the phases in which the subject accepts a cell's layer."""
+        return frozenset(self.phases) if all(self.answers(cell)) else frozenset()
 
-        spec: another layer than the cell's.
+    @cached_property
+    def rows(self) -> list[tuple[C, frozenset[str]]]:
+        """Every layer of these values that is accepted, and in which phases."""
+        found: dict[C, frozenset[str]] = {}
+        for chosen in product(*self.values.values()):
+            cell = self.whole(self.having(dict(zip(self.values, chosen, strict=True))))
+            if cell is not None and cell not in found:
+                found[cell] = self.served(cell)
+        return [(cell, phases) for cell, phases in found.items() if phases]
 
-        :raises Skipped: the subject rightly refuses the cell's cache.
-        """
-        subject, spec = self.subject, spec or self.claimed.spec(cell)
-        prefill, decode = self.parts(cell)
-        made = {name: subject.make(spec, cell.layout, cell.block_size, name) for name in dict.fromkeys((prefill, decode))}
-        room = SessionRoom(
-            num_blocks=sum(blocks_for(each, cell.block_size) for each in lens) + 2 + extra_tokens // cell.block_size,
-            max_tokens=max(sum(query_len for query_len, _, _ in each) for each in lens) + 16,
-            layers=1 if cell.memory == "far" or cell.check == "long" or cell.work in ("many", "deep") else layers,
-        )
-        poison = self.poison if poison is None else poison
-        session = Session(subject, cell, spec, (made[prefill], made[decode]), room, poison)
-        session.guesses = self.guesses
-        session.errors = self.errors
-        self._accepted(cell, session)
-        return session
+    def having(self, values: Mapping[str, Any]) -> C:
+        """Return a cell of `answer` with these values of the axes."""
+        cell: Any = self.cell("answer")
+        made: C = cell.having(values)
+        return made
 
-    def parts(self, cell: CheckCell) -> tuple[str, str]:
-        """Who serves the two parts of a step: the subject wherever it claims the layer."""
-        spec = self.claimed.spec(cell)
-        prefills = PHASES[cell.phase] - {Phase.DECODE} if cell.phase in PHASES else {Phase.PREFILL, Phase.EXTEND}
-        first = all(self.subject.supports(spec, cell.layout, cell.block_size, phase) for phase in prefills)
-        second = bool(self.subject.supports(spec, cell.layout, cell.block_size, Phase.DECODE))
-        return self.subject.name if first else BASELINE, self.subject.name if second else BASELINE
+    def cover(self, sets: Sequence[tuple[str, ...]]) -> list[tuple[C, frozenset[str]]]:
+        """Return few layers that hold, in every phase, each accepted combination of the values of each set of axes."""
+        if not self.rows:
+            return []
+        order, table, served = shuffled(self.rows, self.values, self.phases)
+        axes = list(self.values)
+        chosen = greedy(table, served, [tuple(axes.index(axis) for axis in each) for each in sets])
+        return [self.rows[order[number]] for number in chosen]
 
-    def _accepted(self, cell: CheckCell, session: Session) -> None:
-        support = self.subject.backend.accepts(session.layers.given[0].cache)
-        if support:
-            return
-        if cell.memory == "own":
-            raise Finding(f"accepts() must take a cache that layout {cell.layout} allocates: {support}")
-        check_refusal(support, "accepts() must say what it needs and what it got")
-        raise Skipped.refused(support)
+    def widest(self, **wanted: Any) -> tuple[C, frozenset[str]] | None:
+        """Return the plainest layer with these values, of those that are served in the most phases."""
+        fitting = [row for row in self.rows if all(getattr(row[0], axis) == value for axis, value in wanted.items())]
+        return max(fitting, key=lambda row: len(row[1]), default=None)
 
 
-def open_all(session: Session, lens: Lens, like: Sequence[Turn] = ()) -> list[Turn]:
-    """The sequences of a step, their contexts cached; the second and third of several blocks share blocks of the first.
+def shuffled(
+    rows: Sequence[tuple[C, frozenset[str]]], values: Mapping[str, Values], phases: Sequence[str]
+) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """Return the numbers of rows in a fixed random order and, in that order, the number of each axis's value in them, and
+    whether they are served in each phase."""
+    order = numpy.random.default_rng(0).permutation(len(rows))
+    numbers = {axis: {value: n for n, value in enumerate(tried)} for axis, tried in values.items()}
+    table = numpy.array([[numbers[axis][getattr(cell, axis)] for axis in numbers] for cell, _ in rows])
+    served = numpy.array([[phase in served for phase in phases] for _, served in rows])
+    return order, table[order], served[order]
 
-    like: turns whose sequences are still open, each of which shares every full block of its context with the sequence in its row,
-    as after a prefix hit.
+
+def greedy(table: numpy.ndarray, served: numpy.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
+    """Numbers of few rows that hold every combination of each set's columns, in every phase that has it.
+
+    The next row is the first of those that add most. What a row adds never grows, so that only rows are looked at again that
+    added most when they were last looked at (lazy greedy: Minoux 1978).
     """
-    work: list[Turn] = []
-    first: Tokens | None = None
-    sharing = 0
-    for number, (query_len, context, drafts) in enumerate(lens):
-        share = like[number].seq if like else first if context > session.block_size and sharing < 2 else None
-        seq = session.open(context, share)
-        sharing += share is not None
-        if first is None and context > session.block_size:
-            first = seq
-        work.append(Turn(seq, query_len, drafts))
-    return work
+    sizes = table.max(axis=0) + 1
+    codes = numpy.zeros((len(table), len(sets)), dtype=numpy.int64)
+    count = 0
+    for number, columns in enumerate(sets):
+        for column in columns:
+            codes[:, number] = codes[:, number] * int(sizes[column]) + table[:, column]
+        codes[:, number] += count
+        count = int(codes[:, number].max()) + 1
+    missing = numpy.zeros((count, served.shape[1]), dtype=numpy.int32)
+    for phase in range(served.shape[1]):
+        missing[codes[served[:, phase]], phase] = 1
+    weights = served.astype(numpy.int32)
 
+    def added(rows: numpy.ndarray) -> numpy.ndarray:
+        found: numpy.ndarray = numpy.einsum("nsp,np->n", missing[codes[rows]], weights[rows])
+        return found
 
-def close_all(session: Session, seqs: Sequence[Tokens]) -> None:
-    """Give every block of some sequences back, shared ones once."""
-    session.close(Tokens(sorted({block for seq in seqs for block in seq.blocks})))
-
-
-def sequences(work: StepTurns) -> list[Tokens]:
-    """The sequences of a step's turns."""
-    return [turn.seq for turn in work]
-
-
-def without_stray_reads(run: Callable[[Stage, CheckCell, float], None]) -> Callable[[Stage, CheckCell], str]:
-    """Make a check of a function of the poison. Where NaN comes out, it runs once more with zeros in the slots of no token, and
-    the finding says what that shows."""
-
-    @wraps(run)
-    def check(stage: Stage, cell: CheckCell) -> str:
-        try:
-            run(stage, cell, stage.poison)
-        except Finding as finding:
-            if not finding.guess.startswith("NaN"):
-                raise
-            try:
-                run(stage, cell, 0.0)
-            except Finding as clean:
-                if clean.guess.startswith("NaN"):
-                    finding.guess += ", whatever the unused slots hold"
-                else:
-                    reads = "reads slots that hold no token of the sequence (and is wrong with zeros there, too)"
-                    finding.guess = clean.guess or reads
-            else:
-                past = "past a sequence's end or of another block (right once they hold zeros)"
-                finding.guess = f"reads slots that hold no token, {past}"
-            raise
-        return ""
-
-    return check
+    most = added(numpy.arange(len(table)))
+    chosen: list[int] = []
+    while missing.any():
+        best = most.max()
+        rows = numpy.flatnonzero(most == best)
+        most[rows] = added(rows)
+        rows = rows[most[rows] == best]
+        if len(rows):
+            chosen.append(int(rows[0]))
+            missing[numpy.ix_(codes[rows[0]], served[rows[0]])] = 0
+    return chosen
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,51 +1,85 @@
-"""What is tested: a backend by name or by file, or a layout, with the registry it lives in."""
+"""What is tested: a kernel by name or by file, or a layout, with the registry it lives in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from types import ModuleType
+from typing import Any, Final
 
 import torch
 
 from headway.core.contract.backend import AttentionBackend, make_backend
-from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.kernel import Kernel
 from headway.core.contract.layout import CacheLayout, CacheWriter
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import ATTENTION, EXPERTS, KINDS, LINEAR, STATE, OperationKind, kind_of_class
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import StateBackend
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
 from headway.registry.plugin_sources import ClassPlugin, class_in, has_hooks, load_file, split_target
-from headway.testing.kit.state_subject import StateSubject, registered, state_subject_of
 
-STATES = "states:"
-"""What stands before the name of a backend for layers with a state, since one of attention may have the same."""
+PREFIXES: Final = {STATE.name: "states:", LINEAR.name: "linear:", EXPERTS.name: "experts:"}
+"""Kind -> what stands before the name or file of one of its kernels, since one of attention may have the same."""
+WORDS: Final = {
+    ATTENTION.name: "backend of attention",
+    STATE.name: "backend for layers with a state",
+    LINEAR.name: "kernel for linear layers",
+    EXPERTS.name: "kernel for layers of experts",
+}
 BASELINE = "sdpa.math"
 """Serves what the subject does not, and takes turns with it."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A registered backend on one device."""
+    """A registered kernel on one device."""
 
     registry: Registry
     name: str
     device: torch.device
     file: str = ""
     """FILE.py or FILE.py:CLASS by which `--plugin` would take the subject; empty: it was named otherwise."""
+    kind: OperationKind = ATTENTION
 
     @property
     def plugin(self) -> tuple[str, str, str] | None:
         """Name and owner of the plugin that brings the subject, and its file if it is one; None: no plugin does."""
         if self.file:
             return self.name, self.file, self.file
-        source = self.registry.source_of(self.name)
+        source = self.registry.source_of(self.name, self.kind)
         return None if source is None else (source.name, source.owner, source.target)
 
-    def anew(self) -> Subject | None:
+    @property
+    def backend(self) -> type[Any]:
+        """The kernel's class."""
+        loaded: type[Any] = self.registry.of(self.kind).backend(self.name)
+        return loaded
+
+    @property
+    def claims(self) -> Any:
+        """What the subject says it serves."""
+        return self.backend.capabilities
+
+    def described(self) -> dict[str, Any]:
+        """Return the subject's name, owner and plugin, and why it is not available on its device."""
+        kernels = self.registry.of(self.kind)
+        here, devices = kernels.availability(self.name), ()
+        unavailable = "" if here else str(here).removeprefix("no: ")
+        if here and self.device.type not in (devices := self.claims.devices):
+            unavailable = f"device: needs {' or '.join(devices)}, got {self.device.type}"
+        owner = kernels.entries[self.name].owner
+        return {"subject": self.name, "owner": owner, "plugin": self.plugin, "unavailable": unavailable}
+
+
+@dataclass(frozen=True)
+class AttentionSubject(Subject):
+    """A registered attention backend on one device."""
+
+    def anew(self) -> AttentionSubject | None:
         """The subject from its file, loaded once more; None where no file brings it, or it needs plugins beside it."""
         if not self.file:
             return None
@@ -53,16 +87,6 @@ class Subject:
             return load_subject(self.file, self.device)
         except HeadwayError:
             return None
-
-    @property
-    def backend(self) -> type[AttentionBackend]:
-        """The backend's class."""
-        return self.registry.backend(self.name)
-
-    @property
-    def claims(self) -> Capabilities:
-        """What the subject says it serves."""
-        return self.backend.capabilities
 
     @cached_property
     def layouts(self) -> dict[str, CacheLayout]:
@@ -82,57 +106,83 @@ class Subject:
         return make_backend(self.registry.backend(name or self.name), spec, self.layouts[layout], block_size)
 
 
-def load_subject(target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()) -> Subject:
+def load_subject(
+    target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()
+) -> AttentionSubject:
     """The attention backend of a command line: NAME, broken:NAME, or FILE.py:CLASS.
 
     plugins: files that are registered beside the installed plugins.
 
-    :raises ConfigError: there is no such file or class, or it is for layers with a state.
+    :raises ConfigError: there is no such file or class, or it computes another kind of operation.
     :raises HeadwayError: a name that nobody registered; a plugin that does not register.
     """
     found = load_any_subject(target, device, registry, plugins)
-    if isinstance(found, StateSubject):
-        raise ConfigError("backend", "one of attention", f"{found.name}, for layers with a state")
+    if not isinstance(found, AttentionSubject):
+        raise ConfigError("backend", "one of attention", f"{found.name}, a {WORDS[found.kind.name]}")
     return found
 
 
-def load_any_subject(
-    target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()
-) -> Subject | StateSubject:
-    """Load the subject of a command line: also states:NAME, or a class for layers with a state; see `load_subject`."""
+def load_any_subject(target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()) -> Subject:
+    """Load the kernel of a command line, of any kind: also with one of PREFIXES before its name or file; see `load_subject`."""
     if target.startswith("broken:"):
-        from headway.testing.broken.attention import PLANTED
-        from headway.testing.broken.states import PLANTED_STATES
-
         name = target.removeprefix("broken:")
-        if name in PLANTED_STATES:
-            return state_subject_of(PLANTED_STATES[name], device, target)
-        if name not in PLANTED:
-            raise ConfigError("broken:NAME", f"one of {', '.join(PLANTED)}", repr(name))
-        return subject_of(PLANTED[name], device, target)
-    if not target.endswith(".py") and ".py:" not in target:
+        planted = _planted()
+        if name not in planted:
+            raise ConfigError("broken:NAME", f"one of {', '.join(planted)}", repr(name))
+        return subject_of(planted[name], device, target)
+    prefix = next((each for each in PREFIXES.values() if target.startswith(each)), "")
+    kind = next((kind for kind in (STATE, LINEAR, EXPERTS) if PREFIXES[kind.name] == prefix), None)
+    text = target.removeprefix(prefix)
+    if not text.endswith(".py") and ".py:" not in text:
         registry = registry or create_registry(plugins)  # untried: to find out is what the caller is about
-        if target.startswith(STATES):
-            registry.states.backend(name := target.removeprefix(STATES))
-            return StateSubject(registry, name, device)
-        registry.backend(target)
-        return Subject(registry, target, device)
-    path, class_name = split_target(target)
+        registry.of(kind or ATTENTION).backend(text)
+        return _subject(registry, text, device, kind or ATTENTION)
+    path, class_name = split_target(text)
     module = load_file(path)
-    found = class_in(module, class_name, path)
+    found = class_in(module, class_name, path, kind)
     file = str(path) if has_hooks(module) else f"{path}:{found.__name__}"
-    if issubclass(found, StateBackend):
-        return replace(state_subject_of(found, device, target, module, tuple(plugins)), file=file)
     return replace(subject_of(found, device, target, module, plugins), file=file)
 
 
+def _planted() -> dict[str, type[Any]]:
+    """Return every planted mistake by name."""
+    tables = ("attention", "PLANTED"), ("kernels", "PLANTED_STATES"), ("kernels", "PLANTED_KERNELS")
+    found: dict[str, type[Any]] = {}
+    for module, table in tables:
+        found |= getattr(import_module(f"headway.testing.broken.{module}"), table)
+    return found
+
+
+def _subject(registry: Registry, name: str, device: torch.device, kind: OperationKind) -> Subject:
+    return AttentionSubject(registry, name, device) if kind is ATTENTION else Subject(registry, name, device, kind=kind)
+
+
 def subject_of(
-    found: type[AttentionBackend],
+    found: type[Kernel],
     device: torch.device,
     target: str = "a class",
     module: ModuleType | None = None,
     plugins: Sequence[str] = (),
 ) -> Subject:
     """Register a class under its own name or, where that is taken, under its target's; and the layouts it brings."""
-    registry, name = registered(found, ClassPlugin, target, module, plugins)
-    return Subject(registry, name, device)
+    kind = kind_of_class(found)
+    beside: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
+    registry = create_registry(beside, load_entry_points=module is not None)
+    kernels = registry.of(kind)
+    taken = found.name in kernels.entries
+    if taken and kernels.backend(found.name) is found:
+        return _subject(registry, found.name, device, kind)
+    name = f"{found.name}-{found.__name__}" if taken else found.name
+    loaded: Any = type(found.__name__, (found,), {"name": name, "__module__": found.__module__}) if taken else found
+    registry.add_plugin(f"check {name}", target, ClassPlugin(loaded, registry.layouts, registry.states.layouts))
+    return _subject(registry, name, device, kind)
+
+
+def brought_by(plugins: Sequence[str]) -> list[str]:
+    """Return the targets of all kernels that files bring, by which `load_any_subject` takes them.
+
+    :raises HeadwayError: a file does not register.
+    """
+    registry = create_registry(plugins, load_entry_points=False)
+    own = [registry.brought[plugin] for plugin in registry.brought if plugin in registry.sources]
+    return [f"{PREFIXES.get(kind.name, '')}{name}" for each in own for kind in KINDS for name in getattr(each, kind.kernels)]

@@ -22,10 +22,9 @@ from headway.core.system.provenance import Origin
 from headway.registry.isolation import TIMEOUT
 from headway.testing.diagnosis.scorecard import badge, command, patterns, scorecard
 from headway.testing.kit.checking import Wanted, check
-from headway.testing.kit.kit import CHECKS, Kit
+from headway.testing.kit.kit import CHECKS, Kit, parse_cell
 from headway.testing.kit.report import CellResult, CheckReport, ReportComparison, machine_of, read_check
 from headway.testing.kit.runner import CellProcess, CellRun, cell_timeout
-from headway.testing.kit.state_subject import parse_cell
 from headway.testing.kit.subject import load_subject
 
 HERE = Path(__file__).parent

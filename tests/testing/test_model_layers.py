@@ -26,9 +26,8 @@ from headway.testing.broken import attention as planted
 from headway.testing.broken.attention import PlainBackend
 from headway.testing.diagnosis.scorecard import command, scorecard
 from headway.testing.kit.checking import Wanted, check
-from headway.testing.kit.cover import GROUPS, HEAD_DIMS, LATENT_DIM, MANY_HEADS, OTHERS
+from headway.testing.kit.cover import GROUPS, HEAD_DIMS, LATENT_DIM, MANY_HEADS, OTHERS, read_model_layers
 from headway.testing.kit.kit import CHECKS, Kit, make_kit
-from headway.testing.kit.model_layers import read_model_layers
 from headway.testing.kit.report import CheckReport
 from headway.testing.kit.subject import load_subject
 

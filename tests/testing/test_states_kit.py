@@ -25,13 +25,12 @@ from headway.core.contract.state import (
     StateSpec,
 )
 from headway.core.oracle.state_reference import Rules, SequenceState, TokenOperands, advance, convolve, read
-from headway.testing.broken.states import PLANTED_STATES, PlainStates
+from headway.testing.broken.kernels import PLANTED_STATES, PlainStates
 from headway.testing.kit.checking import Wanted, check
-from headway.testing.kit.kit import Kit, make_kit, run_cell
+from headway.testing.kit.kit import Kit, make_kit, parse_cell, run_cell
 from headway.testing.kit.report import CellResult
-from headway.testing.kit.state_kit import StateKit
-from headway.testing.kit.state_subject import ODD_LAYOUT, StateCell, parse_cell, state_subject_of
-from headway.testing.kit.subject import load_subject
+from headway.testing.kit.states import ODD_LAYOUT, StateCell
+from headway.testing.kit.subject import load_subject, subject_of
 
 NAMED = {
     "begins-with-the-slot": (StateCell("answer", "prefill"), "reads the slot's old content"),
@@ -55,9 +54,9 @@ NAMED = {
 
 
 @cache
-def kit(target: str) -> StateKit:
+def kit(target: str) -> Kit:
     found = make_kit(target, "cpu")
-    assert isinstance(found, StateKit)
+    assert isinstance(found, Kit)
     return found
 
 
@@ -82,7 +81,7 @@ def test_a_state_that_sees_the_tokens_which_fill_a_graph_up_is_caught() -> None:
             return replace(metadata, recomputed=None)
 
     cell = StateCell("graph", "verify", "mamba2")
-    found, right = (StateKit(state_subject_of(kind, torch.device("cpu"))).run(cell) for kind in (SeesAllTokens, PlainStates))
+    found, right = (Kit(subject_of(kind, torch.device("cpu"))).run(cell) for kind in (SeesAllTokens, PlainStates))
     assert (found.status, right.status) == ("failed", "passed")
 
 
@@ -156,14 +155,14 @@ def shifted(spec: StateSpec, parameters: StateParameters, *given: Any) -> tuple[
 def test_what_is_kept_or_computed_wrongly_is_found_with_its_place(
     found: type[PlainStates], cell: StateCell, where: str, words: str
 ) -> None:
-    result = StateKit(state_subject_of(found, torch.device("cpu"))).run(cell)
+    result = Kit(subject_of(found, torch.device("cpu"))).run(cell)
     assert result.status == "failed"
     assert where in result.reason, result
     assert words in result.guess, result
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    right = StateKit(state_subject_of(PlainStates, torch.device("cpu")))
+    right = Kit(subject_of(PlainStates, torch.device("cpu")))
     results = [right.run(cell) for cell, _ in NAMED.values()]
     assert [result.status for result in results] == ["passed"] * len(results), results
 
@@ -205,12 +204,10 @@ def test_a_cell_has_a_name_that_leads_back_to_it_and_every_kind_is_covered_in_pa
         parse_cell("answer:states:decode:rwkv")
 
 
-def narrow(**claims: object) -> StateKit:
+def narrow(**claims: object) -> Kit:
     """A backend that claims less than it can, and accepts what it claims."""
     chosen = StateCapabilities(**{"kinds": frozenset(STATE_KINDS), "devices": ("cpu",), **claims})  # type: ignore[arg-type]
-    return StateKit(
-        state_subject_of(type("Narrow", (PlainStates,), {"name": "narrow", "capabilities": chosen}), torch.device("cpu"))
-    )
+    return Kit(subject_of(type("Narrow", (PlainStates,), {"name": "narrow", "capabilities": chosen}), torch.device("cpu")))
 
 
 SMALL: dict[str, object] = {"layouts": (KEY_VALUE,), "dtypes": (torch.float32,), "key_dims": (16,), "value_dims": (8, 16)}
@@ -256,7 +253,7 @@ def test_what_is_not_claimed_must_be_refused() -> None:
         "Greedy", (PlainStates,), {"name": "greedy", "supports": classmethod(lambda cls, *asked: PlainStates.supports(*asked))}
     )
     greedy.capabilities = StateCapabilities(**claims, devices=("cpu",), convolution=False)  # type: ignore[attr-defined,arg-type]
-    tried = StateKit(state_subject_of(greedy, torch.device("cpu")))
+    tried = Kit(subject_of(greedy, torch.device("cpu")))
     failed = {cell.about for cell in tried.cells(quick=True) if cell.check == "refuse" and tried.run(cell).status == "failed"}
     assert failed == {"key_dim", "value_dim", "kind", "layout", "conv"}
 
@@ -271,7 +268,7 @@ def test_a_cell_of_no_registered_layout_is_no_finding() -> None:
 def test_a_class_in_a_file_is_recognised_and_runs_in_children(tmp_path: Path) -> None:
     file = tmp_path / "own_states.py"
     file.write_text(
-        "from headway.testing.broken.states import PlainStates\n\n\n"
+        "from headway.testing.broken.kernels import PlainStates\n\n\n"
         "class Own(PlainStates):\n    name = 'own'\n\n    def is_real(self, slot):\n        return True\n"
     )
     cell = str(StateCell("answer", "decode", "conv"))
@@ -301,6 +298,6 @@ def test_a_cell_of_the_other_kit_is_refused_in_words() -> None:
 @pytest.mark.slow
 def test_the_built_in_backend_passes_on_a_gpu_where_steps_are_captured() -> None:
     tried = make_kit("states:torch", "cuda")
-    assert isinstance(tried, StateKit)
+    assert isinstance(tried, Kit)
     cells = [cell for cell in tried.cells(quick=True) if cell.check in ("answer", "session", "graph", "sync")]
     assert [result for result in map(tried.run, cells) if result.status != "passed"] == []

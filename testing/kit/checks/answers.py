@@ -1,10 +1,11 @@
 """Answers held to float64: one instance over two steps, layers that share a plan, shared prefixes, padding, poison everywhere.
 
-And, where a backend says so, a sequence's output with the same bits alone and beside others.
+And one instance over many steps; and, where a backend says so, a sequence's output with the same bits alone and beside others.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,12 +17,91 @@ from headway.core.contract.layout import CacheLayout, CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, run_backend
-from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, sibling_of
+from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, placed, sibling_of
 from headway.core.oracle.inputs import steps_of
 from headway.core.oracle.oracle import attend, distance, expected
-from headway.core.oracle.steps import Before, Lens, Turn, first_step, padding_rows
+from headway.core.oracle.steps import Before, Lens, Tokens, Turn, first_step, padding_rows
+from headway.testing.kit.attention import AttentionStage, close_all, open_all, sequences, without_stray_reads
 from headway.testing.kit.session import Session
-from headway.testing.kit.stage import Stage, close_all, open_all, sequences, without_stray_reads
+from headway.testing.kit.stage import synchronize
+from headway.testing.kit.subject import BASELINE
+
+STEPS = 50
+_WATCHED = frozenset({0, 1, 2, 3, 4, 5, 9, 19, 33, 48, 49})
+THOUSANDTH = 1_003
+
+
+def thousand(stage: AttentionStage, cell: CheckCell) -> str:
+    """The thousandth step is as right as the first: what counts steps, or fills up, shows late."""
+    lens: Lens = [(5, 0, 0), (1, 20, 0), (1, cell.block_size, 0)]
+    session = stage.session(cell, [lens] * 4, extra_tokens=4 * cell.block_size, layers=1)
+    done = 0
+    for number in (0, 299, 999, THOUSANDTH - 1):
+        work = open_all(session, lens)
+        if number > done:  # steps that are not judged: the same one again and again
+            idle = session.lay_out(work)
+            before = Before(idle)
+            for _ in range(number - done):
+                session.run(idle)
+            session.finish(idle, work, before, checked=False)
+        with placed(f"step {number + 1} of one instance"):
+            session.step(work)
+        close_all(session, [turn.seq for turn in work])
+        done = number + 1
+    return ""
+
+
+@without_stray_reads
+def steps(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
+    """Fifty steps in which sequences come, grow in chunks, decode and go, and their blocks become other sequences'."""
+    room: list[Lens] = [[(1, 400, 0)] * 4, [(40, 0, 0)] * 4]
+    session = stage.session(cell, room, poison=poison, extra_tokens=6 * (cell.block_size + STEPS))
+    running: list[Tokens] = []
+    for number in range(STEPS):
+        work = [Turn(seq) for seq in running]
+        if number % 7 == 0:
+            work.insert(0, Turn(session.open(0), 5 + number % 3 * 9))
+        elif number % 7 == 3:
+            share = max(running, key=lambda seq: seq.length, default=None)
+            context = max(cell.block_size, 1) if share is None or share.length <= cell.block_size else share.length - 1
+            work.insert(0, Turn(session.open(min(context, 90), share), 3 + number % 4))
+        with placed(f"step {number + 1} of one instance"):
+            session.step(work, checked=number in _WATCHED)
+        running = [turn.seq for turn in work]
+        if len(running) > 5:
+            gone = running.pop(0)
+            shared = {block for seq in running for block in seq.blocks}
+            session.close(Tokens([block for block in gone.blocks if block not in shared]))
+
+
+@without_stray_reads
+def turns(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
+    """The subject and the baseline serve one cache by turns, also within a step."""
+    lens: Lens = [(9, 0, 0), (20, 2 * cell.block_size, 0), (5, cell.block_size + 3, 0), (1, 33, 0), (1, cell.block_size, 0)]
+    session = stage.session(cell, [lens], poison=poison, extra_tokens=6 * len(lens) * cell.block_size)
+    subject = session.prefill, session.decode
+    baseline = stage.backend(cell, BASELINE)
+    work = open_all(session, lens)
+    seqs = [turn.seq for turn in work]
+    for prefill, decode in (subject, (baseline, subject[1]), (subject[0], baseline), (baseline, baseline), subject):
+        session.prefill = prefill
+        session.decode = decode
+        session.step(work)
+        work = [Turn(seq, 4 if number < 2 else 1) for number, seq in enumerate(seqs)]
+
+
+def cold(stage: AttentionStage, cell: CheckCell) -> str:
+    """How long the first step of a fresh process takes, compilation included, and the second."""
+    lens = first_step(cell.phase, cell.block_size)
+    taken = []
+    for _ in range(2):
+        started = time.perf_counter()
+        session = stage.session(cell, [lens])
+        session.run(session.lay_out(open_all(session, lens)))
+        synchronize(stage.subject.device)
+        taken.append(time.perf_counter() - started)
+    return f"first call {taken[0]:.2f} s, second {taken[1]:.3f} s"
+
 
 _LSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
 """How far a log-sum-exp may be from the right one, which is about 4: sums of 16-bit inputs are kept in float32."""
@@ -30,7 +110,7 @@ _DATA = {torch.float64: 64.0, torch.float32: 64.0, torch.bfloat16: 12.0, torch.f
 
 
 @without_stray_reads
-def answer(stage: Stage, cell: CheckCell, poison: float) -> None:
+def answer(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
     """The steps of one kind of work, in one phase."""
     steps = cell_steps(cell)
     session = stage.session(cell, steps, poison=poison)
@@ -49,7 +129,7 @@ def cell_steps(cell: CheckCell) -> list[Lens]:
     return steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
 
 
-def siblings(stage: Stage, cell: CheckCell) -> str:
+def siblings(stage: AttentionStage, cell: CheckCell) -> str:
     """Layers that differ in numbers alone, by turns in one process: what is kept for one must not be taken for the other."""
     own = stage.claimed.spec(cell)
     other = sibling_of(own)
@@ -74,7 +154,7 @@ def _run_in_turn(sessions: Sequence[Session], lens: Lens, telling: set[int], gue
         close_all(session, sequences(work))
 
 
-def shared(stage: Stage, cell: CheckCell) -> str:
+def shared(stage: AttentionStage, cell: CheckCell) -> str:
     """Layers of a kind over the plans of the first of them, as the engine has them where `shares_plans` is declared."""
     own = stage.claimed.spec(cell)
     other = replace(sibling_of(own), scale=own.scale, sliding_window=own.sliding_window, softcap=own.softcap)
@@ -91,7 +171,7 @@ def shared(stage: Stage, cell: CheckCell) -> str:
 
 
 @without_stray_reads
-def bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
+def bounds(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
     """Decode where the host knows upper bounds of the lengths alone."""
     lens: Lens = [(1, length, 0) for length in (3, 17, cell.block_size, 2 * cell.block_size + 1, 40, 1)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=len(lens) * (cell.block_size + 8))
@@ -110,7 +190,7 @@ def bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
     session.finish(step, work, before)
 
 
-def tolerance(stage: Stage, cell: CheckCell) -> str:
+def tolerance(stage: AttentionStage, cell: CheckCell) -> str:
     """The declared tolerance, against what plain arithmetic of the dtype reaches."""
     spec = stage.claimed.spec(cell)
     declared = float(stage.subject.backend.tolerance[spec.dtype])
@@ -146,7 +226,7 @@ _WHOLE_SPLITS = 1024
 """Keys of a sequence that ends with a whole split, whatever power of two a kernel splits by."""
 
 
-def lse(stage: Stage, cell: CheckCell) -> str:
+def lse(stage: AttentionStage, cell: CheckCell) -> str:
     """The log-sum-exp of every query, where a backend declares it."""
     lens = cell_steps(cell)[0]
     if cell.phase == "decode":  # splits of a power of two of keys end where the sequence does
@@ -194,7 +274,7 @@ def lse(stage: Stage, cell: CheckCell) -> str:
     return ""
 
 
-def invariant(stage: Stage, cell: CheckCell) -> str:
+def invariant(stage: AttentionStage, cell: CheckCell) -> str:
     """Every sequence of some steps has the bits that it has alone."""
     subject = stage.subject
     case = invariance_case(

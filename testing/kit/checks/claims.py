@@ -16,13 +16,12 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
-from headway.core.contract.support import Support
-from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, check_refusal
+from headway.core.oracle.cells import CheckCell, Finding, Skipped
 from headway.registry.isolation import TIMEOUT, Trial
 from headway.registry.plugin_sources import NamedPlugin, PluginFile, PluginSource
-from headway.testing.kit import model_layers
+from headway.testing.kit.attention import AttentionStage
+from headway.testing.kit.cover import layer_serves
 from headway.testing.kit.report import CellResult, new_result
-from headway.testing.kit.stage import Stage
 
 CELL = CheckCell("process")
 
@@ -47,7 +46,7 @@ def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:
     return new_result(CELL, "failed", reason, "does what no plugin may do to a process that is not its own", started)
 
 
-def process(stage: Stage, cell: CheckCell) -> str:
+def process(stage: AttentionStage, cell: CheckCell) -> str:
     """Answer where there is no plugin, or nobody has handed in how plugins are tried."""
     if stage.subject.plugin is None:
         raise Skipped(f"backend {stage.subject.name} is no plugin's, and is used untried")
@@ -59,7 +58,7 @@ NO_VALUE = "\x00headway check"
 """A value no option can take."""
 
 
-def claims(stage: Stage, cell: CheckCell) -> str:
+def claims(stage: AttentionStage, cell: CheckCell) -> str:
     """The class keeps to the contract as far as that can be seen without running it."""
     backend, said = stage.subject.backend, stage.subject.claims
     methods = {Phase.PREFILL: "prefill", Phase.EXTEND: "prefill", Phase.DECODE: "decode"}
@@ -100,7 +99,7 @@ def claims(stage: Stage, cell: CheckCell) -> str:
     return ""
 
 
-def _unclaimed(stage: Stage, plain: CheckCell) -> None:
+def _unclaimed(stage: AttentionStage, plain: CheckCell) -> None:
     """supports() must agree with capabilities on features: what the class does not claim is never accepted."""
     spec = replace(stage.claimed.spec(plain), causal=True)
     fields = {"sliding_window": 7, "softcap": 1.5, "alibi_slopes": (0.5,) * spec.num_heads, "sinks": (0.5,) * spec.num_heads}
@@ -118,25 +117,12 @@ def _unclaimed(stage: Stage, plain: CheckCell) -> None:
                 )
 
 
-def serves(stage: Stage, cell: CheckCell) -> str:
+def serves(stage: AttentionStage, cell: CheckCell) -> str:
     """Whether a layer of the model is served, and in which phases."""
-    return model_layers.serves(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
+    return layer_serves(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
 
 
-def refuse(stage: Stage, cell: CheckCell) -> str:
-    """A value that is not claimed is refused, with reasons that say what was needed and what was got."""
-    support = Support()
-    for phase in PHASES[cell.phase]:
-        support &= stage.subject.supports(stage.claimed.spec(cell), cell.layout, cell.block_size, phase)
-    if support:
-        raise Finding(
-            f"{cell.about}={getattr(cell, cell.about)} must be refused: nothing claims it", guess="accepts what it does not claim"
-        )
-    check_refusal(support)
-    return str(support).removeprefix("no: ")
-
-
-def options(stage: Stage, cell: CheckCell) -> str:
+def options(stage: AttentionStage, cell: CheckCell) -> str:
     """Declared options are read, and unknown ones refused."""
     backend, spec = stage.subject.backend, stage.claimed.spec(cell)
     layout = stage.subject.layouts[cell.layout]

@@ -17,7 +17,7 @@ from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.oracle.cells import CheckCell, Finding, Skipped
 from headway.core.oracle.oracle import attend
 from headway.core.sampling.params import SamplingParams
-from headway.testing.kit.stage import Stage
+from headway.testing.kit.attention import AttentionStage
 from headway.testing.kit.subject import BASELINE
 
 HIDDEN = 64
@@ -91,7 +91,7 @@ NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
 TOKENS = 12
 
 
-def engine(stage: Stage, cell: CheckCell) -> str:
+def engine(stage: AttentionStage, cell: CheckCell) -> str:
     """Every token is the best, or as good as the best, after those before it; in float32 all are those of the baseline."""
     spec = stage.claimed.spec(cell)
     if cell.block_size % BLOCK_MULTIPLE:
@@ -119,7 +119,7 @@ def engine(stage: Stage, cell: CheckCell) -> str:
     return stats
 
 
-def _cached(stage: Stage, cell: CheckCell, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _cached(stage: AttentionStage, cell: CheckCell, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """float64 keys and values of one sequence as its cache holds them; as they are if the cache has the layer's own type."""
     spec, size = stage.claimed.spec(cell), cell.block_size
     if spec.kv_dtype is None:
@@ -145,7 +145,7 @@ def _prompts(block_size: int) -> list[list[int]]:
 
 
 def _generate(
-    stage: Stage, cell: CheckCell, model: TinyDecoder, backend: str, prompts: list[list[int]]
+    stage: AttentionStage, cell: CheckCell, model: TinyDecoder, backend: str, prompts: list[list[int]]
 ) -> tuple[list[list[int]], str]:
     spec, longest = model.spec, max(map(len, prompts)) + TOKENS
     blocks = -(-longest // cell.block_size)

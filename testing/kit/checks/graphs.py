@@ -6,7 +6,6 @@ On a CPU the same calls are made one by one in place of a graph's replay.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,10 +14,11 @@ from torch import Tensor
 from headway.core.contract.backend import Plan
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cells import FEW, CheckCell, Finding, Skipped, placed
+from headway.core.oracle.cells import FEW, CheckCell, Skipped, placed
 from headway.core.oracle.steps import GUARD, Before, Lens, StepInputs
+from headway.testing.kit.attention import AttentionStage, close_all, open_all, without_stray_reads
+from headway.testing.kit.checks.every import capture
 from headway.testing.kit.session import Session
-from headway.testing.kit.stage import Stage, close_all, open_all, without_stray_reads
 
 ROWS = 8
 LONGEST = {"cpu": 700, "cuda": 2048}
@@ -29,7 +29,7 @@ PROMPT = 136
 _ALIGN = 4
 
 
-def _check_captured(stage: Stage, tokens: int) -> None:
+def _check_captured(stage: AttentionStage, tokens: int) -> None:
     """:raises Skipped: no engine captures a step of so many tokens a sequence."""
     captures = stage.subject.backend.captures(tokens)
     if not captures:
@@ -38,7 +38,7 @@ def _check_captured(stage: Stage, tokens: int) -> None:
 
 
 @without_stray_reads
-def graph(stage: Stage, cell: CheckCell, poison: float) -> None:
+def graph(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
     """Captured at the longest, replayed at that, at ragged lengths with padding rows, at short ones and at the longest again."""
     tokens = 4 if cell.phase == "verify" else 1
     _check_captured(stage, tokens)
@@ -60,7 +60,7 @@ def graph(stage: Stage, cell: CheckCell, poison: float) -> None:
         close_all(session, [turn.seq for turn in work])
 
 
-def prompt(stage: Stage, cell: CheckCell) -> str:
+def prompt(stage: AttentionStage, cell: CheckCell) -> str:
     """One prompt captured at a length, replayed with shorter ones and padding after them: what an idle engine runs."""
     _check_captured(stage, PROMPT)
     # An engine's pool is finite where no token lies, and padding may attend there.
@@ -199,24 +199,3 @@ class _CapturedPrompt(_Recorded):
         static.slot_mapping[: now.num_tokens] = now.slot_mapping
         static.block_table.zero_()
         static.block_table[:, : now.block_table.shape[1]] = now.block_table
-
-
-def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture what runs.
-
-    :raises Finding: it cannot be captured.
-    """
-    torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        try:
-            run()
-        except Exception as error:
-            raise Finding(
-                f"graph_level says that this can be captured: {' '.join(str(error).split())[:200]}",
-                guess="allocates or waits for the device inside a capture",
-            ) from None
-        finally:
-            graph.capture_end()
-    return graph

@@ -11,13 +11,12 @@ from headway.core.contract.layout import SCALES, CacheGeometry, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cells import CACHE_TYPES, FP8_SCALES, CheckCell, Finding, Skipped, check_refusal
 from headway.core.oracle.steps import bits
-from headway.testing.kit.stage import Stage
+from headway.testing.kit.attention import AttentionStage
 
 BLOCKS = 40
-ODD_HEAD_DIMS = (24, 72, 77, 80, 576)
 
 
-def layout_spec(stage: Stage, cell: CheckCell) -> AttentionSpec:
+def layout_spec(stage: AttentionStage, cell: CheckCell) -> AttentionSpec:
     """A layer for a layout's cell: of a layout without a value, with the value in the key; the feature is a type of cache, or
     none."""
     value = stage.subject.layouts[cell.layout]
@@ -36,7 +35,7 @@ def layout_spec(stage: Stage, cell: CheckCell) -> AttentionSpec:
     return spec if dtype is None else replace(spec, kv_dtype=dtype, k_scale=scales[0], v_scale=scales[1])
 
 
-def layout(stage: Stage, cell: CheckCell) -> str:
+def layout(stage: AttentionStage, cell: CheckCell) -> str:
     """The writer and `gather` agree on every slot, for one row, for many, and for rows that are skipped."""
     spec, value = layout_spec(stage, cell), stage.subject.layouts[cell.layout]
     support = value.check(spec, cell.block_size)
@@ -66,7 +65,7 @@ def _sizes(cache: LayerCache) -> None:
         raise Finding(f"bytes_per_block: a cache of {cache.geometry.num_blocks} blocks takes {whole} bytes, said are {said}")
 
 
-def _write_and_read(stage: Stage, cell: CheckCell, spec: AttentionSpec, cache: LayerCache, tokens: int) -> None:
+def _write_and_read(stage: AttentionStage, cell: CheckCell, spec: AttentionSpec, cache: LayerCache, tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     device, count = spec.device, BLOCKS * cell.block_size
     slots = torch.randperm(count, generator=generator)[: tokens + 2].to(device)

@@ -11,9 +11,10 @@ from headway.backends.states.triton.backend import TritonStates
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, STATE_KINDS, VALUE_KEY, StateLayout, StateSpec
 from headway.core.oracle.state_cases import make_state_case
-from headway.testing.diagnosis.state_verdict import Judge
-from headway.testing.kit.state_kit import StateKit
-from headway.testing.kit.state_subject import StateCell, state_subject_of
+from headway.testing.diagnosis.states import Judge
+from headway.testing.kit.kit import Kit
+from headway.testing.kit.states import StateCell
+from headway.testing.kit.subject import subject_of
 
 
 def layer(kind: str, heads: int = 4, key_heads: int = 2, key_dim: int = 16, value_dim: int = 32, width: int = 4) -> StateSpec:
@@ -96,7 +97,7 @@ def test_a_step_of_bfloat16_is_right(kind: str) -> None:
 @pytest.mark.parametrize("kind", [rare("gated_delta"), "mamba1"])
 def test_a_captured_step_follows_its_static_tensors(kind: str) -> None:
     """A plan that is made once serves other slots, padding rows, and sequences with fewer drafts than the graph is wide."""
-    result = StateKit(state_subject_of(TritonStates, torch.device("cpu"))).run(StateCell("graph", "verify", kind, heads="2/1"))
+    result = Kit(subject_of(TritonStates, torch.device("cpu"))).run(StateCell("graph", "verify", kind, heads="2/1"))
     assert result.status == "passed", result
 
 

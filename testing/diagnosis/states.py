@@ -17,8 +17,10 @@ from torch import Tensor
 from headway.core.contract.state import MAMBA1, StateBackend, StateCache, StateParameters, StateSpec
 from headway.core.oracle import state_reference as right
 from headway.core.oracle.cells import Finding
+from headway.core.oracle.oracle import distance
 from headway.core.oracle.state_cases import StateCase, run_states
 from headway.core.oracle.state_reference import Rules, SequenceState, StateAnswer, TokenOperands, advance, answer, begin, state_of
+from headway.core.oracle.steps import same_bits
 
 _CLEARLY = 0.25
 """A mistake explains what is found if that lies nearer to it than this share of its distance from the right answer."""
@@ -426,13 +428,3 @@ def _first(errors: Tensor, tolerance: float) -> tuple[int, int]:
     beyond = (errors > tolerance).nonzero()
     row, column = beyond[0].tolist() if len(beyond) else divmod(int(errors.argmax()), errors.shape[1])
     return row, column
-
-
-def distance(got: Tensor, right: Tensor) -> float:
-    """Return ||got - right|| / ||right||."""
-    return float((got.double() - right).norm() / right.norm().clamp(min=1e-30))
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bits, NaN included."""
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -19,11 +19,12 @@ from headway.core.contract.state import (
     StateSpec,
 )
 from headway.core.oracle.cells import Finding, Skipped
+from headway.core.oracle.oracle import distance
 from headway.core.oracle.state_cases import StateCase, random_inputs, random_parameters, run_layers
 from headway.core.oracle.state_reference import SequenceState, advance
-from headway.testing.broken.states import PlainStates
-from headway.testing.diagnosis.state_verdict import ROW_FACTOR, distance
-from headway.testing.kit.state_subject import StateCell, StateSubject
+from headway.testing.broken.kernels import PlainStates
+from headway.testing.diagnosis.states import ROW_FACTOR
+from headway.testing.kit.states import StateCell, StateStage
 
 _LONGEST = 1 << 16
 _LAYERS = 2
@@ -40,14 +41,14 @@ class Served:
     tolerance: float
 
     @classmethod
-    def of(cls, subject: StateSubject, cell: StateCell) -> Served:
+    def of(cls, stage: StateStage, cell: StateCell) -> Served:
         """Ask the subject what it serves of a layer.
 
         :raises Skipped: neither of the two.
         """
-        own, spec = subject.make(cell), subject.spec(cell)
+        own, spec = stage.make(cell), stage.spec(cell)
         plain = PlainStates(spec, own.layout)
-        served = {phase for phase in Phase if subject.supports(cell, phase)}
+        served = {phase for phase in Phase if stage.supports(cell, phase)}
         scans, steps = {Phase.PREFILL, Phase.EXTEND} <= served, Phase.DECODE in served
         if not (scans or steps):
             raise Skipped("needs a backend of prompts and extensions, or of decodes")

@@ -1,0 +1,185 @@
+"""Linear layers and layers of experts in float64, and random cases of them.
+
+The definitions follow the fields of the weights element by element, and share no code with the kernels or the contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.experts import ExpertsConfig, ExpertsWeights
+from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight
+
+NUMBERS = ("normal", "mean", "uneven", "large", "tiny")
+"""mean: factors whose products are mostly positive, so that sums grow; uneven: scales and rows of x that differ by powers of two;
+large, tiny: x times a power of two."""
+WEIGHTS = (
+    *("plain", "int8", "mxfp4", "fp8-rows", "fp8-tensor", "fp8-128x128"),
+    *(f"int4-{size}{zeros}{order}" for size in (128, 64, 32) for zeros in ("", "-zeros") for order in ("", "-order")),
+)
+"""Weights that kernels are tried on: a name out of FORMATS, and the block or group that shares a scale."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Random numbers of one regime, drawn on the CPU."""
+
+    generator: torch.Generator
+    numbers: str = NUMBERS[0]
+    most: int = 6
+    """Largest exponent of 2 by which numbers differ from the usual ones."""
+
+    def normal(self, *shape: int) -> Tensor:
+        """Return float32 numbers around 0 or, in the regime `mean`, mostly positive ones."""
+        drawn = torch.randn(shape, generator=self.generator)
+        return 0.5 * drawn + 1.0 if self.numbers == "mean" else drawn
+
+    def whole(self, least: int, end: int, *shape: int) -> Tensor:
+        """Return whole numbers from `least` up to, and without, `end`; in the regime `mean` the upper half of them."""
+        return torch.randint((least + end) // 2 if self.numbers == "mean" else least, end, shape, generator=self.generator)
+
+    def powers(self, *shape: int) -> Tensor:
+        """Return exponents of 2: 0 or, in the regime `uneven`, up to the largest one and its negative."""
+        most = self.most if self.numbers == "uneven" else 0
+        return torch.randint(-most, most + 1, shape, generator=self.generator)
+
+    def scales(self, size: float, *shape: int) -> Tensor:
+        """Return float32 scales near `size`, no two of which are alike."""
+        return size * (0.5 + torch.rand(shape, generator=self.generator)) * 2.0 ** self.powers(*shape)
+
+    def rows(self, count: int, size: int) -> Tensor:
+        """Return the rows of x, float32."""
+        factor = {"large": 2.0 ** (self.most - 1), "tiny": 2.0**-self.most}.get(self.numbers, 1.0)
+        return self.normal(count, size) * 2.0 ** self.powers(count, 1) * factor
+
+
+def make_weight(name: str, shape: tuple[int, int], dtype: torch.dtype, drawn: Drawn) -> Weight:
+    """Draw a weight out of WEIGHTS, on the CPU, of about unit length in each row. dtype: element type of a plain one."""
+    kind, *words = name.split("-")
+    (n, k), size = shape, shape[1] ** -0.5
+    if kind == "plain":
+        plain: Tensor = drawn.normal(n, k) * size * 2.0 ** drawn.powers(n, 1)
+        return plain.to(dtype)
+    if kind == "int8":
+        return Int8Weight((drawn.whole(-127, 128, n, k)).to(torch.int8), drawn.scales(size / 73, n))
+    if kind == "fp8":
+        block = {"rows": (1, k), "tensor": (n, k), "128x128": (128, 128)}[words[0]]
+        scales = drawn.scales(size, -(-n // block[0]), -(-k // block[1]))
+        return Float8Weight(drawn.normal(n, k).to(torch.float8_e4m3fn), scales, block)
+    group = MX_GROUP if kind == "mxfp4" else int(words[0])
+    codes = drawn.whole(0, 8 if kind == "mxfp4" and drawn.numbers == "mean" else 16, n, k // group, 2, group // 2)
+    packed = (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1).to(torch.uint8)
+    if kind == "mxfp4":
+        exponents = 125 + torch.tensor(size).log2().round().int() + drawn.powers(n, k // group)
+        return Float4Weight(packed, exponents.to(torch.uint8))
+    zeros = torch.randint(0, 11, (n, k // group), generator=drawn.generator).to(torch.uint8) if "zeros" in words else None
+    order = torch.randperm(k, generator=drawn.generator).int() if "order" in words else None
+    scales = drawn.scales(size / 5, n, k // group).to(torch.float32 if dtype == torch.float32 else dtype)
+    return Int4Weight(packed, scales, zeros, group, order)
+
+
+@lru_cache(maxsize=4)
+def dequantized(weight: Weight) -> Tensor:
+    """Return a weight in float64 on the CPU, [N, K], its columns in the order of the inputs."""
+    weight = on_device(weight, torch.device("cpu"))
+    if isinstance(weight, Tensor):
+        return weight.double()
+    rows, columns = torch.arange(weight.shape[0])[:, None], torch.arange(weight.shape[1])
+    if isinstance(weight, Int8Weight):
+        return weight.values.double() * weight.scales.double()[rows]
+    if isinstance(weight, Float8Weight):
+        return weight.values.double() * weight.scales.double()[rows // weight.block[0], columns // weight.block[1]]
+    size = MX_GROUP if isinstance(weight, Float4Weight) else weight.group_size
+    group, place = columns // size, columns % size
+    codes = weight.packed[:, group * (size // 2) + place % (size // 2)].long() >> 4 * (place >= size // 2) & 15
+    if isinstance(weight, Float4Weight):
+        return torch.tensor(FP4_VALUES, dtype=torch.float64)[codes] * 2.0 ** (weight.exponents.double()[rows, group] - 127)
+    zeros = 8 if weight.zeros is None else weight.zeros.long()[rows, group]
+    values = (codes - zeros) * weight.scales.double()[rows, group]
+    return values if weight.order is None else torch.zeros_like(values).index_copy_(1, weight.order.long(), values)
+
+
+def on_device(given: Any, device: torch.device) -> Any:
+    """Return a copy of a weight, or of the weights of experts, with its tensors on a device."""
+    if isinstance(given, Tensor):
+        return given.to(device, copy=True)
+    if not is_dataclass(given):
+        return given
+    return replace(given, **{each.name: on_device(getattr(given, each.name), device) for each in fields(given)})  # type: ignore[type-var]
+
+
+def tensors_of(given: Any) -> list[Tensor]:
+    """Return the tensors of a weight, or of the weights of experts."""
+    if isinstance(given, Tensor):
+        return [given]
+    parts = [getattr(given, each.name) for each in fields(given)] if is_dataclass(given) else []
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+@dataclass(frozen=True)
+class WeightCase:
+    """One call of a kernel over weights."""
+
+    weight: Any
+    """A `Weight`, or `ExpertsWeights`."""
+    given: tuple[Tensor, ...]
+    """What `apply` takes before the weight: x, or x, experts and scores."""
+    onto: Tensor | None
+    """What `out` holds before the call; None: what the call must overwrite."""
+    right: Tensor
+    """float64 [rows, out_features]: what `out` holds after it."""
+    spread: Tensor
+    """float64, as large: the size of a sum of products as random as these, by which an error is judged."""
+    config: ExpertsConfig | None = None
+    """Of a layer of experts."""
+
+
+def linear_case(weight: Weight, x: Tensor, device: torch.device) -> WeightCase:
+    """Return a product on a device. weight, x: on the CPU, where the right answer is computed."""
+    own, rows = dequantized(weight), x.double()
+    right = rows @ own.t()
+    spread = (rows.square() @ own.square().t() + right.square()).sqrt()
+    return WeightCase(on_device(weight, device), (x.to(device),), None, right, spread)
+
+
+def experts_case(
+    config: ExpertsConfig, weights: ExpertsWeights, given: tuple[Tensor, Tensor, Tensor], onto: Tensor, device: torch.device
+) -> WeightCase:
+    """Return a layer of experts over routed rows on a device; see `ExpertsKernel.apply`.
+
+    weights, given (x, experts and scores), onto: on the CPU, where the right answer is computed.
+    """
+    right, (x, experts, scores) = onto.double(), given
+    ups, downs = (dequantized_experts(each, config.num_all) for each in (weights.gate_up, weights.down))
+    for expert in experts.unique().tolist():
+        tokens, slots = (experts == expert).nonzero(as_tuple=True)
+        up = x[tokens].double() @ ups[expert].t() + _bias(weights.gate_up_bias, expert)
+        out = activated(up, config) @ downs[expert].t() + _bias(weights.down_bias, expert)
+        right.index_add_(0, tokens, out * scores[tokens, slots, None].double())
+    spread = right.square().mean(1, keepdim=True).sqrt().expand_as(right)
+    placed = [each.to(device) for each in (*given, onto)]
+    return WeightCase(on_device(weights, device), tuple(placed[:3]), placed[3], right, spread, config)
+
+
+def dequantized_experts(weight: Weight, count: int) -> Tensor:
+    """Return the weights of all experts in float64, [count, N, K]."""
+    return dequantized(weight) if isinstance(weight, Tensor) else dequantized(weight).view(count, -1, weight.shape[1])
+
+
+def _bias(biases: Tensor | None, expert: int) -> Tensor | float:
+    return 0.0 if biases is None else biases[expert].double()
+
+
+def activated(hidden: Tensor, config: ExpertsConfig) -> Tensor:
+    """Return what stands between an expert's products. hidden: float64 [rows, up_size]."""
+    if not config.gated:
+        return hidden.clamp(min=0.0).square()
+    low, high = hidden.chunk(2, dim=1)
+    if config.swiglu_limit is not None:
+        low, high = low.clamp(max=config.swiglu_limit), high.clamp(-config.swiglu_limit, config.swiglu_limit) + 1.0
+    return low * torch.sigmoid(config.swiglu_alpha * low) * high

@@ -1,0 +1,530 @@
+"""Kernels for linear layers and for experts in the kit: the cells that one is tried in, its layers, calls and checks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+from itertools import combinations, count, islice
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.experts import ExpertsConfig, ExpertsSpec, ExpertsWeights
+from headway.core.contract.kernel import GraphLevel
+from headway.core.contract.linear import FUSED, LinearSpec
+from headway.core.contract.spec import DTYPES
+from headway.core.contract.support import Support
+from headway.core.contract.weights import FORMATS, Weight, WeightFormat
+from headway.core.oracle.cells import Finding, KitCell, Skipped, one_of, placed
+from headway.core.oracle.oracle import distance
+from headway.core.oracle.steps import GUARD, UNWRITTEN, bits, same_bits
+from headway.core.oracle.weight_cases import (
+    NUMBERS,
+    WEIGHTS,
+    Drawn,
+    WeightCase,
+    experts_case,
+    linear_case,
+    make_weight,
+    tensors_of,
+)
+from headway.testing.diagnosis.places import guess_product
+from headway.testing.kit.checks import every
+from headway.testing.kit.stage import Grid, Values
+from headway.testing.kit.subject import Subject
+
+ROWS = {"few": (17, 1, 16, 2, 3, 7), "many": (257, 33, 64, 100)}
+"""Work -> rows of x in the calls of one instance: around the ends of tiles, the most first, so that a later call could find
+something of it."""
+ROUNDED = 8e-2
+"""Error of a right answer of a kernel that rounds x to 8 bits."""
+_DTYPES = ("bfloat16", "float16", "float32")
+_UNCLAIMED = "float64"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCell(KitCell):
+    """A cell of a kernel for linear layers."""
+
+    mark: ClassVar = "linear"
+    prefixes: ClassVar = {"in_features": "k", "out_features": "n"}
+    inputs: ClassVar = ("fused",)
+    known: ClassVar = {
+        "weight": one_of(WEIGHTS),
+        "dtype": one_of((*DTYPES, _UNCLAIMED)),
+        "numbers": one_of(NUMBERS),
+        "work": one_of(ROWS),
+        "fused": one_of(FUSED),
+    }
+    weight: str = "plain"
+    """Out of WEIGHTS."""
+    dtype: str = _DTYPES[0]
+    in_features: int = 256
+    out_features: int = 256
+    numbers: str = NUMBERS[0]
+    work: str = "few"
+    about: str = "-"
+    fused: str = ""
+    """Out of FUSED, in a refusal; empty: the product alone."""
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """Fields of a result: the weight stands for the feature."""
+        shape = f"{self.out_features} x {self.in_features}, {self.numbers} numbers"
+        return {"dtype": self.dtype, "feature": self.weight, "work": self.work, "shape": shape}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsCell(KitCell):
+    """A cell of a kernel for layers of experts."""
+
+    mark: ClassVar = "experts"
+    prefixes: ClassVar = {"hidden_size": "h", "size": "s", "top_k": "t", "shared": "x"}
+    known: ClassVar = {
+        "weight": one_of(WEIGHTS),
+        "dtype": one_of((*DTYPES, _UNCLAIMED)),
+        "shared": r"\d+",
+        "numbers": one_of(NUMBERS),
+        "work": one_of(ROWS),
+    }
+    weight: str = "plain"
+    dtype: str = _DTYPES[0]
+    hidden_size: int = 256
+    size: int = 128
+    """Inner size of an expert."""
+    expert: str = "silu"
+    """Out of _EXPERTS."""
+    top_k: int = 2
+    shared: int = 0
+    """Experts that every token passes."""
+    routing: str = "even"
+    """Out of _ROUTING."""
+    numbers: str = NUMBERS[0]
+    work: str = "few"
+    about: str = "-"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """Fields of a result: the weight stands for the feature."""
+        shape = f"{self.expert} experts of {self.size}, hidden {self.hidden_size}, top {self.top_k}, {self.shared} shared"
+        shape += f", {self.routing} routing, {self.numbers} numbers"
+        return {"dtype": self.dtype, "feature": self.weight, "work": self.work, "shape": shape}
+
+
+W = TypeVar("W", LinearCell, ExpertsCell)
+
+
+class WeightStage(Grid[Subject, W]):
+    """A kernel over weights."""
+
+    inputs: ClassVar[Mapping[str, Values]] = {"numbers": NUMBERS, "work": tuple(ROWS)}
+    """Axes of a call that no kernel can refuse, dealt to the layers."""
+
+    @abstractmethod
+    def case(self, cell: W, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:
+        """Draw a call of a cell's layer, on the subject's device. seed: of the weight; turn: tells calls over it apart."""
+
+    @property
+    def tolerance(self) -> Mapping[torch.dtype, float]:
+        """Largest error of a right answer, by dtype of x."""
+        declared: Mapping[torch.dtype, float] = self.subject.backend.tolerance
+        rounded = ROUNDED if getattr(self.subject.backend, "rounds_input", False) else 0.0
+        return {dtype: max(float(error), rounded) for dtype, error in declared.items()}
+
+    def most_tolerance(self, dtype: torch.dtype) -> float:
+        """Return the contract's own or, of a kernel that rounds x to 8 bits, ROUNDED."""
+        return max(super().most_tolerance(dtype), ROUNDED * getattr(self.subject.backend, "rounds_input", False))
+
+    def answers(self, cell: W) -> list[Support]:
+        """Return the subject's one answer."""
+        return [self.subject.registry.of(self.subject.kind).supports(self.subject.name, self.spec(cell))]
+
+    def make(self, cell: W) -> Any:
+        """Make an instance for a cell's layer."""
+        return self.subject.backend(self.spec(cell))
+
+    def rows_of(self, cell: W) -> tuple[int, ...]:
+        """Return the rows of the calls of a cell, those that the subject runs."""
+        claims = self.subject.claims
+        most = getattr(claims, "max_rows", None) or getattr(claims, "max_tokens", None)
+        return tuple(rows if most is None else min(rows, most) for rows in ROWS[cell.work])
+
+    def cells(self, quick: bool = False) -> list[W]:
+        """Return the cells of the subject. quick: try each value of the layer with each weight in place of each pair."""
+        found: list[W] = [self.having({}).plain("claims")]
+        plain = self.widest()
+        if plain is None:
+            return found
+        found += self._refusals(plain[0])
+        found += [plain[0].plain("tolerance", dtype=dtype) for dtype in self.values["dtype"] if self.widest(dtype=dtype)]
+        pairs = [pair for pair in combinations(self.values, 2) if not quick or pair[0] == "weight"]
+        turns = [dict(zip(self.inputs, each, strict=True)) for each in _turns(self.inputs)]
+        for number, (cell, _) in enumerate(self.cover(pairs)):
+            found += [cell.having(turns[(number + more) % len(turns)]) for more in range(1 if quick else 3)]
+        of_weights = [row[0] for weight in self.values["weight"] if (row := self.widest(weight=weight)) is not None]
+        for cell in of_weights:
+            found += [cell.having(each) for each in turns[:: 3 if quick else 1]]
+            found += [cell.plain(check) for check in ("prepare", "instances", "graph", "repeat", "sync")]
+        found.append(plain[0].plain("memory"))
+        return list(dict.fromkeys(found))
+
+    def _refusals(self, plain: W) -> list[W]:
+        """Return the cells of `refuse`: each value of an axis that is not claimed, or not accepted, in the plainest layer."""
+        plain = next((row for row, _ in self.rows if self.subject.claims.check(self.spec(row))), plain)
+        found: list[W] = []
+        unclaimed: dict[str, Values] = {**self.values, "dtype": (*_DTYPES, _UNCLAIMED), **self.others}
+        for axis, values in unclaimed.items():
+            for value in values:
+                cell = self.whole(plain.plain("refuse", axis).having({axis: value}))
+                if cell is not None and not (self.subject.claims.check(self.spec(cell)) and all(self.answers(cell))):
+                    found.append(cell)
+        return found
+
+    @property
+    def others(self) -> dict[str, Values]:
+        """Values of other fields of a cell that a kernel may have to refuse."""
+        return {}
+
+    def once(self, cell: W) -> Callable[[], list[Tensor]]:
+        """Return a function that makes the calls of a cell by one instance, and returns their outputs."""
+        kernel, cases = self.make(cell), [self.case(cell, rows) for rows in self.rows_of(cell)]
+        prepared = kernel.prepare(cases[0].weight)
+        return lambda: [Call(case).run(kernel, prepared) for case in cases]
+
+    def many(self, cell: W) -> Callable[[int], None]:
+        """Return a function that makes calls of ever other numbers of rows."""
+        kernel, cases = self.make(cell), [self.case(cell, rows) for rows in self.rows_of(cell)]
+        prepared, numbers = kernel.prepare(cases[0].weight), count()
+
+        def steps(more: int) -> None:
+            for number in islice(numbers, more):
+                case = cases[number % len(cases)]
+                with torch.inference_mode():
+                    kernel.apply(*case.given, prepared, torch.zeros_like(case.right, dtype=case.given[0].dtype))
+
+        return steps
+
+    def launches(self, cell: W) -> tuple[str, Callable[[], object]]:
+        """Return a function that makes a call."""
+        kernel, case = self.make(cell), self.case(cell, self.rows_of(cell)[0])
+        prepared, call = kernel.prepare(case.weight), Call(case)
+        call.run(kernel, prepared)  # compiles
+        return "apply", lambda: kernel.apply(*case.given, prepared, call.out)
+
+
+def _turns(inputs: Mapping[str, Values]) -> Iterator[Values]:
+    """Yield values of some axes, such that each value of one soon meets each of the others."""
+    for number in range(max(map(len, inputs.values())) * 2):
+        yield tuple(values[(number + number // len(values)) % len(values)] for values in inputs.values())
+
+
+class Call:
+    """One call over memory of its own: `out` lies between guard rows and holds NaN, or what the call is to add to."""
+
+    def __init__(self, case: WeightCase) -> None:
+        self.case = case
+        rows, columns = case.right.shape
+        x = case.given[0]
+        self._guarded = torch.empty(rows + 2 * GUARD, columns, dtype=x.dtype, device=x.device)
+        self._before = [tensor.clone() for tensor in self._read()]
+
+    def _read(self) -> list[Tensor]:
+        return [*self.case.given, *tensors_of(self.case.weight)]
+
+    @property
+    def out(self) -> Tensor:
+        """[rows, out_features]"""
+        return self._guarded[GUARD:-GUARD]
+
+    def run(self, kernel: Any, prepared: Any, before: float = torch.nan) -> Tensor:
+        """Make the call and return a copy of its output. before: what `out` holds, if nothing is to be added to it.
+
+        :raises Finding: it changes what it reads, or memory that is not its own.
+        """
+        self.fill(before, self.case.onto)
+        kernel.apply(*self.case.given, prepared, self.out)
+        self.check()
+        return self.out.clone()
+
+    def fill(self, before: float = torch.nan, onto: Tensor | None = None) -> None:
+        """Fill `out` as it is before a call: with what is to be added to, else a number, or a NaN that no arithmetic leaves."""
+        bits(self._guarded).fill_(UNWRITTEN[self._guarded.dtype])
+        if onto is not None:
+            self.out.copy_(onto)
+        elif before == before:
+            self.out.fill_(before)
+
+    def check(self) -> None:
+        """:raises Finding: anything but `out` is changed."""
+        names = ["x", "experts", "scores"][: len(self.case.given)]
+        for place, (now, before) in enumerate(zip(self._read(), self._before, strict=True)):
+            if not same_bits(now, before):
+                name = names[place] if place < len(names) else "the weight"
+                raise Finding(f"{name} must be left as it is", guess=f"changes {name}")
+        edges = torch.cat([self._guarded[:GUARD], self._guarded[-GUARD:]])
+        if not bool((bits(edges) == UNWRITTEN[edges.dtype]).all()):
+            text = "rows before or after `out`, which belong to somebody else, are written"
+            raise Finding(text, guess="writes more rows than `out` has")
+
+
+@cache
+def _format_of(name: str, out_features: int, in_features: int) -> WeightFormat:
+    drawn = Drawn(torch.Generator().manual_seed(0))
+    return WeightFormat.of(make_weight(name, (out_features, in_features), torch.bfloat16, drawn))
+
+
+@lru_cache(maxsize=4)
+def _drawn(name: str, shape: tuple[int, int], dtype: torch.dtype, numbers: str, seed: int, most: int = 6) -> Weight:
+    return make_weight(name, shape, dtype, Drawn(torch.Generator().manual_seed(seed), numbers, most))
+
+
+def _fits(name: str, *in_features: int) -> bool:
+    """Return whether a weight has whole groups of columns."""
+    kind, *words = name.split("-")
+    group = 32 if kind == "mxfp4" else int(words[0]) if kind == "int4" else 1
+    return all(size % group == 0 for size in in_features)
+
+
+class LinearStage(WeightStage[LinearCell]):
+    """A kernel for linear layers."""
+
+    cell = LinearCell
+
+    @cached_property
+    def values(self) -> Mapping[str, Values]:
+        """The values of each axis, claimed or not, the plainest first."""
+        sizes = {"in_features": (256, 96, 1120, 72), "out_features": (256, 72, 257, 96)}
+        return {"weight": WEIGHTS, "dtype": _DTYPES, **sizes}
+
+    def spec(self, cell: LinearCell) -> LinearSpec:
+        """Build the layer of a cell."""
+        n, k, dtype = cell.out_features, cell.in_features, DTYPES.get(cell.dtype, torch.float64)
+        spec = LinearSpec(k, n, dtype, self.subject.device, _format_of(cell.weight, n, k))
+        part: dict[str, Any] = {cell.fused: "silu" if cell.fused == "activation" else True} if cell.fused else {}
+        return replace(spec, **part)
+
+    def whole(self, cell: LinearCell) -> LinearCell | None:
+        """Return the cell; None where its groups are not whole."""
+        return cell if _fits(cell.weight, cell.in_features) else None
+
+    @property
+    def others(self) -> dict[str, Values]:
+        """What may stand before and after a product."""
+        return {"fused": tuple(name for name in FUSED if name not in self.subject.claims.fused)}
+
+    def case(self, cell: LinearCell, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:  # noqa: D102
+        spec = self.spec(cell)
+        weight = _drawn(cell.weight, (spec.out_features, spec.in_features), spec.dtype, cell.numbers, seed)
+        drawn = Drawn(torch.Generator().manual_seed(seed + rows + 1000 * turn), cell.numbers)
+        return linear_case(weight, drawn.rows(rows, spec.in_features).to(spec.dtype), spec.device)
+
+
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "silu": {},
+    "biases": {"biases": True},
+    "clamped": {"swiglu_alpha": 1.702, "swiglu_limit": 1.5},
+    "clamped-biases": {"swiglu_alpha": 1.702, "swiglu_limit": 1.5, "biases": True},
+    "relu2": {"gated": False},
+}
+"""Activation and biases of an expert -> fields of its `ExpertsConfig`; clamped-biases: gpt-oss, relu2: Nemotron-H."""
+_ROUTING = ("even", "one", "some", "equal")
+"""even: any experts; one: the same for all tokens; some: the last ones get no token; equal: all scores are alike."""
+_NUM_EXPERTS = 8
+_MOST = 2
+"""See `Drawn.most`: the squared ReLU of larger numbers is beyond float16."""
+
+
+class ExpertsStage(WeightStage[ExpertsCell]):
+    """A kernel for layers of experts."""
+
+    cell = ExpertsCell
+    inputs: ClassVar[Mapping[str, Values]] = {"numbers": NUMBERS, "work": tuple(ROWS), "routing": _ROUTING}
+
+    @cached_property
+    def values(self) -> Mapping[str, Values]:
+        """The values of each axis, claimed or not, the plainest first."""
+        sizes = {"hidden_size": (256, 128, 96), "size": (128, 64, 96), "top_k": (2, 1, 8), "shared": (0, 1, 2)}
+        return {"weight": WEIGHTS, "dtype": _DTYPES, "expert": tuple(_EXPERTS), **sizes}
+
+    def spec(self, cell: ExpertsCell) -> ExpertsSpec:
+        """Build the layer of a cell."""
+        config = ExpertsConfig(
+            _NUM_EXPERTS,
+            cell.top_k,
+            cell.size,
+            shared_intermediate_size=cell.shared * cell.size,
+            **_EXPERTS[cell.expert],
+        )
+        up, down = config.num_all * config.up_size, config.num_all * cell.hidden_size
+        formats = _format_of(cell.weight, up, cell.hidden_size), _format_of(cell.weight, down, cell.size)
+        dtype = DTYPES.get(cell.dtype, torch.float64)
+        return ExpertsSpec(config, cell.hidden_size, dtype, self.subject.device, formats[0], formats[1])
+
+    def whole(self, cell: ExpertsCell) -> ExpertsCell | None:
+        """Return the cell; None where its groups are not whole, or a block would belong to two experts."""
+        apart = "order" in cell.weight or cell.weight == "fp8-tensor"
+        blocks = cell.weight != "fp8-128x128" or (cell.size % 128 == 0 and cell.hidden_size % 128 == 0)
+        return cell if _fits(cell.weight, cell.size, cell.hidden_size) and blocks and not apart else None
+
+    def case(self, cell: ExpertsCell, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:  # noqa: D102
+        spec = self.spec(cell)
+        config, dtype = spec.config, spec.dtype
+        weights = self._weights(cell.weight, cell.hidden_size, config, dtype, cell.numbers, seed)
+        drawn = Drawn(torch.Generator().manual_seed(seed + rows + 1000 * turn), cell.numbers, _MOST)
+        routed = self._routed(config, cell.routing, rows, drawn)
+        onto = torch.randn(rows, cell.hidden_size, generator=drawn.generator).to(dtype)
+        given = drawn.rows(rows, cell.hidden_size).to(dtype), *routed
+        return experts_case(config, weights, given, onto, spec.device)
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def _weights(
+        name: str, hidden_size: int, config: ExpertsConfig, dtype: torch.dtype, numbers: str, seed: int
+    ) -> ExpertsWeights:
+        shapes = (config.up_size, hidden_size), (hidden_size, config.intermediate_size)
+        drawn = Drawn(torch.Generator().manual_seed(seed), numbers, _MOST)
+        made = [make_weight(name, (config.num_all * n, k), dtype, drawn) for n, k in shapes]
+        pairs = zip(made, shapes, strict=True)
+        weights = [each.view(-1, *shape) if isinstance(each, Tensor) else each for each, shape in pairs]
+        biases = [drawn.normal(config.num_all, n).to(dtype) if config.biases else None for n, _ in shapes]
+        return ExpertsWeights(weights[0], weights[1], biases[0], biases[1])
+
+    def _routed(self, config: ExpertsConfig, routing: str, rows: int, drawn: Drawn) -> tuple[Tensor, Tensor]:
+        """Draw the experts and scores of each token's slots, shared experts last."""
+        chosen = torch.rand(1 if routing == "one" else rows, config.num_experts, generator=drawn.generator)
+        if routing == "some" and config.top_k < config.num_experts:
+            chosen[:, max(config.top_k, config.num_experts // 2) :] = -1.0
+        routed = chosen.topk(config.top_k, dim=1).indices.expand(rows, -1)
+        shared = torch.arange(config.num_experts, config.num_all).expand(rows, -1)
+        scores = torch.rand(rows, config.num_slots, generator=drawn.generator) + 0.1
+        scores = torch.full_like(scores, 0.5) if routing == "equal" else scores
+        return torch.cat([routed, shared], dim=1).int(), scores
+
+
+_ELEMENT, _ROW = 8.0, 3.0
+"""How many times as far as the tolerance of a whole answer says one element and one row may be off: few numbers scatter more."""
+_FINITE = 192.0
+"""What `out` holds before some calls, in place of NaN, which could be taken for nothing."""
+
+
+def claims(stage: WeightStage[Any], cell: Any) -> str:
+    """The class keeps to the contract as far as that can be seen without running it."""
+    every.claims(stage)
+    accepted = {row.weight.partition("-")[0] for row, _ in stage.rows}
+    for name in FORMATS:
+        if name in stage.subject.claims.formats and name not in accepted:
+            raise Finding(f"weight format {name} is claimed, and no layer of it is accepted", guess="a claim that does not hold")
+    if not isinstance(stage.subject.backend.graph_level, GraphLevel):
+        raise Finding(
+            f"graph_level {stage.subject.backend.graph_level!r}; needs a GraphLevel", guess="a claim that does not hold"
+        )
+    return ""
+
+
+def answer(stage: WeightStage[Any], cell: Any) -> str:
+    """One instance over one layer, with one number of rows after the other; `out` holds NaN, or a number, before each call."""
+    calls = [Call(stage.case(cell, rows)) for rows in stage.rows_of(cell)]
+    kernel = stage.make(cell)
+    prepared = _prepare(kernel, calls[0].case, cell)
+    for number, call in enumerate(calls):
+        _run(stage, kernel, prepared, call, torch.nan if number % 2 == 0 else _FINITE)
+    return ""
+
+
+def _prepare(kernel: Any, case: WeightCase, cell: Any) -> Any:
+    try:
+        return kernel.prepare(case.weight)
+    except ArithmeticError as error:
+        if cell.numbers == NUMBERS[0]:
+            raise
+        raise Skipped(f"prepare() refuses the weight's scales: {error}") from None
+
+
+def _run(stage: WeightStage[Any], kernel: Any, prepared: Any, call: Call, before: float = torch.nan) -> torch.Tensor:
+    out = call.run(kernel, prepared, before)
+    judge(stage, call.case, out)
+    return out
+
+
+def judge(stage: WeightStage[Any], case: WeightCase, out: torch.Tensor) -> None:
+    """Hold the output of a call to the right answer.
+
+    :raises Finding: it is wrong as a whole, in a row or in an element.
+    """
+    tolerance, found = stage.tolerance[out.dtype], out.cpu().double()
+    error, apart = distance(found, case.right), (found - case.right).abs()
+    stage.errors.note(error, tolerance)
+    wrong = ~(apart <= _ELEMENT * tolerance * case.spread)
+    rows = ~(apart.norm(dim=1) <= _ROW * tolerance * case.spread.norm(dim=1))
+    if error <= tolerance and not bool(wrong.any()) and not bool(rows.any()):
+        return
+    far = (apart / case.spread).nan_to_num(torch.inf)
+    row, column = divmod(int(far.argmax()), far.shape[1])
+    numbers = f"expected {float(case.right[row, column]):.5g}, got {float(found[row, column]):.5g}"
+    count = int((rows | wrong.any(1)).sum())
+    some = f"{count} of {len(rows)} rows {'is' if count == 1 else 'are'} wrong" if count else "all rows together are wrong"
+    text = f"{some}; row {row}, column {column}: {numbers}"
+    looks = guess_product(case, out, wrong if bool(wrong.any()) else wrong | rows[:, None]) if stage.guesses else ""
+    raise Finding(text, guess=looks, error=error, tolerance=tolerance)
+
+
+def prepare(stage: WeightStage[Any], cell: Any) -> str:
+    """One instance serves several layers, and prepares one of them twice."""
+    first, second = (Call(stage.case(cell, stage.rows_of(cell)[0], seed)) for seed in (0, 1))
+    kernel = stage.make(cell)
+    kept = [(call, kernel.prepare(call.case.weight)) for call in (first, second, first)]
+    outs = []
+    for number, (call, prepared) in enumerate([*kept, kept[0]]):
+        with placed(f"call {number + 1} of an instance that has prepared two layers, the first of them twice"):
+            outs.append(_run(stage, kernel, prepared, call))
+    if not same_bits(outs[0], outs[2]):
+        raise Finding("a layer that is prepared again must give the same bits", guess="prepare() depends on what came before it")
+    return ""
+
+
+def instances(stage: WeightStage[Any], cell: Any) -> str:
+    """Two instances, of layers of different sizes where the subject takes such, make their calls by turns."""
+    others = (row for row, _ in stage.rows if row.weight == cell.weight and stage.spec(row) != stage.spec(cell))
+    cells = [cell, next(others, cell)]
+    calls = [Call(stage.case(each, stage.rows_of(each)[0])) for each in cells]
+    kernels = [stage.make(each) for each in cells]
+    prepared = [kernel.prepare(call.case.weight) for kernel, call in zip(kernels, calls, strict=True)]
+    for turn in (0, 1, 0):
+        with placed(f"instance {turn + 1} of two"):
+            _run(stage, kernels[turn], prepared[turn], calls[turn])
+    return ""
+
+
+def graph(stage: WeightStage[Any], cell: Any) -> str:
+    """A call that is captured once is right when it is replayed for other rows; on a CPU it is made again."""
+    if stage.subject.backend.graph_level is GraphLevel.NONE:
+        raise Skipped("graph_level: needs more, got NONE, so no engine captures it")
+    for rows in sorted({stage.rows_of(cell)[0], 1}):
+        _replay(stage, cell, rows)
+    return ""
+
+
+def _replay(stage: WeightStage[Any], cell: Any, rows: int) -> None:
+    static, kernel = Call(stage.case(cell, rows)), stage.make(cell)
+    prepared = kernel.prepare(static.case.weight)
+
+    def run() -> None:
+        kernel.apply(*static.case.given, prepared, static.out)
+
+    run()  # compiles
+    recorded = every.capture(run) if stage.subject.device.type == "cuda" else None
+    for number in range(1, 4):
+        now = stage.case(cell, rows, turn=number)
+        for old, new in zip(static.case.given, now.given, strict=True):
+            old.copy_(new)
+        static.fill(onto=now.onto)
+        if recorded is None:
+            run()
+        else:
+            recorded.replay()
+            torch.cuda.synchronize()
+        with placed(f"replay {number} of a captured call of {rows} rows"):
+            judge(stage, now, static.out)
