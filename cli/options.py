@@ -230,10 +230,7 @@ def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | N
 
 
 def block_sizes_of(text: str | None) -> Sequence[int] | None:
-    """Block sizes from a comma-separated text; None where there are none.
-
-    :raises ConfigError: a size that no cache can have.
-    """
+    """Block sizes from a comma-separated text; None where there are none. :raises ConfigError: a size that no cache can have."""
     from headway.core.engine.data.config import check_block_size
 
     sizes = sizes_of("--block-sizes", text)
@@ -243,10 +240,7 @@ def block_sizes_of(text: str | None) -> Sequence[int] | None:
 
 
 def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dtype | None:
-    """An element type by name; None for auto.
-
-    :raises ConfigError: an unknown one.
-    """
+    """An element type by name; None for auto. :raises ConfigError: an unknown one."""
     if name == "auto":
         return None
     if name not in known:
@@ -270,10 +264,7 @@ def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
 
 
 def parse_block_size(text: str) -> int | None:
-    """A number, or None for auto.
-
-    :raises ConfigError: neither.
-    """
+    """A number, or None for auto. :raises ConfigError: neither."""
     if text == "auto":
         return None
     try:

@@ -425,10 +425,7 @@ class AsyncLLM:
         raise missing_attribute(name, type(self).__name__)
 
     async def in_thread(self, function: Callable[[], T]) -> T:
-        """Call a function in one of the threads that tokenise.
-
-        :raises EngineDeadError: the engine has ended.
-        """
+        """Call a function in one of the threads that tokenise. :raises EngineDeadError: the engine has ended."""
         await self.check_health()
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, function)
 

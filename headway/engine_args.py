@@ -190,10 +190,7 @@ class EngineArgs(EngineConfig):
 
 
 def check_model(given: Sequence[object]) -> None:
-    """Check the arguments without a name, of which the model may be one.
-
-    :raises ConfigError: there are several.
-    """
+    """Check the arguments without a name, of which the model may be one. :raises ConfigError: there are several."""
     if len(given) > 1:
         raise ConfigError("LLM", "one argument without a name, the model", f"{len(given)} of them")
 

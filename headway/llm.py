@@ -95,10 +95,7 @@ class LLM(EngineAccess):
 
     @property
     def pooling(self) -> PoolingClient:
-        """The model that is pooled, and its engine.
-
-        :raises ConfigError: the model generates text.
-        """
+        """The model that is pooled, and its engine. :raises ConfigError: the model generates text."""
         if self._pooling is None:
             hint = "runner='pooling' makes vectors of a decoder's last states"
             raise ConfigError(

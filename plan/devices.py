@@ -236,10 +236,7 @@ GPU_KINDS: Final[Mapping[str, GpuKind]] = {kind.name: kind for kind in _KINDS}
 
 
 def gpu_kind(name: str) -> GpuKind:
-    """The kind of a name, in upper or lower case.
-
-    :raises ConfigError: there is none, with those that there are.
-    """
+    """The kind of a name, in upper or lower case. :raises ConfigError: there is none, with those that there are."""
     known = GPU_KINDS.get(name.lower())
     if known is None:
         near = difflib.get_close_matches(name.lower(), GPU_KINDS, n=1)

@@ -122,10 +122,7 @@ WEIGHT_FORMATS: Final[Mapping[str, WeightPrecision]] = {
 
 
 def weight_format(name: str) -> WeightPrecision:
-    """The format of a name.
-
-    :raises ConfigError: there is none.
-    """
+    """The format of a name. :raises ConfigError: there is none."""
     if name not in WEIGHT_FORMATS:
         raise ConfigError("--weights", ", ".join(WEIGHT_FORMATS), repr(name))
     return WEIGHT_FORMATS[name]
@@ -325,10 +322,7 @@ def _mlp_products(own: DecoderConfig) -> list[ProductShape]:
 
 
 def check_cache_dtype(config: DecoderConfig, name: str) -> str:
-    """Why a model's caches cannot have this element type; empty if they can.
-
-    :raises ConfigError: an unknown name.
-    """
+    """Why a model's caches cannot have this element type; empty if they can. :raises ConfigError: an unknown name."""
     if name not in ("auto", *KV_DTYPES):
         raise ConfigError("--kv-cache-dtype", f"auto, {', '.join(KV_DTYPES)}", repr(name))
     integer = name != "auto" and not KV_DTYPES[name].is_floating_point

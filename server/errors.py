@@ -59,10 +59,7 @@ class Fields(BaseModel):
     """Further fields that are read by their names."""
 
     def unknown(self) -> Sequence[str]:
-        """The names of fields with a value that are ignored.
-
-        :raises ConfigError: one that would change the answer.
-        """
+        """The names of fields with a value that are ignored. :raises ConfigError: one that would change the answer."""
         extra = self.model_extra
         if not extra:
             return ()

@@ -92,10 +92,7 @@ class Admission:
         """Seconds from arrival to end of recent requests, as a moving average."""
 
     def check_model(self, name: str | None) -> None:
-        """Check the model that a request names.
-
-        :raises ApiError: this server has no such model.
-        """
+        """Check the model that a request names. :raises ApiError: this server has no such model."""
         if name is not None and name not in self.names and name not in self.adapters:
             known = [*self.names, *self.adapters]
             listed = [each if len(each) <= _LONGEST_SHOWN else f"{each[:_LONGEST_SHOWN]}..." for each in known[:_MOST_SHOWN]]
@@ -109,18 +106,12 @@ class Admission:
         return None if name is None or name in self.names else self.adapters[name]
 
     def check_operator(self) -> None:
-        """Check that requests may change what all clients feel.
-
-        :raises ApiError: they may not.
-        """
+        """Check that requests may change what all clients feel. :raises ApiError: they may not."""
         if not self.options.operator_paths:
             raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
 
     def check_room(self) -> None:
-        """Check that one more request may wait.
-
-        :raises ApiError: too many wait already.
-        """
+        """Check that one more request may wait. :raises ApiError: too many wait already."""
         if self.num_queued >= self.options.max_queue:
             retry = min(max(round(self._seconds), 1), _LONGEST_RETRY)
             message = f"{self.num_queued} requests wait already (max_queue={self.options.max_queue}); try again in {retry} s"

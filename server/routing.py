@@ -227,10 +227,7 @@ async def read_text(request: Request, options: ServerOptions) -> bytes:
 
 
 def fields_of(text: bytes) -> dict[str, Any]:
-    """The fields of a body.
-
-    :raises JsonError: it is no JSON object.
-    """
+    """The fields of a body. :raises JsonError: it is no JSON object."""
     found: dict[str, Any] = parse_json(text, "", dict)
     return found
 

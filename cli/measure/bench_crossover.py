@@ -220,10 +220,7 @@ def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> Non
 
 
 def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device) -> AttentionSpec:
-    """The layer that options describe.
-
-    :raises ConfigError: a geometry or dtype that is none.
-    """
+    """The layer that options describe. :raises ConfigError: a geometry or dtype that is none."""
     import torch
 
     from headway.core.contract.spec import DTYPES, KV_DTYPES
@@ -236,10 +233,7 @@ def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device)
 
 
 def parse_seconds(option: str, text: str | None) -> float | None:
-    """Read 120, 120s, or 2m; None stays None.
-
-    :raises ConfigError: none of these.
-    """
+    """Read 120, 120s, or 2m; None stays None. :raises ConfigError: none of these."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|)", text.strip())

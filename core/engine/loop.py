@@ -174,10 +174,7 @@ class EngineLoop:
 
     @property
     def adapter_table(self) -> AdapterTable:
-        """The adapters that requests may name.
-
-        :raises ConfigError: the model has no slots for any.
-        """
+        """The adapters that requests may name. :raises ConfigError: the model has no slots for any."""
         if self.adapters is None:
             raise ConfigError("an adapter", "an engine that was started with enable_lora=True", "one without")
         return self.adapters

@@ -81,10 +81,7 @@ class DenseAttention:
                 ) from error
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `core.contract.model.Attention`; nothing is written.
-
-        :raises BackendError: the backend raised.
-        """
+        """See `core.contract.model.Attention`; nothing is written. :raises BackendError: the backend raised."""
         kind = self._kind_of[layer]
         spec: AttentionSpec = self._kinds[kind]
         backend = self._backends[spec]

@@ -90,10 +90,7 @@ class Grammar:
         return brief_reason(self.matcher.get_error()) if self.matcher.is_error() else ""
 
     def accept(self, token: int) -> None:
-        """Take the token that came.
-
-        :raises GrammarError: it may not stand here, or the grammar exceeds llguidance's limits.
-        """
+        """Take the token that came. :raises GrammarError: it may not stand here, or the grammar exceeds llguidance's limits."""
         if self.ended:
             return
         if token in self._eos and self.matcher.is_accepting():

@@ -64,10 +64,7 @@ def guidance_json(schema: Any, options: Mapping[str, Any], closed: bool = False)
 
 
 def guidance_lark(grammar: str, options: Mapping[str, Any]) -> str:
-    """Return a Lark grammar for llguidance. options: of JSON, see `guidance_json`.
-
-    :raises ValueError: as `guidance_schema`.
-    """
+    """Return a Lark grammar for llguidance. options: of JSON, see `guidance_json`. :raises ValueError: as `guidance_schema`."""
     parts, at = [], 0
     while found := _TOKEN.search(grammar, at):
         parts.append(grammar[at : found.start()])
@@ -109,10 +106,7 @@ def structural_tag_text(tag: Mapping[str, Any], options: Mapping[str, Any], clos
 
 
 def format_of(tag: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The format of a structural tag in either notation.
-
-    :raises ValueError: it has neither.
-    """
+    """The format of a structural tag in either notation. :raises ValueError: it has neither."""
     if isinstance(found := tag.get("format"), Mapping):
         return found
     structures, triggers = tag.get("structures"), tag.get("triggers")

@@ -70,9 +70,6 @@ class ResultFile(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file of this kind.
-
-        :raises ConfigError: see `read_json`.
-        """
+        """Read a file of this kind. :raises ConfigError: see `read_json`."""
         schema: Any = cls.model_fields["schema_"].default
         return read_json(path, cls, schema, cls.written_by)

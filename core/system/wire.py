@@ -36,10 +36,7 @@ class Wire:
             self._socket.sendall(data)
 
     def receive(self) -> Any:
-        """Wait for the next object.
-
-        :raises EOFError, OSError: the other end is closed.
-        """
+        """Wait for the next object. :raises EOFError, OSError: the other end is closed."""
         try:
             return pickle.load(self._file)
         except pickle.UnpicklingError as error:  # the sender was killed in the middle of a message

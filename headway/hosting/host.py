@@ -111,10 +111,7 @@ class EngineHost(ABC):
 
     @abstractmethod
     def run_between_steps(self, task: Task[T]) -> Future[T]:
-        """Queue a task that is done between two steps of the engine.
-
-        :raises EngineDeadError: the engine has ended.
-        """
+        """Queue a task that is done between two steps of the engine. :raises EngineDeadError: the engine has ended."""
 
     @abstractmethod
     def run_concurrently(self, task: Task[T]) -> Future[T]:

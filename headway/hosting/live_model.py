@@ -25,10 +25,7 @@ _LOST = "weights lost in sleep"
 
 
 def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
-    """What replaces the weights of a driver's model. what: asks for it.
-
-    :raises ConfigError: they cannot be replaced.
-    """
+    """What replaces the weights of a driver's model. what: asks for it. :raises ConfigError: they cannot be replaced."""
     model, on_disk = driver.assembly.model, driver.assembly.engine.config.kv_offload_dir
     if model.live_weights is None:
         need = "plain weights on one rank that Headway's decoder computes"
@@ -59,10 +56,7 @@ def sleep(driver: EngineDriver, level: int = 1) -> None:
 
 
 def wake_up(driver: EngineDriver, tags: Sequence[str] | None = None) -> None:
-    """Take memory back. tags: "weights", "kv_cache" or both; None: both.
-
-    :raises ConfigError: another tag.
-    """
+    """Take memory back. tags: "weights", "kv_cache" or both; None: both. :raises ConfigError: another tag."""
     for tag in tags if isinstance(tags, list | tuple) else () if tags is None else (tags,):
         if not isinstance(tags, list | tuple) or tag not in (WEIGHTS, CACHE):
             raise ConfigError("tags", f"a list of {WEIGHTS} and {CACHE}", shown(tag))

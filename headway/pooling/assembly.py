@@ -161,10 +161,7 @@ class PoolingClient:
         self._lock = Lock()
 
     def run(self, job: PoolingJob[Output], use_tqdm: bool = False) -> list[Output]:
-        """Run a job to its end.
-
-        :raises BackendError: a backend raised.
-        """
+        """Run a job to its end. :raises BackendError: a backend raised."""
         with self._lock, tqdm(total=len(job.texts), desc="Processed texts", disable=not use_tqdm) as bar:
             rows = self.engine.run(job.texts, bar.update)
         return job.finish(rows)

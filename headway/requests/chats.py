@@ -414,10 +414,7 @@ class ChatFormat:
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None, parsers: Sequence[ChatParserInfo]) -> None:
-    """Check names of parsers before a model is loaded; see `ChatFormat.of`.
-
-    :raises ConfigError: no parser has such a name.
-    """
+    """Check names of parsers before a model is loaded; see `ChatFormat.of`. :raises ConfigError: no parser has such a name."""
     known = [*parsers, *BUILTIN]
     _named(known, "calls", tool_parser)
     _named(known, "reasoning", None if reasoning_parser == "none" else reasoning_parser)

@@ -61,10 +61,7 @@ class ParsedPrompt:
 
 
 def parse_prompts(prompts: object) -> list[ParsedPrompt]:
-    """Read one prompt, or several in any iterable.
-
-    :raises PromptError: naming the prompt's index and the type that was found.
-    """
+    """Read one prompt, or several in any iterable. :raises PromptError: naming the prompt's index and the type that was found."""
     if isinstance(prompts, (str, Mapping)) or _dimensions(prompts) is not None:
         return _parse(prompts, 0)
     if not isinstance(prompts, Iterable) or isinstance(prompts, BYTES):
@@ -82,10 +79,7 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
 
 
 def list_of_one(prompt: Prompt) -> list[Prompt]:
-    """A list of one prompt.
-
-    :raises PromptError: a number, which in a list would be a prompt of one token.
-    """
+    """A list of one prompt. :raises PromptError: a number, which in a list would be a prompt of one token."""
     if isinstance(prompt, Integral):
         raise PromptError("prompt", FORMS, f"a {type(prompt).__name__}")
     return [prompt]

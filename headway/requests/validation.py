@@ -87,10 +87,7 @@ def word_token_ids(text: str, tokenizer: Any) -> list[tuple[int, ...]]:
 def params_of_each(
     given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
 ) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts.
-
-    :raises ConfigError: another number of them, or something else.
-    """
+    """The parameters of each of `count` prompts. :raises ConfigError: another number of them, or something else."""
     listed = _of_each("sampling_params", default if given is None else given, count)
     wrong = [type(each).__name__ for each in listed if not isinstance(each, SamplingParams)]
     if wrong:
@@ -277,10 +274,7 @@ class RequestValidator:
 
     @cached_property
     def infill(self) -> Infill:
-        """What writes prompts with a gap.
-
-        :raises ConfigError: the model's tokenizer has no tokens for that.
-        """
+        """What writes prompts with a gap. :raises ConfigError: the model's tokenizer has no tokens for that."""
         return Infill(self.tokenizer, self.model.name)
 
     @cached_property

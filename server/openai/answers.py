@@ -92,10 +92,7 @@ class ChunkedAnswer(Answer):
     """JSON before and after a text in a choice of a chunk, between its index and its finish_reason."""
 
     def __init__(self, body: SamplingRequest, model: str, has_logprobs: bool, name: str = "") -> None:
-        """model, name: see `Answer`.
-
-        :raises ConfigError: a stream is to tell of the prompt, which it does not in vLLM either.
-        """
+        """model, name: see `Answer`. :raises ConfigError: a stream is to tell of the prompt, which it does not in vLLM either."""
         super().__init__(body, model, name)
         if body.stream and body.prompt_logprobs:
             raise ConfigError("prompt_logprobs", "stream=false beside it", "stream=true")

@@ -61,10 +61,7 @@ class ParamsMaker:
 
 
 def chat_params(body: ChatRequest, maker: ParamsMaker) -> SamplingParams:
-    """The parameters of a chat.
-
-    :raises ConfigError: a value that cannot work.
-    """
+    """The parameters of a chat. :raises ConfigError: a value that cannot work."""
     if body.top_logprobs and not body.logprobs:
         raise ConfigError("top_logprobs", "logprobs=true beside it", body.top_logprobs)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -72,10 +69,7 @@ def chat_params(body: ChatRequest, maker: ParamsMaker) -> SamplingParams:
 
 
 def completion_params(body: CompletionRequest, maker: ParamsMaker) -> SamplingParams:
-    """The parameters of completions.
-
-    :raises ConfigError: a value that cannot work.
-    """
+    """The parameters of completions. :raises ConfigError: a value that cannot work."""
     if body.suffix and body.echo:
         raise ConfigError("echo", "false beside suffix", "true")
     most = body.max_tokens

@@ -52,10 +52,7 @@ class PromptReader:
         return self._stream.state.output()
 
     async def whole(self) -> RequestOutput | None:
-        """Read the finished output; None: the request was ended before.
-
-        :raises ApiError: a completion has failed.
-        """
+        """Read the finished output; None: the request was ended before. :raises ApiError: a completion has failed."""
         async for last in self._stream:
             if last.finished:
                 break

@@ -176,10 +176,7 @@ class BatchChatRequest(ChatRequest):
 
     @cached_property
     def chats(self) -> list[ChatRequest]:
-        """The chat of each conversation.
-
-        :raises ConfigError: a field that this path does not have; vLLM refuses the same.
-        """
+        """The chat of each conversation. :raises ConfigError: a field that this path does not have; vLLM refuses the same."""
         one = "/v1/chat/completions takes one"
         for name, wanted in (("stream", False), ("use_beam_search", False), ("n", 1), ("best_of", 1)):
             if (got := getattr(self, name)) not in (None, wanted):

@@ -113,10 +113,7 @@ class ResponsesRequest(Fields):
         return [{"type": "message", "role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def check(self) -> None:
-        """Check for what this server has not got.
-
-        :raises ApiError: naming the field.
-        """
+        """Check for what this server has not got. :raises ApiError: naming the field."""
         for name, need in _NOT_BUILT.items():
             if getattr(self, name):
                 raise ApiError(400, f"{name}: needs {need}, got {str(getattr(self, name))[:60]!r}", name)
@@ -513,10 +510,7 @@ class ResponseStore:
         return found[0]
 
     def remove(self, response_id: str) -> None:
-        """Forget a response.
-
-        :raises ApiError: it is not stored.
-        """
+        """Forget a response. :raises ApiError: it is not stored."""
         self.get(response_id)
         _, size = self._found.pop(response_id)
         self._bytes -= size

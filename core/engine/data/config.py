@@ -313,10 +313,7 @@ def check_kinds(options: Any) -> None:
 
 
 def check_block_size(size: int, option: str = "block_size") -> None:
-    """Check a number of tokens in a cache block.
-
-    :raises ConfigError: no kernel reads blocks of this size.
-    """
+    """Check a number of tokens in a cache block. :raises ConfigError: no kernel reads blocks of this size."""
     if size < 1 or size % BLOCK_MULTIPLE:
         near = max(BLOCK_MULTIPLE, round(size / BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
         raise ConfigError(option, f"a multiple of {BLOCK_MULTIPLE}", size, f"{near} is the nearest")

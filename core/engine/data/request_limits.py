@@ -100,10 +100,7 @@ class RequestLimits:
         return self.max_model_len - (output if output < self.max_model_len else 1)  # of any larger output there is what is left
 
     def check_adapter(self, lora_request: object) -> None:
-        """Check that a request may name an adapter.
-
-        :raises ConfigError: the engine has no slots for adapters, or it is none.
-        """
+        """Check that a request may name an adapter. :raises ConfigError: the engine has no slots for adapters, or it is none."""
         if not isinstance(lora_request, LoRARequest):
             raise ConfigError("lora_request", "a LoRARequest(name, id, path)", shown(lora_request))
         if not self.takes_adapters:
@@ -129,10 +126,7 @@ class RequestLimits:
             self.check_ids(prompt_token_ids)
 
     def check_embedded(self, prompt: EmbeddedPrompt) -> None:
-        """Check a prompt of embeddings.
-
-        :raises PromptError: the engine takes none, or its model has other sizes.
-        """
+        """Check a prompt of embeddings. :raises PromptError: the engine takes none, or its model has other sizes."""
         if self.embedding_size is None:
             need = "an engine with enable_prompt_embeds=True, whose model Headway's decoder computes"
             raise PromptError("prompt_embeds", need, "another")

@@ -39,10 +39,7 @@ class EmbeddedPrompt(list[int]):
 
     @classmethod
     def of(cls, given: object) -> EmbeddedPrompt:
-        """Take rows [num_tokens, hidden_size], or one batch of them.
-
-        :raises PromptError: anything else.
-        """
+        """Take rows [num_tokens, hidden_size], or one batch of them. :raises PromptError: anything else."""
         if not isinstance(given, Tensor) or given.is_nested:
             got = "a nested tensor" if isinstance(given, Tensor) else f"a {type(given).__name__}"
             raise PromptError("prompt_embeds", "a torch.Tensor [num_tokens, hidden_size]", got)

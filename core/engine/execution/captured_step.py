@@ -172,10 +172,7 @@ class CapturedStep(ABC):
         self._replay_filter: Callable[[], None] | None = None
 
     def capture(self, recorder: GraphRecorder) -> None:
-        """Record the step.
-
-        :raises BackendError: something in it cannot be captured.
-        """
+        """Record the step. :raises BackendError: something in it cannot be captured."""
         try:
             self._replay = recorder.record(self.run)
             if self._step.filters:

@@ -171,10 +171,7 @@ class HostSlots:
     """Memory of the host with room for one page, or one state, in each slot; pinned where a GPU copies to it."""
 
     def __init__(self, memory: Sequence[Tensor], num_slots: int) -> None:
-        """memory: see `page_memory` and `StateMemory.views`.
-
-        :raises ConfigError: the host has not as much memory.
-        """
+        """memory: see `page_memory` and `StateMemory.views`. :raises ConfigError: the host has not as much memory."""
         self.num_slots = num_slots
         page_bytes = sum(view[:, 0].nbytes for view in memory)
         free = psutil.virtual_memory().available

@@ -92,10 +92,7 @@ class RankWatch:
         return None if self._lost is None else ExecutorLostError(self._lost)
 
     def next_message(self) -> tuple[int, Any]:
-        """Wait for the next message of a rank's start.
-
-        :raises ExecutorLostError: a rank has ended or failed.
-        """
+        """Wait for the next message of a rank's start. :raises ExecutorLostError: a rank has ended or failed."""
         found = self._messages.get()
         if found is None:
             raise self.lost or ExecutorLostError(_WAS_ENDED)
@@ -390,10 +387,7 @@ class RankProcesses:
         return self._watch.ready
 
     def send(self, step: bytes) -> None:
-        """Hand all ranks a step.
-
-        :raises ExecutorLostError: a rank is lost.
-        """
+        """Hand all ranks a step. :raises ExecutorLostError: a rank is lost."""
         self.check()
         self._ring.write(step, self.check)
 

@@ -50,10 +50,7 @@ class RankedExecutor(LocalExecutor):
         super().observe(look)
 
     def launch(self, step: StepInput) -> Launched:
-        """Start a step on all ranks.
-
-        :raises ExecutorLostError: a rank is lost, or this one has failed.
-        """
+        """Start a step on all ranks. :raises ExecutorLostError: a rank is lost, or this one has failed."""
         if self._shows_logits:
             step = replace(step, shows_logits=True)
         progress = self._processes.progress

@@ -193,10 +193,7 @@ def _replaced(module: Any, **functions: Any) -> Iterator[None]:
 
 @contextmanager
 def _read_by(reader: str, path: Path, architecture: str = "") -> Iterator[None]:
-    """Errors of a library that reads a file, told as the file's.
-
-    :raises ModelError: whatever went wrong.
-    """
+    """Errors of a library that reads a file, told as the file's. :raises ModelError: whatever went wrong."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -75,10 +75,7 @@ class Header:
         return float(value)
 
     def per_layer(self, key: str) -> list[int]:
-        """A whole number for each layer; a single one counts for all.
-
-        :raises ModelError: there is none, or there are too few.
-        """
+        """A whole number for each layer; a single one counts for all. :raises ModelError: there is none, or there are too few."""
         value, layers = self.get(key), self.num_layers
         if type(value) is int:
             value = [value] * layers

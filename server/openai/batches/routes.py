@@ -41,10 +41,7 @@ class BatchRoutes(RouteGroup):
     """Files and batches of one server; 404 unless a folder for them is named."""
 
     def __init__(self, options: ServerOptions, answers: LineAnswers, concurrency: int) -> None:
-        """concurrency: lines of a batch that are answered at a time.
-
-        :raises ConfigError: the folder cannot be used.
-        """
+        """concurrency: lines of a batch that are answered at a time. :raises ConfigError: the folder cannot be used."""
         self._options = options
         self._answers = answers
         self._worker: BatchWorker | None = None

@@ -130,10 +130,7 @@ class Journal:
         return len(self._places) - self.num_failed
 
     def add(self, number: int, custom_id: str | None, response: Mapping[str, Any] | None, error: object = None) -> None:
-        """Write an answer.
-
-        :raises OSError: it cannot be written; nothing is left of it.
-        """
+        """Write an answer. :raises OSError: it cannot be written; nothing is left of it."""
         told = {"id": f"batch_req_{self._name}_{number}", "custom_id": custom_id, "response": response, "error": error}
         failed = error is not None or response is None or response["status_code"] >= 400
         line = orjson.dumps(told) + b"\n"
@@ -253,10 +250,7 @@ class Records:
         write_whole(self.folder / f"{record['id']}.json", orjson.dumps(record), durable=True, private=True)
 
     def get(self, record_id: str, param: str | None = None) -> dict[str, Any]:
-        """The object of an id. param: the field of the request that names it.
-
-        :raises ApiError: there is none, or no longer.
-        """
+        """The object of an id. param: the field of the request that names it. :raises ApiError: there is none, or no longer."""
         found = self._read(self.folder / f"{record_id}.json") if _ID.fullmatch(record_id) else None
         if found is not None:
             return found
@@ -304,10 +298,7 @@ class FileStore(Records):
         return self.folder / f"{file_id}.jsonl"
 
     def add(self, source: BinaryIO, filename: str, purpose: str) -> dict[str, Any]:
-        """Store a file; it is on the disk when this returns.
-
-        :raises OSError: it cannot be written; nothing is left of it.
-        """
+        """Store a file; it is on the disk when this returns. :raises OSError: it cannot be written; nothing is left of it."""
         file_id = self.new_id()
         part = self.folder / f"{file_id}{_UNFINISHED}"
         try:
@@ -363,10 +354,7 @@ class BatchStore(Records):
         return record
 
     def move(self, record: dict[str, Any], status: str, **more: object) -> None:
-        """Give a batch another status, at this time.
-
-        :raises OSError: it cannot be written.
-        """
+        """Give a batch another status, at this time. :raises OSError: it cannot be written."""
         record.update(status=status, **{f"{status}_at": int(time.time())}, **more)
         self.save(record)
 
@@ -380,10 +368,7 @@ def page_of(records: Sequence[dict[str, Any]], after: str | None, limit: int) ->
 
 
 def open_stores(folder: Path) -> tuple[FileStore, BatchStore]:
-    """The files and the batches in a folder, which is made where there is none.
-
-    :raises ConfigError: it cannot be used.
-    """
+    """The files and the batches in a folder, which is made where there is none. :raises ConfigError: it cannot be used."""
     try:
         make_private(folder)
         return FileStore(folder / "files"), BatchStore(folder / "batches")

@@ -52,10 +52,7 @@ class BatchRun:
         self._ids: set[str] = set()
 
     def count(self) -> int:
-        """The number of lines. Reads the whole file.
-
-        :raises OSError: it cannot be read.
-        """
+        """The number of lines. Reads the whole file. :raises OSError: it cannot be read."""
         return sum(1 for _ in lines_of(self._source, self._most_bytes))
 
     async def answer_all(self, concurrency: int, after_each: Callable[[], None] = lambda: None) -> None:
@@ -165,10 +162,7 @@ def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
 
 
 def parse_line(line: RawLine, urls: Mapping[str, Any]) -> BatchLine:
-    """Read a line. urls: the paths that a line may name.
-
-    :raises LineError: it is no request for one of these.
-    """
+    """Read a line. urls: the paths that a line may name. :raises LineError: it is no request for one of these."""
     place = f"line {line.number}"
     if line.text is None:
         raise LineError("line_too_long", f"{place}: needs at most as many bytes as a request's body may have (max_body)")
@@ -287,10 +281,7 @@ class BatchWorker:
         self._answering.discard(batch_id)
 
     def now(self, batch_id: str) -> dict[str, Any]:
-        """A batch with its counts at this moment.
-
-        :raises ApiError: there is none of this id.
-        """
+        """A batch with its counts at this moment. :raises ApiError: there is none of this id."""
         record, run = self._running.get(batch_id, (None, None))
         if record is not None:
             return record if run is None else {**record, "request_counts": _counts(record, run.journal)}
