@@ -198,7 +198,6 @@ class LLMEngine(EngineAccess):
 
     @property
     def driver(self) -> EngineDriver:
-        """See EngineAccess."""
         return self._driver
 
     def add_request(

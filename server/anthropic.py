@@ -277,7 +277,6 @@ class MessagesAnswer(ConvertedAnswer):
         return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
         pieces, reason = self.chat.read(0, new)
         if reason is not None:
             self._stop = _stop(reason, new.stop_reason)
@@ -309,17 +308,14 @@ class MessagesAnswer(ConvertedAnswer):
         return said + _event({"type": "content_block_stop", "index": self._block})
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
         ((output, count),) = used
         told = {"type": "message_delta", "delta": self._stop, "usage": usage_of(output, count)}
         return self._close() + _event(told) + _event({"type": "message_stop"})
 
     def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
         return _event(error.anthropic_body)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         (output,) = outputs
         (new,) = output.outputs
         pieces, reason = self.chat.read(0, new)

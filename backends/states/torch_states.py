@@ -135,24 +135,20 @@ class TorchStates(StateBackend):
         self._room = Room(max(tokens, CHECKPOINT_TOKENS), max(at_once // (4 * state), 1))
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """See `StateBackend.workspace_bytes`."""
         tokens = max(self._room.tokens, CHECKPOINT_TOKENS * min(self._room.sequences, max_num_seqs))
         return 2 * tokens * _bytes_per_token(self.spec) + 2 * _AT_ONCE[self.spec.device.type]
 
     def plan(self, metadata: StateMetadata) -> ScanPlan | StepPlan:
-        """See `StateBackend.plan`."""
         if metadata.step.phase is Phase.DECODE:
             return plan_step(metadata, self._room, captured=False)
         return plan_scan(metadata, self.spec.conv_width, self._room)
 
     def plan_for_capture(self, metadata: StateMetadata) -> StepPlan:
-        """See `StateBackend.plan_for_capture`."""
         return plan_step(metadata, self._room, captured=True)
 
     def scan(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: ScanPlan, out: Tensor
     ) -> None:
-        """See `StateBackend.scan`."""
         history = None
         if self.spec.conv_channels:
             history = read_slots(cache.logical_conv, plan.slots, plan.empty).transpose(1, 2)
@@ -204,7 +200,6 @@ class TorchStates(StateBackend):
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: StepPlan, out: Tensor
     ) -> None:
-        """See `StateBackend.step`."""
         rows, layer = (len(plan.metadata.slots), plan.length), _Layer(parameters, cache)
         tokens, places = plan.order()
         x, *gates = (torch.unflatten(_unpacked(part, tokens), 0, rows) for part in (x, *gates))

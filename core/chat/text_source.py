@@ -256,13 +256,11 @@ class ProgramParser:
         self._running = self._run(program)
 
     def feed(self, text: str) -> list[ChatPiece]:
-        """See `ChatParser`."""
         self._source.add(text)
         self._go_on()
         return self._writer.take()
 
     def end(self) -> list[ChatPiece]:
-        """See `ChatParser`."""
         self._source.ended = True
         self._go_on()
         self._writer.finish()

@@ -79,11 +79,9 @@ class RequestLogitsProcessors(BatchLogitsProcessor):
         """Return what changes a sequence's logits, by (token_ids, logits) or (prompt_ids, token_ids, logits); None: nothing."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """See BatchLogitsProcessor."""
         process_dict_updates(self._functions, batch_update, self._function)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """See BatchLogitsProcessor."""
         for place, function in self._functions.items():
             logits[place] = function(logits[place])
         return logits

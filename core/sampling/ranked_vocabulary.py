@@ -140,7 +140,6 @@ class RankedVocabulary:
         return self._inner.filter(join_logits(logits, self._size, self._ranks), others, keys, filters)
 
     def sample(self, logits: Tensor, draws: Draws, best: Tensor | None = None) -> Tensor:
-        """See `Vocabulary`."""
         if draws.filters is None:
             return sample(logits, draws, self.sampling, best)
         at = numpy.flatnonzero(draws.filters[0])
@@ -153,7 +152,6 @@ class RankedVocabulary:
         return others.index_copy(0, self._up(at, logits), drawn)
 
     def sample_changed(self, logits: Tensor, draws: Draws) -> Tensor:
-        """See `Vocabulary`."""
         return sample(logits, draws, self._inner)
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
@@ -200,7 +198,6 @@ class RankedVocabulary:
         return Scores(torch.cat([tokens[:, None], ids], 1), torch.cat([of_token[:, None], values], 1), ranks)
 
     def whole(self, logits: Tensor, reason: str) -> Tensor:
-        """See `Vocabulary`."""
         self._gathers.rows += len(logits)
         self._gathers.reasons[reason] += len(logits)
         return join_logits(logits, self._size, self._ranks)
@@ -211,7 +208,6 @@ class RankedVocabulary:
         self._count(numpy.full(num_rows, needs, dtype=numpy.int32))
 
     def take_gathers(self) -> Gathers | None:
-        """See `Vocabulary`."""
         taken = self._gathers
         self._gathers = Gathers()
         return taken

@@ -251,7 +251,6 @@ class NgramProposer:
         self._longest = longest
 
     def begin(self, num_prompt_tokens: int) -> SequenceNgrams:
-        """See Proposer."""
         return SequenceNgrams(self._longest)
 
 
@@ -267,7 +266,6 @@ class SequenceNgrams:
         self._num_read = 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
-        """See SequenceProposer."""
         self._read(token_ids)
         end = len(token_ids)
         for size in range(min(len(self._after), end - 1), 0, -1):
@@ -299,7 +297,6 @@ class SuffixProposer:
         self._remembered = FinishedOutputs(self._options.suffix_decoding_max_cached_tokens)
 
     def begin(self, num_prompt_tokens: int) -> SequenceSuffixes:
-        """See Proposer."""
         return SequenceSuffixes(self._options, self._remembered, num_prompt_tokens)
 
 
@@ -328,7 +325,6 @@ class SequenceSuffixes:
         return occurrences.guess(context, options.suffix_decoding_max_tree_depth, most, factor, least)
 
     def finish(self, token_ids: Sequence[int]) -> None:
-        """See SequenceProposer."""
         self._remembered.add(token_ids[self._num_prompt_tokens :])
 
 

@@ -199,27 +199,22 @@ class EngineThread(EngineHost):
 
     @property
     def num_sequences(self) -> tuple[int, int]:
-        """See EngineHost."""
         scheduler = self.driver.engine.scheduler
         return len(scheduler.running), len(scheduler.waiting)
 
     @property
     def stalled_seconds(self) -> float:
-        """See EngineHost."""
         began = self._began
         return 0.0 if began is None or self.error is not None else time.monotonic() - began
 
     def check_caller(self) -> None:
-        """See EngineHost."""
         self.driver.lock.check_not_mine()
 
     def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
-        """See EngineHost."""
         self._died.append(died)
         self.driver.add_listener(listener)
 
     def run_between_steps(self, task: Task[T]) -> Future[T]:
-        """See EngineHost."""
         future: Future[T] = Future()
         with self._guard:
             self.check_alive()
@@ -227,13 +222,11 @@ class EngineThread(EngineHost):
         return future
 
     def run_concurrently(self, task: Task[T]) -> Future[T]:
-        """See EngineHost."""
         with self._guard:
             self.check_alive()
             return self._concurrent.submit(task, self.driver)
 
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
-        """See EngineHost."""
         self.driver.remove_listener(listener)
         with self.driver.lock:
             for key in unfinished():

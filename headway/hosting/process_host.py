@@ -134,20 +134,16 @@ class EngineProcess(EngineHost):
         self._clients.append((listener, died))
 
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
-        """See EngineHost."""
         self._clients = [each for each in self._clients if each[0] != listener]
         unfinished()  # the engine has ended, and they with it
 
     def run_between_steps(self, task: Task[T]) -> Future[T]:
-        """See EngineHost."""
         return self._send_task(task, concurrently=False)
 
     def run_concurrently(self, task: Task[T]) -> Future[T]:
-        """See EngineHost."""
         return self._send_task(task, concurrently=True)
 
     def stop(self) -> None:
-        """See EngineHost."""
         with self._guard:
             self._stopped = True
             if self.is_restarting:

@@ -304,7 +304,6 @@ class DirectTokenizer:
         self._one = lru_cache(_REMEMBERED)(lambda token, skip_special_tokens: backend.decode([token], skip_special_tokens))
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """See Tokenizer."""
         if len(token_ids) == 1:
             return str(self._one(token_ids[0], skip_special_tokens))
         return str(self._decode(token_ids, skip_special_tokens)) if token_ids else ""

@@ -105,7 +105,6 @@ class ChunkedAnswer(Answer):
         self._tail += b"}\n\n"
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
         if self._plain and new.finish_reason is None:
             head = self._heads.get(index)
             if head is None:
@@ -125,11 +124,9 @@ class ChunkedAnswer(Answer):
         return b"data: " + common + f',"choices":[{{"index":{index},{self.around[0]}'.encode()
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
         return self.chunk([], usage(used)) + DONE if self.includes_usage else DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
         return error.event() + DONE
 
     @abstractmethod
@@ -286,7 +283,6 @@ class CompletionAnswer(ChunkedAnswer):
         return text, listed
 
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
-        """See `Answer`."""
         if self._prompt_only:
             return {"index": index, "text": "", "logprobs": None, "finish_reason": new.finish_reason and "length"}
         return {
@@ -310,7 +306,6 @@ class CompletionAnswer(ChunkedAnswer):
         return listed
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         choices, used = [], []
         for number, output in enumerate(outputs):
             written = 0

@@ -97,7 +97,6 @@ class ChatAnswer(ChunkedAnswer):
         return pieces, self._finish_reason(new, reader)
 
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
-        """See `Answer`."""
         return {
             **self._choice(index, new, new.finish_reason),
             "delta": {"content": new.text} if new.text or new.token_ids else {},
@@ -168,7 +167,6 @@ class ChatAnswer(ChunkedAnswer):
         return choices
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         (output,) = outputs
         return _completion(self, self.choices(output, {}), outputs, prompt_extras(self.body, output))
 
@@ -184,7 +182,6 @@ class BatchChatAnswer(Answer):
         self.chats = [ChatAnswer(each, model, token_bytes, name) for each in body.chats]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         pairs = zip(self.chats, outputs, strict=True)
         choices = [
             choice
@@ -301,5 +298,4 @@ class ConvertedAnswer(Answer):
         self.chat = chat
 
     def check_ended(self, new: CompletionOutput) -> None:
-        """See `Answer`."""
         self.chat.check_ended(new)

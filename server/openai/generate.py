@@ -159,22 +159,18 @@ class NativeAnswer(Answer):
         self.tells_usage = True  # an event has what came before it, too
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
         assert used is not None, "tells_usage"
         place = index % (self.body.n or 1)
         told = self._told(used[0], used[0].outputs[place], self._id_of(index // (self.body.n or 1)))
         return event({"index": index, **told} if self._asked.is_list else told)
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
         return DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
         return error.event() + DONE
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         told = [self._told(output, each, self._id_of(number)) for number, output in enumerate(outputs) for each in output.outputs]
         return orjson.dumps(told if self._asked.is_list else told[0])
 
@@ -246,7 +242,6 @@ class TokensAnswer(Answer):
         self._most = body.logprobs
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         choices = [
             {
                 "index": each.index,
@@ -272,16 +267,13 @@ class DemoAnswer(Answer):
         self.tells_usage = True
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
         assert used is not None, "tells_usage"
         return orjson.dumps({"text": _texts(used[0])}) + b"\n"
 
     def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
         return orjson.dumps(error.body) + b"\n"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         return orjson.dumps({"text": _texts(outputs[0])})
 
 

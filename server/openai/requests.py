@@ -165,7 +165,6 @@ class ChatRequest(SamplingRequest):
 
     @property
     def most_tokens(self) -> int | None:
-        """See `SamplingRequest`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 

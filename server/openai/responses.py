@@ -330,7 +330,6 @@ class ResponsesAnswer(ConvertedAnswer):
         return b"".join(self._event(f"response.{word}", {"response": response}) for word in ("created", "in_progress"))
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
         pieces, reason = self.chat.read(0, new)
         self._note(reason)
         return b"".join(self._piece(each) for each in pieces)
@@ -378,7 +377,6 @@ class ResponsesAnswer(ConvertedAnswer):
         return said + self._event("response.output_item.done", {"output_index": opened.place, "item": item})
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
         ((output, count),) = used
         said = self._close(self._status)
         response = self._response(self._status, usage_of(output, count))
@@ -386,12 +384,10 @@ class ResponsesAnswer(ConvertedAnswer):
         return said + self._event(f"response.{self._status}", {"response": response})
 
     def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
         told = {"code": error.code or "server_error", "message": str(error)}
         return self._event("response.failed", {"response": {**self._response("failed"), "error": told}})
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         (output,) = outputs
         pieces, reason = self.chat.read(0, output.outputs[0])
         self._note(reason)

@@ -60,7 +60,6 @@ class CudaGraphRecorder:
         self._before: torch.cuda.Stream | None = None
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        """See GraphRecorder."""
         torch.cuda.synchronize()
         self.begin()
         try:
@@ -70,7 +69,6 @@ class CudaGraphRecorder:
         return replay
 
     def begin(self) -> None:
-        """See GraphRecorder."""
         # Not torch.cuda.graph, which collects Python's garbage before each capture: longer than the capture itself.
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.set_stream(self._stream)
@@ -83,7 +81,6 @@ class CudaGraphRecorder:
         self._before = before
 
     def end(self) -> Callable[[], None]:
-        """See GraphRecorder."""
         graph, before = self._graph, self._before
         assert graph is not None
         assert before is not None, "begin() first"

@@ -214,15 +214,12 @@ class DiskStore:
         self._thread = ThreadPoolExecutor(1, "headway-offload")
 
     def store(self, pages: Sequence[KeptPage]) -> Future[frozenset[PageName]]:
-        """See PageMover."""
         return self._thread.submit(self._each, pages, self._write, "written")
 
     def fetch(self, pages: Sequence[KeptPage]) -> Future[frozenset[PageName]]:
-        """See PageMover."""
         return self._thread.submit(self._each, pages, self._read, "read")
 
     def discard(self, names: Sequence[PageName]) -> None:
-        """See PageMover."""
 
         def unlink() -> None:
             for name in names:

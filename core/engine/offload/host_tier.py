@@ -127,7 +127,6 @@ class HostTiers:
         return self.of(name).find(name)
 
     def put(self, name: PageName) -> int | None:
-        """See HostTier."""
         return self.of(name).put(name)
 
     def drop(self, name: PageName) -> None:

@@ -88,17 +88,14 @@ class Offloader:
     # Calls of the block manager (`PageKeeper`).
 
     def freed(self, page: int, group: int) -> None:
-        """See PageKeeper."""
         digest = self._blocks.prefixes[group].index.digest_of(page)
         if digest is not None and (group, digest) not in self.tier:
             self._dirty[page] = group
 
     def taken(self, page: int) -> None:
-        """See PageKeeper."""
         self._dirty.pop(page, None)
 
     def handed_out(self, page: int) -> None:
-        """See PageKeeper."""
         group = self._dirty.pop(page, None)
         if group is not None:
             self._keep(page, group)

@@ -265,27 +265,22 @@ class PageCopier:
             self._states.before([*rows, *begun_with, *step.checkpoints[:, 2].tolist()])
 
     def move_out(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
-        """See PageMover."""
         pages = self._transfers.move_out(moves)
         return CopyInFlight(pages, self._states.move_out(states) if self._states is not None else None)
 
     def move_back(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
-        """See PageMover."""
         pages = self._transfers.move_back(moves)
         return CopyInFlight(pages, self._states.move_back(states) if self._states is not None else None)
 
     def store(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
-        """See PageMover."""
         assert self._disk is not None
         return self._disk.store(pages)
 
     def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
-        """See PageMover."""
         assert self._disk is not None
         return self._disk.fetch(pages)
 
     def discard(self, names: Sequence[PageName]) -> None:
-        """See PageMover."""
         assert self._disk is not None
         self._disk.discard(names)
 

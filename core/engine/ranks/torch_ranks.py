@@ -97,7 +97,6 @@ class GroupAllReduce:
         return x if onto is None else onto.add_(x)
 
     def abort(self) -> None:
-        """See AllReduce."""
         self._group.abort()
 
 
@@ -125,12 +124,10 @@ class TorchRanks:
 
     @property
     def rank(self) -> int:
-        """See `Ranks`."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """See `Ranks`."""
         return self._size
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -155,14 +152,12 @@ class TorchRanks:
         return self._sums
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
         self._progress.call()
         out = x.new_empty((self._size, *x.shape))
         _meet(lambda: self._group._allgather_base(out.view(-1), x.reshape(-1)))
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
         from torch.distributed import BroadcastOptions
 
         self._progress.call()

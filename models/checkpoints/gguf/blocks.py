@@ -33,15 +33,12 @@ class GgufBlocks(StoredFormat):
         return "GGUF blocks"
 
     def holds(self, module: QuantizedModule) -> bool:
-        """See StoredFormat."""
         return any(module.elements(PREFIX + name) for name in BLOCK_TYPES)
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
-        """See StoredFormat."""
         return 1, BLOCK_TYPES[self._type(module)].columns
 
     def read(self, module: QuantizedModule) -> GgufWeight:
-        """See StoredFormat."""
         name = self._type(module)
         kind = BLOCK_TYPES[name]
         shape = module.rows, module.columns.units(kind.columns), kind.num_bytes
