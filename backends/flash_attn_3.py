@@ -167,10 +167,7 @@ class FlashAttention3(AttentionBackend):
         return min(WORKSPACE, self._most_splits(1) * self._bytes_per_split(max_num_tokens))
 
     def warmup_steps(self, phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
-        """What the library's kernels are chosen by: query rows around half a tile and a tile, and keys that are split or are not.
-
-        They are compiled already, and loaded at their first launch.
-        """
+        """Steps that warm up the library's compiled kernels: query rows around half a tile and a tile, keys split or not."""
         rows = TILE // self.spec.group_size
         longest = limits.max_decode_len if phase is Phase.DECODE else min(limits.max_num_tokens, limits.max_model_len)
         fewest = 2 if phase is Phase.EXTEND else 1

@@ -77,10 +77,7 @@ class Operators:
 
     @classmethod
     def of(cls, namespace: str) -> Operators:
-        """Bind the operators that torch has registered under a namespace.
-
-        :raises BackendError: the forward operator is not what this backend calls.
-        """
+        """Bind the operators of a torch namespace. :raises BackendError: the forward operator has another signature."""
         space = getattr(torch.ops, namespace)
         schedule = getattr(space, SCHEDULE, None)
         return cls(

@@ -115,10 +115,7 @@ class XFormersAttention(AttentionBackend):
         return f"{load_operator(name).NAME} (xformers)"
 
     def plan(self, metadata: AttentionMetadata) -> list[OperatorCall]:
-        """Masks of the step, made once for all layers.
-
-        :raises BackendError: more query tokens a sequence in decode than the split-K kernel masks.
-        """
+        """Return the step's masks for all layers. :raises BackendError: decode with more query tokens than split-K masks."""
         phase = metadata.phase
         if phase is Phase.PREFILL:
             queries = self._lengths(metadata.query_start_loc, metadata.query_lens)

@@ -98,10 +98,7 @@ def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Comma
 
 
 def _sampling(flags: Sequence[_Flag], words: dict[str, Any]) -> dict[str, Any]:
-    """Make the arguments of SamplingParams from the flags that were given.
-
-    :raises ConfigError: a form that is not well-formed, or several of them.
-    """
+    """Return the arguments of SamplingParams from the flags. :raises ConfigError: an invalid structured output, or several."""
     from headway.core.sampling.structured import StructuredOutputsParams
 
     given = [(flag, words[flag.word]) for flag in flags]
@@ -118,10 +115,7 @@ def _sampling(flags: Sequence[_Flag], words: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(option: str, given: str) -> str:
-    """The text of a file, or the given text itself: a schema is an object, and the rules of a grammar have colons.
-
-    :raises ConfigError: neither is there.
-    """
+    """Return a file's text, or the given text if it is an object or a grammar's rules. :raises ConfigError: neither exists."""
     try:
         return read_text(Path(given))
     except (OSError, ValueError) as error:

@@ -29,10 +29,7 @@ _SCALARS = (str, bool, int, float)
 
 
 def _take(context: typer.Context, path: Path | None) -> Path | None:
-    """Make what the file says the defaults of the command's options.
-
-    :raises ConfigError: an option that the command does not have, or a value that no option can have.
-    """
+    """Make the file's values the defaults of a command. :raises ConfigError: an unknown option, or an impossible value."""
     if path is not None:
         context.default_map = {**(context.default_map or {}), **defaults_of(path, _names(context))}
     return path
@@ -77,10 +74,7 @@ def _word(option: str) -> str:
 
 
 def defaults_of(path: Path, names: dict[str, _Named]) -> dict[str, Any]:
-    """Parameter -> value from a file. names: see `_names`.
-
-    :raises ConfigError: no mapping, an unknown name, or a value that is a mapping.
-    """
+    """Return parameter -> value from a file. names: see `_names`. :raises ConfigError: no mapping, an unknown or nested one."""
     try:
         found = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
@@ -134,10 +128,7 @@ Command = Callable[..., None]
 def with_flags(
     command: Command, place: str, flags: Sequence[inspect.Parameter], take: Callable[[dict[str, Any]], object]
 ) -> Command:
-    """Return a command with flags in the place of its parameter `place`, which gets what `take` makes of their values.
-
-    Help lists options in this order.
-    """
+    """Replace a command's parameter `place` by flags, in the order of the help; `take` makes the argument from their values."""
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(command, eval_str=True).parameters.values():
         parameters += flags if each.name == place else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
@@ -216,10 +207,7 @@ def on_command_line(context: typer.Context, name: str) -> bool:
 
 
 def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:
-    """Numbers of at least `least` from a comma-separated text; None where there are none.
-
-    :raises ConfigError: the text has another form.
-    """
+    """Return the numbers in a comma-separated text, each at least `least`; None if empty. :raises ConfigError: another form."""
     names = names_of(text)
     if names is None:
         return None
@@ -249,10 +237,7 @@ def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dty
 
 
 def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
-    """Backend name -> option -> value from texts like NAME.key=value (a name may itself have dots).
-
-    :raises ConfigError: a text of another form.
-    """
+    """Return backend -> option -> value from texts like NAME.key=value (NAME may have dots). :raises ConfigError: other forms."""
     options: dict[str, dict[str, str]] = {}
     for text in texts:
         target, equals, value = text.partition("=")

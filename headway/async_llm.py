@@ -60,10 +60,7 @@ class AsyncLLM:
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and start its engine, which takes seconds to minutes. The options are those of LLM.
-
-        :raises HeadwayError: anything the caller can put right, in one line.
-        """
+        """Load a model and start its engine (seconds to minutes); options as LLM's. :raises HeadwayError: a caller's mistake."""
         self._start(EngineThread(driver_of(EngineArgs.of(*model, **options))))
 
     @classmethod
@@ -233,19 +230,13 @@ class AsyncLLM:
         return stream
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their streams end with an output whose completions have finish_reason "abort".
-
-        A request that is unknown or has ended is left alone.
-        """
+        """End requests; their streams end with finish_reason "abort". An unknown or ended request is left alone."""
         for each in [request_id] if isinstance(request_id, str) else list(request_id):
             self._mailboxes.abort(each)
         await asyncio.sleep(0)  # the mailboxes act in the next round of the loop
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait until those that run have ended. timeout: seconds; None: no limit.
-
-        Returns whether all of them have ended.
-        """
+        """Refuse new requests and wait until the running ones end; return whether all have. timeout: seconds; None: no limit."""
         self._draining = True
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         while self.num_unfinished_requests and self.is_running:
@@ -351,10 +342,7 @@ class AsyncLLM:
 
     @property
     def driver(self) -> EngineDriver:
-        """The driver of an engine that runs in a thread of this process.
-
-        :raises ConfigError: the engine runs in another process.
-        """
+        """Return the driver of an engine in a thread of this process. :raises ConfigError: the engine runs in another process."""
         if not isinstance(self.host, EngineThread):
             raise ConfigError("AsyncLLM", "own_process=False for its driver and engine", "an engine in another process")
         return self.host.driver

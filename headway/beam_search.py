@@ -124,19 +124,13 @@ class BeamSearch:
 
 
 def search(searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], SamplingParams], list[RequestOutput]]) -> None:
-    """Run searches to their ends, token by token. generate: completes prompts of token ids.
-
-    Each step is a request of one token for each beam; its prompt but the last token lies in the prefix cache.
-    """
+    """Run searches to their ends. generate: completes prompts of token ids, one per beam and step, mostly cached."""
     while asked := next_tokens(searches):
         take_tokens(searches, generate(*asked))
 
 
 def next_tokens(searches: Sequence[BeamSearch]) -> tuple[list[list[int]], SamplingParams] | None:
-    """What to ask for the next token of each beam: prompts of token ids, and the parameters of all; None: all have ended.
-
-    The searches have one beam_width.
-    """
+    """Return prompts of token ids for each beam's next token, and their parameters; None: all ended. All have one beam_width."""
     going = [each for each in searches if each.goes_on]
     if not going:
         return None

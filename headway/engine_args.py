@@ -151,19 +151,13 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def of(cls, *model: object, **options: Any) -> EngineArgs:
-        """Make options from the arguments of a call.
-
-        :raises ConfigError: an option that does not exist, with the nearest that does; or one with a value that cannot work.
-        """
+        """Make options from a call's arguments. :raises ConfigError: an unknown option, with the nearest name; or a bad value."""
         refuse_unknown("LLM", options, [each.name for each in dataclasses.fields(cls)], FLAGS)
         check_model(model)
         return cls(*model, **options)  # type: ignore[arg-type]
 
     def compiles_on(self, device_type: str) -> bool | None:
-        """Return what `torch_compile` says; where the option is not set, None on a GPU (compile where that works), else False.
-
-        device_type: as in torch.device.type.
-        """
+        """Return `torch_compile`; if not set, None on a GPU (compile where it works), else False. device_type: torch's."""
         tried = device_type == "cuda" and not self.enforce_eager
         return self.torch_compile if self.torch_compile is not None or tried else False
 
@@ -173,10 +167,7 @@ class EngineArgs(EngineConfig):
         return ModelOrigin(self.revision, self.download_dir, self.hf_overrides)
 
     def make_registry(self) -> Registry:
-        """The `registry` that was given; else a new one with `plugins` and `backends`.
-
-        :raises HeadwayError: one of them cannot be registered.
-        """
+        """Return the given `registry`, else a new one with `plugins` and `backends`. :raises HeadwayError: one is invalid."""
         from headway.tuning.isolated.trial import create_registry
 
         if self.registry is not None:

@@ -43,10 +43,7 @@ class LLM(EngineAccess):
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and set its engine up. The options are those of `EngineArgs`; docs/options.md lists them.
-
-        :raises HeadwayError: anything the caller can put right, in one line.
-        """
+        """Load a model; options are those of `EngineArgs` (docs/options.md). :raises HeadwayError: a mistake of the caller."""
         args = EngineArgs.of(*model, **options)
         self._driver: EngineDriver | None = None
         self._pooling: PoolingClient | None = None
@@ -75,10 +72,7 @@ class LLM(EngineAccess):
 
     @property
     def driver(self) -> EngineDriver:
-        """The engine's driver, shared with each AsyncLLM that runs on the same engine; see AsyncLLM.from_llm.
-
-        :raises ConfigError: the model is pooled and generates no text.
-        """
+        """The driver, shared with each AsyncLLM on the same engine (AsyncLLM.from_llm). :raises ConfigError: a pooling model."""
         if self._driver is None:
             raise self.pooling.generates_not()
         return self._driver
@@ -191,10 +185,7 @@ class LLM(EngineAccess):
                     shown = len(text)
 
     def abort(self, request_id: str | Iterable[str] | None = None) -> None:
-        """End requests of `stream` and `generate`, from any thread; their completions have finish_reason "abort". None: all.
-
-        A request that is unknown or has ended is left alone.
-        """
+        """End requests (None: all) of `stream` and `generate` from any thread with finish_reason "abort"; ignore unknown ones."""
         with self.driver.lock:
             ids = self._processor.keys if request_id is None else request_id
             for each in [ids] if isinstance(ids, str) else ids:
@@ -353,10 +344,7 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[PoolingRequestOutput]:
-        """Do what `embed`, `classify` or `reward` does, with the answer as a tensor; or embed each token of a prompt.
-
-        pooling_task: embed, classify, token_embed or token_classify; None: the model's.
-        """
+        """Return tensors of `embed`, `classify` or `reward`, or token embeddings. pooling_task: vLLM's; None: the model's."""
         task = self.pooling.jobs.pooling_task(pooling_task)
         if task == "token_embed":
             check_keywords("LLM.encode", others, ("prompts", "use_tqdm", "pooling_params", "pooling_task"))

@@ -118,10 +118,7 @@ class EngineAccess(ABC):
             return live_model.collective_rpc(self.driver, lambda worker: func(worker.get_model()))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter now, before requests name it; True, as vLLM's returns.
-
-        :raises ConfigError: it cannot be served, or the engine was started without enable_lora.
-        """
+        """Read an adapter now; return True, as vLLM does. :raises ConfigError: it cannot be served, or enable_lora is off."""
         adapter = self.engine.adapter_table.reader.read(lora_request)
         with self.driver.lock:
             self.engine.adapter_table.add(lora_request, adapter)
@@ -170,10 +167,7 @@ class LLMEngine(EngineAccess):
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and set its engine up. The options are those of LLM.
-
-        :raises HeadwayError: anything the caller can put right, in one line.
-        """
+        """Load a model and set up its engine; options as LLM's. :raises HeadwayError: a mistake of the caller, in one line."""
         self._start(driver_of(EngineArgs.of(*model, **options)))
 
     @classmethod

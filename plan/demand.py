@@ -53,10 +53,7 @@ class Demand:
 
     @classmethod
     def of_file(cls, path: Path, limits: LatencyLimits, routing: Routing = "round-robin") -> Demand:
-        """Read requests from a file of JSON lines: {"arrival": seconds, "input_len": tokens, "output_len": tokens}.
-
-        :raises ConfigError: the file cannot be read, or a line is none of these.
-        """
+        """Read JSON lines {"arrival": seconds, "input_len": tokens, "output_len": tokens}. :raises ConfigError: a bad line."""
         need = '{"arrival": seconds, "input_len": tokens, "output_len": tokens} in each line'
         try:
             lines = [line for line in read_text(path).splitlines() if line.strip()]

@@ -91,10 +91,7 @@ class AllReduceTimes:
     """Ranks -> microseconds at each size of MESSAGE_BYTES."""
 
     def us(self, ranks: int, num_bytes: float) -> float:
-        """Microseconds: log-linear between measured sizes and numbers of ranks, constant below them, in proportion above.
-
-        ranks: at most as many as were measured.
-        """
+        """Microseconds: log-linear between measured sizes and ranks, constant below, proportional above. ranks: as measured."""
         if ranks == 1:
             return 0.0
         known = sorted(self.by_ranks)

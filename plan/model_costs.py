@@ -51,10 +51,7 @@ class PlannedModel(NamedTuple):
 
 
 def read_planned_model(model: str) -> PlannedModel:
-    """Read a model's configuration: a folder, a hub id, or the name of a shape.
-
-    :raises ModelError: there is no such model, its config.json lacks sizes, or Headway's own decoder does not compute it.
-    """
+    """Read a model's configuration from a folder, hub id or shape name. :raises ModelError: unknown or unsupported."""
     folder = locate(model, weights=False)
     missing = _missing(folder)
     if missing:
@@ -149,10 +146,7 @@ class RankExperts:
     """Layers with experts."""
 
     def touched(self, tokens: int) -> float:
-        """Experts whose weights a rank reads for so many tokens, on average.
-
-        Experts are chosen unevenly (UNEVENNESS), and by tokens that do not know of each other.
-        """
+        """Mean number of experts whose weights a rank reads for a number of tokens; experts are uneven (UNEVENNESS)."""
         missed = [(1 - chance) ** tokens for chance in self.chances]
         return len(missed) - sum(missed)
 
@@ -367,10 +361,7 @@ class EngineMemory:
 
 
 def engine_memory(gpu: GpuKind, costs: RankCosts, limits: EngineLimits) -> EngineMemory:
-    """Size states and pages for what the weights and the largest step leave of one GPU.
-
-    :raises ConfigError: the weights do not fit, or not even one sequence of max_model_len.
-    """
+    """Size states and pages for the memory left on one GPU. :raises ConfigError: no room for one sequence of max_model_len."""
     usable = gpu.memory_bytes * limits.gpu_memory_utilization
     taken = SPARE_BYTES + (GROUP_BYTES if costs.size > 1 else 0)
     activations = costs.largest_step_bytes(limits.max_num_batched_tokens, limits.max_num_seqs)

@@ -307,10 +307,7 @@ class FleetSearch:
         return able[-2] + (able[-1] - able[-2]) * max(limit - before, 0.0) / (after - before)
 
     def _arriving(self, full: FleetPlan, times: StepPredictor, memory: EngineMemory, replicas: int) -> FleetPlan:
-        """The plan of so many replicas under the rate of arrivals.
-
-        Not measured are the first requests, which find nobody else and an empty prefix cache, and the last, which are left alone.
-        """
+        """Return the plan of these replicas at the arrival rate, measured without the first and last requests."""
         demand = self.demand
         assert demand.rate is not None
         lasts = 1e-3 * full.per_token_ms * demand.output_len

@@ -84,10 +84,7 @@ class _Times:
 
 @dataclass
 class Replica:
-    """One engine: the engine's `Scheduler` decides, `StepPredictor` tells how long each step takes, and nothing computes.
-
-    As in `EngineLoop` a step is launched before the one before it is read.
-    """
+    """One engine: its `Scheduler` decides, `StepPredictor` times, nothing computes. Steps launch one ahead (`EngineLoop`)."""
 
     times: StepPredictor
     memory: EngineMemory

@@ -107,10 +107,7 @@ class TokenCountRequest(Fields):
     service_tier: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the chat that this is, those for drawing tokens aside.
-
-        :raises ConfigError: content that chats do not have, such as a picture, or a value of the wrong kind.
-        """
+        """Return the chat's fields without sampling. :raises ConfigError: content that chats do not have, or of a wrong kind."""
         system = "" if self.system is None else _text(self.system, "system")
         messages = [{"role": "system", "content": system}] if system else []
         for number, each in enumerate(self.messages):
@@ -148,10 +145,7 @@ class MessagesRequest(TokenCountRequest):
 
 
 def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """The place, the type and the fields of each block of content; a text is one block.
-
-    :raises PromptError: it is neither a text nor a list of blocks of these types.
-    """
+    """Yield place, type and fields of each block; a text is one block. :raises PromptError: no text or list of these types."""
     if isinstance(content, str):
         yield place, "text", {"text": content}
         return
@@ -225,10 +219,7 @@ _READERS: Final[dict[str, Callable[[Any, str], list[dict[str, Any]]]]] = {
 
 
 def _function(tool: AnthropicTool, place: str) -> dict[str, Any]:
-    """A tool in the form of chats.
-
-    :raises ConfigError: a tool that Anthropic's servers run themselves, or one that no model can call.
-    """
+    """Return a tool in the form of chats. :raises ConfigError: a tool of Anthropic's own servers, or one no model can call."""
     if tool.type not in (None, "custom"):
         raise ConfigError(f"{place}.type", "a tool of the client's own (custom)", shown(tool.type, 60))
     if tool.input_schema is None:

@@ -27,10 +27,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def request_name(request: Request, given: str | None = None) -> str:
-    """What an answer's id is made of: the header X-Request-Id, else what the body gives; "": neither has any.
-
-    :raises ApiError: a text that is too long, or holds what a header cannot carry.
-    """
+    """Return the base of an answer's id: the header X-Request-Id, else the body's, else "". :raises ApiError: see `check_id`."""
     header = request.headers.get(HEADER)
     check_id("the header X-Request-Id", header, None)
     check_id("request_id", given, "request_id")
@@ -38,10 +35,7 @@ def request_name(request: Request, given: str | None = None) -> str:
 
 
 def check_id(what: str, name: str | None, field: str | None) -> None:
-    """Check an id that a client gives its request. field: of the body, for programs.
-
-    :raises ApiError: a text that is too long, or holds what a header cannot carry.
-    """
+    """Check a client's id. field: of the body. :raises ApiError: it is too long, or has characters no header can carry."""
     if name and not (len(name) <= _LONGEST and name.isascii() and name.isprintable()):
         raise ApiError(400, f"{what}: needs at most {_LONGEST} printable characters of ASCII, got {name[:60]!r}", field)
 

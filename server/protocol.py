@@ -208,10 +208,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(self.options.read_timeout, self._give_up)  # empty lines, or the body of what has been answered
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Go on with the answers to whole requests, though the client sends no more; False: there are none, close.
-
-        A request whose body breaks off is refused.
-        """
+        """Keep answering complete requests after the client's EOF; refuse one whose body breaks off. False: nothing is left."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_complete:
             self._refuse(ApiError(400, "the body: needs as many bytes as its head says, got fewer"))

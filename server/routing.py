@@ -104,11 +104,7 @@ class Route(NamedTuple):
 def answers(
     method: str, paths: str | Collection[str], body: Sequence[type[BaseModel]] = (), required: bool = True, direct: bool = False
 ) -> Callable[[Marked], Marked]:
-    """Mark a method of a `RouteGroup` as the endpoint of paths.
-
-    body: types of which the body is one; the schema shows them. direct: a client waits for its first token; see
-    `DirectMiddleware`.
-    """
+    """Mark a method of a `RouteGroup` as an endpoint. body: types, for the schema. direct: see `DirectMiddleware`."""
 
     def mark(function: Marked) -> Marked:
         listed = (paths,) if isinstance(paths, str) else tuple(paths)
@@ -203,10 +199,7 @@ async def read_body(request: Request, kind: type[Body], options: ServerOptions) 
 
 
 async def read_text(request: Request, options: ServerOptions) -> bytes:
-    """Read the body: at most `max_body_bytes`, in at most `read_timeout`.
-
-    :raises ApiError: the body is too large, too slow, or incomplete.
-    """
+    """Read the body within `max_body_bytes` and `read_timeout`. :raises ApiError: it is too large, too slow, or incomplete."""
     most = options.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:

@@ -31,10 +31,7 @@ _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 
 
 def chat_format_of(llm: AsyncLLM, options: ServerOptions) -> ChatFormat:
-    """How a model writes its chats, as far as the options leave that open.
-
-    :raises ConfigError: no parser has a name that the options give.
-    """
+    """Return the model's chat format, completed by the options. :raises ConfigError: an unknown name of a parser."""
     return ChatFormat.of(
         llm.get_tokenizer(),
         tool_parser=options.tool_call_parser,
@@ -81,10 +78,7 @@ class Service(Admission):
         """Requests that the engine does not know of yet: they are being tokenised."""
 
     def default_params(self) -> SamplingParams:
-        """The parameters of requests that give none: what `generation_config` says.
-
-        :raises ConfigError: a value in the file that is not allowed.
-        """
+        """Return the defaults of requests, by `generation_config`. :raises ConfigError: a value in the file is not allowed."""
         where = self.options.generation_config
         if where == "auto":
             return self.llm.get_default_sampling_params()
@@ -117,10 +111,7 @@ class Service(Admission):
             self._resumed = None
 
     async def resumed(self) -> None:
-        """Wait until requests may go on.
-
-        :raises ApiError: the server is being stopped meanwhile, and nobody can resume it any more.
-        """
+        """Wait until requests may go on. :raises ApiError: the server is being stopped, so that nobody can resume it any more."""
         while self._resumed is not None:
             if self._is_stopping:
                 raise ApiError(503, "the server is shutting down", retry_after=1)

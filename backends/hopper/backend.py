@@ -144,10 +144,7 @@ class HopperKernels:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: HopperPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: the same with num_kv_heads.
-
-        lse: float32 [num_heads, num_tokens], or None.
-        """
+        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: num_kv_heads; lse: float32 [num_heads, num_tokens]."""
         if plan.kernel is None or plan.launch is None:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)

@@ -38,10 +38,7 @@ from headway.core.contract.state import (
 
 
 def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
-    """Convolve each channel with its taps and apply the activation.
-
-    x: float32 [n, conv_width - 1 + L, channels], a token's predecessors first; returns float32 [n, L, channels].
-    """
+    """Return the convolution with activation, float32 [n, L, channels]; x: float32 [n, conv_width - 1 + L, channels]."""
     assert parameters.conv_weight is not None
     first, *taps = parameters.conv_weight.float().unbind(1)
     length, bias = x.shape[1] - spec.conv_width + 1, parameters.conv_bias

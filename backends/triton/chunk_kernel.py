@@ -143,10 +143,7 @@ class Chunks:
         return len(self.table) > len(self.seq_lens)
 
     def cut(self, launch: Launcher, splits: int) -> None:
-        """Fill the table for the lengths that the device has now; one launch, nothing is waited for.
-
-        launch: of `cut_sequences`. splits: this time, at most `self.splits`.
-        """
+        """Fill the table for the lengths on the device by one launch of `cut_sequences`. splits: at most `self.splits`."""
         assert splits <= self.splits
         if self._bound:
             self._bound[0](splits)

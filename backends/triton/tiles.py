@@ -160,10 +160,7 @@ def key_rows(
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Elements 0 .. min(HEAD_DIM, BLOCK_D) of paged keys, [BLOCK_N, BLOCK_D], in the way that their layout reads fastest.
-
-    Where rows lie in one piece, none from `limit` on is read.
-    """
+    """Return paged keys [BLOCK_N, BLOCK_D] in the order that their layout reads fastest; none from `limit` on of whole rows."""
     if PIECES:
         tile = split_rows(base_ptr, blocks, first, stride_block, stride_dim, X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, DOT)
     else:

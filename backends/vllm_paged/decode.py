@@ -73,10 +73,7 @@ class PagedDecodePlan:
 
 
 class PagedDecode:
-    """Decode of one layer kind: chooses v1 or v2 once a step, then launches one or two kernels a layer.
-
-    :raises UnsupportedError: no compiler.
-    """
+    """Decode of one layer kind by v1 or v2, chosen per step; one or two kernels a layer. :raises UnsupportedError: no nvcc."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, cut: tuple[int | None, int | None] = (None, None)) -> None:
         self._spec = spec

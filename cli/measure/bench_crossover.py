@@ -119,10 +119,7 @@ def crossover(
 
 
 def _engine_run(given: Any, device: torch.device) -> EngineOptions:
-    """The run of level engine that the command's options, by name in `given`, describe.
-
-    :raises ConfigError: an option that cannot be read.
-    """
+    """Return the engine-level run described by the options in `given`. :raises ConfigError: an option that cannot be read."""
     from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases
     from headway.core.system.provenance import command_line
 
@@ -148,10 +145,7 @@ def _engine_run(given: Any, device: torch.device) -> EngineOptions:
 
 
 def _kernel_run(given: Any, device: torch.device) -> CrossoverOptions:
-    """The run of level kernel that the command's options, by name in `given`, describe.
-
-    :raises ConfigError: an option that cannot be read.
-    """
+    """Return the kernel-level run described by the options in `given`. :raises ConfigError: an option that cannot be read."""
     from headway.core.system.provenance import command_line
     from headway.kernels.runtime.compile_ahead import compile_ahead
     from headway.tuning.measure.device import identify_device

@@ -180,10 +180,7 @@ def measure_attention(
 def measure_states(
     options: KernelOptions, plugin: Sequence[str] | None, model: str | None, *, asked_to_compare: bool = False
 ) -> None:
-    """Time `scan` and `step` of the state backends for a model's layers with a state.
-
-    :raises ConfigError: an option that goes without --states only, or a model that has no such layers.
-    """
+    """Time `scan` and `step` of a model's layers with a state. :raises ConfigError: wrong options, or no such layers."""
     import torch
 
     from headway.bench.kernel.report import print_state_report

@@ -65,10 +65,7 @@ def _close(source: TextSource, writer: PieceWriter, closes: tuple[str, ...], mar
 
 
 def json_calls(source: TextSource, writer: PieceWriter) -> Waiting:
-    """Read an object with a call, a list of some, or several with semicolons between them.
-
-    Follows `source.keep`, and leaves there what is no part of a call.
-    """
+    """Read one call, a list of calls, or calls between semicolons; follow `source.keep`, and leave there what is not a call."""
     listed = (yield from source.peek()) == "["
     if listed:
         source.skip()

@@ -79,10 +79,7 @@ class EngineLoop:
         drafting: Drafting | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """config: with what depends on the device filled in. drafting: guesses tokens, which change no output, only the speed.
-
-        now: the time in seconds.
-        """
+        """config: complete for the device. drafting: proposes tokens; the output stays the same. now: the clock, in seconds."""
         self.config = config
         self.limits = limits
         self.capacity = executor.capacity
@@ -180,10 +177,7 @@ class EngineLoop:
         return self.adapters
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its completions, and free the pages; no delta tells of it.
-
-        A request that is unknown or has finished is left alone: it may have ended while the caller decided.
-        """
+        """End a request or a completion and free its pages, without a delta; an unknown or finished one is left alone."""
         ended = [seq for seq in self._live.get(request_id, ()) if index in (None, seq.index)]
         for seq in ended:
             seq.finish("abort")
@@ -291,10 +285,7 @@ class EngineLoop:
         self._read_until(0)
 
     def _read_until(self, left: int) -> Exception | None:
-        """Read the oldest steps until this many are left; an interrupt while the host waits loses none of them.
-
-        Returns the fault of a step that has failed.
-        """
+        """Read the oldest steps until `left` remain, none of them lost to an interrupt; return the error of a failed step."""
         fault: Exception | None = None
         while len(self._in_flight) > left:
             fault = self._read(self._in_flight[0]) or fault
@@ -492,10 +483,7 @@ class EngineParts:
 
 
 def make_engine(parts: EngineParts) -> EngineLoop:
-    """Make the loop of one model in this process, with its executor, ready for requests.
-
-    :raises HeadwayError: options that cannot work together, with what would.
-    """
+    """Return a model's loop with its executor, ready for requests. :raises HeadwayError: options that conflict, and a fix."""
     model = parts.model
     proposer = parts.proposer
     config = parts.config or EngineConfig()

@@ -57,10 +57,7 @@ class DenseAttention:
         return [self._kind_of.index(kind) for kind in range(len(self._kinds))]
 
     def begin(self, lens: Sequence[int]) -> None:
-        """Plan a batch of texts of these lengths, whose tokens lie one text after the other.
-
-        :raises BackendError: the backend cannot plan it.
-        """
+        """Plan a batch of texts of these lengths, one after the other. :raises BackendError: the backend cannot plan it."""
         shape = Shape.of(Phase.PREFILL, lens, lens)
         self.begin_with(self._selector.backends_of(shape), lens)
 
@@ -118,10 +115,7 @@ class PooledNetwork(Protocol):
         """Return hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
 
     def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row.
-
-        hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token.
-        """
+        """Return float32 [texts, size] or [num_tokens, size]. hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1]."""
 
 
 @dataclass
@@ -204,10 +198,7 @@ class PoolingEngine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run every kind of batch once, so that no text waits for a compiler: for a GPU, since a CPU compiles nothing.
-
-        The log names a backend that raises: its first such batch will raise again.
-        """
+        """Run every kind of batch once on a GPU, so that no text waits for a compiler; the log names a backend that raises."""
         for backends in self.selector.instances:
             for lens in self._steps(backends):
                 try:

@@ -58,10 +58,7 @@ def grammar_text(form: StructuredOutputsParams) -> str:
 
 
 def brief_reason(text: str) -> str:
-    """llguidance's reason in one line: its first, and where that only announces it the one that begins with "error:".
-
-    A long one is cut in the middle, because the reason stands at the end.
-    """
+    """Return llguidance's reason in one line: the line that begins with "error:", else the first; a long one loses its middle."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["llguidance gives no reason"]
     reason = next((line for line in lines if line.startswith("error:")), "") if lines[0].endswith(":") else ""
     line = harmless(f"{lines[0]} {reason}".strip())
@@ -127,10 +124,7 @@ class GrammarCompiler:
         self._loading = threading.Lock()
 
     def check(self) -> None:
-        """Check that forms can be compiled at all.
-
-        :raises ConfigError: llguidance is not installed, or the tokenizer is not a fast one.
-        """
+        """Check that grammars can be compiled. :raises ConfigError: llguidance is not installed, or the tokenizer is not fast."""
         what = "structured_outputs"
         if find_spec("llguidance") is None:
             raise ConfigError(what, "the package llguidance", "none", "pip install 'headway[structured]'")

@@ -29,10 +29,7 @@ _LONGEST_TRIAL: Final = 60.0
 
 
 class GrammarTrial:
-    """Tries forms, one at a time, in a process that is started when it is needed and again where one has died.
-
-    One thread calls `run`; any thread may call `end`.
-    """
+    """Compiles forms one at a time in a process that is restarted after it died. One thread calls `run`, any thread `end`."""
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
         """tokenizer: the arguments of llguidance's, as `grammar_child` reads them."""
@@ -42,10 +39,7 @@ class GrammarTrial:
         self._guard = Lock()
 
     def run(self, form: StructuredOutputsParams) -> str:
-        """Compile a form in the process; returns the form in llguidance's notation.
-
-        :raises GrammarError: llguidance refuses it, or the process has died of it or was ended.
-        """
+        """Return the form in llguidance's notation. :raises GrammarError: llguidance refuses it, or the process has ended."""
         with self._guard:
             self._trying = form
         try:
@@ -136,10 +130,7 @@ class GrammarQueue:
         return ready
 
     def grammar(self, form: StructuredOutputsParams) -> Grammar:
-        """The grammar of a form that was added, at its beginning. One that is no longer kept is compiled again, and waited for.
-
-        :raises GrammarError: see `add`.
-        """
+        """Return the initial grammar of an added form, compiled again if it was dropped. :raises GrammarError: see `add`."""
         while (found := self._compiler.find(form)) is None:
             self.add(form).result()
         return found

@@ -52,10 +52,7 @@ def guidance_schema(schema: Any, closed: bool = False) -> Any:
 
 
 def guidance_json(schema: Any, options: Mapping[str, Any], closed: bool = False) -> str:
-    """Return a schema as the text that follows %json in a grammar.
-
-    options: llguidance's options of JSON, for schemas that do not give them. closed: see `guidance_schema`, which also raises.
-    """
+    """Return the text after %json in a grammar. options: llguidance's defaults. closed, errors: see `guidance_schema`."""
     made = {} if schema is True else guidance_schema(schema, closed)
     if isinstance(made, dict):
         own = made.get("x-guidance")

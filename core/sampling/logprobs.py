@@ -47,10 +47,7 @@ class Scores(NamedTuple):
 
 
 def score(logits: Tensor, tokens: Tensor, k: int) -> Scores:
-    """Log-probabilities of tokens, int64 [rows], and of the k most likely of each row. logits: [rows, vocab_size].
-
-    A token's rank is how many are at least as likely, as vLLM counts.
-    """
+    """Return log-probabilities and ranks of tokens, int64 [rows], and of the k most likely. logits: [rows, vocab_size]."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.clamp_min(0)[:, None])
     ranks = (logprobs >= own).sum(-1)

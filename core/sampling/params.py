@@ -185,10 +185,7 @@ class SamplingParams:
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def settled(self) -> Self:
-        """A copy for a request, which nobody else changes.
-
-        :raises ConfigError: what was put into a list after it was checked cannot work.
-        """
+        """Return a copy for a request. :raises ConfigError: a list was changed, after its check, to something invalid."""
         return replace(self) if any(getattr(self, name) for name in _FILLED) else self.clone()
 
     def clone(self) -> Self:

@@ -74,10 +74,7 @@ REASONS = {
 
 
 def scale_of(params: SamplingParams) -> float:
-    """1 / temperature, 0 for greedy; kept where it is neither 0 nor infinite as a float32.
-
-    Times a logit of -inf or of 0 those would be NaN.
-    """
+    """Return 1 / temperature, or 0 for greedy; never 0 or infinite as a float32, since it is multiplied with -inf and 0."""
     return 0.0 if params.greedy else max(1 / max(params.temperature, 2.0**-100), 2.0**-100)
 
 
@@ -334,10 +331,7 @@ class Vocabulary(Protocol):
         """Choose a token for each row: see `sampler.sample`."""
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
-        """Return logits of the whole vocabulary: of the rows that change, or of all of them.
-
-        What a row's token does not depend on may be -inf.
-        """
+        """Return logits of the whole vocabulary, of the changed rows or all; -inf where a row's token does not depend on them."""
 
     def sample_changed(self, logits: Tensor, draws: Draws) -> Tensor:
         """Choose a token for each row of logits of the whole vocabulary."""

@@ -53,10 +53,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
-        """Make a form from the fields that a request's structured_outputs holds.
-
-        :raises ConfigError: a field that does not exist, or one with a value that cannot work; either names structured_outputs.
-        """
+        """Make a form from a request's structured_outputs, named in errors. :raises ConfigError: an unknown field, bad value."""
         try:
             refuse_unknown(cls.__name__, fields, cls.__dataclass_fields__, _ELSEWHERE, "docs/sampling.md")
         except ConfigError as error:

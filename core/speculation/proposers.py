@@ -255,10 +255,7 @@ class NgramProposer:
 
 
 class SequenceNgrams:
-    """The n-grams of one sequence, each with the position that follows.
-
-    Where an n-gram occurs several times, the latest place counts: what was written last is the nearest to what comes.
-    """
+    """N-grams of one sequence, each with the position after its latest occurrence, the nearest to what comes next."""
 
     def __init__(self, longest: int) -> None:
         self._after: list[dict[int, int]] = [{} for _ in range(longest)]

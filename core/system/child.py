@@ -88,10 +88,7 @@ class Child:
         self.stop()
 
     def ask(self, request: object, timeout: float) -> dict[str, Any]:
-        """Send a request and wait for its answer.
-
-        :raises ChildDied: the process ends, or does not answer within `timeout` seconds.
-        """
+        """Send a request and return its answer. :raises ChildDied: the process ends, or takes more than `timeout` seconds."""
         self.send(request)
         return self.answer(timeout)
 
@@ -181,10 +178,7 @@ def reply(stream: TextIO, message: Mapping[str, Any]) -> None:
 
 
 def message_of(line: str | bytes) -> Any:
-    """Return the message in a line that a process of ours has written; its names of files need not be UTF-8.
-
-    :raises ValueError: what else the process has printed.
-    """
+    """Return the message in a line from a child process; file names need not be UTF-8. :raises ValueError: any other output."""
     try:
         return json.loads(line)
     except RecursionError:

@@ -25,10 +25,7 @@ def write_json(model: BaseModel, path: Path, option: str = "--output") -> None:
 
 
 def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
-    """Write a file of the user's as `write_whole` does. option: the option that names the file, for the error.
-
-    :raises ConfigError: the file cannot be written; an old one is unchanged.
-    """
+    """Write a user's file whole. option: its name in errors. :raises ConfigError: it cannot be written; an old one stays."""
     try:
         write_whole(path, content, durable=True)
     except OSError as error:

@@ -71,10 +71,7 @@ def parse_model(text: str | bytes, kind: type[Model], source: str = "", *, any_n
 
 
 def _check_numbers(value: object, before: str) -> None:
-    """Check the numbers in a value. before: stands before the path in the error.
-
-    :raises JsonError: one is not finite, or an integer of more than 64 bits.
-    """
+    """Check the numbers in a value. before: prefix of the path in errors. :raises JsonError: not finite, or beyond 64 bits."""
     if not _all_fit(value):
         path, number = next(_unfit(value, ""))
         place = f"{before}{harmless(path[:_LONGEST_PATH])}".removesuffix(": ")

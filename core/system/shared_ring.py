@@ -135,10 +135,7 @@ class RingWriter(_Ring):
         self._written = 0
 
     def write(self, message: bytes, check: Callable[[], None]) -> None:
-        """Write a message; waits where a reader has not read the message that the slot holds.
-
-        check: called again and again while the writer waits; may raise, and then the message is not written whole.
-        """
+        """Write a message; wait while a reader has not read its slot. check: called meanwhile; its error drops the message."""
         view = memoryview(message)
         for start in range(0, max(len(message), 1), self._size.slot_bytes):
             self._write_part(len(message), view[start : start + self._size.slot_bytes], check)
@@ -164,10 +161,7 @@ class RingReader(_Ring):
     """One of the readers of a ring."""
 
     def __init__(self, descriptor: int, size: RingSize, reader: int, wake_pipe: int, spin_seconds: float) -> None:
-        """reader: its number, from 0. wake_pipe: the end of its pipe that is read.
-
-        spin_seconds: how long the reader looks without a pause for the next message, before it sleeps.
-        """
+        """reader: number from 0. wake_pipe: read end of its pipe. spin_seconds: seconds of polling before the reader sleeps."""
         super().__init__(descriptor, size)
         self._line = self._lines[1 + reader]
         self._wake_pipe = wake_pipe

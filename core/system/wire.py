@@ -13,10 +13,7 @@ _BUFFER: Final = 4 * 2**20
 
 
 class Wire:
-    """One end of a pair of sockets that carries objects between two processes that trust each other.
-
-    Any thread may send; one receives.
-    """
+    """One end of a socket pair that carries objects between processes that trust each other. Any thread sends, one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         with suppress(OSError):

@@ -79,10 +79,7 @@ class VllmEngineArgs(engine_args.EngineArgs):
     """
 
     def __init__(self, *model: object, **options: object) -> None:
-        """Translate the options and check them.
-
-        :raises ConfigError: an option that does not exist, with the nearest that does; or one with a value that cannot work.
-        """
+        """Translate the options and check them. :raises ConfigError: an unknown option, with the nearest name; or a bad value."""
         translated = from_vllm(options, frozenset(_OWN))
         refuse_unknown("LLM", translated, _OWN, LLM_OPTIONS)
         engine_args.check_model(model)
@@ -233,10 +230,7 @@ def init_logger(name: str) -> logging.Logger:
 
 
 def get_tokenizer(tokenizer_name: str, *_: object, **__: object) -> Any:
-    """transformers' tokenizer of a model. Arguments beside its name, such as trust_remote_code, are not read.
-
-    :raises ModelError: there is none, or it cannot be read.
-    """
+    """Return a model's transformers tokenizer; further arguments are ignored. :raises ModelError: none that can be read."""
     from headway.models.checkpoints.locate import locate
     from headway.models.checkpoints.tokenizer import read_transformers_tokenizer
 

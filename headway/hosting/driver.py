@@ -79,10 +79,7 @@ class FairLock:
         return get_ident() in self._callers
 
     def check_not_mine(self) -> None:
-        """Check that this thread may wait for the engine.
-
-        :raises ConfigError: it has the lock or waits for it, so that it would wait for itself.
-        """
+        """Check that this thread may wait for the engine. :raises ConfigError: it would wait for itself."""
         if self.is_mine:
             need = "calls between its steps, or from a thread that the step does not wait for"
             raise ConfigError("the engine", need, "a call within a step, by a logits processor or the handler of a signal")

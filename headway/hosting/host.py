@@ -95,10 +95,7 @@ class EngineHost(ABC):
 
     @abstractmethod
     def check_caller(self) -> None:
-        """Check that the calling thread may wait for the engine.
-
-        :raises ConfigError: it runs a step of the engine itself, which calls a logits processor or the handler of a signal.
-        """
+        """Check that this thread may wait. :raises ConfigError: it runs a step, from a logits processor or a signal handler."""
 
     def check_alive(self) -> None:
         """:raises EngineDeadError: the engine has ended."""
@@ -115,10 +112,7 @@ class EngineHost(ABC):
 
     @abstractmethod
     def run_concurrently(self, task: Task[T]) -> Future[T]:
-        """Queue a task that is done while the engine steps, and must not change the engine.
-
-        :raises EngineDeadError: the engine has ended.
-        """
+        """Queue a task that runs beside steps and must not change the engine. :raises EngineDeadError: the engine has ended."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -129,10 +129,7 @@ class Worker:
         return found
 
     def update_config(self, overrides: Mapping[str, Any]) -> None:
-        """Say what `reload_weights` reads: {"load_config": {"load_format": "auto"}} the model's files, "dummy" random weights.
-
-        :raises ConfigError: anything else.
-        """
+        """Set the source of `reload_weights`: load_config.load_format "auto" (files) or "dummy". :raises ConfigError: another."""
         given = overrides.get("load_config") if isinstance(overrides, Mapping) else None
         found = given.get("load_format") if isinstance(given, Mapping) and len(overrides) == len(given) == 1 else None
         if found not in LOAD_FORMATS:
@@ -155,10 +152,7 @@ class Worker:
 
 
 def worker_of(driver: EngineDriver) -> Worker:
-    """The worker of a driver's engine, with the methods of the class that the option worker_extension_cls names.
-
-    :raises ConfigError: there is no such class.
-    """
+    """Return a driver's worker, of the class given by worker_extension_cls. :raises ConfigError: there is no such class."""
     if "worker" not in driver.task_state:
         kind = _with_extension(driver.assembly.worker_extension)
         driver.task_state["worker"] = made_by("worker_extension_cls: the worker", lambda: kind(driver))

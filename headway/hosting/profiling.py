@@ -115,10 +115,7 @@ class StepProfiler:
         )
 
     def write_trace(self) -> str | None:
-        """Write the trace, in any thread, and return its path; None where there is no trace.
-
-        :raises ConfigError: the folder cannot be written to.
-        """
+        """Write the trace, from any thread, and return its path, if any. :raises ConfigError: the folder is not writable."""
         if self._found is None:
             return None
         path = self._folder / f"headway-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}.trace.json.gz"

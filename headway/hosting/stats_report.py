@@ -91,10 +91,7 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
 
 
 def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
-    """Return one line under an answer: its tokens per second after the first one, and the backends that computed it.
-
-    done: counters of the answer's steps. more: option or command that shows more.
-    """
+    """Return an answer's tokens per second after the first, and its backends. done: its counters. more: where to see more."""
     tokens, metrics = sum(len(each.token_ids) for each in output.outputs), output.metrics
     seconds = (metrics.finished_time or metrics.arrival_time) - metrics.arrival_time - metrics.time_to_first_token
     served: dict[str, list[str]] = {"prefill": [], "extend": [], "decode": []}

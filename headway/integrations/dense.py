@@ -279,10 +279,7 @@ class Visibility:
 
     @cached_property
     def rows(self) -> Sequences:
-        """The sequences of the batch, without padding; those with no query are left out.
-
-        :raises ConfigError: padding in the middle of a sequence.
-        """
+        """Return the batch's sequences without padding or empty queries. :raises ConfigError: padding within a sequence."""
         count, length = self.batch, self.q_offset + self.q_length
         seen = None if self.padding is None else self.padding[:, :length]
         if seen is None or (seen.shape[1] == length and seen.all()):  # nothing is padding

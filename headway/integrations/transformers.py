@@ -78,10 +78,7 @@ _KEPT = _OfThread()
 
 
 def serving(kind: LayerKind) -> tuple[AttentionSpec, Selector]:
-    """The spec and the selector of a kind of layer. `auto` obeys the crossover table that was kept for it, and measures nothing.
-
-    :raises HeadwayError: the request cannot be served, with the reasons.
-    """
+    """Return a layer kind's spec and selector; `auto` uses only cached crossover tables. :raises HeadwayError: unsupported."""
     known = _KEPT.kinds.get(kind)
     if known is None:
         own = kind._asdict()
@@ -139,10 +136,7 @@ class StepAttention:
     def of(
         cls, visibility: Visibility, spec: AttentionSpec, selector: Selector, query: Tensor, key: Tensor, value: Tensor
     ) -> StepAttention:
-        """Choose backends, lay out blocks, and plan.
-
-        query: [batch, num_heads, q_length, head_dim]. key, value: the cache's tensors as they are.
-        """
+        """Choose backends, lay out blocks, plan. query: [batch, num_heads, q_length, head_dim]. key, value: cache tensors."""
         shares = BackendShare.all_of(visibility.rows, selector, spec)
         blocks = Blocks.of(key, value, shares, selector.selection.block_size)
         padded = visibility.padded
@@ -164,10 +158,7 @@ class StepAttention:
         )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute attention of a layer of this kind; returns [batch, q_length, num_heads, v_head_dim].
-
-        :raises UnsupportedError: a backend that cannot read such a cache, with the reasons.
-        """
+        """Return attention [batch, q_length, num_heads, v_head_dim]. :raises UnsupportedError: no backend reads such a cache."""
         batch, length, heads, dim = self.shape
         out = query.new_empty((batch * length, heads, dim))
         if self.padded:

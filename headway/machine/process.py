@@ -40,10 +40,7 @@ def free_cores() -> int:
 
 
 def set_threads(num_threads: int | None = None, num_ranks: int = 1) -> int:
-    """Set and return the number of torch's threads: `num_threads`, else $OMP_NUM_THREADS, else the number of free cores.
-
-    num_ranks: processes that share this number, each of which has one at least.
-    """
+    """Set and return torch's thread count: `num_threads`, else $OMP_NUM_THREADS, else free cores. num_ranks: share it evenly."""
     import torch  # here: the process of a rank imports this module before torch
 
     if num_threads is None and os.environ.get("OMP_NUM_THREADS"):

@@ -74,10 +74,7 @@ class PoolingAssembly(NamedTuple):
 
 
 def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry | None = None) -> PoolingAssembly:
-    """Load a model and make its engine. registry: of `checked_registry`, where that was asked for before.
-
-    :raises HeadwayError: a mistake that the caller can put right, in one line.
-    """
+    """Load a model and make its engine. registry: a checked one, or None. :raises HeadwayError: a mistake of the caller."""
     _refuse_generating(args)
     config = args.engine_config()
     registry = checked_registry(args) if registry is None else registry
@@ -221,10 +218,7 @@ class AsyncPooling:
         return await loop.run_in_executor(self._tokenisers, partial(job.finish, rows)), job.num_tokens
 
     def check_health(self, step_timeout: float) -> None:
-        """Check that the engine can serve. step_timeout: seconds that a round of batches may take.
-
-        :raises EngineDeadError: it has been stopped, or is stuck.
-        """
+        """Check that the engine serves. step_timeout: seconds per round. :raises EngineDeadError: it stopped or is stuck."""
         self._check_running()
         since = self._since
         if since is not None and time.monotonic() - since > step_timeout:

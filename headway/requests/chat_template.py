@@ -88,20 +88,14 @@ def chat_prompt(
 
 
 def list_of_messages(given: object) -> list[Any]:
-    """The items of a list of messages, or of conversations.
-
-    :raises PromptError: the argument is no list; a single message is none.
-    """
+    """Return a list of messages or conversations. :raises PromptError: it is not a list, such as a single message."""
     if isinstance(given, (Mapping, *BYTES)) or not isinstance(given, Iterable):
         raise PromptError("messages", "a list of messages", f"a {type(given).__name__}")
     return list(given)
 
 
 def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The further variables of a template, unchanged.
-
-    :raises ConfigError: the name of one is an argument of what renders the template; or the variables are no mapping.
-    """
+    """Return a template's further variables. :raises ConfigError: a name that the renderer uses itself, or no mapping."""
     if not isinstance(given, Mapping):
         raise ConfigError("chat_template_kwargs", "a mapping from names to values", f"a {type(given).__name__}")
     if not given:

@@ -48,10 +48,7 @@ def template_text(tokenizer: Any) -> str:
 
 
 def text_field(part: Mapping[str, Any], name: str, place: str, optional: bool = False) -> str:
-    """Return a field that must be a text. place: of the part in its request. optional: absent and null are an empty text.
-
-    :raises PromptError: it is something else; the error names the field.
-    """
+    """Return a text field. place: its part's, for errors. optional: absent or null is "". :raises PromptError: another type."""
     value = part.get(name)
     if value is None and optional:
         return ""
@@ -133,10 +130,7 @@ def _call(call: Any, place: str, as_text: bool) -> dict[str, Any]:
 
 
 def call_arguments(given: Any, place: str) -> Mapping[str, Any]:
-    """Return the arguments of a call, an object or its JSON. An empty text is no arguments.
-
-    :raises PromptError: they are something else; the error names the place.
-    """
+    """Return a call's arguments from an object or its JSON; "" is none. :raises PromptError: anything else, with the place."""
     read = given
     if isinstance(given, str):
         try:
@@ -349,10 +343,7 @@ class ChatFormat:
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], use: ToolUse
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and tools as `chat_prompt` takes them.
-
-        :raises ConfigError: a call in a message whose arguments are no JSON object.
-        """
+        """Return messages and tools for `chat_prompt`. :raises ConfigError: a call whose arguments are not a JSON object."""
         listed = prepared(messages, self.template)
         if self.shows_tools:
             return listed, [dict(tool) for tool in use.tools] or None
@@ -378,10 +369,7 @@ class ChatFormat:
         return params
 
     def reader(self, use: ToolUse, prompt: str, skip_special_tokens: bool = True) -> ChatReader | None:
-        """The reader of one completion; None: its text is its content.
-
-        prompt: in the template. skip_special_tokens: as the request has it.
-        """
+        """Return a completion's reader; None: its text is the content. prompt: rendered. skip_special_tokens: the request's."""
         context = ChatContext(prompt, use.schemas)
         active = self._parsers_for(use)
         if not active:

@@ -78,10 +78,7 @@ class ControlTokens:
         return self._hidden.sub(lambda found: bytes.fromhex(found[1]).decode(), rendered), ids
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text in which nothing is a control token.
-
-        add_special_tokens: whether the tokenizer puts its own around the text, such as BOS.
-        """
+        """Return a text's tokens, none of them a control token. add_special_tokens: add the tokenizer's own, such as BOS."""
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return found
 

@@ -177,10 +177,7 @@ def _dimensions(value: object) -> int | None:
 
 
 def _listed(value: Any) -> Any:
-    """The elements of an array as Python's own numbers; anything else as it is.
-
-    :raises PromptError: an array without elements, such as a tensor on the device "meta".
-    """
+    """Return an array's elements as Python numbers, others unchanged. :raises PromptError: an array on the device "meta"."""
     if _dimensions(value) is None:
         return value
     try:
@@ -191,10 +188,7 @@ def _listed(value: Any) -> Any:
 
 
 def whole_text(text: str, what: str = "prompt") -> str:
-    """Return a text unchanged that can be encoded.
-
-    :raises PromptError: the text holds half of a surrogate pair: Python reads bytes of a command line that are no UTF-8 so.
-    """
+    """Return a text that can be encoded. :raises PromptError: half a surrogate pair, as from a command line that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

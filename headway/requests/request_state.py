@@ -278,10 +278,7 @@ class OutputProcessor:
             state.abort()
 
     def process(self, deltas: Iterable[OutputDelta]) -> list[tuple[str, int]]:
-        """Take in the deltas that a step of the engine has returned.
-
-        Returns the completions, as key and index, that a stop text has ended: the engine is to abort them.
-        """
+        """Take in a step's deltas; return completions (key, index) that a stop text has ended, for the engine to abort."""
         now = time.perf_counter()
         stopped = []
         for delta in deltas:

@@ -37,11 +37,7 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None) -> ToolUse:
-        """Check what a request says of tools.
-
-        :raises ConfigError: a tool without a name, a schema that is none, two tools of one name, or a choice of a tool that is
-            not there.
-        """
+        """Check a request's tools. :raises ConfigError: a missing or repeated name, a bad schema, or an unknown choice."""
         listed = [_tool(tool, f"tools.{number}") for number, tool in enumerate(tools or ())]
         names = [tool["function"]["name"] for tool in listed]
         for name in names:

@@ -112,10 +112,7 @@ class RequestRules(NamedTuple):
     """Classes of the processors that change every batch."""
 
     def apply(self, params: SamplingParams) -> SamplingParams:
-        """The parameters of a request for the engine, with the processors that change every batch.
-
-        :raises ConfigError: a processor refuses them.
-        """
+        """Return the engine's parameters, with the processors of every batch. :raises ConfigError: a processor refuses them."""
         for each in self.processors:
             validate = getattr(each, "validate_params", None)
             try:
@@ -127,10 +124,7 @@ class RequestRules(NamedTuple):
 
 
 def processor_class(given: object) -> type[Any]:
-    """The class that an item of the option `logits_processors` names: a class, or its place as MODULE:CLASS.
-
-    :raises ConfigError: it cannot be found, or is none.
-    """
+    """Return the class of an item of `logits_processors`, a class or MODULE:CLASS. :raises ConfigError: there is none."""
     found = given
     if isinstance(given, str):
         module, _, name = given.partition(":")
@@ -181,10 +175,7 @@ class Infill:
         """Tokens that what fills a gap does not hold: they end it."""
 
     def prompt(self, prefix: str, suffix: str, encode: Callable[[str], list[int]]) -> Prompt:
-        """The prompt whose completion fills the gap. encode: token ids of a text, without a tokenizer's own around it.
-
-        :raises PromptError: a text that is no Unicode.
-        """
+        """Return the prompt for a gap. encode: text to token ids without special tokens. :raises PromptError: invalid Unicode."""
         before, behind, middle = self._ids
         around = list(self._tokenizer("")["input_ids"])  # BOS, where the model has one; an end of text would be none of a prompt
         begun = [token for token in around if token != self._tokenizer.eos_token_id]
@@ -245,25 +236,16 @@ class RequestValidator:
         ]
 
     def chat_prompt(self, messages: str | Sequence[Message], *, split_special_tokens: bool = False, **options: Any) -> Prompt:
-        """A conversation in the model's chat template; see `chat_template.chat_prompt`.
-
-        split_special_tokens: the names of control tokens in messages of users and tools are text.
-        """
+        """Render a conversation; see `chat_template.chat_prompt`. split_special_tokens: control names in contents are text."""
         control_tokens = self.control_tokens if split_special_tokens else None
         return chat_prompt(self.tokenizer, self.model.name, messages, control_tokens=control_tokens, **options)
 
     def text_prompt(self, text: str, add_special_tokens: bool = True) -> Prompt:
-        """A text as {"prompt": text, "prompt_token_ids": ids}, in which the names of control tokens are text.
-
-        :raises ConfigError: the model's tokenizer cannot do that.
-        """
+        """Tokenise a text, control names as text: {"prompt", "prompt_token_ids"}. :raises ConfigError: unsupported tokenizer."""
         return {"prompt": text, "prompt_token_ids": self.control_tokens.encode_text(whole_text(text), add_special_tokens)}
 
     def infill_prompt(self, prefix: str, suffix: str, split_special_tokens: bool = False) -> Prompt:
-        """The prompt whose completion stands between two texts. split_special_tokens: the names of control tokens are text.
-
-        :raises ConfigError: the model cannot do that.
-        """
+        """Return the prompt for a gap between texts. split_special_tokens: control names are text. :raises ConfigError: none."""
 
         def encode(text: str) -> list[int]:
             if split_special_tokens:
@@ -346,10 +328,7 @@ class RequestNames:
         self._guard = Lock()
 
     def claim(self, request_id: str | None = None) -> RequestName:
-        """Take an id for a request until `release`. request_id: None: any free one.
-
-        :raises ConfigError: the id is taken, or no text.
-        """
+        """Claim a request id until `release`; None takes a free one. :raises ConfigError: the id is taken, or not a text."""
         with self._guard:
             if request_id is None:
                 request_id = key = next(each for each in self._numbers if each not in self._ids)

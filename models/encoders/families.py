@@ -50,11 +50,7 @@ class EncoderFamily:
 
 
 def read_encoder_config(config: Any) -> EncoderConfig:
-    """Read a transformers configuration of one of ENCODERS.
-
-    :raises BeyondDecoderError: something that Headway's encoder does not compute.
-    :raises ModelError: an impossible number.
-    """
+    """Read the configuration of one of ENCODERS. :raises BeyondDecoderError: unsupported. :raises ModelError: a bad number."""
     if config.hidden_size % config.num_attention_heads:
         need = f"a divisor of hidden_size={config.hidden_size}"
         raise ModelError(f"num_attention_heads: needs {need}, got {config.num_attention_heads}")

@@ -192,10 +192,7 @@ def nemotron_h(config: Any) -> dict[str, Any]:
 
 
 def _nemotron_experts(config: Any) -> ExpertsConfig:
-    """DeepSeek-V3's routing to experts without a gate.
-
-    :raises BeyondDecoderError: experts between two further products, or with biases.
-    """
+    """DeepSeek-V3's routing, to experts without a gate. :raises BeyondDecoderError: latent experts, or biases."""
     if config.moe_latent_size is not None:
         layer = config.layer_types.index("moe")
         raise BeyondDecoderError(

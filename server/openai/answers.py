@@ -53,10 +53,7 @@ class Answer(ABC):
         """The field that has asked for the form which the completion has."""
 
     def check_ended(self, new: CompletionOutput) -> None:
-        """Check that a completion, which has ended, has not failed.
-
-        :raises ApiError: it has failed, or was ended by the server.
-        """
+        """Check that an ended completion has not failed. :raises ApiError: it has failed, or was ended by the server."""
         check_ended(new, self.is_structured, self.form_field)
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
@@ -198,10 +195,7 @@ LOWEST = -9999.0
 
 
 def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, text: TextBytes) -> dict[str, Any]:
-    """`logprobs` of a chat's choice. most: top_logprobs of the request. as_ids: write tokens as "token_id:123".
-
-    text: of the completion, before these places.
-    """
+    """Return `logprobs` of a chat's choice. most: top_logprobs. as_ids: write "token_id:123". text: before `places`."""
     content = []
     for place in places:
         own = text.take(list(place))
@@ -325,10 +319,7 @@ class CompletionAnswer(ChunkedAnswer):
 
 
 def _joined(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Logprobs | None:
-    """Join the log-probabilities of a prompt and of its completion.
-
-    Without validation: the first token of a prompt has none, which OpenAI's API allows and openai's type does not.
-    """
+    """Join log-probabilities of prompt and completion, unvalidated: openai's type forbids the None of a prompt's first token."""
     if before is not None and after is not None:
         after = {name: before[name] + after[name] for name in after}
     found = after or before

@@ -221,10 +221,7 @@ class Chats:
         return ChatAnswer(body, body.model or self._service.names[0], self._service.token_bytes, name)
 
     async def prompt(self, body: ChatRequest | TokenizeRequest, use: ToolUse) -> Any:
-        """A chat's conversation in the model's template, as {"prompt": text, "prompt_token_ids": ids}. use: see `tool_use`.
-
-        :raises ConfigError: messages or tools that the model's format does not have.
-        """
+        """Render a chat: {"prompt": text, "prompt_token_ids": ids}. use: of `tool_use`. :raises ConfigError: unsupported."""
         messages, tools = self._service.chat_format.conversation(body.messages or [], use)
         return await self._service.llm.chat_prompt(
             messages,
@@ -237,10 +234,7 @@ class Chats:
         )
 
     async def prepare(self, body: ChatRequest, answer: ChatAnswer) -> Sequence[CheckedRequest]:
-        """Check a chat and tokenise its conversation.
-
-        :raises ConfigError: a parameter that cannot work, or a conversation that is too long.
-        """
+        """Check a chat and tokenise it. :raises ConfigError: a bad parameter, or a conversation that is too long."""
         params = chat_params(body, self._service.params_maker)
         end = self._service.template_end
         if end is not None and end not in self._service.llm.facts.eos_token_ids and not params.ignore_eos:
@@ -260,10 +254,7 @@ class Chats:
             raise PromptError("messages", *error.reason[1:]) from None
 
     async def prepare_all(self, body: BatchChatRequest, answer: BatchChatAnswer) -> Sequence[CheckedRequest]:
-        """Check several chats and tokenise their conversations.
-
-        :raises ConfigError: see `prepare`; the error of a conversation names its place.
-        """
+        """Check several chats and tokenise them. :raises ConfigError: see `prepare`; the error names the conversation's place."""
         checked: list[CheckedRequest] = []
         for number, (chat, one) in enumerate(zip(body.chats, answer.chats, strict=True)):
             try:

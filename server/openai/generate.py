@@ -67,10 +67,7 @@ class NativeRequest(Fields):
         return self.return_logprob and self.logprob_start_len >= 0
 
     def as_completion(self) -> CompletionRequest:
-        """The request of the same prompts and parameters for /v1/completions.
-
-        :raises ConfigError: no prompt or two, or a parameter that is unknown or cannot be served.
-        """
+        """Return the same request for /v1/completions. :raises ConfigError: no prompt or two, or an unsupported parameter."""
         if (self.text is None) == (self.input_ids is None):
             raise ConfigError("text", "a text or input_ids, and not both", "both" if self.text is not None else "neither")
         given, forms = dict(self.sampling_params), {}
@@ -105,10 +102,7 @@ class TokensRequest(Fields):
     priority: int = 0
 
     def as_completion(self) -> CompletionRequest:
-        """The request of the same prompt and parameters for /v1/completions.
-
-        :raises ConfigError: a stream, or a parameter that is unknown.
-        """
+        """Return the same request for /v1/completions. :raises ConfigError: a stream, or an unknown parameter."""
         if self.stream:
             raise ConfigError("stream", "false, because the tokens come at once on this path", "true", "/v1/completions streams")
         given = {name: value for name, value in self.sampling_params.items() if value is not None}
@@ -128,10 +122,7 @@ class DemoRequest(Fields):
     stream: bool = False
 
     def as_completion(self) -> CompletionRequest:
-        """The request of the same prompt and parameters for /v1/completions.
-
-        :raises ConfigError: a field that is no sampling parameter, or cannot be served.
-        """
+        """Return the same request for /v1/completions. :raises ConfigError: a field that is not a sampling parameter."""
         given = dict(self.model_extra or {})
         if given.pop("use_beam_search", False):
             raise ConfigError("use_beam_search", "false, because tokens are drawn or chosen one by one", "true")

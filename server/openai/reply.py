@@ -66,10 +66,7 @@ class PromptReader:
         return last
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the prompt's choices, one part for each time that there is news.
-
-        :raises ApiError: a completion has failed.
-        """
+        """Yield the events of the prompt's choices, one part per news. :raises ApiError: a completion has failed."""
         stream, answer, observe, state = self._stream, self._answer, self._metrics.next_tokens, self._stream.state
         times: dict[int, float] = {}
         while (news := await stream.news()) is not None:

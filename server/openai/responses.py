@@ -123,10 +123,7 @@ class ResponsesRequest(Fields):
             )
 
     def chat(self, before: Sequence[Item]) -> ChatRequest:
-        """The chat that this is. before: the items of the conversation that it continues.
-
-        :raises ConfigError: items or tools that chats do not have, or a value of the wrong kind.
-        """
+        """Return the chat. before: items of the continued conversation. :raises ConfigError: unsupported items or tools."""
         found: dict[str, Any] = {
             name: value for name, value in (self.model_extra or {}).items() if name in (*SHARED_FIELDS, "top_k", "stop")
         }
@@ -231,10 +228,7 @@ def _texts(content: Any, place: str) -> list[str]:
 
 
 def _function(tool: ResponseTool, place: str) -> dict[str, Any]:
-    """A tool in the form of chats.
-
-    :raises ConfigError: a tool that OpenAI's servers run themselves, or one that no model can call.
-    """
+    """Return a tool in the form of chats. :raises ConfigError: a tool of OpenAI's own servers, or one no model can call."""
     if tool.type != "function":
         raise ConfigError(f"{place}.type", "function, the one type of tools that models call here", shown(tool.type, 60))
     given = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
@@ -491,10 +485,7 @@ class ResponseStore:
             self._bytes -= gone
 
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
-        """The response of an id. param: the field of the request that names it.
-
-        :raises ApiError: it is not stored, or is no longer.
-        """
+        """Return a stored response. param: the request's field that names it. :raises ApiError: it is not stored (any more)."""
         found = self._found.get(response_id)
         if found is None:
             kept = (

@@ -80,10 +80,7 @@ def convolved_once(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """The convolution's output [C] at a sequence's only token, float32; the conv state goes on with the inputs that were read.
-
-    No other program may read the slot's channels.
-    """
+    """Return the convolution's output [C] at a sequence's only token and move its conv state on, which no other program reads."""
     old = conv_ptr + slot.to(tl.int64) * CONV_SLOT + channels * CONV_CHANNEL
     new = conv_ptr + target.to(tl.int64) * CONV_SLOT + channels * CONV_CHANNEL
     y = tl.zeros([channels.shape[0]], tl.float32)
@@ -161,10 +158,7 @@ def leave_windows(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the conv state after each new token to its slot, and last of all that to the slot which the others are made of.
-
-    No other program may still read the slot's channels, nor write them.
-    """
+    """Write the conv state after each new token to its slot, the source slot last; no other program may use the channels."""
     base = conv_ptr + slot.to(tl.int64) * CONV_SLOT
     for place in tl.static_range(1 if SINGLE else 2):
         for t in range(count):

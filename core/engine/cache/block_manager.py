@@ -255,10 +255,7 @@ class BlockManager:
         return made if state is None else made + state
 
     def _hold_state(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
-        """Give a sequence the slot of the state after its first `length` tokens; returned is what is to come into the slot.
-
-        None: every slot is needed by others.
-        """
+        """Give a sequence the slot of the state after its first `length` tokens, and return the copy; None if no slot is free."""
         assert self.checkpoints is not None
         digest = self.name_of_start(seq, length)
         here = self.checkpoints.knows(digest)

@@ -113,10 +113,7 @@ class EngineConfig:
     seed: Annotated[int, "Seed of the requests that bring none of their own."] = 0
 
     def __post_init__(self) -> None:
-        """Check every option, and replace texts by what they mean.
-
-        :raises ConfigError: an option of another kind than its annotation says, out of its range, or at odds with another.
-        """
+        """Check every option, and replace texts by their meaning. :raises ConfigError: a wrong type, range or combination."""
         from headway.core.contract.spec import KV_DTYPES  # here, so that the command line's help needs no torch
         from headway.core.select.backend_request import BackendRequest
         from headway.core.select.selection import Workload
@@ -257,10 +254,7 @@ class EngineConfig:
         return self.max_num_batched_tokens
 
     def check_budget(self, max_model_len: int) -> None:
-        """Check that every prompt can be scheduled.
-
-        :raises ConfigError: chunked prefill is off and a prompt of max_model_len exceeds the budget.
-        """
+        """Check that every prompt can be scheduled. :raises ConfigError: no chunked prefill, max_model_len over the budget."""
         if not self.enable_chunked_prefill and self.step_tokens < max_model_len:
             raise ConfigError(
                 "max_num_batched_tokens",
@@ -291,10 +285,7 @@ def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
 
 
 def check_kinds(options: Any) -> None:
-    """Check the fields of a dataclass of options against their annotations. Paths become texts.
-
-    :raises ConfigError: a value of another kind, a number that is none, or one beyond 64 bits.
-    """
+    """Check options against a dataclass's annotations; paths become texts. :raises ConfigError: another type, or a bad number."""
     from pydantic import ValidationError
 
     for name, (kind, need) in _plain_options(options.__class__).items():

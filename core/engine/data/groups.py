@@ -100,10 +100,7 @@ class PageFormat:
 def page_format(
     specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], block_size: int, max_model_len: int, give_back: bool = True
 ) -> PageFormat:
-    """Group the layers by their windows. A window that no sequence of max_model_len outgrows counts as none.
-
-    give_back: False: windowed layers keep every token, and all layers are one group.
-    """
+    """Group the layers by window; one beyond max_model_len is none. give_back: False keeps every token, in one group."""
     bytes_of = [_block_bytes(spec, layout, block_size) for spec, layout in zip(specs, layouts, strict=True)]
     total = sum(sum(each.values()) for each in bytes_of)
     windows = [_window(spec, max_model_len) if give_back else None for spec in specs]

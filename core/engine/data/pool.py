@@ -123,10 +123,7 @@ def allocate_layers(
 
 
 def page_memory(caches: Sequence[LayerCache], size: PoolSize) -> list[Tensor]:
-    """The memory of the pool as views uint8 [count, num_pages, bytes]: a page's content is its row in each of them.
-
-    caches: as `allocate` made them, each block of which must be one piece of memory.
-    """
+    """Return the pool's memory as views uint8 [count, num_pages, bytes], a row per page. caches: of contiguous blocks."""
     views: dict[int, Tensor] = {}
     for cache in caches:
         assert cache.layout.contiguous_blocks, "blocks in pieces"

@@ -107,10 +107,7 @@ class RequestLimits:
             raise ConfigError("lora_request", "an engine that was started with enable_lora=True", lora_request.lora_name)
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Check a prompt.
-
-        :raises PromptError: the prompt is empty, leaves no room for one token, or has ids outside the vocabulary.
-        """
+        """Check a prompt. :raises PromptError: it is empty, leaves no room for a token, or has ids outside the vocabulary."""
         if not prompt_token_ids:
             raise PromptError("prompt", "at least one token", "an empty prompt")
         if len(prompt_token_ids) >= self.max_model_len:
@@ -136,19 +133,13 @@ class RequestLimits:
             raise PromptError("prompt_embeds", "finite numbers", "NaN or infinite ones")
 
     def check_ids(self, token_ids: Sequence[int], what: str = "prompt") -> None:
-        """Check that the vocabulary has these tokens. what: the argument that brings them.
-
-        :raises PromptError: an id is outside of the vocabulary.
-        """
+        """Check token ids. what: the argument that brings them. :raises PromptError: an id is outside of the vocabulary."""
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self.vocab_size:
                 raise PromptError(what, f"token ids from 0 to {self.vocab_size - 1}", shown(token))
 
     def check_params(self, params: SamplingParams) -> None:
-        """Check the parameters that depend on the model.
-
-        :raises ConfigError: token ids outside the vocabulary, or more log-probabilities than max_logprobs.
-        """
+        """Check parameters against the model. :raises ConfigError: unknown token ids, or more logprobs than max_logprobs."""
         bad_words = [token for word in params.bad_words_token_ids or () for token in word]
         listed = {
             "logit_bias": list(params.logit_bias or ()),
@@ -168,10 +159,7 @@ class RequestLimits:
                 )
 
     def check_priority(self, priority: int) -> None:
-        """Check a request's priority.
-
-        :raises ConfigError: the priority is no whole number, or this engine serves first come, first served.
-        """
+        """Check a priority. :raises ConfigError: it is not a whole number, or this engine serves first come, first served."""
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError("priority", "a whole number; lower ones are served first", repr(priority))
         if priority and not self.by_priority:

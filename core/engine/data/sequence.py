@@ -27,10 +27,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class EmbeddedPrompt(list[int]):
-    """Token ids that are all 0, and stand for rows that the model takes in place of its embedding's.
-
-    So lengths, chunks and pages are counted as for any prompt.
-    """
+    """Token ids that are all 0, for rows given in place of embeddings, so that lengths, chunks and pages are counted as usual."""
 
     rows: Tensor
     """[num_tokens, hidden_size], on the host."""

@@ -90,10 +90,7 @@ class MirroredTables:
         """`HostBlockTables.num_updates` when the mirror was filled last."""
 
     def fill(self, rows: NDArray[numpy.int64], tables: HostBlockTables) -> int:
-        """Make entry i the block table of `rows[i]`, in each group; returns how many had to be written.
-
-        rows: [batch]. tables: the same object in every call.
-        """
+        """Write the block table of `rows[i]` to entry i of each group; return how many. tables: always the same object."""
         if tables.last_change <= self._num_updates and (self._rows == rows).all():
             return 0
         stale = numpy.flatnonzero((self._rows != rows) | (tables.updated[rows] > self._num_updates))

@@ -194,10 +194,7 @@ class HostRows:
         processors: Mapping[str, LogitsProcessorInfo],
         batch: ProcessorBatch | None = None,
     ) -> None:
-        """grammars: None where no form can be compiled, for want of a tokenizer. processors: those that requests may name.
-
-        batch: of the engine's own processors; None: there are none.
-        """
+        """grammars: None without a tokenizer. processors: those that requests may name. batch: the engine's own; None if none."""
         self._grammars = grammars
         self._infos = processors
         self._batch = batch
@@ -313,10 +310,7 @@ class HostRows:
     def process(
         self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]], logits: Tensor
     ) -> dict[int, str]:
-        """Let processors change rows of logits [rows, vocab_size] in place. Returns why some of them cannot go on.
-
-        Their logits become NaN. rows, lens, drafts: see `masks`.
-        """
+        """Apply processors to logits [rows, vocab_size] in place; return why some failed (NaN). rows, lens, drafts: `masks`."""
         failed = {}
         if self._batch is not None:
             self._process_batch(self._batch, [self._rows[row] for row in rows], logits)

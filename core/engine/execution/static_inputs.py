@@ -45,11 +45,7 @@ class ModelStep:
 
     @property
     def filters(self) -> bool:
-        """Whether graphs have a second part, which `Draws.filters` asks for.
-
-        The second part is a graph of its own behind the first, so that a step in which no row filters pays for none of its
-        launches.
-        """
+        """Return whether graphs have a second part for `Draws.filters`, a graph that steps without filters do not launch."""
         return self.sampling.choose is not None and self.sampling.filter is not None
 
     @property
@@ -329,10 +325,7 @@ class VerifyInputs(StaticInputs):
     def fill(
         self, shapes: Shapes, step: StepInput, rows: _Ints, positions: _Ints, tables: HostBlockTables, draws: Draws | None
     ) -> StepFields[Tensor]:
-        """Send a step to the device. Returns what is sent, in host memory.
-
-        rows, positions: int32 [num_tokens], of each new token. draws: how the tokens after these are chosen; None: greedily.
-        """
+        """Send a step to the device; return it in host memory. rows, positions: int32 [num_tokens]. draws: None for greedy."""
         assert step.token_ids.min() >= 0, "drafts follow tokens that have been read"
         host, count, (size, width) = self._next(shapes), step.num_seqs, shapes.ids
         to = host.arrays

@@ -194,10 +194,7 @@ class DiskStore:
         parts: Callable[[int], Sequence[memoryview]],
         wait_for_slot: Callable[[int], None],
     ) -> None:
-        """salt: a digest of everything that gives a page's bytes their meaning. parts: the memory of a slot.
-
-        :raises ConfigError: the folder cannot be made or read.
-        """
+        """salt: digest of all that gives a page its meaning. parts: a slot's memory. :raises ConfigError: an unusable folder."""
         self._folder = folder / salt
         self._parts = parts
         self._wait = wait_for_slot

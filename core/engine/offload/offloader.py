@@ -171,10 +171,7 @@ class Offloader:
     # Calls of the loop.
 
     def flush(self, idle: bool = False, wait: bool = False) -> None:
-        """Hand the mover what must be copied before the next step.
-
-        idle: every step has been read, and none follows. wait: wait for pages that come back: there is nothing else to do.
-        """
+        """Start the copies due before the next step. idle: no step is left to read. wait: wait for pages that come back."""
         ready = self._blocks.num_free - len(self._dirty)
         if ready < self._lookahead:  # then enough for some steps: one move of many pages costs the host less than many moves
             for _ in range(min(self._lookahead - ready + self._lookahead // 4, len(self._dirty))):
@@ -248,10 +245,7 @@ class Offloader:
         return swapped.length if all(self._pool_holds(name) or self._keeps(*name) for name in swapped.names) else 0
 
     def _put_state(self, seq: Sequence, length: int) -> None:
-        """Copy out before the next step what no name finds in the pool: a sequence's state, and last pages that are not whole.
-
-        Room must have been locked for all of it.
-        """
+        """Copy out, into locked room, what no name finds in the pool: a sequence's state and its last, partly filled pages."""
         kept = self._blocks.checkpoints
         assert kept is not None
         assert seq.row is not None

@@ -84,10 +84,7 @@ class CopyEvents:
         return _distinct([*map(self._of_page.get, pages), *map(self._of_slot.get, slots)])
 
     def wait_for_slot(self, slot: int) -> None:
-        """Wait, on the host, until what was copied into a slot is there and what was copied out of it has left.
-
-        :raises RuntimeError: the last copy has failed.
-        """
+        """Wait, on the host, until copies into and out of a slot have ended. :raises RuntimeError: the last copy has failed."""
         event = self._of_slot.get(slot)
         if event is not None:
             event.synchronize()

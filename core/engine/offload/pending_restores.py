@@ -70,10 +70,7 @@ class PendingRestores:
         return [restore.seq for restore in self._restores]
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
-        """Bring the pages and the state `names` of a sequence's first `length` tokens back; False: there is no room.
-
-        spared: see Restore.
-        """
+        """Restore pages and the state `names` of a sequence's first `length` tokens; False: no room. spared: see Restore."""
         kept = self._blocks.checkpoints
         if kept is not None and not kept.has_slot_for(self._blocks.name_of_start(seq, length)):
             self._failures.count("without a free slot for their state", len(names))
@@ -131,10 +128,7 @@ class PendingRestores:
                 self._fail(restore, "not read from disk", len(restore.to_fetch), error)
 
     def update(self, copying: Set[PageName]) -> None:
-        """Take note of the pages that have come back.
-
-        copying: pages on their way into their slots: until these copies have ended nobody knows whether the slots hold them.
-        """
+        """Note the pages that have come back. copying: pages whose copies have not ended, so their slots cannot be judged yet."""
         for restore in list(self._restores):
             if restore.fetching is not None and restore.fetching.done():
                 if self._disk.end_fetch(restore.fetching):

@@ -132,8 +132,5 @@ class RankFailed(NamedTuple):
 
 
 def pickled(make: MakeRank) -> bytes:
-    """Pickle a maker.
-
-    :raises pickle.PicklingError, AttributeError, TypeError: it, or what it holds, cannot be handed to another process.
-    """
+    """Pickle a maker. :raises pickle.PicklingError, AttributeError, TypeError: it cannot be handed to another process."""
     return pickle.dumps(make, pickle.HIGHEST_PROTOCOL)

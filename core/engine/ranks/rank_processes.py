@@ -128,10 +128,7 @@ class RankWatch:
             tell(lost)
 
     def explain(self, error: BaseException, of_another: bool) -> ExecutorLostError:
-        """Rank 0 has failed: end the ranks, and return why, which may be another rank.
-
-        of_another: `error` tells that another rank is gone, as a rule.
-        """
+        """End the ranks after a failure of rank 0; return the first cause. of_another: `error` says that another rank is gone."""
         self._settled.wait(_GRACE + _END_SECONDS if of_another else _TICK)
         self._lose(_Fault(0, self._where(self._own), f"{type(error).__name__}: {error}"))
         return self.lost or ExecutorLostError(_WAS_ENDED)
@@ -362,12 +359,7 @@ class RankProcesses:
                 wire.send(RankChoices(choices))
 
     def wait_ready(self, facts: object) -> None:
-        """Wait until every rank waits for steps, and begin to look for signs of life.
-
-        facts: what must be equal on all ranks.
-
-        :raises HeadwayError: a rank has ended or failed, or differs.
-        """
+        """Wait until every rank is ready with equal `facts`, then watch it. :raises HeadwayError: a rank ended or differs."""
         for rank, ready in self._await(RankReady).items():
             if ready.facts != facts:
                 raise HeadwayError(f"rank {rank} differs from rank 0: {ready.facts}, not {facts}; this is a fault of Headway")
@@ -398,10 +390,7 @@ class RankProcesses:
             raise lost
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Rank 0 has failed: end all ranks.
-
-        :raises ExecutorLostError: always: with the rank, step and cause of the first failure.
-        """
+        """End all ranks after a failure of rank 0. :raises ExecutorLostError: always; the first failure's rank and cause."""
         from headway.core.engine.ranks.torch_ranks import MeetingError
 
         if isinstance(error, ExecutorLostError):

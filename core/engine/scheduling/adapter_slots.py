@@ -41,10 +41,7 @@ class AdapterTable:
         return len(self._slot_of)
 
     def add(self, request: LoRARequest, adapter: HostAdapter | None = None) -> KnownAdapter:
-        """Come to know an adapter. adapter: what was read of it before; None: it is read now.
-
-        :raises ConfigError: its number is another adapter's, or it cannot be served.
-        """
+        """Register an adapter. adapter: contents; None: read it. :raises ConfigError: a taken number, or an unsupported one."""
         known = self._find(request) or self._remember(request, adapter)
         self._trim()
         return known

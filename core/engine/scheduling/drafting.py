@@ -86,10 +86,7 @@ class Drafting:
         return self._resting > 0
 
     def plan(self, running: Items[Sequence]) -> bool:
-        """Set the drafts of the next step; returns whether there are any.
-
-        running: sequences that may get drafts; none while steps are in flight.
-        """
+        """Set the next step's drafts; return whether there are any. running: sequences that may get drafts; none in flight."""
         ready = [seq for seq in running if not seq.num_pending and seq.num_to_compute == 1 and seq.num_computed]
         if self._resting and ready and size_class(len(ready)) != self._rest_class:
             self._resting = 0  # guesses that did not pay may pay at another number of sequences

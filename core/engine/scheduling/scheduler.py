@@ -227,10 +227,7 @@ class Scheduler:
         return ScheduledSequence(seq, count + drafts, seq.num_computed, count == seq.num_to_compute, drafts)
 
     def _admit_waiting(self, plan: _StepPlan) -> None:
-        """Admit waiting sequences in their order, as long as there are tokens, rows and pages for the next one.
-
-        Those that find no slot for their adapter are passed over.
-        """
+        """Admit waiting sequences in order while tokens, rows and pages suffice; skip those without a free adapter slot."""
         took_pages, place, passed = False, 0, None
         while place < min(len(self.waiting), _FARTHEST) and plan.budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[place]
@@ -253,10 +250,7 @@ class Scheduler:
                 took_pages = True  # so that what was freed is not taken to restore anything
 
     def _admit(self, seq: Sequence, budget: int) -> int:
-        """Reserve pages for a waiting sequence, beside the pages that the prefix cache already holds.
-
-        Returns the tokens that it gets in this step; 0 if there is no room, and then it holds nothing.
-        """
+        """Reserve pages for a waiting sequence beyond its cached prefix; return its tokens in this step, 0 if there is none."""
         for partly in (True, False):  # what is copied is held beside the copy: perhaps there is room without
             spared = seq.num_computed if seq.tables else self.blocks.attach_prefix(seq, partly)
             count, wanted = self._num_tokens(seq, budget), seq.num_to_compute

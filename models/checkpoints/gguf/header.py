@@ -19,10 +19,7 @@ from headway.models.families.rope import read_rope
 
 
 class Header:
-    """A .gguf file: its keys, read as they are asked for, and its tensors, dequantised as they are asked for.
-
-    :raises ModelError: it names no architecture.
-    """
+    """A .gguf file: keys and dequantised tensors, read on request. :raises ModelError: it names no architecture."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -55,10 +52,7 @@ class Header:
         return {name: value for name, value in values.items() if type(value) is int}
 
     def size(self, key: str, default: int | None = None, least: int = 0) -> int:
-        """A whole number; the largest, where a list has one for each layer (0: the layer has no such part).
-
-        :raises ModelError: there is none, and no default.
-        """
+        """Return a whole number, or the largest of one per layer (0: no such part). :raises ModelError: none, and no default."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             value = max(value)
@@ -86,10 +80,7 @@ class Header:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model: without those that propose drafts, which come last.
-
-        :raises ModelError: none, or more than the file has tensors.
-        """
+        """Layers, without those that propose drafts, which come last. :raises ModelError: none, or more than the tensors have."""
         count, most = self.size("block_count") - self.size("nextn_predict_layers", 0), len(self._tensors)
         if not 1 <= count <= most:
             raise self.refuse(f"{self.architecture}.block_count", f"1 to {most} layers (the file's tensors)", str(count))
@@ -144,10 +135,7 @@ def refuse_part(header: Header) -> None:
 
 
 def require_keys(header: Header) -> None:
-    """Check that a file has what every converter writes, for which transformers would take another model's numbers.
-
-    :raises ModelError: naming the first key that is missing.
-    """
+    """Check that no key is missing that transformers would invent. :raises ModelError: naming the first missing key."""
     _ = header.num_layers
     for key in ("context_length", "embedding_length", "attention.head_count"):
         header.size(key, least=1)
@@ -161,10 +149,7 @@ def require_keys(header: Header) -> None:
 
 
 def take_rope_scaling(header: Header, config: Any) -> None:
-    """Put the file's scaling of rotary embeddings into transformers' configuration, which has none of it.
-
-    :raises ModelError: a scaling that cannot be told from what the file has.
-    """
+    """Put the file's RoPE scaling into transformers' configuration. :raises ModelError: a scaling that the file leaves open."""
     if header.architecture in _READS_ITS_OWN:
         return
     for name in ("rope_factors_long.weight", "rope_factors_short.weight"):

@@ -312,10 +312,7 @@ def bamba_rules(header: Header) -> list[Rule]:
 
 
 def falcon_h1_config(header: Header) -> dict[str, Any]:
-    """All factors are in the file's weights; so an embedding that serves as the head too would give other logits.
-
-    :raises ModelError: no head of its own.
-    """
+    """Factors are in the weights, so a tied embedding would give other logits. :raises ModelError: no head of its own."""
     if "output.weight" not in header:
         raise header.refuse("falcon-h1", "a tensor output.weight (token_embd.weight has the embedding's factor in it)", "none")
     return {
@@ -422,10 +419,7 @@ def jamba_config(header: Header) -> dict[str, Any]:
 
 
 def _every(header: Header, what: str, kinds: list[bool]) -> tuple[int, int]:
-    """The period and the offset of the layers of a kind.
-
-    :raises ModelError: they do not follow one another at one distance, as transformers' JambaConfig would have it.
-    """
+    """Return period and offset of a kind of layer, as JambaConfig has them. :raises ModelError: the distances differ."""
     places = [layer for layer, kind in enumerate(kinds) if kind]
     period = places[1] - places[0] if len(places) > 1 else len(kinds) + 1
     offset = places[0] if places else len(kinds)

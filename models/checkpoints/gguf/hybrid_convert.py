@@ -58,10 +58,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def build_tokenizer(header: Header) -> Any:
-    """transformers' tokenizer; None where the file has no vocabulary.
-
-    :raises ModelError: a kind of tokenizer that Headway does not build.
-    """
+    """Return transformers' tokenizer, or None without a vocabulary. :raises ModelError: an unsupported kind of tokenizer."""
     import transformers
     from tokenizers import AddedToken
 
@@ -164,10 +161,7 @@ class _Piece:
 
 
 def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -> None:
-    """Write configuration, tokenizer and float32 weights.
-
-    :raises ModelError: the file says or lacks something that makes another model of it than Headway would compute.
-    """
+    """Write configuration, tokenizer and float32 weights. :raises ModelError: anything that would make it another model."""
     from transformers import AutoConfig
 
     _check(header, architecture)
@@ -260,10 +254,7 @@ class _Names(WeightSource):
 
 
 def _asked(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, tuple[_Piece, tuple[int, ...]]]:
-    """What the decoder asks for, with its shape and what it is made of.
-
-    :raises ModelError: a tensor that the file lacks, or one that the decoder has no use for.
-    """
+    """Return the decoder's tensors, with shapes and sources. :raises ModelError: the file lacks one, or has one too many."""
     possible = _pieces(header, architecture, config)
     known = {name: piece for name, piece in possible.items() if all(source in header for source in piece.sources)}
     names = _Names(known)

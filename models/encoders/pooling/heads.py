@@ -61,10 +61,7 @@ class SentenceModules:
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
-    """Read modules.json and what it names; None where there is none.
-
-    :raises ModelError: a file that cannot be read, or a module that Headway does not compute.
-    """
+    """Read modules.json and its files; None if absent. :raises ModelError: an unreadable file, or an unsupported module."""
     if not (folder / "modules.json").is_file():
         return None
     listed = _read(folder / "modules.json", list)

@@ -141,11 +141,7 @@ def load_pooling_model(
     load_format: str = "auto",
     skip_tokenizer_init: bool = False,
 ) -> LoadedPoolingModel:
-    """Load a model whose folder `locate` has found. Options as those of `load_model`.
-
-    :raises ModelError: unreadable or unsupported model.
-    :raises ConfigError: unknown dtype or load_format.
-    """
+    """Load a model from a located folder; options as `load_model`'s. :raises ModelError, ConfigError: unsupported."""
     check_load_options(dtype, load_format)
     stated = check_folder(folder, generates=False)
     config = config_of(folder, stated)

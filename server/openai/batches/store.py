@@ -62,11 +62,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open the file, or begin one. name: the batch's; letters and digits.
-
-        :raises ConfigError: the file is another batch's.
-        :raises OSError: it cannot be opened.
-        """
+        """Open or create the file. name: the batch's, letters and digits. :raises ConfigError, OSError: another's, unreadable."""
         self.path = path
         self._name = name
         self._start = f'{{"id":"batch_req_{name}_'.encode()
@@ -243,10 +239,7 @@ class Records:
         return f"{self._kind}-{secrets.token_hex(16)}"
 
     def save(self, record: dict[str, Any]) -> None:
-        """Write an object; it is on the disk when this returns.
-
-        :raises OSError: it cannot be written; the old one is as it was.
-        """
+        """Write an object durably. :raises OSError: it cannot be written; the old one is unchanged."""
         write_whole(self.folder / f"{record['id']}.json", orjson.dumps(record), durable=True, private=True)
 
     def get(self, record_id: str, param: str | None = None) -> dict[str, Any]:

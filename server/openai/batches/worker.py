@@ -144,10 +144,7 @@ class LineError(Exception):
 
 
 def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
-    """The lines of a file that are not empty. most_bytes: of a line; of a longer one only the number is told.
-
-    :raises OSError: the file cannot be read.
-    """
+    """Yield the lines that are not empty; longer than most_bytes: only the number. :raises OSError: the file cannot be read."""
     with path.open("rb") as file:
         number = 0
         while text := file.readline(most_bytes + 1):
@@ -303,10 +300,7 @@ class BatchWorker:
         return next((own for own, (record, _) in self._running.items() if record["input_file_id"] == file_id), None)
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        """End a batch after what it has answered; one that has ended stays as it is.
-
-        :raises ApiError: there is none of this id, or it is over.
-        """
+        """End a batch after its answers so far; an ended one stays as it is. :raises ApiError: it is unknown, or over."""
         record, _ = self._running.get(batch_id, (None, None))
         if record is None:
             status = self.now(batch_id)["status"]
