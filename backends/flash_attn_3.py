@@ -142,10 +142,7 @@ class FlashAttention3(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Strides are followed, as long as a head's elements lie together and rows begin where TMA can load them.
-
-        Over a layout that it does not read it serves prompts without context alone, and no cache is looked at.
-        """
+        """Strides are followed if heads are contiguous and TMA can load rows; foreign layouts: only prompts without context."""
         if cls.capabilities.layouts is not None and cache.layout not in cls.capabilities.layouts:
             return YES
         for name, rows in (("key", cache.logical_key), ("value", cache.logical_value)):

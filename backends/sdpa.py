@@ -301,11 +301,7 @@ def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32])
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
-    """Whether a query at one position sees a key at another (positions broadcast): bool.
-
-    Causal, with a window of w keys a query at p sees p - w + 1 .. p, itself included (transformers' and Mistral's meaning); else
-    all keys, or those nearer than w on both sides.
-    """
+    """Return bool: whether a query at p sees a key: p - w + 1 .. p if causal with window w, else all, or those nearer than w."""
     distance = query_positions - key_positions
     if spec.causal:
         seen = distance >= 0

@@ -202,10 +202,7 @@ class XFormersAttention(AttentionBackend):
         out.copy_(answer.reshape(out.shape))
 
     def _grouped(self, rows: Tensor) -> Tensor:
-        """BMGHK [1, tokens, num_kv_heads, group_size, head_dim]: queries split, keys and values with stride 0 over the group.
-
-        rows: [tokens, heads, head_dim], or the cache's [num_blocks, block_size, num_kv_heads, head_dim].
-        """
+        """BMGHK [1, tokens, num_kv_heads, group_size, head_dim]; keys have stride 0 over groups. rows: [tokens, heads, dim]."""
         groups, heads, head_dim = self.spec.num_kv_heads, self.spec.group_size, self.spec.head_dim
         if rows.dim() == 4:
             rows = rows.flatten(0, 1)

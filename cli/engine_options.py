@@ -82,10 +82,7 @@ _FORMS: Final = (
 
 
 def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Command], Command]:
-    """Give a command these flags in the place of its parameter `sampling`, a dict for SamplingParams of the given ones.
-
-    without: fields that make no sense for the command. defaults: of the command, where they are not the field's.
-    """
+    """Replace a command's parameter `sampling` by flags. without: fields that make no sense. defaults: the command's own."""
     flags = [
         flag._replace(default=False, switch=True)
         if flag.kind is bool
@@ -144,10 +141,7 @@ _USES: Final = {
 
 
 def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command], Command]:
-    """Give a command the flags of these options in the place of its parameter `engine`, a dict of their values.
-
-    names: options of EngineArgs; none means all that a command line can give. defaults: where the command's differ.
-    """
+    """Replace a command's parameter `engine` by flags. names: of EngineArgs; none means all. defaults: the command's own."""
     flags = [_flag(name, defaults) for name in names or help_texts() if name not in _PYTHON_ONLY]
     added = [*flags, *([_NO_AUTOTUNE] if any(flag.field == "autotune_budget" for flag in flags) else [])]
 

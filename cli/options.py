@@ -152,10 +152,7 @@ def names_of(text: str | None) -> list[str] | None:
 
 
 def requests_of(text: str | None) -> list[str] | None:
-    """Backend requests from a comma-separated text, where prefill=NAME,decode=NAME counts as one; None where there are none.
-
-    A part with = belongs to the request before it, unless that has its key already.
-    """
+    """Return the backend requests in a text; prefill=NAME,decode=NAME is one, until a key repeats. None if there are none."""
     requests: list[str] = []
     for name in names_of(text) or []:
         key = name.partition("=")[0]
@@ -166,10 +163,8 @@ def requests_of(text: str | None) -> list[str] | None:
 
 
 def adapters_of(texts: Sequence[str], enabled: bool) -> list[LoRARequest]:
-    """The adapters that --lora-modules names, in vLLM's two forms, numbered from 1. enabled: whether the engine takes any.
-
-    :raises ConfigError: a text of another form, a name twice, or an engine without slots for adapters.
-    """
+    """Return the adapters of --lora-modules, in either form of vLLM's, numbered from 1. enabled: the engine's enable_lora.
+    :raises ConfigError: a text of another form, a name twice, or an engine without slots for adapters."""
     found: list[LoRARequest] = []
     for text in texts:
         name, equals, path = text.partition("=")

@@ -194,10 +194,7 @@ class PoolingModel(NamedTuple):
 
 
 def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
-    """Find the model of these options if it is pooled; None: it generates text. Reads small files alone and loads no torch.
-
-    :raises HeadwayError: there is no such model, or options contradict each other.
-    """
+    """Return the model of these options if it is pooled, else None; reads small files. :raises HeadwayError: no such model."""
     asked = args.runner != "auto" or args.task != "auto"
     if args.model in ALIASES and not asked:
         return None

@@ -305,11 +305,8 @@ class LLM(EngineAccess):
         pooling_params: PoolingParams | None = None,
         **others: object,
     ) -> list[ClassificationRequestOutput]:
-        """Give each prompt the probabilities of the model's labels; the outputs come in their order. Arguments: see `embed`.
-
-        :raises PromptError: an empty or too long prompt; it is found before anything runs.
-        :raises ConfigError: a model that is no classifier.
-        """
+        """Return each prompt's label probabilities; arguments as `embed`'s. :raises PromptError: an empty or too long prompt.
+        :raises ConfigError: a model that is no classifier."""
         check_keywords("LLM.classify", others, ("prompts", "use_tqdm", "pooling_params"))
         return self.pooling.run(
             self.pooling.jobs.classify(prompts, (pooling_params or PoolingParams()).truncate_prompt_tokens), use_tqdm
@@ -360,10 +357,7 @@ class LLM(EngineAccess):
         return [PoolingRequestOutput.of(each) for each in made]
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
-        """A user's message, or a list of messages, in the model's own chat template: ready for `generate` and `stream`.
-
-        :raises HeadwayError: the model has no chat template, or a message has another form.
-        """
+        """Render a message or a list of them in the model's chat template. :raises HeadwayError: no template, or bad messages."""
         return self.driver.validator.chat_prompt(messages)
 
     def _add(

@@ -135,10 +135,7 @@ class EngineAccess(ABC):
             return {each.lora_int_id for each in self.engine.adapter_table.known}
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Begin to trace steps, at most a thousand; `stop_profile` writes the trace.
-
-        The trace goes into the folder that the environment variable VLLM_TORCH_PROFILER_DIR names, else into headway-profile.
-        """
+        """Trace at most a thousand steps until `stop_profile`, into $VLLM_TORCH_PROFILER_DIR, else headway-profile."""
         folder = Path(os.environ.get("VLLM_TORCH_PROFILER_DIR") or "headway-profile") / (profile_prefix or "")
         request = ProfileRequest(skip_steps=0, num_steps=MOST_STEPS)
         self.driver.call_between_steps(partial(start_profile, self.driver, folder.expanduser(), request))

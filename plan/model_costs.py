@@ -231,10 +231,8 @@ def rank_costs(
     kv_cache_dtype: str = "auto",
     weights: WeightPrecision = WEIGHT_FORMATS["model"],
 ) -> RankCosts:
-    """The costs of one of `size` ranks: of rank 0, which none has more of. config: of the whole model; dtype: its element type.
-
-    :raises ConfigError: the model's sizes do not divide among so many GPUs (`ModelCut`).
-    """
+    """Return the costs of rank 0 of `size` (no rank has more). config: of the whole model; dtype: its element type.
+    :raises ConfigError: the model's sizes do not divide among so many GPUs (`ModelCut`)."""
     cut = ModelCut(config, size=size, by_expert=False)
     own, layers = cut.own, _own_layers(cut.own, dtype, kv_cache_dtype)
     vocab, hidden = cut.vocabulary.axis.size, config.hidden_size

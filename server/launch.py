@@ -143,10 +143,8 @@ def serve(
     sock: socket.socket | None = None,
     started_at: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until a signal, which also shuts down the engine. sock: bound to the host; None: bind port 8000 of the host.
-
-    :raises EngineDeadError: a fault has ended the engine, and with it the server.
-    """
+    """Serve until a signal, then shut the engine down. sock: bound to the host; None: port 8000.
+    :raises EngineDeadError: a fault has ended the engine, and with it the server."""
     sock = sock or bound_socket(host, 8000)
     raise_file_limit()
     if most_connections() < options.max_connections:
@@ -167,11 +165,7 @@ def serve(
 
 
 def ready_lines(url: str, llm: AsyncLLM | AsyncPooling, options: ServerOptions) -> list[str]:
-    """Return what to show once a server listens on `url`: links, and a first call for a shell on this machine.
-
-    There are only links that a browser here may open: none if the server answers to other host names, and no API docs with a key,
-    which a browser does not send.
-    """
+    """Return links that a browser here may open (none with other host names, no API docs with a key), and a first call."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
     lines = [f"listening on {url} (Ctrl-C stops it)"]

@@ -187,12 +187,7 @@ PROBES: Final = frozenset(("/health", "/ping"))
 
 
 def host_check(allowed: Collection[str]) -> Check:
-    """Return the check that a request is for a host that this server is known by.
-
-    A page of a foreign host whose name comes to mean this machine (DNS rebinding) could otherwise read the answers.
-
-    allowed: names and addresses without ports; "*.example.org": every host below example.org.
-    """
+    """Return a check of the header Host, against DNS rebinding. allowed: names without ports; "*.example.org": all below it."""
     names = frozenset((f"[{name}]" if ":" in name and name[0] != "[" else name).lower() for name in allowed)
     ends = tuple(name[1:] for name in names if name.startswith("*."))
 

@@ -190,11 +190,8 @@ def replayed(request: Request, text: bytes) -> Request:
 
 
 async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:
-    """Read the body as an object of `kind`; raises as `read_text`.
-
-    :raises JsonError: the body is not JSON, or holds a number that cannot be written again.
-    :raises pydantic.ValidationError: a field has a wrong type.
-    """
+    """Read the body as an object of `kind`; raises as `read_text`. :raises JsonError: invalid JSON or numbers.
+    :raises pydantic.ValidationError: a field has a wrong type."""
     return parse_model(await read_text(request, options), kind)
 
 

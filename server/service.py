@@ -85,12 +85,7 @@ class Service(Admission):
         return SamplingParams() if where == "vllm" else default_params(Path(where))
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """Read the body of a request for the model.
-
-        :raises ApiError: the body is too large, too slow, or incomplete, or names another model.
-        :raises JsonError: the body is not JSON, or holds a number that cannot be written again.
-        :raises pydantic.ValidationError: a field has a wrong type.
-        """
+        """Read the body of a request for the model, and check the model's name; raises as `read_body` and `check_model`."""
         body = await read_body(request, kind, self.options)
         self.check_model(body.model)  # type: ignore[attr-defined]
         return body

@@ -62,10 +62,7 @@ class Ring:
 
 
 def config_of(ring: Ring) -> DecodeConfig:
-    """What the split rule assumes: fitted to 16/8 heads of 128 on an H100, in steps of a model (docs/notes/kernels.md).
-
-    merge_launch_us: of counting arrivals, and of reading what other blocks of threads have left.
-    """
+    """Return the split rule's times, fitted to 16/8 heads of 128 on an H100. merge_launch_us: counting and reading parts."""
     return DecodeConfig(
         block_n=ring.keys,
         num_warps=ring.warps,

@@ -316,10 +316,8 @@ def _sums_after(g: Tensor) -> Tensor:
 
 
 def step_tokens(inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> Tensor:
-    """Run the recurrence token by token and return the output, float32 [n, L, H, V].
-
-    state: float32 [n, H, K, V], overwritten; after(i, state) is called with the state after token i, which must not be kept.
-    """
+    """Run the recurrence token by token; return float32 [n, L, H, V].
+    state: float32 [n, H, K, V], overwritten; after(i, state) is called with the state after token i, which must not be kept."""
     heads, v, beta = inputs.v.shape[2], inputs.v, inputs.beta
     q, k = widen(inputs.q, heads), widen(inputs.k, heads)
     decays = inputs.g.exp()[..., None] if inputs.g.dim() == 4 else inputs.g.exp()[..., None, None]  # [n, L, H, 1 or K, 1]

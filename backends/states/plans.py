@@ -266,11 +266,7 @@ class StepPlan:
 
 
 def plan_step(metadata: StateMetadata, room: Room, captured: bool) -> StepPlan:
-    """Lay out a view of sequences that decode.
-
-    Which rows are padding is read on the host, where slots are no more than a guess if steps are still in flight; the slots
-    themselves are read on the device.
-    """
+    """Lay out a view of sequences that decode; padding is known on the host, the slots only on the device while steps run."""
     device, step = metadata.slots.device, metadata.step
     lens = step.query_lens
     longest = max(lens)

@@ -64,11 +64,8 @@ def remembered(history: Tensor, x: Tensor, at: Tensor, from_history: Tensor) -> 
 
 
 def read_slots(states: Tensor, slots: Tensor, empty: Tensor | None) -> Tensor:
-    """Return float32 copies of the states of some slots, in the order of memory that the states have.
-
-    states: logical view [num_slots, ...] of any layout; slots: int [n], those below 0 are read as any; empty: bool [n], rows
-    that begin with zeros. None: none does.
-    """
+    """Return float32 copies of slots, in the states' order of memory. states: logical view [num_slots, ...] of any layout;
+    slots: int [n], those below 0 are read as any; empty: bool [n], rows that begin with zeros, or None."""
     order = sorted(range(states.dim()), key=states.stride, reverse=True)
     if order[0] != 0:  # strides of tensors with one element say nothing
         order = list(range(states.dim()))

@@ -128,10 +128,7 @@ class TritonAttention(AttentionBackend):
         return max(self.decode_kernels.workspace_bytes(max_num_seqs), self.prefill_kernels.workspace_bytes())
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
-        """Fix grids, splits and buffers once for all layers. With HEADWAY_DEBUG=1 a negative block number raises here.
-
-        A block number beyond the cache's last raises at the launch: only there the cache is known.
-        """
+        """Fix grids, splits and buffers for all layers; HEADWAY_DEBUG=1 raises here for negative blocks, later for large ones."""
         plan: DecodePlan | PrefillPlan
         plan = self.decode_kernels.plan(metadata) if metadata.phase is Phase.DECODE else self.prefill_kernels.plan(metadata)
         if self._debug:

@@ -103,10 +103,7 @@ class Decode:
     def choose(
         self, kv_lens: list[int], max_query_len: int, configs: Sequence[DecodeConfig] | None = None
     ) -> tuple[DecodeConfig, int]:
-        """Configuration, and chunks of a sequence as long as the mean, from the host's lengths (of a graph the captured ones).
-
-        configs: between which it is chosen; None: all that serve so many query tokens.
-        """
+        """Return the configuration and chunks per mean sequence, by the host's lengths. configs: the candidates; None for all."""
         configs = configs or self._configs(max_query_len)
         if self._num_splits is not None:
             return configs[0], self._num_splits

@@ -147,10 +147,7 @@ def fold_new(
     q, k, v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Fold a token's own key, k and v [BLOCK_D] at position `at`, into (m, l, acc).
-
-    q: [ROWS, BLOCK_D], the rows in use. One key by few rows is less work without the matrix units, whose tile would hold zeros.
-    """
+    """Fold a token's own key, k and v [BLOCK_D] at position `at`, into (m, l, acc), without tensor cores. q: [ROWS, BLOCK_D]."""
     BLOCK_M: tl.constexpr = m.shape[0]
     ROWS: tl.constexpr = q.shape[0]
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)

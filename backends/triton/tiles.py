@@ -27,10 +27,7 @@ def head_offsets(stride_dim, stride_x, X: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Physical blocks of the keys first .. first + BLOCK_N of a sequence: a scalar where one block holds all, or [BLOCK_N].
-
-    `first` is a multiple of BLOCK_N. Entries of the table past the sequence's end are not read.
-    """
+    """Return the blocks of keys first .. first + BLOCK_N (first a multiple of BLOCK_N): a scalar, or [BLOCK_N] if several."""
     if BLOCK_SIZE % BLOCK_N == 0:
         blocks = tl.load(table_ptr + first // BLOCK_SIZE)
     else:

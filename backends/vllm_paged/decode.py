@@ -73,7 +73,7 @@ class PagedDecodePlan:
 
 
 class PagedDecode:
-    """Decode of one layer kind by v1 or v2, chosen per step; one or two kernels a layer. :raises UnsupportedError: no nvcc."""
+    """Decode of one layer kind by v1 or v2, as each step needs, in one or two kernels. :raises UnsupportedError: no compiler."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, cut: tuple[int | None, int | None] = (None, None)) -> None:
         self._spec = spec
@@ -293,19 +293,13 @@ def reshape_and_cache(
 
 
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks inside one cache, for copy-on-write.
-
-    key, value: of any layout whose outermost axis is the block; pairs: int64 [num_pairs, 2] on the device, source and destination
-    blocks. No block may be both.
-    """
+    """Copy whole blocks inside one cache; key, value: of any layout whose outermost axis is the block.
+    pairs: int64 [num_pairs, 2] on the device, source and destination blocks. No block may be both."""
     swap_blocks(key, value, key, value, pairs)
 
 
 def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks from one cache to another of the same geometry, for swapping out and in.
-
-    Either may lie in pinned host memory, which the GPU reads and writes in place; pairs: as for `copy_blocks`, on the GPU.
-    """
+    """Copy whole blocks between caches of one geometry, either in pinned host memory; pairs: as for `copy_blocks`, on the GPU."""
     if pairs.shape[0] == 0:
         return
     block_bytes = key[0].numel() * key.element_size()

@@ -42,11 +42,8 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """One query token a sequence over the cache.
-
-    q, out: [num_seqs, num_heads, head_dim]; key, value: as the layout vllm_5d; block_table: int32 [num_seqs, max_blocks];
-    seq_lens: int32 [num_seqs], none above max_seq_len. Waits for nothing.
-    """
+    """Attention of one query token per sequence; waits for nothing. q, out: [num_seqs, num_heads, head_dim]; key, value: layout
+    vllm_5d; block_table: int32 [num_seqs, max_blocks]; seq_lens: int32 [num_seqs], none above max_seq_len."""
     num_seqs, num_heads, head_dim = q.shape
     spec = AttentionSpec(
         num_heads=num_heads,

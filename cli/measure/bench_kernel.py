@@ -222,10 +222,7 @@ def measure_states(
 
 
 def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | None, rows: str | None, *, others: bool) -> None:
-    """Time the ways of multiplying over quantised weights. others: whether options were given that do not go with them.
-
-    :raises ConfigError: no shape, an unknown form, or options that go without --linear only.
-    """
+    """Time the kernels of quantised linear layers. others: unsuitable options were given. :raises ConfigError: bad options."""
     from headway.bench.kernel.products import FORM_NAMES, ProductOptions, print_products, run_products_bench
 
     if not shapes:

@@ -116,10 +116,7 @@ def _check_at_once(options: ServerOptions) -> None:
 
 
 def _model(context: typer.Context, argument: str, option: str | None) -> str:
-    """What MODEL says, or --model, that of the command line before that of --config.
-
-    :raises ConfigError: both are on the command line, and differ: MODEL may have been meant for the option before it.
-    """
+    """Return MODEL or --model, from the command line or else --config. :raises ConfigError: both are given, and differ."""
     told = [name for name in ("model", "model_option") if on_command_line(context, name)]
     if len(told) == 2 and argument != option:
         hint = "--served-model-name is repeated for each name of the model"

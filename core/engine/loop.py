@@ -196,12 +196,8 @@ class EngineLoop:
         self.blocks.forget_prefixes(everywhere)
 
     def sleep(self, lost: Items[Tensor] = ()) -> None:
-        """Give the memory of weights and cache back until `wake`; the prompts in the cache are forgotten.
-
-        lost: see `LocalExecutor.sleep`.
-
-        :raises ConfigError: a request is unfinished, or the engine has several ranks.
-        """
+        """Free weights and cache until `wake`, and forget cached prompts. lost: see `LocalExecutor.sleep`.
+        :raises ConfigError: a request is unfinished, or the engine has several ranks."""
         if self.has_unfinished:
             need, hint = "an engine without requests", "let them end, or abort them"
             raise ConfigError("sleep", need, f"{len(self._live)} unfinished ones", hint)
@@ -316,10 +312,7 @@ class EngineLoop:
         return None
 
     def _recover(self, step: list[ScheduledSequence], error: Exception, fault: Exception | None) -> None:
-        """End the sequences of a step that did not run, or let them wait for smaller steps where memory was too small.
-
-        fault: what the step before has failed for, with whose prefixes these sequences may have begun.
-        """
+        """End the sequences of a failed step, or retry in smaller ones if memory ran out. fault: of the step before, if any."""
         smaller = None if fault else smaller_budget(step, error, self.config.enable_chunked_prefill)
         if smaller is None:
             self._fail([scheduled.seq for scheduled in step], fault or error)
@@ -419,11 +412,7 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(engine: EngineLoop, most: int) -> Occupancy:
-    """The occupancy of an engine now. most: how many sequences are listed one by one.
-
-    This costs about a microsecond per running sequence, and 30 ns per page whose content can be found; `EngineLoop.cache_usage`
-    looks at every block.
-    """
+    """Return an engine's occupancy in about 1 us per running sequence and 30 ns per cached page. most: sequences listed."""
     scheduler = engine.scheduler
     holders, offloader = scheduler.holders, scheduler.offloader
     decoding = [tokens for seq in scheduler.running if (tokens := seq.num_computed) >= seq.num_prompt_tokens]

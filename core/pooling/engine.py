@@ -248,10 +248,7 @@ def _read(found: dict[int, Tensor], batch: list[int], pooled: Tensor, texts: Seq
 
 
 def pack(lens: Sequence[int], max_tokens: int, max_texts: int) -> Iterator[list[int]]:
-    """Yield batches of texts as lists of their numbers: the longest texts first, so that neighbours in a batch are alike.
-
-    lens: tokens of each text. A text that is longer than max_tokens has a batch of its own.
-    """
+    """Yield batches of texts' numbers, longest first. lens: tokens of each text; one beyond max_tokens has its own batch."""
     batch: list[int] = []
     tokens = 0
     for index in sorted(range(len(lens)), key=lambda index: -lens[index]):

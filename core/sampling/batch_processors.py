@@ -100,10 +100,7 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Keep a dict from places to what a processor remembers of the sequence there; True if it has changed.
-
-    new_state: makes what is remembered of a new sequence, from its parameters, prompt and output; None: nothing.
-    """
+    """Update a dict from places to a processor's data; return whether it changed. new_state: makes a sequence's data, or None."""
     if batch_update is None:
         return False
     before = dict(req_entries)

@@ -43,12 +43,8 @@ _BLANK: Final = re.compile(r"\s+|#.*")
 
 
 def rust_regex(pattern: str, flags: str = "") -> str:
-    """Return the pattern in Rust's notation, without flags, in which a slash and a line break are escaped.
-
-    flags: those that hold from the beginning, of i, m, s, u and x.
-
-    :raises ValueError: a part that is no regular expression of ECMA's, or that no grammar can follow.
-    """
+    """Return the pattern in Rust's notation without flags, slashes and line breaks escaped. flags: initial ones of imsux.
+    :raises ValueError: a part that is no regular expression of ECMA's, or that no grammar can follow."""
     return _Rewriter(pattern, flags).rewritten()
 
 

@@ -183,10 +183,8 @@ class GrammarCompiler:
             return {"tokenizer": self._serialized(), "vocab_size": self._size, "eos_token_ids": sorted(self._eos)}
 
     def masks(self, grammars: Sequence[Grammar], endless: Sequence[int] = ()) -> NDArray[numpy.int32]:
-        """Masks of the tokens that may come next in each: int32 [len(grammars), words], token t being bit t % 32 of word t / 32.
-
-        Computed by several threads. endless: indices of grammars whose text ends only where nothing else may come (ignore_eos).
-        """
+        """Return masks of the next tokens, int32 [len(grammars), words], bit t % 32 of word t / 32, by several threads.
+        endless: indices of grammars whose text ends only where nothing else may come (ignore_eos)."""
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
 

@@ -23,12 +23,8 @@ _TOKEN: Final = re.compile(
 
 
 def guidance_schema(schema: Any, closed: bool = False) -> Any:
-    """Return a JSON schema for llguidance.
-
-    closed: forbid additional properties wherever the schema names properties and does not mention others.
-
-    :raises ValueError: a pattern that is no regular expression of ECMA's, or that no grammar can follow.
-    """
+    """Return a schema for llguidance. closed: forbid additional properties of objects that do not mention them.
+    :raises ValueError: a pattern that is no regular expression of ECMA's, or that no grammar can follow."""
     if isinstance(schema, list):
         return [guidance_schema(each, closed) for each in schema]
     if not isinstance(schema, Mapping):

@@ -57,10 +57,8 @@ def forbid_words(
 
 
 def bias(logits: Tensor, lens: Tensor, ids: Tensor, values: Tensor, until: Tensor) -> Tensor:
-    """Add values to the logits of tokens, each as long as a row has fewer tokens than `until` says.
-
-    ids, int64, values, float32, and until, int64: [rows, entries]; the last column where a row has fewer entries.
-    """
+    """Add values to tokens' logits while a row has fewer tokens than `until`; the last column where a row has fewer entries.
+    ids, int64, values, float32, and until, int64: [rows, entries]."""
     return logits.scatter_add(1, ids, torch.where(lens[:, None] < until, values, 0.0))
 
 
@@ -206,11 +204,8 @@ class LogitsShaper:
         bits: tuple[NDArray[numpy.int64], NDArray[numpy.int32]] | None,
         process: Callable[[Tensor], None] | None,
     ) -> Tensor:
-        """The changed logits, float32 [shaped, vocab_size], of some rows of logits [rows, vocab_size], which stay as they are.
-
-        bits: which of `shaped` a grammar masks, and the masks, int32 [masked, words]. process: changes the logits in place as
-        logits processors want them.
-        """
+        """Return changed logits, float32 [shaped, vocab_size], of rows of logits [rows, vocab_size], which stay. bits: masked
+        rows of `shaped` and masks, int32 [masked, words]. process: changes logits in place for logits processors."""
         batch = _Batch(logits, shaped, self._device)
         at, words = (None, None) if bits is None else bits
         if at is not None and words is not None and len(at):

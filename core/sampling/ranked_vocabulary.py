@@ -57,10 +57,8 @@ def _in_order(bits: Tensor) -> Tensor:
 
 
 def best_of_part(logits: Tensor, scales: Tensor | None, keys: Tensor | None, first: int) -> Tensor:
-    """Find each row's best token of some consecutive ones of the vocabulary, from `first` on: int64 [rows], see `pack`.
-
-    logits: [rows, part]. The score is the logit where scales is None or the row's scale is 0, else that of `sampler.draw`.
-    """
+    """Return each row's best token (see `pack`), int64 [rows], of consecutive ones from `first` on; logits: [rows, part].
+    The score is the logit where scales is None or the row's scale is 0, else that of `sampler.draw`."""
     scores = logits.float()
     if scales is not None and keys is not None:
         drawn = scores * scales[:, None] - exponential(keys, logits.shape[1], first).log_()
@@ -76,10 +74,7 @@ def winners(numbers: Tensor) -> Tensor:
 
 
 def most_likely(logits: Tensor, k: int, first: int, scales: Tensor | None = None) -> Tensor:
-    """Find the k most likely tokens of each row's part, as numbers of their logits: int64 [rows, k], best first.
-
-    scales: float32 [rows], by which logits are multiplied before they are compared: products of unequal logits may be equal.
-    """
+    """Return the k most likely tokens of each row's part as int64 [rows, k], best first. scales: float32 [rows], or None."""
     own = logits.float()
     tokens = torch.arange(first, first + own.shape[1], device=own.device)
     at = pack(own if scales is None else own * scales[:, None], tokens).topk(k, dim=-1).indices

@@ -264,11 +264,8 @@ def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[in
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Return the seed of one completion of a request; that of the first is the request's own.
-
-    The others are keys of positions that no token has, and so no other request's seeds: with seed + index, the second completion
-    of one seed would be the first of the next.
-    """
+    """Return the seed of one completion, the request's own for the first; the others are keys of positions that no token has,
+    since seed + index would be another request's seed."""
     return seed if index == 0 else int(keys_of([seed], [-index])[0])
 
 

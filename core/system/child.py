@@ -100,10 +100,8 @@ class Child:
             self.process.stdin.flush()
 
     def answer(self, timeout: float | None) -> dict[str, Any]:
-        """Return the next line that is a JSON object. timeout: seconds; None: wait as long as the process lives.
-
-        :raises ChildDied: the process has ended, or has not answered for `timeout` seconds; it is stopped then.
-        """
+        """Return the next line that is a JSON object. timeout: seconds, or None.
+        :raises ChildDied: the process has ended, or has not answered for `timeout` seconds; it is stopped then."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             try:

@@ -15,12 +15,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def write_json(model: BaseModel, path: Path, option: str = "--output") -> None:
-    """Write a model whole or not at all: a reader never sees half a file, and a failed write leaves the old one.
-
-    option: the command-line option that names the file, for the error.
-
-    :raises ConfigError: the folder cannot be written to.
-    """
+    """Write a model whole or not at all. option: its command-line option, for errors. :raises ConfigError: not writable."""
     write_bytes(f"{model.model_dump_json(by_alias=True, indent=1)}\n".encode(), path, option)
 
 
@@ -35,10 +30,7 @@ def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
 
 
 def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") -> Model:
-    """Read a file that `write_json` wrote. written_by: the command that writes such files, for the error.
-
-    :raises ConfigError: the file is missing, not JSON, of another schema, or has an invalid field; the first fault is named.
-    """
+    """Read a file of `write_json`. written_by: its command, for errors. :raises ConfigError: missing, not JSON, or invalid."""
     need = f"a file that {written_by} wrote" if written_by else f"a JSON file of schema {schema}"
     try:
         return parse_model(read_text(path), kind, str(path), any_number=True)

@@ -62,11 +62,8 @@ def parse_json(text: str | bytes, source: str, kind: type | None = None, *, any_
 
 
 def parse_model(text: str | bytes, kind: type[Model], source: str = "", *, any_number: bool = False) -> Model:
-    """Read JSON as an object of a pydantic model. source: see `parse_json`; empty for a request's body.
-
-    :raises JsonError: see `parse_json`; what is wrong with a field of a body is named by its path alone.
-    :raises pydantic.ValidationError: a field has another type.
-    """
+    """Read JSON as a pydantic model. source: see `parse_json`; empty for a request's body.
+    :raises JsonError: see `parse_json`. :raises pydantic.ValidationError: a field has another type."""
     return kind.model_validate(parse_json(text, source, dict, any_number=any_number))
 
 

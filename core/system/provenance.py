@@ -84,11 +84,7 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def compiler_versions(capability: tuple[int, int]) -> dict[str, str]:
-    """Return compiler -> version of those that make machine code for GPUs in this process: Triton's ptxas and NVRTC.
-
-    One that is not installed is left out. No GPU is used. capability: compute capability of the GPU; Triton has a ptxas of its
-    own for some.
-    """
+    """Return compiler -> version of Triton's ptxas and NVRTC, if installed, without using a GPU. capability: of the GPU."""
     found = {PTXAS: _ptxas_version(10 * capability[0] + capability[1]), NVRTC: _nvrtc_version()}
     return {name: version for name, version in found.items() if version}
 

@@ -165,10 +165,7 @@ class EngineDriver:
             self._listeners = tuple(each for each in self._listeners if each != listener)
 
     def call_between_steps(self, function: Callable[[], None]) -> None:
-        """Call a function while no step runs: at once, or, from within a step, at the step's end.
-
-        A step's own thread calls from within it where the garbage collector ends a generator that nobody reads any more.
-        """
+        """Call a function while no step runs: at once, or, within a step (as the garbage collector may), at the step's end."""
         if self.lock.is_mine:
             self._deferred.append(function)
             return

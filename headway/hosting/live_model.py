@@ -36,12 +36,8 @@ def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
 
 
 def sleep(driver: EngineDriver, level: int = 1) -> None:
-    """Give the memory of weights and cache back. level: 1 keeps the weights in the host's memory, 2 reads them anew on waking.
-
-    A task of headway.hosting.host, as the next are.
-
-    :raises ConfigError: another level, or an engine that cannot sleep; see `EngineLoop.sleep`.
-    """
+    """Free weights and cache. level: 1 keeps the weights in host memory, 2 reads them anew. A task of headway.hosting.host.
+    :raises ConfigError: another level, or an engine that cannot sleep; see `EngineLoop.sleep`."""
     if isinstance(level, bool) or level not in (1, 2):
         raise ConfigError("level", "1 (weights in the host's memory) or 2 (weights are read again)", shown(level))
     lost: Sequence[Tensor] = ()
@@ -76,11 +72,8 @@ def is_sleeping(driver: EngineDriver) -> bool:
 
 
 def load_weights(driver: EngineDriver, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-    """Replace weights; see `LiveWeights.load`. The prompts in the cache are forgotten.
-
-    :raises ConfigError: weights that sleep or cannot be replaced, or a name that the model has not.
-    :raises ModelError: a tensor of another shape.
-    """
+    """Replace weights and forget cached prompts; see `LiveWeights.load`. :raises ModelError: a tensor of another shape.
+    :raises ConfigError: weights that sleep or cannot be replaced, or a name that the model has not."""
     if WEIGHTS in driver.engine.asleep:
         raise ConfigError("load_weights", "weights that are awake", "sleeping ones", "wake_up(tags=['weights']) wakes them")
     driver.engine.read_launched()
@@ -174,10 +167,8 @@ def _with_extension(place: str) -> type[Worker]:
 def collective_rpc(
     driver: EngineDriver, method: str | Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Any]:
-    """Call a method of the worker, or a function with the worker; a list of the one result, as of one for each rank.
-
-    :raises ConfigError: several ranks, a method that the worker lacks, or arguments that the method does not take.
-    """
+    """Call a worker's method, or a function with the worker; return a list of one result, as for one rank.
+    :raises ConfigError: several ranks, a method that the worker lacks, or arguments that the method does not take."""
     ranks = driver.assembly.settings.parallel_config.tensor_parallel_size if driver.assembly.settings else 1
     if ranks > 1:
         raise ConfigError("collective_rpc", "tensor_parallel_size=1, whose one rank is this process", ranks)

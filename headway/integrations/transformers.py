@@ -353,10 +353,7 @@ def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
 
 
 def _packed(layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Visibility:
-    """The visibility of a call of continuous batching, whose sequences are packed; layers of one kind share it in a step.
-
-    :raises ConfigError: the call is being captured in a CUDA graph, or has block tables.
-    """
+    """Return the visibility of packed sequences in continuous batching, shared in a step. :raises ConfigError: unsupported."""
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ConfigError("continuous batching", "use_cuda_graph=False", "a capture", "ContinuousBatchingConfig has it")
     if options.get("block_table") is not None:

@@ -206,11 +206,8 @@ class AsyncPooling:
         self._thread.start()
 
     async def run(self, make: Callable[[], PoolingJob[Output]]) -> tuple[list[Output], int]:
-        """Make a job in a thread, run it, and return its outputs and its tokens. A caller that is cancelled drops its texts.
-
-        :raises HeadwayError: the arguments cannot work, or a backend raised.
-        :raises EngineDeadError: the engine has been stopped.
-        """
+        """Run a job in a thread; return outputs and tokens. :raises HeadwayError: bad arguments, or a backend raised.
+        :raises EngineDeadError: the engine has been stopped."""
         loop = asyncio.get_running_loop()
         self._check_running()
         job = await loop.run_in_executor(self._tokenisers, make)

@@ -133,12 +133,8 @@ class PoolingJobs:
         return PoolingJob(texts, finish)
 
     def pooling_task(self, asked: str | None) -> str:
-        """vLLM's word for what is to be done with texts: embed, classify, token_embed or token_classify.
-
-        asked: one of these; None or encode: what the model is for.
-
-        :raises ConfigError: another word. Whether the model can do it is checked by the job.
-        """
+        """Return vLLM's task: embed, classify, token_embed or token_classify. asked: one; None or encode: the model's.
+        :raises ConfigError: another word. Whether the model can do it is checked by the job."""
         if asked in (None, "encode"):
             return _OF_MODELS[self.model.task]
         if asked in _WORDS:

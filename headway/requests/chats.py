@@ -352,12 +352,8 @@ class ChatFormat:
         return described(listed, use.tools, self.template), None
 
     def params(self, params: SamplingParams, use: ToolUse, prompt: Mapping[str, Any]) -> SamplingParams:
-        """Parameters for an answer in this format: forms begin behind the reasoning, and a call that must come has one.
-
-        prompt: what `chat_prompt` returned.
-
-        :raises ConfigError: a form of the answer beside a tool that must be called.
-        """
+        """Return parameters for an answer in this format. prompt: of `chat_prompt`.
+        :raises ConfigError: a form of the answer beside a tool that must be called."""
         if not self.shows_tools and use.choice == "required":  # what was not learnt has no end: such models call again and again
             use = replace(use, parallel=False)
         forms = ToolForms(self.calls, self.reasoning, self.tokens)

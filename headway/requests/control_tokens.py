@@ -29,10 +29,7 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Copy a tokenizer of transformers', which takes up to a second for a large vocabulary.
-
-        :raises ConfigError: the tokenizer is not one of the tokenizers library, or cannot be copied with other names.
-        """
+        """Copy a transformers tokenizer (up to a second). :raises ConfigError: no tokenizer of the tokenizers library."""
         self._nonce = secrets.token_hex(16)
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         template = str(getattr(tokenizer, "chat_template", None) or "")

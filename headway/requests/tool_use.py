@@ -78,12 +78,7 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
 
 
 def check_function(function: Mapping[str, Any], place: str, parameters: str = "parameters") -> None:
-    """Check a function: {"name", "description", "strict"} and its parameters.
-
-    place: of the function in its request. parameters: the name of that field there.
-
-    :raises ConfigError: a field of the wrong kind; the error names it.
-    """
+    """Check a function's fields and parameters. place: its path. parameters: that field's name. :raises ConfigError: bad ones."""
     name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= 256 or any(sign.isspace() or sign in "\"'<>{}" for sign in name):
         raise ConfigError(f"{place}.name", "a name without blanks, quotes and brackets", shown(name, 80))

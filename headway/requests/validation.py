@@ -56,12 +56,7 @@ def default_params(folder: Path, model: str = "") -> SamplingParams:
 
 
 def resolve(params: SamplingParams, tokenizer: Any, model: str) -> SamplingParams:
-    """The same parameters for the engine, which knows no texts: bad words become token ids.
-
-    tokenizer: None where the model was loaded without one.
-
-    :raises ConfigError: a parameter needs a tokenizer.
-    """
+    """Return the parameters with bad words as token ids. tokenizer: None if not loaded. :raises ConfigError: one is needed."""
     if tokenizer is None:
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name):
@@ -218,13 +213,8 @@ class RequestValidator:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         streamed: bool = False,
     ) -> list[CheckedRequest]:
-        """Parse, tokenise and check every prompt of a call: all of them, before any of them runs. See `LLM.generate`.
-
-        streamed: outputs are shown as they grow.
-
-        :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a parameter, a priority or an adapter that cannot work.
-        """
+        """Parse, tokenise and check all prompts of a call (`LLM.generate`). streamed: outputs are shown as they grow.
+        :raises PromptError: an empty or too long prompt. :raises ConfigError: a bad parameter, priority or adapter."""
         parsed = parse_prompts(prompts)
         params = params_of_each(sampling_params, len(parsed), self._default_params)
         priorities = _of_each("priority", 0 if priority is None else priority, len(parsed))

@@ -99,11 +99,8 @@ def known_architectures() -> str:
 
 
 def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfig:
-    """Read a transformers PretrainedConfig, or what `plain_config` makes of a file. longest: see `read_rope`.
-
-    :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute.
-    :raises ModelError: an impossible number.
-    """
+    """Read a PretrainedConfig or a `plain_config`. longest: see `read_rope`. :raises ModelError: an impossible number.
+    :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute."""
     kind = config.model_type
     if kind not in FAMILIES:
         named = ", ".join(config.architectures or [kind])
@@ -151,11 +148,7 @@ def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfi
 
 
 def _checked_activation(config: Any, read: Mapping[str, Any], routed: bool) -> Activation:
-    """Return the activation of the MLPs in our terms. routed: True if a layer has experts.
-
-    :raises BeyondDecoderError: one that the decoder does not compute everywhere.
-    :raises ModelError: an impossible epsilon of the norms.
-    """
+    """Return the MLPs' activation. routed: a layer has experts. :raises BeyondDecoderError, ModelError: unsupported."""
     named, eps = read["activation"], read["norm_eps"]
     field = _field_of(config, _ACTIVATION_FIELDS, named)
     if named not in ACTIVATION_NAMES:
@@ -196,10 +189,7 @@ def _layers(
     parts: Sequence[LayerConfig] | None,
     longest: int | None,
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
-    """Each layer with its window and rotary embedding, and the different ones of the latter.
-
-    rotated: None: all layers of attention are. parts: what the layers are made of, where they are not all alike.
-    """
+    """Return layers with windows and rotary embeddings, and the embeddings. rotated: None for all. parts: if unequal."""
     count = config.num_hidden_layers
     if parts is None:
         kinds, parts = getattr(config, "layer_types", None) or [_SLIDING] * count, [LayerConfig()] * count

@@ -45,10 +45,7 @@ _KNOWN = {
 
 
 def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
-    """What transformers would read from a config.json that writes out all that the decoder needs and has nothing unusual.
-
-    None for any other, where a default, an older spelling or a rare key decides: that is left to transformers.
-    """
+    """Return a complete and usual config.json as transformers would read it; None for others, left to transformers."""
     read, kind = dict(config), config.get("model_type")
     if kind not in _KINDS or not set(read) <= _KNOWN or "eos_token_id" not in read:
         return None

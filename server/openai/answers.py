@@ -147,12 +147,8 @@ def num_written(output: RequestOutput) -> int:
 
 
 def check_ended(new: CompletionOutput, structured: bool, field: str = "structured_outputs") -> None:
-    """Check that a completion has not failed.
-
-    structured: the request asked for a form, by this field, which perhaps could not be compiled.
-
-    :raises ApiError: the completion has failed, or was ended by the server.
-    """
+    """Check that a completion has not failed. structured: it has a form, requested by `field`, which may not compile.
+    :raises ApiError: the completion has failed, or was ended by the server."""
     if new.finish_reason == "error":
         said = new.error or "the completion has failed"
         by_form = said.startswith("structured_outputs") or (structured and not new.token_ids)
@@ -212,11 +208,8 @@ def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, te
 def completion_logprobs(
     places: Sequence[LogprobsByToken | None], token_ids: Sequence[int], offset: int, most: int, as_ids: bool, decode: Any
 ) -> tuple[dict[str, Any], int]:
-    """`logprobs` of a completion's choice, and the offset of what follows.
-
-    places: one for each of token_ids; None: the first token of a prompt. offset: characters before them. most: logprobs of the
-    request. decode: text of a token.
-    """
+    """Return `logprobs` of a completion's choice, and the offset after it. places: one per token id; None: a prompt's first.
+    offset: characters before them. most: logprobs of the request. decode: text of a token."""
     listed: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for place, token in zip(places, token_ids, strict=False):
         text = decode(token) if place is None else place[token].decoded_token or ""

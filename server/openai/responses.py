@@ -159,12 +159,8 @@ _ROLES: Final = ("user", "assistant", "system", "developer")
 
 
 def messages_of_items(items: Iterable[Any], first: int = 0) -> list[dict[str, Any]]:
-    """A chat's messages of items: a thought, a message of the model and calls that follow one another are one message.
-
-    first: number of the first item of the request's own, by which errors name places.
-
-    :raises PromptError: an item that chats do not have, or a value of the wrong kind.
-    """
+    """Return chat messages of items; consecutive thought, message and calls of the model are one. first: the request's own.
+    :raises PromptError: an item that chats do not have, or a value of the wrong kind."""
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         place = f"input.{number - first}"

@@ -125,10 +125,7 @@ def _whole_rows(spec: StateSpec) -> int:
 
 
 def _aligned(spec: StateSpec) -> bool:
-    """Return whether the rows of every head can be copied ahead: they begin at a multiple of what Triton's analysis knows of.
-
-    Heads of 72 with values of 136 or 5 begin at multiples of 16 bytes, and are computed wrong on Hopper all the same.
-    """
+    """Return whether every head's rows can be copied ahead: heads of 72 with values of 136 or 5 are computed wrong on Hopper."""
     return spec.key_dim % _KNOWN_MULTIPLE == 0 and spec.value_dim % _KNOWN_MULTIPLE == 0
 
 

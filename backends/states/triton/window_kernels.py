@@ -19,10 +19,8 @@ def window_of(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,  # WIDTH rounded up to a power of two
 ):
-    """Inputs [C, BLOCK_W] under the convolution's taps at a token, oldest first, float32; those past WIDTH are zero.
-
-    Tokens before the sequence's first new one come from the conv state, which holds the last WIDTH - 1 of them.
-    """
+    """Return the inputs [C, BLOCK_W] under a token's taps, float32, oldest first, 0 past WIDTH; before the sequence's first new
+    token they come from the conv state, which holds the last WIDTH - 1 of them."""
     tap = tl.arange(0, BLOCK_W)
     token = t - (WIDTH - 1) + tap
     new = x_ptr + token.to(tl.int64)[None, :] * stride_x + channels[:, None]

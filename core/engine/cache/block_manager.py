@@ -141,10 +141,7 @@ class BlockManager:
         smallest_chunk: int = SMALLEST_CHUNK,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """num_pages: the null page included, where a group is windowed. smallest_chunk: see SMALLEST_CHUNK.
-
-        checkpoints: kept states, without one of which no prefix is found; None: the model has no layers with a state.
-        """
+        """num_pages: null page included if windowed. smallest_chunk: see SMALLEST_CHUNK. checkpoints: kept states, or None."""
         self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
         self._smallest_chunk = smallest_chunk
@@ -265,10 +262,7 @@ class BlockManager:
         return [] if here else [AbsentPage(STATES, 0, slot)]
 
     def longest_hit(self, seq: Sequence, partly: bool, also: KeptElsewhere | None = None) -> int:
-        """Length in tokens of the longest start of a sequence that every group holds: each group may shorten that of the others.
-
-        also: which pages and states count as held although they are not here. Where layers keep states, it ends at a checkpoint.
-        """
+        """Length in tokens of the longest prefix that every group holds. also: pages and states that count as held."""
         if self.checkpoints is None:
             length = self._longest_held(seq, seq.num_tokens - 1, partly, also)
             return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
@@ -343,11 +337,7 @@ class BlockManager:
         return end - seq.num_computed if end > seq.num_computed else count
 
     def fitting(self, seq: Sequence, count: int) -> int:
-        """Tokens, up to `count`, of a sequence's next chunk.
-
-        The chunk is cut where the groups that keep every token have room for all of it and the windowed ones have not: these need
-        room for the chunk only until it is computed.
-        """
+        """Return the tokens, up to `count`, of a sequence's next chunk: fewer if only windowed groups lack room for all."""
         if not self._windowed or count <= self._smallest_chunk:
             return count
         free = self.num_free - sum(self._missing(seq, count, number) for number in self._unwindowed)

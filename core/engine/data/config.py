@@ -311,12 +311,8 @@ def check_block_size(size: int, option: str = "block_size") -> None:
 
 
 def parse_bytes(what: str, value: object) -> int:
-    """Read a size in bytes: a number, or a text such as "2GiB" or "512MB", by pydantic's ByteSize (GB is 1000**3, GiB 1024**3).
-
-    what: the option's name, for the error.
-
-    :raises ConfigError: it is neither, or not positive.
-    """
+    """Return a size in bytes from a number or a text such as "2GiB" (GB is 1000**3). what: the option.
+    :raises ConfigError: it is neither, or not positive."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:

@@ -50,12 +50,8 @@ class PoolSize:
 
 
 def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, chunk: int, memory: int | None) -> PoolSize:
-    """Size a pool: the pages that fit in `memory` bytes (None: a share of the host's free memory), if sequences can fill them.
-
-    chunk: tokens to which a step may be cut where memory is short.
-
-    :raises ConfigError: not even one sequence of max_model_len fits.
-    """
+    """Return the pages in `memory` bytes (None: a share of free memory) that sequences can fill. chunk: smallest step.
+    :raises ConfigError: not even one sequence of max_model_len fits."""
     page_bytes, reserved = page_format.page_bytes, page_format.reserved
     one = page_format.pages_for(max_model_len, chunk)
     most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs

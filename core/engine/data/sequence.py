@@ -275,10 +275,7 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose k and v the cache does not hold yet; 0 once the token that ends the sequence by length is on its way.
-
-        While drafts are being verified it is 0 as well, because it is not known yet where the sequence goes on.
-        """
+        """Tokens without k and v in the cache; 0 while the last token is on its way, or drafts are being verified."""
         known = len(self.token_ids) + self.num_pending
         return known - self.num_computed if known < self.max_len and not self.num_unverified else 0
 

@@ -290,10 +290,7 @@ class StepClock:
         return now
 
     def leave(self) -> float:
-        """End the part under way and bring the statistics up to date; returns the time.
-
-        What `EngineStats.count` has added to `wait_seconds` was waited for while launching, and is not counted as launching.
-        """
+        """End the running part, update the statistics, and return the time. Waits counted by `EngineStats.count` are excluded."""
         now, seconds, stats = self.enter(""), self._seconds, self._stats
         stats.schedule_seconds += seconds["schedule"]
         stats.prepare_seconds += seconds["prepare"]

@@ -104,10 +104,7 @@ class MirroredTables:
 
 
 def copy_slots(caches: Sequence[LayerCache], groups: Sequence[CacheGroup], copies: Sequence[PageCopy]) -> None:
-    """Copy the first slots of pages, in the caches of their groups' layers. No page is a source and a target.
-
-    Works on every tensor of any layout, with the same few launches for one copy as for many.
-    """
+    """Copy the first slots of pages in the groups' layers, in a few launches. No page is both source and target."""
     for number, group in enumerate(groups):
         own = [copy[1:] for copy in copies if copy.group == number]
         if not own or not group.layers:

@@ -100,10 +100,7 @@ def explain_failure(error: BaseException, what: str) -> BaseException:
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The same elements without a hold on their memory, so that what is recorded later may use the memory again.
-
-    For a tensor out of a recording that is read after the replay of that recording and before the next one's.
-    """
+    """Return a tensor over the same memory without holding it, so that later recordings may reuse the memory."""
     if tensor.device.type != "cuda":
         return tensor
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -137,9 +134,8 @@ class CapturedStep(ABC):
         plans: Plans,
         states: list[StateStepPart] | None = None,
     ) -> None:
-        """fields: the static inputs. size: sequences of a decode or a verification, tokens of a prefill. metadata: of the step,
-        for each cache group. plans: what `PagedAttention` has planned for it; states: what `LayersWithState` has, None: there
-        are none."""
+        """fields: static inputs. size: sequences, or tokens of a prefill. metadata: per cache group. plans: of `PagedAttention`;
+        states: of `LayersWithState`, or None."""
         self._step = step
         self._fields = fields
         self.size = size
@@ -261,10 +257,8 @@ class DecodeGraph(CapturedStep):
         states: NDArray[numpy.int32] | None = None,
         adapters: NDArray[numpy.int32] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run a step, see DecodeInputs.fill. Returns its logits [num_seqs, vocab_size] and tokens [num_seqs].
-
-        draws: how the tokens are chosen; None: greedily. The next replay overwrites logits and tokens.
-        """
+        """Run a step (see DecodeInputs.fill); return logits [num_seqs, vocab_size] and tokens [num_seqs], which the next
+        overwrites. draws: how the tokens are chosen; None: greedily."""
         sent = self._inputs.fill(self._shapes, rows, positions, tables, draws, states, adapters)
         tokens = self._launch(draws, sent.seq_lens, sent.tables)
         return self._logits[: len(rows)], tokens[: len(rows)]

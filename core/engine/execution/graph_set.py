@@ -443,10 +443,7 @@ class VerifyGraphs:
         self._refused = ""
 
     def capture(self, max_decode_len: int, selector: Selector, recorder: GraphRecorder) -> None:
-        """Record each width up to max_decode_len at the powers of two of sequences, the largest first.
-
-        The backend is the one that is fastest for a number of sequences and a width, if it can run so in a graph.
-        """
+        """Record each width up to max_decode_len at powers of two of sequences, largest first, by the fastest backend."""
         started, step = time.perf_counter(), self._step
         longest, states = step.max_model_len - PADDING_CONTEXT, step.attention.states
         widths = [WIDTHS[0], *(wider for width, wider in pairwise(WIDTHS) if width < max_decode_len)]

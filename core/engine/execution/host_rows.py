@@ -205,12 +205,8 @@ class HostRows:
         """Launched steps whose tokens have not been taken, and which of their sequences are in which row."""
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """Begin what a request needs before its first step; None: nothing.
-
-        The future fails with a GrammarError. Cancelled, it ends what it has begun.
-
-        :raises ConfigError: a logits processor that is not registered, or forms cannot be compiled here.
-        """
+        """Begin what a request needs before its first step, if anything; the future can be cancelled, or fail (GrammarError).
+        :raises ConfigError: a logits processor that is not registered, or forms cannot be compiled here."""
         for each in params.logits_processors or ():
             if isinstance(each, str) and each not in (ENGINE_PROCESSORS, *self._makers):
                 self._makers[each] = self._load(each)
@@ -282,11 +278,8 @@ class HostRows:
     def masks(
         self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]]
     ) -> tuple[list[int], NDArray[numpy.int32] | None]:
-        """Indices of the rows of logits that a grammar masks, and the masks (see `GrammarCompiler.masks`).
-
-        rows: the executor's row of each. lens: the tokens before its token. drafts: by executor's row, the guesses that a step
-        verifies, for whose logits a row stands here more than once.
-        """
+        """Return indices of logits rows that a grammar masks, and the masks (see `GrammarCompiler.masks`). rows: the executor's.
+        lens: tokens before each. drafts: by executor's row, tokens that a step verifies; such a row appears several times."""
         which, grammars = [], []
         for number, (row, length) in enumerate(zip(rows, lens, strict=True)):
             own = self._rows[row]

@@ -161,10 +161,7 @@ class ModelRunner:
     def capture(
         self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: GraphRecorder, max_decode_len: int = 1
     ) -> None:
-        """Capture decodes of these many sequences, and prompts and piecewise graphs of these many tokens, as CUDA graphs.
-
-        max_decode_len: query tokens of a decode, drafts included. See GraphSet for what may be refused.
-        """
+        """Capture CUDA graphs for these sequences of decodes and tokens of prompts. max_decode_len: query tokens with drafts."""
         self._piecewise.capture(token_counts, recorder)
         if self._adapters is not None:
             self._adapted_pieces.capture(token_counts, recorder)

@@ -226,11 +226,8 @@ class DecodeInputs(StaticInputs):
         states: _Ints | None = None,
         adapters: _Ints | None = None,
     ) -> StepFields[Tensor]:
-        """Send a step to the device. Returns what is sent, in host memory.
-
-        rows, positions, states, adapters: int32 [num_seqs], of each sequence's new token. The other sequences of the layout are
-        padding: they have length 0, their slots are -1, and their token goes to the padding row.
-        """
+        """Send a step to the device; return it in host memory. rows, positions, states, adapters: int32 [num_seqs]; the rest is
+        padding: length 0, slots -1, and the padding row's token."""
         host, count = self._next(shapes), len(rows)
         to = host.arrays
         to.rows[:count], to.rows[count:] = rows, self._step.padding_row

@@ -271,10 +271,7 @@ class DiskStore:
 
 
 def _make_folders(folder: Path, own: Path) -> None:
-    """Make the folder of all models where there is none, and the one of this model, which nobody else may read.
-
-    :raises OSError: one of them cannot be made; the one of this model belongs to another user.
-    """
+    """Make the folder of all models and this model's private one. :raises OSError: impossible, or it belongs to another user."""
     if not folder.exists():
         make_private(folder)
     elif folder.stat().st_uid not in (os.geteuid(), 0):

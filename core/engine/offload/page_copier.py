@@ -216,10 +216,8 @@ class PageCopier:
     def __init__(
         self, caches: Sequence[LayerCache], size: PoolSize, states: StateMemory | None, config: EngineConfig, weights: str
     ) -> None:
-        """states: of layers that keep them. weights: identifies the model's weights among all others; needed for a folder alone.
-
-        :raises ConfigError: caches whose blocks are not one piece of memory, or a tier that the host has no room for.
-        """
+        """states: of layers that keep them. weights: digest of the model's weights, for a folder.
+        :raises ConfigError: caches whose blocks are not one piece of memory, or a tier that the host has no room for."""
         scattered = {cache.layout.name for cache in caches if not cache.layout.contiguous_blocks}
         if scattered:
             raise ConfigError(
@@ -283,10 +281,7 @@ class PageCopier:
 
 
 def _shares(num_bytes: int, size: PoolSize, states: StateSlots | None) -> tuple[int, int]:
-    """The pages and the states for which the host's memory has room: as many states to a page as the device has.
-
-    :raises ConfigError: the memory is too small for one of each, or the device has no room for a checkpoint.
-    """
+    """Divide host memory into pages and states in the device's ratio. :raises ConfigError: no room for one of each."""
     page_bytes = size.page_format.page_bytes
     if states is None:
         if num_bytes < page_bytes:

@@ -38,11 +38,8 @@ _AHEAD: Final = 1
 
 
 def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], None], stepped: Callable[[], None]) -> None:
-    """Run a rank's process, until rank 0 closes the wire or ends.
-
-    wire_fd, memory_fd, wake_fd: descriptors of the wire to rank 0, the ring's memory, and the pipe that wakes its reader.
-    ready: called when the executor is made. stepped: called after each step.
-    """
+    """Run a rank until rank 0 closes the wire or ends. wire_fd, memory_fd, wake_fd: the wire, the ring, the reader's pipe.
+    ready: called when the executor is made. stepped: called after each step."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a service manager signals rank 0, too, which ends this process
     open_closed_streams()

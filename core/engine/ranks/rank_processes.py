@@ -233,10 +233,7 @@ class RankWatch:
 
 
 class _Silence:
-    """How long each rank has given no sign of life, or has stood still while rank 0 was ahead of it.
-
-    Time counts in ticks of the watch, so that a machine or a process that is stopped as a whole wakes with nothing counted.
-    """
+    """Ticks of the watch since each rank's last sign of life or progress behind rank 0; a stopped machine counts none."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         self._ranks = ranks
@@ -318,11 +315,8 @@ class RankProcesses:
         self._end = weakref.finalize(self, _end, self._watch, wake_pipes)
 
     def join(self, make: MakeRank) -> TorchRanks:
-        """Have each process make its rank's executor, and meet them. make: picklable.
-
-        :raises ConfigError: `make` cannot be handed to another process.
-        :raises ExecutorLostError: a rank has ended or failed.
-        """
+        """Make each process's executor and meet them. make: picklable.
+        :raises ConfigError: `make` cannot be handed to another process. :raises ExecutorLostError: a rank has ended or failed."""
         try:
             made = pickled(make)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -104,13 +104,8 @@ class TorchRanks:
     """`Ranks` over a process group that is this engine's own: another group of the process, or another engine, is left alone."""
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, progress: LifeSigns) -> None:
-        """Join the group, and wait for all ranks to do so.
-
-        store: of a `torch.distributed.TCPStore` on rank 0. device: gloo serves a CPU, NCCL a CUDA device, one for each rank.
-        progress: where this rank counts the calls in which ranks meet.
-
-        :raises RuntimeError: a rank has not come.
-        """
+        """Join the group of all ranks. store: a `torch.distributed.TCPStore` on rank 0. device: gloo for a CPU, NCCL for a GPU.
+        progress: counts this rank's collective calls. :raises RuntimeError: a rank has not come."""
         self._rank = rank
         self._size = size
         self._device = device

@@ -177,10 +177,7 @@ def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bo
 def prepare(
     step: ScheduledStep, groups: Items[CacheGroup], states: bool = False, adapters: AdapterTable | None = None
 ) -> StepInput:
-    """Turn a step into the executor's input. Changes of pages are reported once, so every prepared step must be launched.
-
-    states: whether layers of the model keep states. adapters: of the engine; None: there are none.
-    """
+    """Return the executor's input of a step, which must be launched: page changes are reported once. states: layers keep some."""
     found = _without_states(step, groups)
     if adapters is not None:
         slots = _joined([each.seq.adapter_slot for each in step.individual], step.adapter_slots)

@@ -54,10 +54,7 @@ FOLDER = "gguf_blocks"
 
 
 def write_blocks(path: Path, folder: Path) -> None:
-    """Write those tensors of a .gguf file of which the converted folder has a plain weight with the same numbers.
-
-    The rows may lie in another order: llama.cpp turns those of q and k for its rotation.
-    """
+    """Write tensors of a .gguf file that the converted folder has as plain weights, in any row order (llama.cpp's of q, k)."""
     from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 
     reader = GGUFReader(path)

@@ -200,12 +200,8 @@ def _by_divisors(header: Header, config: Any, nested: bool) -> dict[str, Any]:
 
 
 def refuse_unread_tensors(header: Header, state: Mapping[str, Tensor]) -> None:
-    """Check that each tensor of a file is one of the model's. state: transformers' model, by name.
-
-    Files with experts are not checked: transformers merges and stacks theirs.
-
-    :raises ModelError: naming the first that is none.
-    """
+    """Check that each tensor is the model's, except for experts, which transformers merges. state: its tensors by name.
+    :raises ModelError: naming the first that is none."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = {name: number for number, name in MODEL_ARCH_NAMES.items()}

@@ -154,10 +154,8 @@ TORCH_ACTIVATIONS: dict[str, Activation] = {
 
 
 def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType | Literal["all"]) -> Tensor:
-    """Pool the states of each text: float32 [texts, hidden_size], or [num_tokens, hidden_size] where all are wanted.
-
-    hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token and the end of the last.
-    """
+    """Pool texts: float32 [texts, hidden_size], or [num_tokens, hidden_size] for `all`. hidden: [num_tokens, hidden_size];
+    starts: int64 [texts + 1], each text's first token and the end of the last."""
     if kind == "all":
         return hidden.float()
     if kind == "cls":

@@ -300,9 +300,7 @@ def _classifier(
 
 
 def _token_head(config: Any, stated: Any, read: DecoderConfig, weights: WeightSource) -> ScoringHead:
-    """The head of a decoder that rewards tokens: two products of a reward model, whose reward is the logit; of one that judges
-    steps the probabilities of bad and good; one product of a classifier of tokens.
-    """
+    """Return the head of a decoder that rewards tokens: two products (reward models, or probabilities of steps), or one."""
     named, size = architectures_of(stated), read.hidden_size
     if any(name.endswith("ForTokenClassification") for name in named):
         return ScoringHead("all", _score_layer(config, "score", size, True, weights))

@@ -141,12 +141,8 @@ class Journal:
         self._end += len(line)
 
     def write(self, path: Path, failed: bool | None = None) -> int:
-        """Write answers to a file that appears whole, in the order of their lines. failed: those alone, or the others alone.
-
-        Returns their number; for none no file is written.
-
-        :raises OSError: the file cannot be written.
-        """
+        """Write answers whole, in line order. failed: only those, or only the others. Return their number; no file for none.
+        :raises OSError: the file cannot be written."""
         wanted = [place for _, place in sorted(self._places.items()) if failed is None or place.failed == failed]
         if wanted:
             with mmap.mmap(self._handle, self._end, access=mmap.ACCESS_READ) as data, memoryview(data) as view:

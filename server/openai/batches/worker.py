@@ -56,11 +56,8 @@ class BatchRun:
         return sum(1 for _ in lines_of(self._source, self._most_bytes))
 
     async def answer_all(self, concurrency: int, after_each: Callable[[], None] = lambda: None) -> None:
-        """Answer every line that has no answer yet. concurrency: requests at a time. after_each: called after each answer.
-
-        :raises OSError: the file cannot be read, or the journal not written.
-        :raises EngineDeadError: the engine has ended for good.
-        """
+        """Answer every line without an answer. concurrency: requests at a time. after_each: called after each answer.
+        :raises OSError: the file cannot be read, or the journal not written. :raises EngineDeadError: for good."""
         lines = lines_of(self._source, self._most_bytes)
         tasks = [asyncio.ensure_future(self._work(lines, after_each)) for _ in range(concurrency)]
         try:
