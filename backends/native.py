@@ -61,8 +61,7 @@ class NativeAttention(AttentionBackend):
         self._functions = found
         self.decode_writes = True
         self._newest: NativePlan | None = None
-        self._step = StepStruct()
-        """The step that was planned last, where recorded calls look for it."""
+        self._step = StepStruct()  # The step that was planned last, where recorded calls look for it
 
     @classmethod
     def available(cls) -> Support:

@@ -17,8 +17,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.text import shown
 
-_MOST_SAID = 400
-"""Most characters of an error."""
+_MOST_SAID = 400  # Most characters of an error
 
 
 def _bounded(parameter: Any) -> bool:

@@ -19,10 +19,8 @@ from headway.hosting.stats_report import stats_line
 
 _STYLES = {OWN: "green", SHARED: "cyan", RESERVED: "yellow", GIVEN_BACK: "dim", "c": "blue", ".": "dim"}
 _WORDS = {OWN: "own", SHARED: "shared", RESERVED: "reserved", GIVEN_BACK: "given back"}
-_ROW = 60
-"""Letters in a line."""
-_MOST_ROWS = 4
-"""Lines of one sequence in one group; beyond them a letter stands for several blocks."""
+_ROW = 60  # Letters in a line
+_MOST_ROWS = 4  # Lines of one sequence in one group; beyond them a letter stands for several blocks
 
 
 def picture(usage: CacheUsage) -> RenderableType:
@@ -97,10 +95,8 @@ def _table(usage: CacheUsage) -> Table:
     return table
 
 
-_SECONDS_IN_PLACE = 0.25
-"""Seconds between two refreshes on a terminal."""
-_SECONDS_BETWEEN_LINES = 2.0
-"""Seconds between two lines where stderr is no terminal."""
+_SECONDS_IN_PLACE = 0.25  # Seconds between two refreshes on a terminal
+_SECONDS_BETWEEN_LINES = 2.0  # Seconds between two lines where stderr is no terminal
 
 
 class LiveStats:

@@ -45,10 +45,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_DRAIN_INTERVAL = 0.02
-"""Seconds between two checks for requests that still run."""
-_TOKENISERS = 2
-"""Threads that render templates and tokenise; the tokenizer's native code does not hold Python's lock."""
+_DRAIN_INTERVAL = 0.02  # Seconds between two checks for requests that still run
+_TOKENISERS = 2  # Threads that render templates and tokenise; the tokenizer's native code does not hold Python's lock
 
 
 class AsyncLLM:

@@ -12,8 +12,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.system.text import shown
 from headway.outputs import LogprobsByToken, RequestOutput
 
-_MOST_PENALTY = 10
-"""Largest power of a length: beyond, scores of long continuations overflow."""
+_MOST_PENALTY = 10  # Largest power of a length: beyond, scores of long continuations overflow
 
 
 @knows_its_fields({}, "docs/sampling.md")

@@ -183,8 +183,7 @@ class LLMEngine(EngineAccess):
         self._driver = driver
         self.tokenizer = driver.assembly.model.tokenizer
         self._processor = OutputProcessor(self.tokenizer)
-        self._requests: dict[str, tuple[str, RequestState]] = {}
-        """Request id -> the engine's name for it, and its state."""
+        self._requests: dict[str, tuple[str, RequestState]] = {}  # Request id -> the engine's name for it, and its state
         driver.add_listener(self._processor.process)
 
     @property

@@ -19,8 +19,7 @@ Routing = Literal["round-robin", "prefix-aware"]
 ROUTINGS: Final[tuple[Routing, ...]] = ("round-robin", "prefix-aware")
 """round-robin: each replica takes its turn. prefix-aware: requests that begin alike go to one replica."""
 _LEAST_MEASURED = 16
-_MOST_TOKENS = 30_000
-"""Output tokens for which a simulation measures latencies; at least as many requests as _LEAST_MEASURED."""
+_MOST_TOKENS = 30_000  # Output tokens for which a simulation measures latencies; at least as many requests as _LEAST_MEASURED
 
 
 @dataclass(frozen=True)

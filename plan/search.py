@@ -28,14 +28,10 @@ from headway.plan.step_time import StepPredictor
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Values of max_num_seqs that are tried."""
-_FINEST: Final = 8
-"""Sequences by which batches between those differ."""
-_KEEPS_UP: Final = 0.9
-"""Share of the tokens asked for that a replica must write while requests arrive: with less its queue grows."""
-_MOST_SEEN: Final = 1000
-"""Most requests that fill the prefix cache before any is measured."""
-_SIMULATED = 200
-"""Requests of a simulation of arrivals, and as many again as run at once."""
+_FINEST: Final = 8  # Sequences by which batches between those differ
+_KEEPS_UP: Final = 0.9  # Share of the tokens asked for that a replica must write while requests arrive: with less its queue grows
+_MOST_SEEN: Final = 1000  # Most requests that fill the prefix cache before any is measured
+_SIMULATED = 200  # Requests of a simulation of arrivals, and as many again as run at once
 
 
 @dataclass(frozen=True)

@@ -256,10 +256,8 @@ class MessagesAnswer(ConvertedAnswer):
     def __init__(self, chat: ChatAnswer, name: str = "") -> None:
         """name: see `Answer`."""
         super().__init__(chat, name)
-        self._open: tuple[str, int] | None = None
-        """Type and call of the block that is being written."""
-        self._block = -1
-        """Number of that block."""
+        self._open: tuple[str, int] | None = None  # Type and call of the block that is being written
+        self._block = -1  # Number of that block
         self._stop = _stop("stop", None)
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:

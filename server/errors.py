@@ -23,8 +23,7 @@ log = logging.getLogger("headway")
 HEADER: Final = b"x-headway-ignored"
 """Header of an answer that lists the fields of its request which were ignored."""
 _MOST_NAMED: Final = 20
-_MOST_LOGGED: Final = 1000
-"""Names of which the log tells, each once: clients make them up."""
+_MOST_LOGGED: Final = 1000  # Names of which the log tells, each once: clients make them up
 
 _REFUSED: Final = {
     "use_beam_search": "false, because tokens are drawn or chosen one by one",
@@ -130,8 +129,7 @@ _NEEDS = {
 """Type of pydantic's error -> its text in JSON's words."""
 
 
-_LONGEST_MESSAGE = 1000
-"""Characters of an error's message, which may repeat what a client has sent."""
+_LONGEST_MESSAGE = 1000  # Characters of an error's message, which may repeat what a client has sent
 _LONGEST_PARAM = 200
 
 

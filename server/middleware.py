@@ -20,8 +20,7 @@ from headway.server.options import ServerOptions
 
 HEADER: Final = "x-request-id"
 _NAME: Final = HEADER.encode()
-_LONGEST: Final = 256
-"""Characters of an id, which stands in every chunk of a stream."""
+_LONGEST: Final = 256  # Characters of an id, which stands in every chunk of a stream
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -66,10 +65,8 @@ class RequestIdMiddleware:
 
 
 _LONGEST_RETRY: Final = 60
-_MOST_SHOWN: Final = 10
-"""Names of models that an error lists."""
-_LONGEST_SHOWN: Final = 60
-"""Characters of each of them."""
+_MOST_SHOWN: Final = 10  # Names of models that an error lists
+_LONGEST_SHOWN: Final = 60  # Characters of each of them
 
 
 class Admission:
@@ -82,8 +79,7 @@ class Admission:
         """Adapters by the names that requests give as their model."""
         self.num_queued = 0
         """Requests without a first token, or without an answer where that comes as a whole."""
-        self._seconds = 1.0
-        """Seconds from arrival to end of recent requests, as a moving average."""
+        self._seconds = 1.0  # Seconds from arrival to end of recent requests, as a moving average
 
     def check_model(self, name: str | None) -> None:
         """Check the model that a request names. :raises ApiError: this server has no such model."""

@@ -33,8 +33,7 @@ log = logging.getLogger("headway")
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 Endpoint = Callable[[Request], Awaitable[Response]]
-_LONGEST_PATH: Final = 200
-"""Characters of an unknown path that are compared with those that there are."""
+_LONGEST_PATH: Final = 200  # Characters of an unknown path that are compared with those that there are
 Answer = TypeVar("Answer")
 Body = TypeVar("Body", bound=BaseModel)
 Marked = TypeVar("Marked", bound=Callable[..., Any])

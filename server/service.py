@@ -25,8 +25,7 @@ from headway.server.routing import read_body
 
 Body = TypeVar("Body", bound=Fields)
 
-_ENDED_INTERVAL: Final = 0.02
-"""Seconds between two looks at whether requests have ended."""
+_ENDED_INTERVAL: Final = 0.02  # Seconds between two looks at whether requests have ended
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 

@@ -30,8 +30,7 @@ from headway.kernels.runtime.probe import HALF_DTYPES, capability, has_gpu
 _LOG2E = math.log2(math.e)
 ARGUMENTS = Struct("=8Q4q6i2f")
 """struct Arguments of shape.cuh."""
-_MOST_MAPS = 1024
-"""Tensor maps kept: three for each layer, and new ones where activations lie elsewhere or are more."""
+_MOST_MAPS = 1024  # Tensor maps kept: three for each layer, and new ones where activations lie elsewhere or are more
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,7 @@ ARGUMENTS = Struct("=13Q16q5i2f4x")
 """struct DecodeArguments of decode.cu."""
 TILE = 16
 """Keys of a warp's tile."""
-_MOST_COLUMNS = 512
-"""Eights of query rows times elements of a head, at most: the sums lie in registers."""
+_MOST_COLUMNS = 512  # Eights of query rows times elements of a head, at most: the sums lie in registers
 _LOG2E = math.log2(math.e)
 
 

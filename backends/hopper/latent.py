@@ -48,8 +48,7 @@ MOST_PARTS = 10
 THREADS = 384
 ARGUMENTS = Struct("=6Q4q3if")
 """struct LatentArguments of latent.cuh."""
-_PANEL = 64
-"""Elements of a row that one copy takes, 128 bytes."""
+_PANEL = 64  # Elements of a row that one copy takes, 128 bytes
 _LOG2E = math.log2(math.e)
 _MEMORY_BYTES_PER_US, _L2_BYTES_PER_US = 4.1e6, 5.5e6
 

@@ -103,8 +103,7 @@ def cut_sequences(
         )  # fmt: skip
 
 
-_WORK = 8192
-"""Chunks times sequences that a program compares at once."""
+_WORK = 8192  # Chunks times sequences that a program compares at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,8 +63,7 @@ class Prefill:
         self.workspace = setup.workspace
         self._merge_rows = max(1, min(MERGE_ELEMENTS // layer.block_dv, 8))
         self._scalars = tuple(layer.scalars.values())
-        self._own = id(layer)
-        """See `Decode`."""
+        self._own = id(layer)  # See `Decode`
         self._launch = Launcher(varlen_attention)
         self._launch_merge = Launcher(merge_tiles)
         self._pdl = launches_early(spec.device)

@@ -47,12 +47,10 @@ def address(tensor: Tensor | None) -> int:
 
 
 _SOURCE = "paged_attention.cu"
-_OUT = (0,) * 3
-"""Places of the output: address, stride of a token, stride of a head; set by each layer, and ..."""
+_OUT = (0,) * 3  # Places of the output: address, stride of a token, stride of a head; set by each layer, and ..
 _LAYER = (0,) * 5 + _OUT
 """... before them those of q, as the output's, of the key and of the value."""
-_LONG = 64
-"""Tiles from which lengths are rounded for the choice of a cut."""
+_LONG = 64  # Tiles from which lengths are rounded for the choice of a cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +178,7 @@ WARPS = (2, 4, MAX_WARPS)
 
 SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
 """Shared memory a block of threads can ask for, nearly all that a multiprocessor has, by architecture; 99 on all others."""
-_KERNELS_OWN = 2048
-"""What the attention kernel has besides its stages."""
+_KERNELS_OWN = 2048  # What the attention kernel has besides its stages
 
 
 def shared_bytes(arch: str) -> int:
@@ -211,16 +208,11 @@ def stages_of(tile_bytes: int, arch: str) -> int:
     return max(2, min(MAX_STAGES, shared_bytes(arch) // (MAX_WARPS * tile_bytes)))
 
 
-_TILE_US = 1.1
-"""Time of one tile of a warp that nobody disturbs: latency."""
-_START_US = 3.0
-"""What a block of threads takes before its first tile and after its last."""
-_TAIL = 0.05
-"""Share of a block's time in which, at the end, the memory is not busy any more."""
-_WARP_US = 0.17
-"""What merging one more warp costs."""
-_SECOND_US = 4.6
-"""What the second kernel costs, and ..."""
+_TILE_US = 1.1  # Time of one tile of a warp that nobody disturbs: latency
+_START_US = 3.0  # What a block of threads takes before its first tile and after its last
+_TAIL = 0.05  # Share of a block's time in which, at the end, the memory is not busy any more
+_WARP_US = 0.17  # What merging one more warp costs
+_SECOND_US = 4.6  # What the second kernel costs, and ..
 _MERGE_US = 0.09
 """... what one more partition to merge does, and ..."""
 _PARTIAL_US = 0.23
@@ -250,11 +242,9 @@ def choose(items: int, total_tiles: int, longest: int, tile_bytes: int, machine:
     return min((Cut(w, p) for w in WARPS for p in PARTITIONS if p <= max(longest, 1)), key=time_of)
 
 
-_MANY_TOKENS = 1024
-"""Tokens from which smaller blocks of threads, more of them on a multiprocessor, write faster."""
+_MANY_TOKENS = 1024  # Tokens from which smaller blocks of threads, more of them on a multiprocessor, write faster
 _COPY_THREADS = 256
-_COPY_PARTS = 8
-"""Blocks of threads that share one cache block."""
+_COPY_PARTS = 8  # Blocks of threads that share one cache block
 
 
 def cache_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int) -> Variant:

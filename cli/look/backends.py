@@ -171,8 +171,7 @@ def _print_table(
     return groups
 
 
-_SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts", "extend decode": "cached"}
-"""Phases in a narrow terminal."""
+_SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts", "extend decode": "cached"}  # Phases in a narrow terminal
 
 
 def _phases(names: Iterable[str], wide: bool) -> str:

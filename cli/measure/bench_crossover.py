@@ -29,8 +29,7 @@ GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
 """Geometries of smollm2, which `headway generate` runs if no model is named, and of an 8B model."""
 LAYERS = {"9/3/64": 30, "32/8/128": 32}
 """Number of layers of the models with these geometries."""
-_FILE_WIDTH = 160
-"""Columns of the table where no terminal says how many it has."""
+_FILE_WIDTH = 160  # Columns of the table where no terminal says how many it has
 
 
 _OWN_OPTIONS = {

@@ -28,8 +28,7 @@ from headway.core.system.terminal import Terminal
 if TYPE_CHECKING:
     from headway.bench.kernel.run import KernelOptions
 
-_FILE_WIDTH = 240
-"""Columns of the table where no terminal says how many it has."""
+_FILE_WIDTH = 240  # Columns of the table where no terminal says how many it has
 
 
 class TimedPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)

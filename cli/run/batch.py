@@ -28,8 +28,7 @@ BATCH = "Batch"
 JOURNAL = ".journal"
 """End of the name of the file that collects answers until all of them are there."""
 _LONGEST_LINE = 2**28
-_INTERVAL = 0.5
-"""Seconds between two lines of progress."""
+_INTERVAL = 0.5  # Seconds between two lines of progress
 
 
 @takes_engine_options(*(name for name in help_texts() if name != "model"))

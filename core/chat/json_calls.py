@@ -12,10 +12,8 @@ from headway.core.chat.text_source import PieceWriter, TextSource, Waiting, load
 
 _NAMES: Final = frozenset(("name", "function_name", "tool_name"))
 _ARGUMENTS: Final = frozenset(("arguments", "parameters", "args"))
-_SIGNS: Final = " \t\r\n],;"
-"""What may stand between calls of a list."""
-_LONGEST_HEAD: Final = 512
-"""Characters of what stands before a call's arguments; a longer one is content."""
+_SIGNS: Final = " \t\r\n],;"  # What may stand between calls of a list
+_LONGEST_HEAD: Final = 512  # Characters of what stands before a call's arguments; a longer one is content
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,7 @@ def is_control(name: str, special: bool, template: str) -> bool:
     return bool(name) and (special or (name in template and not name.isspace()))
 
 
-_ANSWER: Final = "wordsofananswer"
-"""Content of an assistant's message that templates pass on unchanged."""
+_ANSWER: Final = "wordsofananswer"  # Content of an assistant's message that templates pass on unchanged
 
 
 def token_after_answer(tokenizer: Any, chat_template: str | None = None) -> int | None:

@@ -29,8 +29,7 @@ class PieceWriter:
     def __init__(self, make_id: Callable[[str, int], str] = call_id) -> None:
         self._make_id = make_id
         self._pieces: list[ChatPiece] = []
-        self._space = ""
-        """White space that is content if anything but a call follows."""
+        self._space = ""  # White space that is content if anything but a call follows
         self.num_calls = 0
 
     def content(self, text: str) -> None:

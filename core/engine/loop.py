@@ -114,11 +114,9 @@ class EngineLoop:
         self.executor = executor
         self._eos = eos_token_ids
         self._overlaps = bool(config.async_scheduling)
-        self._live: dict[str, list[Sequence]] = {}
-        """The unfinished sequences of each request."""
+        self._live: dict[str, list[Sequence]] = {}  # The unfinished sequences of each request
         self._in_flight: deque[_LaunchedStep] = deque()
-        self._unreported: list[OutputDelta] = []
-        """What `step` is to return; it outlives an interrupt."""
+        self._unreported: list[OutputDelta] = []  # What `step` is to return; it outlives an interrupt
         self.asleep: tuple[str, ...] = ()
         """What sleeps of weights and cache; while anything does, requests are refused."""
         self._arrivals = count()

@@ -22,8 +22,7 @@ from headway.core.system.text import harmless
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-_LONGEST_REASON: Final = 240
-"""Characters of a reason; llguidance's quotes the whole of a regular expression that it refuses."""
+_LONGEST_REASON: Final = 240  # Characters of a reason; llguidance's quotes the whole of a regular expression that it refuses
 _SPACE: Final = r"[ \t\n\r]?"
 """Space between the parts of JSON, unless a form says otherwise: a small model may write spaces without end."""
 
@@ -66,10 +65,8 @@ def brief_reason(text: str) -> str:
     return line if len(line) <= _LONGEST_REASON else f"{line[:half]}...{line[-half:]}"
 
 
-_MOST_COMPILED = 256
-"""Grammars that are kept; the one used longest ago goes first."""
-_MOST_COMPILED_BYTES = 2**26
-"""Bytes of their forms. A compiled form takes up to 50 times the bytes of its text."""
+_MOST_COMPILED = 256  # Grammars that are kept; the one used longest ago goes first
+_MOST_COMPILED_BYTES = 2**26  # Bytes of their forms. A compiled form takes up to 50 times the bytes of its text.
 
 
 class Grammar:
@@ -118,8 +115,7 @@ class GrammarCompiler:
         self._loaded: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._bytes = 0
-        """Bytes of the compiled forms."""
+        self._bytes = 0  # Bytes of the compiled forms
         self._lock = threading.Lock()
         self._loading = threading.Lock()
 

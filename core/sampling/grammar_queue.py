@@ -22,10 +22,8 @@ TRIAL_MEMORY: Final = 2 * 2**30
 """Bytes that the process may take beside what it begins with."""
 TRIAL_STACK: Final = 16 * 2**20
 """Bytes of stack; a chain of 1,000 references takes four million."""
-_START_SECONDS: Final = 60.0
-"""Seconds for the process to start and to read the tokenizer."""
-_LONGEST_TRIAL: Final = 60.0
-"""Seconds for a trial on a machine that others keep busy."""
+_START_SECONDS: Final = 60.0  # Seconds for the process to start and to read the tokenizer
+_LONGEST_TRIAL: Final = 60.0  # Seconds for a trial on a machine that others keep busy
 
 
 class GrammarTrial:
@@ -96,14 +94,11 @@ def _cause(died: ChildDied) -> str:
 
 SMALL_FORM_BYTES: Final = 4096
 """Bytes of a form that is compiled without a trial. Of 4,096 bytes the worst that was found takes 2 MiB of stack and 0.2 s."""
-_COMPILERS: Final = 2
-"""Threads that compile small forms; each holds the interpreter for a part of its time."""
-_TRIERS: Final = 2
-"""Threads that have larger forms tried, each by a process of its own, and then compile them."""
+_COMPILERS: Final = 2  # Threads that compile small forms; each holds the interpreter for a part of its time
+_TRIERS: Final = 2  # Threads that have larger forms tried, each by a process of its own, and then compile them
 _STACK: Final = 2 * TRIAL_STACK
 """Bytes of a compiling thread's stack: what a trial has survived is compiled here with room to spare."""
-_MOST_TRIED: Final = 4096
-"""Forms whose trial is remembered."""
+_MOST_TRIED: Final = 4096  # Forms whose trial is remembered
 
 
 class GrammarQueue:
@@ -113,12 +108,9 @@ class GrammarQueue:
         self._compiler = compiler
         self._small = ThreadPoolExecutor(_COMPILERS, "headway-grammar")
         self._large = ThreadPoolExecutor(_TRIERS, "headway-grammar-trial")
-        self._trials = threading.local()
-        """The trial of each thread of `_large`."""
-        self._tried: dict[bytes, None] = {}
-        """Hashes of forms that have survived a trial, the oldest first."""
-        self._guard = threading.Lock()
-        """Protects `_tried`."""
+        self._trials = threading.local()  # The trial of each thread of `_large`
+        self._tried: dict[bytes, None] = {}  # Hashes of forms that have survived a trial, the oldest first
+        self._guard = threading.Lock()  # Protects `_tried`
 
     def add(self, form: StructuredOutputsParams) -> Future[None]:
         """Have a form compiled; the future fails with a GrammarError, and may be cancelled until the form is compiled."""

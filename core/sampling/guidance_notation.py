@@ -12,8 +12,7 @@ from headway.core.system.json_text import parse_json
 
 _SCHEMAS: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Keywords whose value is an object of schemas."""
-_VALUES: Final = frozenset(("const", "enum", "default", "examples", "x-guidance"))
-"""Keywords whose value is not a schema."""
+_VALUES: Final = frozenset(("const", "enum", "default", "examples", "x-guidance"))  # Keywords whose value is not a schema
 _TOKEN: Final = re.compile(
     r"""(?P<comment>(?://|\#)[^\n]*) | (?P<json>%json\s*(?=[\[{tf])) | (?P<text>"(?:\\.|[^"\\])*")(?P<ignore_case>i?)
     | /(?P<regex>(?:\\.|[^/\\])+)/(?P<flags>[a-z]*)""",
@@ -129,8 +128,7 @@ class _TagGrammar:
         self._options = options
         self._closed = closed
         self._rules: list[str] = []
-        self._names: dict[str, str] = {}
-        """Format as JSON -> the rule that it has already."""
+        self._names: dict[str, str] = {}  # Format as JSON -> the rule that it has already
         self._others: list[dict[str, Any]] = []
 
     def text(self, form: Mapping[str, Any]) -> str:

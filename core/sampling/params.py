@@ -270,8 +270,7 @@ _LISTS: Final = {
     "logits_processors": "a list of functions, or of names that plugins registered",
 }
 """Fields that hold a list, empty for None -> what they take."""
-_FILLED: Final = ("stop", "allowed_token_ids", *_LISTS)
-"""Fields that hold a list, which a program may change in place."""
+_FILLED: Final = ("stop", "allowed_token_ids", *_LISTS)  # Fields that hold a list, which a program may change in place
 
 _OUTPUT_KINDS: Final = ", ".join(map(str, RequestOutputKind))
 

@@ -81,8 +81,7 @@ def most_likely(logits: Tensor, k: int, first: int, scales: Tensor | None = None
     return pack(own.gather(1, at), at + first)
 
 
-_NUMBER = 8
-"""Bytes of a candidate."""
+_NUMBER = 8  # Bytes of a candidate
 
 
 def vocabulary_of(sampling: SamplingOps, size: int, ranks: Ranks) -> Vocabulary:
@@ -106,8 +105,7 @@ class RankedVocabulary:
         self._ranks = ranks
         width = -(-size // ranks.size)
         self._first = ranks.rank * width
-        self._held = min(max(size - self._first, 0), width)
-        """Tokens of this rank; logits beyond them are -inf."""
+        self._held = min(max(size - self._first, 0), width)  # Tokens of this rank; logits beyond them are -inf
         self._best = sampling.best_of_part or best_of_part
         self._winners = sampling.winners or winners
         self._gathers = Gathers()

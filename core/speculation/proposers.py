@@ -22,8 +22,7 @@ UNGUESSED = 0
 _RATE, _FALL = 0.1, 0.3
 """Weight of the newest time in a running mean, and of one below the mean. The second is larger because other work on the machine
 only makes steps longer, and because a width that seems too slow is seldom tried again."""
-_OUTLIER = 1.5
-"""Largest multiple of the mean that the time of one step counts as: what took longer was something else."""
+_OUTLIER = 1.5  # Largest multiple of the mean that the time of one step counts as: what took longer was something else
 _NEEDED = 4
 """Steps after which a mean is used; until then it is the least of them, for the first ones take longer than all that follow."""
 
@@ -109,8 +108,7 @@ class StepTimes:
         return None
 
 
-_ANCHORS = (3, 1)
-"""Lengths of the n-grams whose places are kept, the longest first."""
+_ANCHORS = (3, 1)  # Lengths of the n-grams whose places are kept, the longest first
 _MOST_PLACES = 32
 """Most places of an n-gram that are looked at, the latest ones. They bound what a guess costs, and how exact its counts are."""
 

@@ -16,12 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, TextIO
 
-_TAIL = 300
-"""Characters kept of a dead process's last line."""
-_DUMP_SECONDS = 0.5
-"""Seconds in which a process that hangs may write its stack."""
-_DEATH_SIGNAL = 1
-"""prctl's PR_SET_PDEATHSIG."""
+_TAIL = 300  # Characters kept of a dead process's last line
+_DUMP_SECONDS = 0.5  # Seconds in which a process that hangs may write its stack
+_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class ChildDied(Exception):

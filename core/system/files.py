@@ -19,8 +19,7 @@ import platformdirs
 
 log = logging.getLogger("headway")
 
-_LITTLE = 64 * 2**20
-"""Free bytes below which a folder counts as full: the kernels of one model may take as many."""
+_LITTLE = 64 * 2**20  # Free bytes below which a folder counts as full: the kernels of one model may take as many
 
 
 def cache_folder() -> Path:
@@ -58,8 +57,7 @@ def warn_unwritable(folder: Path, why: str) -> None:
     )
 
 
-_PART = ".headway-part"
-"""End of the names of files and folders that are not complete yet."""
+_PART = ".headway-part"  # End of the names of files and folders that are not complete yet
 _SHARED, _PRIVATE = 0o666, 0o600
 """Modes of files."""
 LARGEST_TEXT = 1 << 28

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_OWN = "headway."
-"""Modules whose objects are entered; so are torch's modules, and Python's own containers."""
+_OWN = "headway."  # Modules whose objects are entered; so are torch's modules, and Python's own containers
 
 
 def held_tensors(*roots: object) -> dict[str, Tensor]:

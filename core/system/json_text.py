@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="BaseModel")
 _LEAST: Final = -(2**63)
 _MOST: Final = 2**64 - 1
-_LEVELS: Final = 200
-"""Levels of objects and arrays that pydantic's reader takes."""
-_LONG_LIST: Final = 16
-"""Items from which on a list of numbers is checked as a whole."""
+_LEVELS: Final = 200  # Levels of objects and arrays that pydantic's reader takes
+_LONG_LIST: Final = 16  # Items from which on a list of numbers is checked as a whole
 _LONGEST_PATH: Final = 200
 _NAMES: Final = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
 """Type in Python -> its name in JSON."""

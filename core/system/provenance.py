@@ -20,8 +20,7 @@ from headway.core.system.text import harmless
 COMMIT_VARIABLE = "HEADWAY_COMMIT"
 """Environment variable that names the commit of a copy of the sources without git's folder, such as one in a container."""
 _SHORT = 12
-_UNKNOWN = "unknown"
-"""The version of sources that are not installed."""
+_UNKNOWN = "unknown"  # The version of sources that are not installed
 _SECONDS = 10
 PTXAS, NVRTC = "ptxas", "nvrtc"
 _RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")

@@ -11,8 +11,7 @@ from typing import Any, Final, TextIO
 
 from headway.core.system.text import shown
 
-_STDERR: Final = 2
-"""Descriptor of stderr."""
+_STDERR: Final = 2  # Descriptor of stderr
 _ROOM: Final = "free some space, or name another place"
 _ADVICE: Final = {
     errno.ENOSPC: _ROOM,
@@ -86,8 +85,7 @@ class LossyFile(io.FileIO):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream.fileno(), "w", closefd=False)
-        self._stream = stream
-        """Closes the file when nobody holds it any more."""
+        self._stream = stream  # Closes the file when nobody holds it any more
 
     def write(self, data: Any) -> int:
         """Write as much as can be written; returns the number of bytes that were given."""

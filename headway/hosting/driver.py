@@ -26,8 +26,7 @@ class HeldInterrupts:
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None
-        """The handler in whose place this one stands; None: SIGINT is not held back."""
+        self._handler: Any = None  # The handler in whose place this one stands; None: SIGINT is not held back
         self._pending = False
 
     def hold(self) -> None:
@@ -68,8 +67,7 @@ class FairLock:
     def __init__(self) -> None:
         self._guard = Lock()
         self._taken = False
-        self._callers: set[int] = set()
-        """The threads that have the lock or wait for it."""
+        self._callers: set[int] = set()  # The threads that have the lock or wait for it
         self._waiting: deque[Lock] = deque()
         self._interrupts = HeldInterrupts()
 
@@ -150,8 +148,7 @@ class EngineDriver:
         """Objects that tasks leave for later tasks, by name; see headway.hosting.host."""
         self.on_cpu = assembly.device.type == "cpu"
         """True where activations and compiled products lie in this process's memory, which is then given back now and then."""
-        self._deferred: list[Callable[[], None]] = []
-        """Calls that this step's own thread has left for the end of the step."""
+        self._deferred: list[Callable[[], None]] = []  # Calls that this step's own thread has left for the end of the step
         self._next_give_back = time.perf_counter() + GIVE_BACK_INTERVAL
 
     def add_listener(self, listener: Listener) -> None:

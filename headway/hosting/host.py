@@ -163,8 +163,7 @@ def adapter_ids(engine: EngineLoop) -> set[int]:
     return {each.lora_int_id for each in engine.adapter_table.known}
 
 
-_IDLE: Final = 1.0
-"""Seconds without work after which freed memory is given back, once, where the engine runs on a CPU."""
+_IDLE: Final = 1.0  # Seconds without work after which freed memory is given back, once, where the engine runs on a CPU
 
 Call = tuple[Task[Any], "Future[Any]"]
 
@@ -181,8 +180,7 @@ class EngineThread(EngineHost):
         self.names = driver.names
         self.facts = EngineFacts.of(driver)
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
-        self._guard = Lock()
-        """Protects `error`, so that no task is queued after the queue was emptied for the last time."""
+        self._guard = Lock()  # Protects `error`, so that no task is queued after the queue was emptied for the last time
         self._began: float | None = None
         """When the thread turned to the step, and the tasks before it, that it is at; None: it waits for work."""
         self._died: list[Callable[[EngineDeadError], None]] = []

@@ -36,10 +36,8 @@ class EngineChild:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._host: EngineThread | None = None
-        self._next_sign = 0.0
-        """When the parent is told of a step even if it has brought nothing."""
-        self._left = Event()
-        """Set when the parent has closed its end of the wire, or has ended."""
+        self._next_sign = 0.0  # When the parent is told of a step even if it has brought nothing
+        self._left = Event()  # Set when the parent has closed its end of the wire, or has ended
 
     def run(self) -> None:
         """Load the model, and serve the parent."""

@@ -40,8 +40,7 @@ T = TypeVar("T")
 
 _UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)
 """Exceptions of pickle for an object that cannot be pickled."""
-_END_SECONDS: Final = 20.0
-"""Seconds for the process to end by itself: a step may run, and files may have to be written."""
+_END_SECONDS: Final = 20.0  # Seconds for the process to end by itself: a step may run, and files may have to be written
 
 
 class _WaitingTask(NamedTuple):
@@ -72,11 +71,9 @@ class EngineProcess(EngineHost):
         """
         self._make = make
         self._restarts = self._left = restarts
-        self._guard = Lock()
-        """Protects `error`, `is_restarting`, `_stopped` and `_waiting`."""
+        self._guard = Lock()  # Protects `error`, `is_restarting`, `_stopped` and `_waiting`
         self._stopped = False
-        self._fault: EngineDeadError | None = None
-        """Why the last engine has ended."""
+        self._fault: EngineDeadError | None = None  # Why the last engine has ended
         self._waiting: dict[int, _WaitingTask] = {}
         self._numbers = count()
         self._clients: list[tuple[Listener, Callable[[EngineDeadError], None]]] = []
@@ -89,8 +86,7 @@ class EngineProcess(EngineHost):
         self._process = spawned.process
         self._wire = spawned.wire
         self._num_sequences = 0, 0
-        self._heard = time.monotonic()
-        """When the child sent its last message; while it steps, there is one each second at least."""
+        self._heard = time.monotonic()  # When the child sent its last message; while it steps, there is one each second at least
         try:
             ready = self._begin()
             tokenizer = None if ready.tokenizer_folder is None else read_tokenizer(ready.tokenizer_folder)

@@ -18,8 +18,7 @@ from headway.core.engine.data.stats import EngineStats, ProfilerRanges, no_range
 from headway.core.engine.data.step import OutputDelta
 from headway.hosting.driver import EngineDriver
 
-_MOST_KERNELS: Final = 12
-"""Kernels that a profile lists."""
+_MOST_KERNELS: Final = 12  # Kernels that a profile lists
 
 
 MOST_STEPS: Final = 1000

@@ -368,8 +368,7 @@ def _as_said(visibility: Visibility, rule: Rule) -> bool:
 Rule = Callable[..., Tensor]
 """(batch, head, query, key) -> whether the query sees the key; the last two are positions and may be tensors."""
 
-_DEPTH = 6
-"""Most levels of functions in functions that are compared."""
+_DEPTH = 6  # Most levels of functions in functions that are compared
 
 
 def is_known_rule(rule: Rule, window: int | None) -> bool:

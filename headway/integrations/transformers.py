@@ -237,10 +237,8 @@ except ImportError as error:
     raise ConfigError(
         "headway.integrations.transformers", f"transformers {WORKS}", f"{transformers.__version__} ({error})"
     ) from error
-_RESERVED = ("flash", "sdpa", "flex_attention")
-"""Words that transformers searches names for."""
-_REQUESTS: dict[str, str] = {}
-"""Registered name -> request; global, as transformers' own registry."""
+_RESERVED = ("flash", "sdpa", "flex_attention")  # Words that transformers searches names for
+_REQUESTS: dict[str, str] = {}  # Registered name -> request; global, as transformers' own registry
 _REFUSED = {
     "dropout": "no dropout (training)",
     "output_attentions": "no weights",

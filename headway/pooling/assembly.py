@@ -170,8 +170,7 @@ class PoolingClient:
         return ConfigError("LLM", "a model that generates text", got, f"{methods} answer for it; runner='generate' insists")
 
 
-_TOKENISERS = 2
-"""Threads that tokenise; the tokenizer's native code does not hold Python's lock."""
+_TOKENISERS = 2  # Threads that tokenise; the tokenizer's native code does not hold Python's lock
 _BATCHES = 4
 """Batches' worth of tokens that the engine is handed at a time: enough to pack texts of like lengths, little enough that a short
 request does not wait for the end of a long one."""
@@ -199,8 +198,7 @@ class AsyncPooling:
         self._waiting: deque[_Waiting] = deque()
         self._changed = Condition()
         self._stopped = False
-        self._since: float | None = None
-        """When the round that runs has begun."""
+        self._since: float | None = None  # When the round that runs has begun
         self._tokenisers = ThreadPoolExecutor(_TOKENISERS, "headway-tokenise")
         self._thread = Thread(target=self._run, name="headway-pooling", daemon=True)
         self._thread.start()

@@ -184,8 +184,7 @@ def _words(content: Any) -> str:
 
 
 Reads = Literal["calls", "reasoning"]
-_GENERAL = "hermes"
-"""The parser of calls where a model's template names no format."""
+_GENERAL = "hermes"  # The parser of calls where a model's template names no format
 
 
 @dataclass

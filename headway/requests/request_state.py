@@ -47,8 +47,7 @@ class Completion:
         self.error: str | None = None
         self._scores: list[float] = []
         self._logprobs: list[LogprobsByToken] = []
-        self._shown = (0, 0, False)
-        """Tokens and characters that `new_output` has handed out, and whether it has reported the end."""
+        self._shown = (0, 0, False)  # Tokens and characters that `new_output` has handed out, and whether it has reported the end
 
     @property
     def score(self) -> float:
@@ -244,8 +243,7 @@ def by_token(found: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsByToken:
     return listed
 
 
-_REMEMBERED: Final = 8192
-"""Number of tokens whose own text is remembered; most texts consist of fewer different ones."""
+_REMEMBERED: Final = 8192  # Number of tokens whose own text is remembered; most texts consist of fewer different ones
 
 
 class OutputProcessor:
@@ -321,12 +319,9 @@ def fastest_decoder(tokenizer: Tokenizer | None) -> Tokenizer:
     return DirectTokenizer(tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
 
 
-_REMEMBERED_TOKENS: Final = 8192
-"""Number of pairs of tokens whose bytes are remembered."""
-_PART: Final = "\N{REPLACEMENT CHARACTER}"
-"""Text of bytes that are a part of a character."""
-_BYTE_NAME: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""Name of a token of one byte in vocabularies of sentencepiece."""
+_REMEMBERED_TOKENS: Final = 8192  # Number of pairs of tokens whose bytes are remembered
+_PART: Final = "\N{REPLACEMENT CHARACTER}"  # Text of bytes that are a part of a character
+_BYTE_NAME: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # Name of a token of one byte in vocabularies of sentencepiece
 
 
 def _byte_of_sign() -> dict[str, int]:

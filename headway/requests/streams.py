@@ -26,8 +26,7 @@ class RequestStream:
         self.request_id = state.request_id
         self.state = state
         self._close: Callable[[], None] | None = close
-        self._has_news = False
-        """Whether there may be something to read."""
+        self._has_news = False  # Whether there may be something to read
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
 

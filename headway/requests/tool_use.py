@@ -143,8 +143,7 @@ def _name_in(choice: Any, place: str) -> str:
 
 
 Part = dict[str, Any]
-_SPACE = r"\s{0,4}"
-"""White space between the reasoning and the answer: a small model may write spaces without end."""
+_SPACE = r"\s{0,4}"  # White space between the reasoning and the answer: a small model may write spaces without end
 _MORE: Final = ("additionalProperties", "required")
 _OF_NOTHING: Final = frozenset(("type", "properties", "title", "description", "$schema", *_MORE))
 """Keywords of a schema that names no property; with others it may allow some."""

@@ -179,10 +179,8 @@ class Infill:
 
 
 _NO_RULES = RequestRules()
-_AT_ONCE = 8
-"""Most prompts that are checked without a thread, if they are short."""
-_SHORT = 4096
-"""Most token ids of a short prompt; checking these takes less than 50 us."""
+_AT_ONCE = 8  # Most prompts that are checked without a thread, if they are short
+_SHORT = 4096  # Most token ids of a short prompt; checking these takes less than 50 us
 
 
 class TextModel(NamedTuple):

@@ -8,8 +8,7 @@ from typing import Any
 
 from headway.core.contract.spec import DTYPES
 
-_KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types whose config.json is read without transformers."""
+_KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # Model types whose config.json is read without transformers
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -27,8 +26,7 @@ _EXPERTS: dict[str, type] = {
 """What a mixture of experts has beside them."""
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """What Llama 3.1's RoPE has beside its base."""
-_SWITCHES = {"attention_bias": False, "mlp_bias": False}
-"""With the default that they have in every architecture."""
+_SWITCHES = {"attention_bias": False, "mlp_bias": False}  # With the default that they have in every architecture
 _KNOWN = {
     *_SIZES,
     *_EXPERTS,

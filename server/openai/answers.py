@@ -248,8 +248,7 @@ class CompletionAnswer(ChunkedAnswer):
         self._most = body.logprobs
         self._decode = decode
         self._prompt_only = body.echo and body.max_tokens == 0
-        self._offsets: dict[int, int] = {}
-        """Index of a choice -> its characters so far."""
+        self._offsets: dict[int, int] = {}  # Index of a choice -> its characters so far
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """Write the prompt, where the request wants an echo."""

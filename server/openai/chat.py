@@ -49,8 +49,7 @@ class ChatAnswer(ChunkedAnswer):
         self._token_bytes = token_bytes
         self.hides_special = True
         """The bytes of tokens, and whether the texts leave special tokens out."""
-        self._text_bytes: dict[int, TextBytes] = {}
-        """Index of a choice -> the bytes of its text."""
+        self._text_bytes: dict[int, TextBytes] = {}  # Index of a choice -> the bytes of its text
         self._includes_reasoning = body.include_reasoning
         last = body.messages[-1] if body.echo and body.messages else {}
         content = last.get("content") if last.get("role") == "assistant" or not body.add_generation_prompt else ""

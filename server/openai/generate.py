@@ -134,8 +134,7 @@ class DemoRequest(Fields):
         return CompletionRequest(**{**given, "prompt": self.prompt, "stream": self.stream})
 
 
-_Scored = list[Any]
-"""A token's log-probability, its id, and its text or None."""
+_Scored = list[Any]  # A token's log-probability, its id, and its text or None
 
 
 class NativeAnswer(Answer):

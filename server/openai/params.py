@@ -31,8 +31,7 @@ _SAME: Final = tuple(
     if each.name in SamplingRequest.model_fields and each.name not in ("max_tokens", "structured_outputs")
 )
 """Fields of the same name and meaning in SamplingParams."""
-_COMPLETION_TOKENS: Final = 16
-"""max_tokens of a completion that does not give it, as in OpenAI's API."""
+_COMPLETION_TOKENS: Final = 16  # max_tokens of a completion that does not give it, as in OpenAI's API
 
 
 _REMEMBERED: Final = 256

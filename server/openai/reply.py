@@ -39,8 +39,7 @@ class PromptReader:
         self._metrics = metrics
         self._end = end
         self._n = answer.body.n or 1
-        self._first = number * self._n
-        """Index of the prompt's first choice."""
+        self._first = number * self._n  # Index of the prompt's first choice
         self._reasons: dict[int, str] = {}
         self._noted = False
         self.num_written = 0

@@ -114,8 +114,7 @@ class _WalkCut:
     """Chunks on their way from memory at a time."""
 
 
-_KNOWN_MULTIPLE = 16
-"""Elements; Triton specialises a kernel by whether a number is a multiple of 16."""
+_KNOWN_MULTIPLE = 16  # Elements; Triton specialises a kernel by whether a number is a multiple of 16
 
 
 def _whole_rows(spec: StateSpec) -> int:

@@ -95,8 +95,7 @@ class FreePages:
 SHORTEST_FIRST_HIT = 8
 """Fewest tokens that a prefix hit must spare where no whole page is shared. With a hit a prompt extends a context instead of
 being a plain prefill, and that costs more than the few tokens which any two prompts share by chance or through their template."""
-_NEVER = sys.maxsize
-"""A number of tokens that no sequence reaches."""
+_NEVER = sys.maxsize  # A number of tokens that no sequence reaches
 
 
 class PagesUsed(NamedTuple):

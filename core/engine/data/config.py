@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
     from headway.core.select.backend_request import BackendRequest
 
-_MOST_SEQS = 2**20
-"""Most sequences of a step: buffers of the host and the device have a row for each."""
-_MOST_RANK = 512
-"""The largest rank of an adapter, as in vLLM."""
+_MOST_SEQS = 2**20  # Most sequences of a step: buffers of the host and the device have a row for each
+_MOST_RANK = 512  # The largest rank of an adapter, as in vLLM
 _AT_LEAST_ONE: Final = (
     "block_size",
     "max_model_len",
@@ -266,8 +264,7 @@ class EngineConfig:
 
 _NEEDS: Final = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", NoneType: "None"}
 """Type of an option -> what the error for another value says that it needs."""
-_WORD: Final = 2**63
-"""No count or size is as large, on any machine."""
+_WORD: Final = 2**63  # No count or size is as large, on any machine
 
 
 @cache

@@ -21,8 +21,7 @@ NULL_PAGE = 0
 _TYPICAL_LENGTHS = (1024, 8192)
 """Lengths of the sequences for which a page's size is chosen: a large page is filled in part, a small one leaves a rest that no
 block fits."""
-_LARGEST_PAGE = 4
-"""Largest size of a page, in blocks of the group with the most layers."""
+_LARGEST_PAGE = 4  # Largest size of a page, in blocks of the group with the most layers
 
 
 @dataclass(frozen=True, slots=True)

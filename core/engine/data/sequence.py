@@ -87,8 +87,7 @@ class StepCount:
     taken: int = 0
 
 
-_NO_STEPS = StepCount()
-"""The count of every sequence that is not in a `DecodeBatch`: it stays 0."""
+_NO_STEPS = StepCount()  # The count of every sequence that is not in a `DecodeBatch`: it stays 0
 
 
 class PrefixCopy(NamedTuple):

@@ -266,8 +266,7 @@ class StepClock:
         """Replaced while a profiler is attached."""
         self._stats = stats
         self._now = now
-        self._seconds = dict.fromkeys(_ANY, 0.0)
-        """Seconds of each part that are not in the statistics yet."""
+        self._seconds = dict.fromkeys(_ANY, 0.0)  # Seconds of each part that are not in the statistics yet
         self._part = ""
         self._entered = self._began = 0.0
         self._waited = stats.wait_seconds

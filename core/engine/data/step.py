@@ -39,8 +39,7 @@ class DecodeBatch:
         """[members]: computed tokens minus the steps that the batch has counted."""
         self._due: _Counts = self._offsets
         """[members]: steps after which the member's pages are full, or its last token is on its way."""
-        self._boundaries: _Counts = self._offsets
-        """[members]: steps after which a page of the member may be named or given back."""
+        self._boundaries: _Counts = self._offsets  # [members]: steps after which a page of the member may be named or given back
         self.state_indices: NDArray[numpy.int32] = numpy.zeros(0, dtype=numpy.int32)
         """[members]: `Sequence.state_index` of each, which stays while a sequence decodes without drafts."""
         self.adapter_slots: NDArray[numpy.int32] = numpy.zeros(0, dtype=numpy.int32)

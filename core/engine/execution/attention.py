@@ -86,8 +86,7 @@ class MirroredTables:
         self._mirror = mirror
         self._rows: NDArray[numpy.int64] = numpy.full(mirror.shape[1], -1, dtype=numpy.int64)
         """[batch]: the row whose block table each entry of the mirror holds; -1: none yet."""
-        self._num_updates = 0
-        """`HostBlockTables.num_updates` when the mirror was filled last."""
+        self._num_updates = 0  # `HostBlockTables.num_updates` when the mirror was filled last
 
     def fill(self, rows: NDArray[numpy.int64], tables: HostBlockTables) -> int:
         """Write the block table of `rows[i]` to entry i of each group; return how many. tables: always the same object."""
@@ -181,11 +180,9 @@ class PagedAttention:
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.groups = [group_of.get(self.specs.index(spec), 0) for spec in self._kinds]
         """Cache group of each distinct spec: what groups differ in, specs differ in."""
-        self._slots: list[Tensor] = []
-        """For each kind, where k and v of the step set up last go."""
+        self._slots: list[Tensor] = []  # For each kind, where k and v of the step set up last go
         self._parts: list[_Part] = []
-        self._decode_writes: list[bool] = []
-        """For each kind, whether its backend writes k and v itself in the step set up last."""
+        self._decode_writes: list[bool] = []  # For each kind, whether its backend writes k and v itself in the step set up last
         self.debug = os.environ.get("HEADWAY_DEBUG") == "1"
         self.first_nan: str | None = None
         """With HEADWAY_DEBUG=1: what made the first NaN of the last step."""

@@ -127,8 +127,7 @@ class PiecewiseGraphs:
         self._attention = attention
         self._device = device
         self._ranks = ranks
-        self._by_size: list[_PiecewiseGraph] = []
-        """The smallest first."""
+        self._by_size: list[_PiecewiseGraph] = []  # The smallest first
         self._inputs = torch.zeros(2, 0, dtype=torch.int64, device=device)
         """Token ids and positions; those of padding are left from other steps, hence valid ones."""
         self._outs: dict[tuple[int, ...], Tensor] = {}
@@ -228,8 +227,7 @@ class PiecewiseGraphs:
 
 Graph = TypeVar("Graph", bound=CapturedStep)
 
-_USUAL_LENGTH = 1024
-"""Tokens of a sequence for which the backend of a verification's graph is chosen."""
+_USUAL_LENGTH = 1024  # Tokens of a sequence for which the backend of a verification's graph is chosen
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -301,8 +299,7 @@ class DecodeGraphs:
     def __init__(self, step: ModelStep) -> None:
         self._step = step
         self._graphs: dict[tuple[int, str], DecodeGraph] = {}
-        self._size_of: list[int] = []
-        """The captured batch size for each number of sequences."""
+        self._size_of: list[int] = []  # The captured batch size for each number of sequences
         self._warned = False
 
     def capture(self, sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: GraphRecorder) -> None:

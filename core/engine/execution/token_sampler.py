@@ -133,8 +133,7 @@ class TokenSampler:
         self._needs = numpy.zeros(max_num_seqs, dtype=numpy.int32)
         self._filters = numpy.tile(numpy.array(NO_FILTER, dtype=numpy.float32)[:, None], max_num_seqs)
         """[4, max_num_seqs]: a `TokenFilter` for each row that filters."""
-        self._served = 0 if ops.filter is None else FILTERING
-        """Needs for which no logits change."""
+        self._served = 0 if ops.filter is None else FILTERING  # Needs for which no logits change
         self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)
         """Prompt tokens and min_tokens: the shortest that a row's sequence may become."""
         self._num_logprobs = numpy.zeros(max_num_seqs, dtype=numpy.int64)
@@ -308,8 +307,7 @@ class TokenSampler:
         return upload(torch.from_numpy(numbers), self._device)
 
 
-_AT_ONCE = 64
-"""Tokens whose logits are in memory together: those of a long prompt would take more than the cache leaves."""
+_AT_ONCE = 64  # Tokens whose logits are in memory together: those of a long prompt would take more than the cache leaves
 
 
 class PromptScorer:

@@ -14,12 +14,9 @@ from headway.core.engine.data.stats import EngineStats
 
 log = logging.getLogger("headway")
 
-_RATE = 0.2
-"""Weight of the newest time in a running mean."""
-_OUTLIER = 3.0
-"""Largest multiple of the mean that the time of one step counts as: what took longer was something else."""
-_FEWEST = 32
-"""Fewest tokens of a prompt in a step whose time tells what a token costs."""
+_RATE = 0.2  # Weight of the newest time in a running mean
+_OUTLIER = 3.0  # Largest multiple of the mean that the time of one step counts as: what took longer was something else
+_FEWEST = 32  # Fewest tokens of a prompt in a step whose time tells what a token costs
 _LATENCY = 200e-6
 """Seconds by which a transfer delays a request beyond the copy: the host sees the end of a copy only between steps."""
 
@@ -34,8 +31,7 @@ class OffloadCosts:
     """Most tokens of one step: a longer prompt takes several steps."""
     state_bytes: int = 0
     """Bytes of a sequence's state."""
-    _seconds: dict[int, float] = field(default_factory=dict)
-    """Octave of a step's prompt tokens -> seconds per token."""
+    _seconds: dict[int, float] = field(default_factory=dict)  # Octave of a step's prompt tokens -> seconds per token
 
     def note_step(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
         """Note how long a step took that computed this many prompt tokens beside this many decodes."""
@@ -85,12 +81,10 @@ class PrefillTimer:
         self._costs = costs
         self._stats = stats
         self._now = now
-        self._counted = 0, 0
-        """Prompt tokens and decodes that were launched before the newest step."""
+        self._counted = 0, 0  # Prompt tokens and decodes that were launched before the newest step
         self._launched: deque[tuple[float, int, int]] = deque()
         """Steps in flight: when each began to be launched, and its prompt tokens and decodes."""
-        self._last = 0.0
-        """When the last step ended."""
+        self._last = 0.0  # When the last step ended
 
     def launched(self, began: float) -> None:
         """Note a step that has been launched and counted. began: when its launch began."""

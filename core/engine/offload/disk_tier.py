@@ -33,13 +33,11 @@ class DiskTier:
         self._stats = stats
         self._failures = failures
         self._names: OrderedDict[PageName, None] = OrderedDict.fromkeys(mover.stored)
-        self._unread: list[KeptPage] = []
-        """Copied out since the last flush: the step that computed them may not have been read."""
+        self._unread: list[KeptPage] = []  # Copied out since the last flush: the step that computed them may not have been read
         self._unwritten: list[KeptPage] = []
         self._storing: list[tuple[Pending[frozenset[PageName]], list[PageName]]] = []
         self._fetching: list[tuple[Pending[frozenset[PageName]], list[PageName]]] = []
-        self._abandoned: set[PageName] = set()
-        """Pages that are still being fetched although no sequence waits for them any more."""
+        self._abandoned: set[PageName] = set()  # Pages that are still being fetched although no sequence waits for them any more
 
     def __len__(self) -> int:
         return len(self._names)
@@ -171,8 +169,7 @@ class DiskTier:
 
 log = logging.getLogger("headway")
 
-_HEADER = struct.Struct("<8sIQ16s")
-"""Magic, bytes of the tokens, bytes of the content, checksum of both and of the name."""
+_HEADER = struct.Struct("<8sIQ16s")  # Magic, bytes of the tokens, bytes of the content, checksum of both and of the name
 _MAGIC = b"headwKV1"
 _NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.page")
 

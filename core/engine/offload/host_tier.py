@@ -25,8 +25,7 @@ class HostTier:
         self._slots: OrderedDict[PageName, int] = OrderedDict()
         self._free = list(range(num_slots - 1, -1, -1))
         self._locks: Counter[PageName] = Counter()
-        self._orphans: dict[PageName, list[int]] = {}
-        """Slots of names that were forgotten while they were locked."""
+        self._orphans: dict[PageName, list[int]] = {}  # Slots of names that were forgotten while they were locked
 
     def __contains__(self, name: PageName) -> bool:
         return name in self._slots
@@ -162,8 +161,7 @@ def _by_kind(names: Iterable[PageName]) -> tuple[list[PageName], list[PageName]]
     return [name for name in every if name[0] != STATES] if states else every, states
 
 
-_LARGEST_SLAB = 256 * 2**20
-"""Bytes of memory allocated at once: torch pins a power of two."""
+_LARGEST_SLAB = 256 * 2**20  # Bytes of memory allocated at once: torch pins a power of two
 
 
 class HostSlots:
@@ -180,8 +178,7 @@ class HostSlots:
             )
         pinned = memory[0].device.type == "cuda"
         self._per_slab = max(_LARGEST_SLAB // page_bytes, 1)
-        self._slabs: list[list[Tensor]] = []
-        """For each view of the memory: uint8 [slots of a slab, count, bytes]."""
+        self._slabs: list[list[Tensor]] = []  # For each view of the memory: uint8 [slots of a slab, count, bytes]
         try:
             for view in memory:
                 shape = view.shape[0], view.shape[2]

@@ -76,8 +76,7 @@ class Offloader:
         """Free pages that are to be copied out, in the order in which they were freed, and their cache groups."""
         self._out: dict[PageName, tuple[int, int]] = {}
         """What is to be copied out before the next step: page of the pool, or slot of the device, and slot of the tier."""
-        self._copying: list[tuple[Pending[object], list[PageName]]] = []
-        """Copies under way into slots of the tier."""
+        self._copying: list[tuple[Pending[object], list[PageName]]] = []  # Copies under way into slots of the tier
         self.restores = PendingRestores(blocks, self.tier, self._disk, stats, self._failures)
         """Sequences that wait for pages, beside the scheduler's queues."""
         self._swapped: dict[Sequence, _Swapped] = {}

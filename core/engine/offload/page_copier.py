@@ -206,8 +206,7 @@ class _Lane:
             view.index_copy_(0, index, staged[: len(index)])
 
 
-_VERSION = 1
-"""Counts changes of what a page's bytes on disk mean."""
+_VERSION = 1  # Counts changes of what a page's bytes on disk mean
 
 
 class PageCopier:

@@ -54,8 +54,7 @@ class PendingRestores:
         self._stats = stats
         self._failures = failures
         self._restores: list[Restore] = []
-        self._returned: list[Sequence] = []
-        """Sequences that have stopped waiting since they were last asked for."""
+        self._returned: list[Sequence] = []  # Sequences that have stopped waiting since they were last asked for
         self.failed: set[Sequence] = set()
         """Sequences whose restore failed; they are recomputed, and leave the set when they run."""
 

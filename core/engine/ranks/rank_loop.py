@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-_BEAT: Final = 0.5
-"""Seconds between two signs of life."""
+_BEAT: Final = 0.5  # Seconds between two signs of life
 _SPIN: Final = {"cuda": 0.005, "cpu": 0.0002}
 """Seconds that a rank looks for the next step before it sleeps, by type of device: on a CPU others need the core."""
 _AHEAD: Final = 1

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from headway.core.engine.ranks.torch_ranks import TorchRanks
 
 _DECODE: Final = 1
-_PICKLED: Final = 2
-"""First number of a message: which kind it is."""
-_ELSEWHERE: Final = "rank 0 has it"
-"""Stands for logits processors, which rank 0 alone calls; they need not be picklable."""
+_PICKLED: Final = 2  # First number of a message: which kind it is
+_ELSEWHERE: Final = "rank 0 has it"  # Stands for logits processors, which rank 0 alone calls; they need not be picklable
 
 
 def encode(step: StepInput) -> bytes:

@@ -34,12 +34,9 @@ SILENT_SECONDS: Final = 6.0
 """Seconds without a sign of life, or at one place while rank 0 waits, after which a rank counts as stuck."""
 START_SILENT_SECONDS: Final = 60.0
 """Seconds without a sign of life after which a rank that starts counts as stuck: a library may keep Python's lock for long."""
-_TICK: Final = 0.25
-"""Seconds between two looks at the signs of life."""
-_GRACE: Final = 1.0
-"""Seconds in which a rank that has ended may show up as the reason for which another one has failed."""
-_END_SECONDS: Final = 2.0
-"""Seconds for a rank to end by itself when its wire is closed."""
+_TICK: Final = 0.25  # Seconds between two looks at the signs of life
+_GRACE: Final = 1.0  # Seconds in which a rank that has ended may show up as the reason for which another one has failed
+_END_SECONDS: Final = 2.0  # Seconds for a rank to end by itself when its wire is closed
 
 _WAS_ENDED: Final = "the ranks were ended"
 _AT_START: Final = "at its start"
@@ -68,14 +65,12 @@ class RankWatch:
         """ranks: all but rank 0. own: rank 0's signs of life."""
         self._ranks = ranks
         self._own = own
-        self._heard: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        """(rank, message), with None for the end of a rank's wire."""
+        self._heard: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # (rank, message), with None for the end of a rank's wire
         self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         """What of it the start waits for; None: a rank is lost."""
         self._guard = Lock()
         self._lost: str | None = None
-        self._settled = Event()
-        """Set when a fault has been told, or the ranks were ended."""
+        self._settled = Event()  # Set when a fault has been told, or the ranks were ended
         self._ended = False
         self._tell: list[Callable[[ExecutorLostError], None]] = []
         self.abort: Callable[[], None] | None = None

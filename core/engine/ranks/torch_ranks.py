@@ -72,8 +72,7 @@ _FOREVER: Final = timedelta(days=7)
 _NCCL: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_NVLS_ENABLE": "0"}
 """Environment variables unless they are set: torch leaves it to the engine to end a process whose other ranks are gone, and NCCL
 asks for no multicast of NVLink, which not every machine's fabric lets a process have."""
-_JOIN: Final = timedelta(seconds=60)
-"""The longest that ranks wait for one another when the group is made."""
+_JOIN: Final = timedelta(seconds=60)  # The longest that ranks wait for one another when the group is made
 
 
 class MeetingError(HeadwayError):

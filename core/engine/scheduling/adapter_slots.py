@@ -24,8 +24,7 @@ class AdapterTable:
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         """Digest of each adapter that a slot holds -> the slot; the one that was used last stands last."""
         self._free = list(range(reader.num_slots))
-        self._running: dict[bytes, int] = {}
-        """Digest -> sequences that run with it."""
+        self._running: dict[bytes, int] = {}  # Digest -> sequences that run with it
         self._unfinished: Counter[bytes] = Counter()
         """Digest -> sequences that want it and have not ended, also those of an adapter that another has replaced."""
         self._loads: list[AdapterLoad] = []

@@ -19,16 +19,14 @@ log = logging.getLogger("headway")
 
 FIRST_ACCEPTANCE = 0.8
 """Share of guesses expected to hold before any was verified: so high that some are verified, since only these teach anything."""
-_HOPE = 0.5
-"""Share of guesses expected to hold, at least, in a trial after a rest."""
+_HOPE = 0.5  # Share of guesses expected to hold, at least, in a trial after a rest
 _PRIOR, _MEMORY, _LONG_MEMORY = 4, 20, 50
 """Number of its own guesses that count as much for a sequence as the mean of all sequences; guesses that the running mean of a
 sequence reaches back, and that of all sequences: enough that chance alone seldom makes good guesses look bad."""
 _SHORT_REST, _LONG_REST = 4, 64
 """Steps without guesses after which guesses are tried again: the first number, doubled up to the second while they do not pay. A
 trial expects half of its guesses to hold, so it takes at most twice as long as a step without: one in 64 costs less than 2 %."""
-_REFUSED = 32
-"""Trials refused because of the times of steps, after which these times are measured anew."""
+_REFUSED = 32  # Trials refused because of the times of steps, after which these times are measured anew
 
 COSTLY, NO_GUESS, MEASURING = "costs more than it gains", "no guess", "measuring steps without"
 

@@ -25,8 +25,7 @@ from headway.core.engine.scheduling.drafting import Drafting
 log = logging.getLogger("headway")
 
 _turn = attrgetter("turn")
-_FARTHEST = 1024
-"""Waiting sequences that are looked at, where those before them find no slot for their adapters."""
+_FARTHEST = 1024  # Waiting sequences that are looked at, where those before them find no slot for their adapters
 
 
 @dataclass(slots=True)
@@ -381,8 +380,7 @@ class Scheduler:
         self.waiting = deque(seq for seq in self.waiting if not seq.finished)
 
 
-_LONGEST_WAIT = 0.02
-"""Seconds that an idle engine waits for a request's preparation before it looks for new requests again."""
+_LONGEST_WAIT = 0.02  # Seconds that an idle engine waits for a request's preparation before it looks for new requests again
 
 
 class AdmissionQueue:

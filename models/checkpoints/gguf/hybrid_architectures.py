@@ -514,8 +514,7 @@ class GgufArchitecture:
 _GRANITE = GgufArchitecture("granitemoehybrid", granite_config, granite_rules)
 _BAMBA = GgufArchitecture("bamba", bamba_config, bamba_rules)
 _NEMOTRON = GgufArchitecture("nemotron_h", nemotron_h_config, nemotron_h_rules, scoring=2)
-_SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
-"""What every Granite states and no Bamba."""
+_SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")  # What every Granite states and no Bamba
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "falcon-h1": GgufArchitecture("falcon_h1", falcon_h1_config, falcon_h1_rules),

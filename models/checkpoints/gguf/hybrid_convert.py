@@ -53,8 +53,7 @@ _SPLITS = {
 """How a text is cut into words before they are merged; None: as GPT-2 does."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens that a text is searched for before all else."""
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What stands for a space in a sentencepiece vocabulary."""
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # What stands for a space in a sentencepiece vocabulary
 
 
 def build_tokenizer(header: Header) -> Any:
@@ -145,8 +144,7 @@ def _set_ends(header: Header, built: Any, roles: dict[str, str], default: bool) 
         )
 
 
-_SHARD = 4 << 30
-"""Bytes of a safetensors file, beyond which another is begun."""
+_SHARD = 4 << 30  # Bytes of a safetensors file, beyond which another is begun
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 

@@ -23,8 +23,7 @@ from headway.server.routing import RouteGroup, answers, json_response, read_body
 T = TypeVar("T")
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
 _MOST_FIELDS: Final = 8
-_FORM_BYTES: Final = 64 * 1024
-"""Bytes of a form beside its file."""
+_FORM_BYTES: Final = 64 * 1024  # Bytes of a form beside its file
 
 
 class BatchRequest(Fields):

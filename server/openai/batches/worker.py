@@ -33,8 +33,7 @@ _AGAIN: Final = frozenset((429, 503))
 """Statuses that say nothing about a request: the queue is full, or the engine is being started again."""
 LONGEST_END: Final = 10.0
 """Seconds that the requests of a batch that ends may take to notice."""
-_PAUSE: Final = 0.5
-"""Seconds after which such a request is made again."""
+_PAUSE: Final = 0.5  # Seconds after which such a request is made again
 
 
 class BatchRun:
@@ -108,8 +107,7 @@ class BatchRun:
         self.journal.add(raw.number, line.custom_id, response)
 
 
-_LONGEST_ID: Final = 512
-"""Characters of a custom_id, which results and errors repeat."""
+_LONGEST_ID: Final = 512  # Characters of a custom_id, which results and errors repeat
 
 
 class RawLine(NamedTuple):
