@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -92,11 +93,15 @@ class CudaGraphRecorder:
         return graph.replay
 
 
-def explain_failure(error: BaseException, what: str) -> BaseException:
-    """The error to raise where `what` could not be captured: one that names it and a way out, unless `error` says so itself."""
-    if not isinstance(error, RuntimeError) or isinstance(error, (HeadwayError, torch.OutOfMemoryError)):
-        return error
-    return BackendError(f"CUDA graphs: {what} cannot be captured: {error}; --enforce-eager does without")
+@contextmanager
+def capturing(what: str) -> Iterator[None]:
+    """Raise errors within as one that names `what` cannot be captured and a way out, unless they say so themselves."""
+    try:
+        yield
+    except (HeadwayError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise BackendError(f"CUDA graphs: {what} cannot be captured: {error}; --enforce-eager does without") from error
 
 
 def borrowed(tensor: Tensor) -> Tensor:
@@ -166,15 +171,10 @@ class CapturedStep(ABC):
 
     def capture(self, recorder: GraphRecorder) -> None:
         """Record the step. :raises BackendError: something in it cannot be captured."""
-        try:
+        with capturing(self.description):
             self._replay = recorder.record(self.run)
             if self._step.filters:
                 self._replay_filter = recorder.record(self.filter)
-        except Exception as error:
-            explained = explain_failure(error, self.description)
-            if explained is error:
-                raise
-            raise explained from error
 
     @abstractmethod
     def _hidden(self) -> Tensor:

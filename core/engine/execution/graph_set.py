@@ -29,7 +29,7 @@ from headway.core.engine.execution.captured_step import (
     PrefillGraph,
     VerifyGraph,
     borrowed,
-    explain_failure,
+    capturing,
     name_of,
 )
 from headway.core.engine.execution.static_inputs import (
@@ -90,22 +90,20 @@ class _StateCall:
         attention.states.run(self.layer, self.x[:count], [gate[:count] for gate in self.gates], self.out[:count])
 
 
+@dataclass(frozen=True, slots=True)
 class _PiecewiseGraph:
-    def __init__(
-        self, size: int, calls: list[_AttentionCall | _StateCall], graphs: list[Callable[[], None]], hidden: Tensor
-    ) -> None:
-        self.size = size
-        self._calls = calls
-        self._graphs = graphs
-        self._hidden = hidden
+    size: int
+    calls: list[_AttentionCall | _StateCall]
+    graphs: list[Callable[[], None]]
+    hidden: Tensor
 
     def run(self, attention: PagedAttention, count: int) -> Tensor:
         """Hidden states of the first `count` tokens; the rows after them are padding, which attention never sees."""
-        for call, graph in zip(self._calls, self._graphs[:-1], strict=True):
+        for call, graph in zip(self.calls, self.graphs[:-1], strict=True):
             graph()
             call.run(attention, count)
-        self._graphs[-1]()
-        return self._hidden[:count]
+        self.graphs[-1]()
+        return self.hidden[:count]
 
 
 class PiecewiseGraphs:
@@ -184,15 +182,13 @@ class PiecewiseGraphs:
             return out
 
         recorder.begin()
-        try:
-            hidden = self._model(ids, positions, AttentionFunctions(between, state_between))
-        except BaseException as error:
-            with suppress(Exception):  # a recording that has failed may not end well, and the first fault is the one to tell
-                recorder.end()
-            explained = explain_failure(error, f"the model over {size} tokens")
-            if explained is error:
+        with capturing(f"the model over {size} tokens"):
+            try:
+                hidden = self._model(ids, positions, AttentionFunctions(between, state_between))
+            except BaseException:
+                with suppress(Exception):  # a recording that has failed may not end well, and the first fault is the one to tell
+                    recorder.end()
                 raise
-            raise explained from error
         graphs.append(recorder.end())
         return _PiecewiseGraph(size, calls, graphs, borrowed(hidden))
 
@@ -310,7 +306,7 @@ class DecodeGraphs:
         """
         device, most = self._step.newest.device, self._step.padding_row
         wanted = {size: candidates(size) for size in sorted(sizes, reverse=True) if size <= most}
-        inputs = self._inputs(max(wanted))
+        inputs = DecodeInputs(self._step, [decode_shapes(self._step, max(wanted))])
         started, before = time.perf_counter(), _used(device)
         refused: set[str] = set()
         too_large: list[int] = []
@@ -345,13 +341,10 @@ class DecodeGraphs:
                 ", ".join(sorted({name for _, name in self._graphs})),
             )
 
-    def _inputs(self, largest: int) -> DecodeInputs:
-        return DecodeInputs(self._step, [decode_shapes(self._step, largest)])
-
     def _explain(self, backends: Backends) -> None:
         """Say why a backend has no graphs, and what a step costs without: the host's time to launch one, measured."""
         backend, refusal = next((each, found) for each in backends.values() if not (found := each.captures()))
-        graph = DecodeGraph(self._step, self._inputs(1), 1, backends)
+        graph = DecodeGraph(self._step, DecodeInputs(self._step, [decode_shapes(self._step, 1)]), 1, backends)
         started = time.perf_counter()
         graph.run()
         log.warning(

@@ -187,29 +187,20 @@ class StaticInputs:
         return host.fields
 
 
-def _empty_unless(adapters: ModelAdapters | None, *shape: int) -> tuple[int, ...]:
-    """The shape of the field `adapters`, which is empty where no sequence has any."""
-    return (0,) if adapters is None else shape
-
-
-def _table_blocks(step: ModelStep) -> int:
-    return _aligned(-(-step.max_model_len // step.block_size))
-
-
-def decode_shapes(step: ModelStep, size: int) -> Shapes:
-    """The layout of a decode of `size` sequences."""
-    groups = len(step.num_blocks)
+def decode_shapes(step: ModelStep, size: int, *width: int) -> Shapes:
+    """The layout of a decode of `size` sequences. width: query tokens of each, in a verification."""
+    groups, tokens = len(step.num_blocks), (size, *width)
     return _EMPTY._replace(
-        keys=(size,),
-        slots=(groups, size),
+        keys=tokens,
+        slots=(groups, *tokens),
         rows=(size,),
-        positions=(size,),
-        scales=(size,),
-        filters=(len(NO_FILTER), size),
+        positions=tokens,
+        scales=tokens,
+        filters=(len(NO_FILTER), *tokens),
         seq_lens=(size,),
-        tables=(groups, size, _table_blocks(step)),
+        tables=(groups, size, _aligned(-(-step.max_model_len // step.block_size))),
         states=(size,) if step.attention.states is not None else (0,),
-        adapters=_empty_unless(step.adapters, size),
+        adapters=tokens if step.adapters is not None else (0,),
     )
 
 
@@ -263,7 +254,7 @@ def prefill_shapes(step: ModelStep, size: int) -> Shapes:
         scales=(1,),
         filters=(len(NO_FILTER), 1),
         tables=(groups, 1, -(-size // step.block_size)),
-        adapters=_empty_unless(step.adapters, size),
+        adapters=(size,) if step.adapters is not None else (0,),
     )
 
 
@@ -291,22 +282,11 @@ class PrefillInputs(StaticInputs):
 
 def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
     """The layout of a verification by `size` sequences of `width` query tokens each."""
-    groups, stateful = len(step.num_blocks), step.attention.states is not None
-    return _EMPTY._replace(
+    return decode_shapes(step, size, width)._replace(
         ids=(size, width),
-        keys=(size, width),
-        slots=(groups, size, width),
-        rows=(size,),
         recomputed=(size,),
-        positions=(size, width),
-        scales=(size, width),
-        filters=(len(NO_FILTER), size, width),
-        seq_lens=(size,),
         context_lens=(size,),
-        tables=(groups, size, _table_blocks(step)),
-        states=(size,) if stateful else (0,),
-        adapters=_empty_unless(step.adapters, size, width),
-        out_states=(size, width) if stateful else (0,),
+        out_states=(size, width) if step.attention.states is not None else (0,),
     )
 
 
