@@ -274,10 +274,8 @@ def _explicit(spec: AttentionSpec) -> bool:
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """softmax(softcap(q k^T scale) + bias) v in float32, and the logarithm of each softmax's denominator.
-
     q: [n, heads, query_len, head_dim]; k, v: [n, num_kv_heads, kv_len, head_dim or v_head_dim]. Returns [n, heads, query_len,
-    v_head_dim] in q's element type and float32 [n, heads, query_len].
-    """
+    v_head_dim] in q's element type and float32 [n, heads, query_len]."""
     repeat = q.shape[1] // k.shape[1]
     keys, values = (t.float().repeat_interleave(repeat, 1) for t in (k, v))
     scores = q.float() @ keys.transpose(2, 3) * spec.scale

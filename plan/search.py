@@ -268,10 +268,8 @@ class FleetSearch:
 
     def _with_rate(self, curve: Sequence[FleetPlan], times: StepPredictor, memory: EngineMemory) -> FleetPlan:
         """The fewest replicas that serve the rate within the limits, by simulation of one of them.
-
         curve: at full load, whose throughput within the limits says where to begin. Where no number of replicas does, the plan of
-        all GPUs. memory: of the largest batch, which a replica may reach and seldom does.
-        """
+        all GPUs. memory: of the largest batch, which a replica may reach and seldom does."""
         assert self.demand.rate is not None
         full, wanted = curve[-1], self.demand.rate * self.demand.mean_output_len
         most = self.num_gpus // full.layout.size

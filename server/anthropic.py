@@ -187,7 +187,6 @@ def _user(content: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _assistant(content: Any, place: str) -> list[dict[str, Any]]:
-    """A model's message: its thoughts, its text and its calls."""
     texts, thoughts, calls = [], [], []
     for at, kind, block in _blocks(content, place, ("text", "thinking", "redacted_thinking", "tool_use")):
         if kind == "text":
@@ -254,7 +253,6 @@ class MessagesAnswer(ConvertedAnswer):
     prefix = "msg_"
 
     def __init__(self, chat: ChatAnswer, name: str = "") -> None:
-        """name: see `Answer`."""
         super().__init__(chat, name)
         self._open: tuple[str, int] | None = None  # Type and call of the block that is being written
         self._block = -1  # Number of that block

@@ -89,7 +89,6 @@ class IgnoredFields:
 
 
 def _safe(name: str) -> str:
-    """A name that may stand in a header: printable ASCII, not long."""
     return "".join(each if each.isascii() and (each.isalnum() or each in "_-.") else "?" for each in name[:60])
 
 
@@ -198,7 +197,6 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The error for a body's first fault, with the number of faults."""
     faults = error.errors(include_url=False, include_context=False)
     first = faults[0]
     place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or not _KINDS.fullmatch(part))

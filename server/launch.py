@@ -124,7 +124,6 @@ class Server(uvicorn.Server):
                 await asyncio.to_thread(self._service.tracing.close)
 
     def _end_requests(self) -> None:
-        """End the requests that the server has waited for long enough."""
         if self.server_state.tasks:
             count, seconds = len(self.server_state.tasks), self._shutdown_timeout
             log.warning("requests that have not ended within %g s (--shutdown-timeout) and are ended: %d", seconds, count)
@@ -184,7 +183,6 @@ def ready_lines(url: str, llm: AsyncLLM | AsyncPooling, options: ServerOptions) 
 
 
 def _first_call(llm: AsyncLLM | AsyncPooling, options: ServerOptions) -> tuple[str, dict[str, object]]:
-    """Return a path that the model answers, and a body for it."""
     question, answer = "What is the capital of France?", "Paris is the capital of France."
     if isinstance(llm, AsyncLLM):
         if chat_format_of(llm, options).template:

@@ -46,7 +46,6 @@ class RequestIdMiddleware:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on a request with an id, and its answer with the same."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -148,7 +147,6 @@ class GuardMiddleware:
         self._counts = counts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on a request, or refuse it."""
         error = self._check(scope) if scope["type"] == "http" else None
         if error is None:
             await self._app(scope, receive, send)

@@ -103,7 +103,6 @@ class PacedStarts:
             loop.call_soon(self._next)
 
     def _next(self) -> None:
-        """Begin the requests of a new round."""
         self._begun = 0
         while self._waiting and self._begun < _AT_ONCE:
             self._begun += 1
@@ -333,7 +332,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _answers(self) -> bool:
-        """Whether a request is being answered."""
         found = self._answering
         return found is not None and not (found.response_complete or found.disconnected)
 

@@ -56,7 +56,6 @@ class DirectMiddleware:
         self._refuse = refuse
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request for one of the endpoints, and pass on all others."""
         endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, send)

@@ -118,10 +118,8 @@ class Problem:
 
     def time(self, tiles: Mapping[int, int], run: int, limit: float = math.inf) -> float:
         """Estimated time in key tiles if no item has more than `run` of them, which programs take the longest first.
-
         tiles: how many query tiles have a number of key tiles; of these there are few. limit: infinite where the time cannot
-        be less.
-        """
+        be less."""
         costs, num_items, most_pieces = [], 0, 1
         for length, count in tiles.items():
             pieces = -(-length // run)

@@ -49,10 +49,8 @@ class Operands:
 
 def operands(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None) -> Operands:
     """Read the input and the gates of every kind but `mamba1` and `conv`.
-
     x: float32 [n, L, channels of the recurrence]; gates: [n, L, ...]; valid: bool [n, L], False where a row is no token: it
-    must leave the state as it is. None: all are tokens.
-    """
+    must leave the state as it is. None: all are tokens."""
     if spec.kind == MAMBA2:
         return _mamba2(spec, parameters, x, gates, valid)
     both, v = _parts(x, (2 * spec.num_key_heads, spec.num_heads), (spec.key_dim, spec.value_dim))
@@ -199,10 +197,8 @@ class _Scores(NamedTuple):
 
 def scan_chunks(chunk: int, inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> tuple[Tensor, Tensor]:
     """Run the recurrence and return the output [n, L, H, V] and the last state, a new tensor; all float32.
-
     chunk: tokens of a chunk, a power of two that divides L; state: [n, H, K, V], with which the sequences begin;
-    after(j, state) is called with the state after chunk j, which must not be kept.
-    """
+    after(j, state) is called with the state after chunk j, which must not be kept."""
     heads = inputs.v.shape[2]
     # A decay for each head lets the heads of a key head share their scores; one for each channel of the key does not.
     widened = heads if inputs.g.dim() == 4 else inputs.k.shape[2]

@@ -135,9 +135,7 @@ def _padded(length: int) -> int:
 
 def _windows(kept: Sequence[tuple[int, int, int]], width: int) -> tuple[Tensor, Tensor]:
     """Where the inputs lie that a convolution remembers after some tokens; see `remembered` in torch_states.py.
-
-    kept: of each state the sequence, its first packed token, and the tokens.
-    """
+    kept: of each state the sequence, its first packed token, and the tokens."""
     sequence, start, tokens = torch.tensor(kept).unbind(1)
     position = tokens[:, None] - (width - 1) + torch.arange(width - 1)
     old = position < 0

@@ -119,9 +119,7 @@ class Prefill:
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens].
-
-        k, v: [num_tokens, num_kv_heads, head_dim or v_head_dim], read where there is no context.
-        """
+        k, v: [num_tokens, num_kv_heads, head_dim or v_head_dim], read where there is no context."""
         if plan.schedule.programs == 0:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)

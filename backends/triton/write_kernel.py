@@ -164,7 +164,6 @@ class Writer:
         """Strides and compile-time constants by everything they follow from."""
 
     def __call__(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-        """See the class."""
         num_tokens, num_kv_heads, head_dim = k.shape
         v_head_dim = v.shape[2]
         if num_tokens == 0:

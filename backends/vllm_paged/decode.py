@@ -222,10 +222,8 @@ _PARTIAL_US = 0.23
 @lru_cache(maxsize=4096)
 def choose(items: int, total_tiles: int, longest: int, tile_bytes: int, machine: GPUResources) -> Cut:
     """The cut that the model below expects to finish first; its constants were fitted to a sweep on an H200.
-
     items: sequences times kv heads times row tiles; total_tiles: tiles of all items together; longest: tiles of the longest. The
-    sizes are rounded by the caller, so that the answers are few and cached.
-    """
+    sizes are rounded by the caller, so that the answers are few and cached."""
     busy = min(items, max(1.0, total_tiles / max(longest, 1)))  # items of full length that would be as much work
     shared_tile_us = machine.multiprocessors * tile_bytes / machine.bytes_per_us  # a tile of each multiprocessor at full rate
 
@@ -266,9 +264,7 @@ def reshape_and_cache(
     k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, block_size: int, k_scale: float, v_scale: float
 ) -> None:
     """As `write_rows`, on the cache's tensors.
-
-    key: [num_blocks, kv_heads, head_dim / x, block_size, x]; value: [num_blocks, kv_heads, head_dim, block_size].
-    """
+    key: [num_blocks, kv_heads, head_dim / x, block_size, x]; value: [num_blocks, kv_heads, head_dim, block_size]."""
     num_tokens, kv_heads, head_dim = k.shape
     if num_tokens == 0:
         return

@@ -144,7 +144,6 @@ def _check_picture(path: Path) -> None:
 
 
 def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
-    """The texts to run: those given as options and those of the file."""
     from headway.core.contract.errors import ConfigError, PromptError
     from headway.core.system.files import read_text
 

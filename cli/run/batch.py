@@ -119,7 +119,6 @@ def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | Async
 def _answers(
     llm: AsyncLLM | AsyncPooling, names: tuple[str, ...], adapters: Sequence[LoRARequest], concurrency: int | None
 ) -> tuple[LineAnswers, int]:
-    """What answers lines, and how many at a time."""
     from headway.async_llm import AsyncLLM
     from headway.server.app import create_app
     from headway.server.options import ServerOptions

@@ -115,7 +115,6 @@ class ThinkReader:
         self._begun = tags.begun(prompt)
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
-        """See `Program`."""
         tags, begun = self._tags, self._begun
         if begun is not False:
             source.keep()
@@ -172,7 +171,6 @@ class TaggedCalls:
         self._tools = context.tools or {}
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
-        """See `Program`."""
         syntax = self._syntax
         while mark := (yield from source.until((syntax.opens, *syntax.around), writer.content)):
             if mark != syntax.opens:

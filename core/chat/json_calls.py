@@ -28,7 +28,6 @@ class JsonCalls:
     """Whether an answer may be calls without any mark."""
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
-        """See `Program`."""
         if self.bare:
             source.keep()
             yield from source.space()
@@ -146,7 +145,6 @@ class HeadedCalls:
     """Whether objects that name the function, as those of `JsonCalls`, may stand in the place of a head."""
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
-        """See `Program`."""
         while mark := (yield from source.until((*self.opens, *self.ignored), writer.content)):
             if mark in self.opens:
                 yield from self._call(source, writer, mark)

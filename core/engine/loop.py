@@ -134,10 +134,8 @@ class EngineLoop:
 
     def add_request(self, request_id: str, request: CheckedRequest) -> None:
         """Queue a request, whose n completions come as deltas of `step`. request: from `limits.checked`, not checked again.
-
         :raises ConfigError: the engine sleeps, a request of this id is unfinished, the parameters name a plugin that this process
-            has not, or the request's adapter cannot be served.
-        """
+        has not, or the request's adapter cannot be served."""
         if self.asleep:
             raise ConfigError("the engine", "to be awake", f"one whose {' and '.join(self.asleep)} sleep", "wake_up() wakes it")
         if request_id in self._live:

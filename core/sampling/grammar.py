@@ -33,10 +33,8 @@ class GrammarError(HeadwayError):
 
 def grammar_text(form: StructuredOutputsParams) -> str:
     """The form in llguidance's own notation.
-
     :raises ValueError: a grammar in llama.cpp's notation that is not one, a schema that is not JSON, or a regular expression that
-        is not one of ECMA's.
-    """
+    is not one of ECMA's."""
     from llguidance import LLMatcher, grammar_from
 
     if form.regex is not None:

@@ -44,10 +44,8 @@ def forbid_words(
     logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, beginnings: Tensor, endings: Tensor
 ) -> Tensor:
     """Set the last token of every word whose other tokens the output ends with to -inf.
-
     logits, tokens, lens, prompt_lens: see `penalize`. beginnings: int64 [rows, words, length], of each word the tokens before its
-    last, the last of them first, then ANY_TOKEN. endings: int64 [rows, words]; the last column where a row has fewer words.
-    """
+    last, the last of them first, then ANY_TOKEN. endings: int64 [rows, words]; the last column where a row has fewer words."""
     back = torch.arange(1, beginnings.shape[2] + 1, device=logits.device)
     positions = lens[:, None] - back
     output = positions >= prompt_lens[:, None]

@@ -177,10 +177,8 @@ class Draws(NamedTuple):
 
 def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best: Tensor | None = None) -> Tensor:
     """Next token of each row: int64 [rows], NOT_A_TOKEN where a logit is NaN.
-
     logits: [rows, vocab_size]; best: what `greedy` made of them, where that is known. A row's token depends on its own logits,
-    scale and key only: neither batching, nor preemption, nor a token that is sampled in advance and dropped changes another.
-    """
+    scale and key only: neither batching, nor preemption, nor a token that is sampled in advance and dropped changes another."""
     if draws.filters is not None:
         return _filtered(logits, draws, draws.filters, ops, best)
     if not draws.scales.any():

@@ -179,10 +179,8 @@ class SuffixIndex:
 
     def guess(self, context: Sequence[int], depth: int, most: int, factor: float, least: float) -> Guess:
         """Guess what follows the longest match of the context's end: the most frequent token, then the one after it, and so on.
-
         depth: tokens of the longest match. most: most tokens to guess. factor: most guesses for each token of the match.
-        least: the probability below which a path is not followed further (Oliaro et al. 2024, arXiv 2411.04975).
-        """
+        least: the probability below which a path is not followed further (Oliaro et al. 2024, arXiv 2411.04975)."""
         places, length = self._longest_match(context, depth)
         if not places:
             return NOTHING

@@ -24,10 +24,8 @@ class Wire:
 
     def send(self, message: object) -> None:
         """Send an object.
-
         :raises pickle.PicklingError, AttributeError, TypeError: the object cannot be pickled; nothing is sent.
-        :raises OSError: the other end is closed.
-        """
+        :raises OSError: the other end is closed."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._guard:
             self._socket.sendall(data)

@@ -261,7 +261,6 @@ def _compilation(value: Any) -> dict[str, Any]:
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
-    """The fields of a configuration that may be a dict or an object."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, str) or not hasattr(value, "__dict__"):

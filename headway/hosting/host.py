@@ -299,7 +299,6 @@ class EngineThread(EngineHost):
 
 
 def _serve(task: Task[T], driver: EngineDriver, future: Future[T]) -> None:
-    """Do a task and fulfil its future, also with what the task raises."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -44,8 +44,6 @@ _END_SECONDS: Final = 20.0  # Seconds for the process to end by itself: a step m
 
 
 class _WaitingTask(NamedTuple):
-    """A task that the child has been sent."""
-
     future: Future[Any]
     since: float
     """When, by time.monotonic."""
@@ -175,7 +173,6 @@ class EngineProcess(EngineHost):
         return future
 
     def _read(self, wire: Wire) -> None:
-        """Handle the messages of a child, until the child ends."""
         try:
             while True:
                 message = wire.receive()

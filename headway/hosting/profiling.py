@@ -126,7 +126,6 @@ class StepProfiler:
         return str(path)
 
     def _stepped(self, _: list[OutputDelta]) -> tuple[tuple[str, int | None], ...]:
-        """Count a step, and begin or end the trace."""
         self._num_steps += 1
         if self._before_trace is None and self._num_steps == self._request.skip_steps:
             self._begin_trace()

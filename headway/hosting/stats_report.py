@@ -108,7 +108,6 @@ class StatsLog:
     """Logs the `stats_line` of an engine at most once in an interval, while the engine steps."""
 
     def __init__(self, engine: EngineLoop, interval: float) -> None:
-        """interval: seconds from one line to the next."""
         log.setLevel(logging.INFO)  # who asks for the lines wants them at any level of the other messages
         self._interval = interval
         self._last = engine.snapshot()

@@ -65,10 +65,8 @@ class PoolingJobs:
         self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[EmbeddingRequestOutput]:
         """Embed prompts; see `LLM.embed`.
-
         :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a model that scores, or a length that its embeddings may not be cut to.
-        """
+        :raises ConfigError: a model that scores, or a length that its embeddings may not be cut to."""
         self._check_embeds("embed")
         self._check_dimensions(dimensions)
         texts = self._texts(prompts, truncate_prompt_tokens)
@@ -91,10 +89,8 @@ class PoolingJobs:
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ClassificationRequestOutput]:
         """Classify prompts; see `LLM.classify`.
-
         :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a model that embeds.
-        """
+        :raises ConfigError: a model that embeds."""
         if self.model.task != "score" or self.model.score_prompt is not None:
             hint = "task='score' says that a model is one" if self.model.task == "embed" else self._instead()
             raise ConfigError("classify", "a sequence classifier", self.model.name, hint)
@@ -106,10 +102,8 @@ class PoolingJobs:
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[PoolingRequestOutput]:
         """Reward the tokens of prompts, or their steps; see `LLM.reward`.
-
         :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a model that says nothing of single tokens.
-        """
+        :raises ConfigError: a model that says nothing of single tokens."""
         if self.model.task != "reward":
             need = "a reward model, or a classifier of tokens"
             raise ConfigError("reward", need, f"{self.model.name}, which says one thing of a whole text", self._instead())
@@ -145,10 +139,8 @@ class PoolingJobs:
         self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ScoringRequestOutput]:
         """Score documents for queries; see `LLM.score`.
-
         :raises PromptError: a pair that is too long.
-        :raises ConfigError: no texts, or numbers of them that do not fit.
-        """
+        :raises ConfigError: no texts, or numbers of them that do not fit."""
         pairs, labels = _pairs(queries, documents), self.model.network.size
         if self.model.task == "embed":
             return self._similarities(pairs, truncate_prompt_tokens)

@@ -114,7 +114,6 @@ def _between(template: str) -> str:
 
 
 def _message(message: Mapping[str, Any], between: str) -> dict[str, Any]:
-    """Return a message from `prepared` with one text as its content. between: separator of the texts of its parts."""
     content = message["content"]
     if not isinstance(content, str):
         content = between.join(part if isinstance(part, str) else part[TEXTS[part["type"]]] for part in content)

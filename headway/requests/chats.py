@@ -96,7 +96,6 @@ def _prepared(message: Any, place: str, as_text: bool, developer: str) -> dict[s
 
 
 def _check_content(content: Any, place: str) -> None:
-    """Check that a message's content is a text, or parts that are texts."""
     if isinstance(content, str):
         return
     if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
@@ -112,7 +111,6 @@ def _check_content(content: Any, place: str) -> None:
 
 
 def _call(call: Any, place: str, as_text: bool) -> dict[str, Any]:
-    """Check a call, and make it one for a template."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         need = 'a call such as {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}'
@@ -384,7 +382,6 @@ class ChatFormat:
         )
 
     def _parsers_for(self, use: ToolUse) -> list[ChatParserInfo]:
-        """The parsers that read the answer to a request."""
         if self.calls.whole:
             return [self.calls]
         reads_calls = use.choice == "required" or (use.choice == "auto" and self.auto)

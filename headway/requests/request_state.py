@@ -120,7 +120,6 @@ class RequestState:
     """The state of one request: what the deltas of the engine have brought so far."""
 
     def __init__(self, request_id: str, request: CheckedRequest, tokenizer: Tokenizer, progress: Progress) -> None:
-        """progress: of the call that the request belongs to."""
         self.request_id = request_id
         self.prompt = request.prompt
         self.lora_request = request.lora_request
@@ -294,7 +293,6 @@ class DirectTokenizer:
     """
 
     def __init__(self, backend: Any) -> None:
-        """backend: a tokenizers.Tokenizer."""
         self._decode = backend.decode
         self._one = lru_cache(_REMEMBERED)(lambda token, skip_special_tokens: backend.decode([token], skip_special_tokens))
 
@@ -325,7 +323,6 @@ _BYTE_NAME: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # Name of a token of on
 
 
 def _byte_of_sign() -> dict[str, int]:
-    """Return the byte for each character of a name in byte-level BPE: printable Latin-1 stands for itself (GPT-2)."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
@@ -371,7 +368,6 @@ class TextBytes:
     """
 
     def __init__(self, tokens: TokenBytes, hides_special: bool) -> None:
-        """hides_special: True if the text leaves special tokens out."""
         self._tokens = tokens
         self._hidden = tokens.special if hides_special else frozenset()
         self._before: int | None = None

@@ -169,9 +169,7 @@ class ToolForms:
 
     def form(self, given: StructuredOutputsParams | None, use: ToolUse, prompt: str) -> StructuredOutputsParams | None:
         """The form of an answer. given: what the request asks of an answer that is no call. prompt: in the chat template.
-
-        :raises ConfigError: a form of the answer beside a tool that must be called.
-        """
+        :raises ConfigError: a form of the answer beside a tool that must be called."""
         if use.choice == "required":
             if given is not None:
                 raise ConfigError("tool_choice", "auto or none beside response_format and structured_outputs", "required")
@@ -188,7 +186,6 @@ class ToolForms:
         return replace(given, json=None, regex=None, choice=None, grammar=None, json_object=None, structural_tag=tag)
 
     def _part_of(self, given: StructuredOutputsParams) -> Any:
-        """A form as a part of a structural tag."""
         if given.structural_tag is not None:
             try:
                 return self._told(format_of(given.structural_tag))  # type: ignore[arg-type]
@@ -293,7 +290,6 @@ class ToolForms:
         return first if first["type"] == "token" else text
 
     def _text(self, text: str) -> Part:
-        """A text in which the names of tokens are tokens."""
         pieces = [piece for piece in self._names.split(text) if piece] if self._names is not None else [text]
         parts = [{"type": "token", "token": self._tokens[each]} if each in self._tokens else _text(each) for each in pieces]
         return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}

@@ -198,7 +198,6 @@ class NormFirstLayer(EncoderLayer):
 
 
 def _positions(config: EncoderConfig, weights: WeightSource) -> Tensor | None:
-    """The rows of learned positions from that of position 0 on."""
     if config.names.positions is None:
         return None
     rows = config.max_position_embeddings + config.position_offset

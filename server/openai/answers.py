@@ -261,7 +261,6 @@ class CompletionAnswer(ChunkedAnswer):
         return self.chunk([choice])
 
     def _prompt(self, index: int, output: RequestOutput) -> tuple[str, dict[str, Any] | None]:
-        """The prompt's text, and the log-probabilities of its tokens."""
         ids = output.prompt_token_ids
         text = output.prompt if output.prompt is not None else self._decode(ids)
         listed = self._listed(index, output.prompt_logprobs, ids)

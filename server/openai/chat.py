@@ -176,7 +176,6 @@ class BatchChatAnswer(Answer):
     prefix = ChatAnswer.prefix
 
     def __init__(self, body: BatchChatRequest, model: str, token_bytes: TokenBytes, name: str = "") -> None:
-        """model, name: see `Answer`. token_bytes: of the model's tokenizer."""
         super().__init__(body, model, name)
         self.chats = [ChatAnswer(each, model, token_bytes, name) for each in body.chats]
 
@@ -191,7 +190,6 @@ class BatchChatAnswer(Answer):
 
 
 def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[RequestOutput], more: Mapping[str, Any]) -> bytes:
-    """Write the choices of outputs as a whole answer. more: its further fields."""
     fields = {"id": answer.id, "object": "chat.completion", "created": answer.created, "model": answer.model, **more}
     used = usage([(output, num_written(output)) for output in outputs])
     return ChatCompletion(**{**fields, "choices": choices, "usage": used}).model_dump_json(exclude_unset=True).encode()
@@ -283,7 +281,6 @@ class ConvertedAnswer(Answer):
     """Writes a chat's answer in another form: the chat reads the text, and this writes what was read."""
 
     def __init__(self, chat: ChatAnswer, name: str = "") -> None:
-        """name: see `Answer`."""
         super().__init__(chat.body, chat.model, name)
         self.chat = chat
 

@@ -226,7 +226,6 @@ class TokensAnswer(Answer):
     prefix = "generate-tokens-"
 
     def __init__(self, asked: TokensRequest, body: CompletionRequest, model: str, name: str = "") -> None:
-        """name: see `Answer`."""
         super().__init__(body, model, asked.request_id or name)
         self.id = asked.request_id or self.id
         self._most = body.logprobs
@@ -282,7 +281,6 @@ class GenerateRoutes(RouteGroup):
     """The routes of SGLang's server and of vLLM's small one, over the same engine; and SageMaker's one path for all bodies."""
 
     def __init__(self, service: Service, posts: dict[str, Endpoint]) -> None:
-        """posts: the paths of OpenAI's API, which /invocations passes requests on to."""
         self._service = service
         self._llm = service.llm
         self._posts = posts

@@ -139,7 +139,6 @@ class Reply(Response):
         self._more_headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Serve the request, which ends with its client's connection."""
         arrived, ticket = time.perf_counter(), None
         self._path = scope["path"]
         self._asked_headers = scope["headers"]

@@ -186,7 +186,6 @@ def messages_of_items(items: Iterable[Any], first: int = 0) -> list[dict[str, An
 
 
 def _extend(message: dict[str, Any], kind: str, item: Item, place: str) -> None:
-    """Add an item to a message of the model."""
     if kind == "message":
         message["content"] += _text(item.get("content"), f"{place}.content")
     elif kind == "reasoning":
@@ -202,7 +201,6 @@ def _extend(message: dict[str, Any], kind: str, item: Item, place: str) -> None:
 
 
 def _text(content: Any, place: str) -> str:
-    """The texts of an item's content as one. Raises as `_texts`."""
     return "".join(_texts(content, place))
 
 

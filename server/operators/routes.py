@@ -193,7 +193,6 @@ class OperatorRoutes(RouteGroup):
         return json_response({"status": "paused"})
 
     async def _end_all(self, mode: str) -> None:
-        """Pause, and wait until no request runs. mode: of `pause`."""
         if mode == "keep":
             raise ApiError(400, "mode: needs abort or wait, because steps are not stopped midway, got 'keep'", "mode")
         self._service.pause()

@@ -47,7 +47,6 @@ class Tracing:
     """Makes the spans of a server's requests. They are sent by a thread of the library's."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
-        """model: the name that the server answers by."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider

@@ -271,9 +271,7 @@ class BlockManager:
 
     def _longest_checkpoint(self, seq: Sequence, longest: int, also: KeptElsewhere | None) -> int:
         """Length of the longest start, up to `longest` tokens, at whose end a state is kept.
-
-        longest: tokens that every group holds; where the group has a window, a shorter start need not be.
-        """
+        longest: tokens that every group holds; where the group has a window, a shorter start need not be."""
         assert self.checkpoints is not None
         windows = any(group.window is not None for group in self.groups)
         for length in range(longest, 0, -self.checkpoints.interval):

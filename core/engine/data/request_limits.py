@@ -76,10 +76,8 @@ class RequestLimits:
         lora_request: LoRARequest | None = None,
     ) -> CheckedRequest:
         """Check a request, once; its adapter's files are checked where the engine runs.
-
         :raises PromptError: the prompt is empty, leaves no room for one token, or has ids outside the vocabulary.
-        :raises ConfigError: parameters, a priority or an adapter that this engine or its model does not take.
-        """
+        :raises ConfigError: parameters, a priority or an adapter that this engine or its model does not take."""
         if lora_request is not None:
             self.check_adapter(lora_request)
         self.check_prompt(prompt_token_ids)

@@ -241,7 +241,6 @@ class ProfilerRanges:
         self._open: record_function | None = None
 
     def __call__(self, part: str) -> None:
-        """See `EnterRange`."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
@@ -261,7 +260,6 @@ class StepClock:
     """
 
     def __init__(self, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
-        """now: the time in seconds."""
         self.enter_range: EnterRange = no_ranges
         """Replaced while a profiler is attached."""
         self._stats = stats

@@ -78,8 +78,6 @@ class _AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class _StateCall:
-    """A layer with a state between two pieces, like `_AttentionCall`."""
-
     layer: int
     x: Tensor
     gates: Sequence[Tensor]
@@ -300,10 +298,8 @@ class DecodeGraphs:
 
     def capture(self, sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: GraphRecorder) -> None:
         """Capture the largest first, so that the others find their memory in its pool; log what it took.
-
         candidates: for a batch size, the backends worth a graph. Where one cannot run in a graph, or memory does not suffice,
-        steps run as single launches, which the log says once.
-        """
+        steps run as single launches, which the log says once."""
         device, most = self._step.newest.device, self._step.padding_row
         wanted = {size: candidates(size) for size in sorted(sizes, reverse=True) if size <= most}
         inputs = DecodeInputs(self._step, [decode_shapes(self._step, max(wanted))])

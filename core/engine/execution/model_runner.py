@@ -96,8 +96,6 @@ def _name(compiled: dict[str, Any]) -> str:
 
 
 class _DeviceResults(NamedTuple):
-    """A step that has been launched, its results on the device."""
-
     chosen: Chosen
     tokens: Tensor
     """The tokens, in the shape of `Launched.tokens`."""

@@ -117,7 +117,6 @@ class Transfers:
     """
 
     def __init__(self, memory: Sequence[Tensor], slots: HostSlots) -> None:
-        """memory: see `page_memory` and `StateMemory.views`."""
         self._device = memory[0].device
         self._slots = slots
         wide = all(view.shape[-1] % 8 == 0 for view in memory)
@@ -146,7 +145,6 @@ class Transfers:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def _copy(self, lane: _Lane, moves: Sequence[tuple[int, int]], out: bool) -> torch.cuda.Event | None:
-        """Copy pages, given as (page, slot), after the steps that have been launched."""
         if not moves:
             return None
         self._events.forget_done()

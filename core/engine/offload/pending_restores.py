@@ -218,7 +218,6 @@ class PendingRestores:
         self._release(restore)
 
     def _release(self, restore: Restore) -> None:
-        """Take the pages back from a sequence, and end its restore."""
         for page in restore.to_fetch:
             self._tier.drop(page.name)
         if restore.fetching is not None:
@@ -227,7 +226,6 @@ class PendingRestores:
         self._end(restore)
 
     def _end(self, restore: Restore) -> None:
-        """Let a restore's sequence and its followers go back to the queue."""
         self._restores.remove(restore)
         self._tier.unlock(restore.names)
         self._returned += [seq for seq in (restore.seq, *restore.followers) if not seq.finished]

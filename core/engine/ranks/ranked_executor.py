@@ -29,7 +29,6 @@ class RankedExecutor(LocalExecutor):
     """
 
     def __init__(self, parts: DeviceParts, processes: RankProcesses) -> None:
-        """processes: the other ranks, which have joined."""
         super().__init__(parts)
         self._processes = processes
         self._shows_logits = False

@@ -91,7 +91,6 @@ class GroupAllReduce:
         return True
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See AllReduce."""
         _meet(lambda: self._group.allreduce([x]))
         return x if onto is None else onto.add_(x)
 

@@ -447,7 +447,6 @@ def jamba_rules(header: Header) -> list[Rule]:
 
 
 def _mamba2_sizes(header: Header) -> dict[str, Any]:
-    """Sizes and biases of Mamba 2 as Bamba, Granite 4 and Falcon-H1 spell them."""
     heads, inner = max(header.size("ssm.time_step_rank"), 1), header.size("ssm.inner_size")
     return {
         "num_key_value_heads": header.size("attention.head_count_kv"),

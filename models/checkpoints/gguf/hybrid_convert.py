@@ -104,7 +104,6 @@ def _byte_level(header: Header, tokens: list[str]) -> Any:
 
 
 def _sentencepiece(header: Header, tokens: list[str]) -> Any:
-    """Pairs merge in the order of the scores of what they make."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = header.general("tokenizer.ggml.scores", [])
@@ -150,8 +149,6 @@ _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 @dataclass(frozen=True)
 class _Piece:
-    """One tensor of the checkpoint."""
-
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
     expert: int | None = None
@@ -204,7 +201,6 @@ def _check_experts(header: Header, config: DecoderConfig) -> None:
 
 
 def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:
-    """What a configuration of any family has."""
     return {
         "model_type": architecture.model_type,
         "architectures": [FAMILIES[architecture.model_type].architecture],

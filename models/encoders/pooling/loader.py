@@ -286,7 +286,6 @@ def _activation(name: str, where: str) -> Activation:
 def _classifier(
     config: Any, read: EncoderConfig, family: EncoderFamily, weights: WeightSource, of_tokens: bool = False
 ) -> ScoringHead:
-    """The head of a classifier of sequences, or of tokens."""
     names, size = family.token_head if of_tokens else family.head, read.hidden_size
     activation = family.head_activation(config)
     dense = None

@@ -317,7 +317,6 @@ class BatchWorker:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _process(self, record: dict[str, Any]) -> None:
-        """Run a batch to its end, which whatever is raised on the way is too."""
         try:
             if record["status"] != "cancelling":
                 self._answering.add(record["id"])
@@ -337,7 +336,6 @@ class BatchWorker:
             self._fail(record, error)
 
     async def _answer(self, record: dict[str, Any]) -> None:
-        """Answer the lines that have no answer yet."""
         with Journal(self.batches.journal(record["id"]), _name(record)) as journal:
             source = self.files.content(record["input_file_id"])
             if record["endpoint"] not in self._answers.urls:
