@@ -86,10 +86,7 @@ HINT = "pip install 'torch>=2.13': the first release whose varlen_attn takes a b
 
 
 class TorchVarlen(VarlenAttention):
-    """FlashAttention 2 with nothing to install: varlen prefill and extend, paged split-KV decode.
-
-    `graph_level` stays NONE: whether its custom operator captures has not been tried on a GPU.
-    """
+    """FlashAttention 2 with nothing to install: varlen prefill and extend, paged split-KV decode. Graphs: not tried on a GPU."""
 
     name = "torch_varlen"
     capabilities = Capabilities(

@@ -100,10 +100,7 @@ _SECONDS_BETWEEN_LINES = 2.0  # Seconds between two lines where stderr is no ter
 
 
 class LiveStats:
-    """Shows what an engine does, on stderr: in the terminal's last row, or as plain lines where stderr is no terminal.
-
-    The last row is kept out of what scrolls (DECSTBM, as package managers do), so text may be streamed to the same terminal.
-    """
+    """Shows an engine's state on stderr: in the terminal's last row, kept out of what scrolls (DECSTBM), or as plain lines."""
 
     def __init__(self, stats: Callable[[], EngineSnapshot], shown: bool = True, out: TextIO | None = None) -> None:
         """stats: reads the engine's figures. shown: False: nothing is shown."""

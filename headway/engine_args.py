@@ -29,10 +29,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class EngineArgs(EngineConfig):
-    """Every option of loading and running a model: the engine's (`EngineConfig`), and those of model and machine.
-
-    None stands for the default of every option. `headway.compat.vllm.EngineArgs` takes vLLM's options as well.
-    """
+    """Every option of loading and running a model; None is the default. `headway.compat.vllm.EngineArgs` takes vLLM's too."""
 
     model: Annotated[str, "smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id."] = "smollm2"
     _: dataclasses.KW_ONLY

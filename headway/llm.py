@@ -36,10 +36,7 @@ from headway.requests.request_state import OutputProcessor, Progress, RequestSta
 
 
 class LLM(EngineAccess):
-    """A model ready to generate, to embed or to score. Arguments are named as vLLM's offline class names them, where it has them.
-
-    Several threads may call one LLM: their requests share the batch, and each call returns its own.
-    """
+    """A model ready to generate, embed or score; arguments are named as vLLM's. Threads may share it, and so share the batch."""
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:

@@ -15,11 +15,7 @@ from headway.core.contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Shares of a GPU's rates and fixed times, chosen by `python -m headway.bench.studies.plan fit`.
-
-    They were fitted on an H200 and are taken for other kinds as well: a share of another data sheet is a guess, and the report
-    of a plan says so.
-    """
+    """Shares of a GPU's rates and fixed times by `bench.studies.plan fit`, on an H200; for other kinds a guess, as plans say."""
 
     product_read: float = 0.84
     """Share of the read rate at which a product's weights are read."""

@@ -80,11 +80,7 @@ _AT_ONCE: Final = 8
 
 
 class PacedStarts:
-    """Begins requests, a few in each round of the event loop.
-
-    The requests of a crowd would otherwise all begin before the next connection is accepted and the next probe answered, which
-    takes seconds.
-    """
+    """Begins requests, a few per round of the event loop; a crowd would delay the next connection and probe by seconds."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()

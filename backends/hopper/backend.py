@@ -55,10 +55,7 @@ class HopperPlan:
 
 
 class HopperKernels:
-    """Prefill and extend of one layer kind, on one stream at a time: launches share a queue and the partial results.
-
-    :raises UnsupportedError: no compiler. BackendError: the kernel does not compile.
-    """
+    """Prefill and extend of one layer kind on one stream, which share a queue. :raises UnsupportedError, BackendError: none."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, num_splits: int | None = None) -> None:
         self._spec = spec

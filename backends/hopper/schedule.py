@@ -93,10 +93,7 @@ class Problem:
         )
 
     def section(self, num_items: int) -> int:
-        """Kv heads whose items are taken together: those whose keys and values the L2 cache holds; 0 if not even those of one.
-
-        Few items are taken all together, for their order then decides when the last one ends.
-        """
+        """Kv heads whose keys and values the L2 cache holds, taken together; 0 if not even one's, or if all items are few."""
         if num_items * self.heads <= 4 * self.programs:
             return self.heads
         return min(L2_BYTES // max(int(self.kv_lens.sum()) * self.token_bytes, 1), self.heads)

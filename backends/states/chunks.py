@@ -28,10 +28,7 @@ _NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A linear recurrence in one form: S = exp(g) S + k d^T, out = S^T q + skip, with d = v or d = beta (v - S^T k).
-
-    n sequences of L tokens each; all float32.
-    """
+    """A recurrence of n sequences of L tokens, float32: S = exp(g) S + k d^T, out = S^T q + skip, d = v or beta (v - S^T k)."""
 
     q: Tensor
     """[n, L, key heads, K], scaled."""
@@ -100,10 +97,7 @@ def _normed(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveOperands:
-    """S = exp(dt A) S + dt x B, out = S . C + D x for each of H channels with a state of K elements; all float32.
-
-    The channels come last wherever there are any, since there are many.
-    """
+    """S = exp(dt A) S + dt x B, out = S . C + D x for H channels, which come last, with a state of K elements; all float32."""
 
     x: Tensor
     """[n, L, H]"""

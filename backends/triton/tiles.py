@@ -275,10 +275,7 @@ def unpack_fp8(pairs):
 
 @triton.jit
 def unpack_int8(pairs):
-    """Two whole numbers of 8 bits in each int16, the low byte first, as two float16 tiles of that shape: exact.
-
-    From 1024 on neighbouring float16 are 1 apart, so a number and 128 are the low bits of one.
-    """
+    """Return two int8 of each int16, low byte first, as exact float16 tiles: from 1024 on neighbouring float16 are 1 apart."""
     low = (pairs & 0xFF) ^ 0x6480
     high = ((pairs >> 8) & 0xFF) ^ 0x6480
     low = low.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
@@ -304,10 +301,8 @@ def softmax_step(
     HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fold one tile of scores into the running (m, l): the recurrence of Milakov and Gimelshein (2018).
-
-    Returns m, l, the weights [BLOCK_M, BLOCK_N] and the factor [BLOCK_M] by which what was summed before must shrink.
-    """
+    """Fold a tile of scores into (m, l) (Milakov and Gimelshein 2018); return m, l, the weights [BLOCK_M, BLOCK_N], and the
+    factor [BLOCK_M] by which what was summed before must shrink."""
     if HAS_SOFTCAP or HAS_ALIBI:
         scores = scores * score_scale
         score_scale = 1.0

@@ -1,8 +1,4 @@
-"""The kernels as torch operators `headway::*`, with fake implementations, so that torch.compile traces through them.
-
-The backend launches the kernels itself; these are for models and tools that call them alone. Importing this module registers
-them, and compiles nothing.
-"""
+"""Torch operators `headway::*` for models and tools, with fake implementations for torch.compile; importing compiles nothing."""
 
 from __future__ import annotations
 

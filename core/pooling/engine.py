@@ -28,10 +28,7 @@ log = logging.getLogger("headway")
 
 
 class DenseAttention:
-    """The attention of a model whose layers are all dense. `begin` sets a batch up, then each layer calls it once.
-
-    Layers with equal specs share one plan, and kernels get a cache of one block, which none of them reads.
-    """
+    """Attention of dense layers: `begin` sets a batch up, each layer calls it. Equal specs share a plan; no cache is read."""
 
     def __init__(self, layers: LayerSpecs, selector: Selector) -> None:
         assert all(spec.dense for spec in layers.cached)

@@ -32,9 +32,7 @@ class GrammarError(HeadwayError):
 
 
 def grammar_text(form: StructuredOutputsParams) -> str:
-    """The form in llguidance's own notation.
-    :raises ValueError: a grammar in llama.cpp's notation that is not one, a schema that is not JSON, or a regular expression that
-    is not one of ECMA's."""
+    """Return the form in llguidance's notation. :raises ValueError: an invalid grammar, schema or ECMA regular expression."""
     from llguidance import LLMatcher, grammar_from
 
     if form.regex is not None:

@@ -1,7 +1,4 @@
-"""The process that tries forms: it compiles each within limits of processor time, memory and stack, and may die of one.
-
-`headway.core.sampling.grammar_queue` is the parent's side.
-"""
+"""The process that tries forms for `grammar_queue`, within limits of processor time, memory and stack; one may kill it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The vocabulary of several ranks: each chooses among its own tokens, and ranks compare one number for each row.
-
-Whatever needs the whole distribution gathers it, for its own rows alone, and is counted.
-"""
+"""The vocabulary of several ranks: each chooses among its tokens, one number per row is compared; the rest is gathered."""
 
 from __future__ import annotations
 

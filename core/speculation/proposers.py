@@ -280,10 +280,7 @@ class SequenceNgrams:
 
 
 class SuffixProposer:
-    """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): guesses what most often followed the longest match.
-
-    Each sequence has counts of its own, over prompt and output; all sequences share those of finished outputs.
-    """
+    """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), by the counts of each sequence and of all finished outputs."""
 
     def __init__(self, options: ProposerOptions | None = None) -> None:
         self._options = options or ProposerOptions()

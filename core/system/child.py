@@ -55,11 +55,7 @@ def module_path() -> str:
 
 
 class Child:
-    """A process in a session of its own, which finds the modules that this process finds.
-
-    Each request and each answer is one line of JSON. What the process prints to stderr is kept, for the error that tells
-    how the process ended.
-    """
+    """A child process in a session of its own that answers lines of JSON by lines of JSON; its stderr is kept for errors."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """:raises OSError: the process cannot be started."""

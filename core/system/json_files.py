@@ -48,10 +48,7 @@ def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") 
 
 
 class ResultFile(BaseModel):
-    """The results of one run of a command, in the form of its file.
-
-    A subclass names its schema, such as headway.kernel/1, by the default of a field `schema_` with the alias "schema".
-    """
+    """The results of one run of a command. A subclass names its schema by the default of `schema_` (alias "schema")."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     written_by: ClassVar[str] = ""

@@ -71,10 +71,7 @@ def is_rust_panic(error: BaseException) -> bool:
 
 
 def open_closed_streams() -> None:
-    """Open the null device in place of standard streams that were closed when Python started (`>&-`).
-
-    Python sets such a stream to None, and the next file opened gets its descriptor: what a library prints would go there.
-    """
+    """Open the null device for standard streams that were closed at the start (`>&-`), before a file gets their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (open until the process ends)
@@ -98,10 +95,7 @@ class LossyFile(io.FileIO):
 
 
 def outlive_stderr() -> None:
-    """Have commands go on where the messages on stderr cannot be written (`2>/dev/full`): nobody waits for these.
-
-    A stream that somebody has put in the place of the process's own is left alone.
-    """
+    """Let commands go on if stderr cannot be written (`2>/dev/full`), unless another stream has replaced the process's own."""
     found = sys.stderr
     if type(found) is io.TextIOWrapper and found.fileno() == _STDERR:
         raw = LossyFile(found)

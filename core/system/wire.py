@@ -23,9 +23,7 @@ class Wire:
         self._guard = Lock()
 
     def send(self, message: object) -> None:
-        """Send an object.
-        :raises pickle.PicklingError, AttributeError, TypeError: the object cannot be pickled; nothing is sent.
-        :raises OSError: the other end is closed."""
+        """Send an object. :raises pickle.PicklingError, AttributeError, TypeError: not picklable. :raises OSError: closed."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._guard:
             self._socket.sendall(data)

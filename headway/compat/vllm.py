@@ -72,11 +72,7 @@ _OWN: Final = {each.name: each for each in dataclasses.fields(engine_args.Engine
 
 
 class VllmEngineArgs(engine_args.EngineArgs):
-    """Options of loading and running a model, by Headway's names or vLLM's.
-
-    Options of vLLM's that Headway spells otherwise are translated, those at a value that asks for nothing here are left out, and
-    the others are refused by name.
-    """
+    """Options of a model by Headway's names or vLLM's, which are translated, left out if they ask for nothing, or refused."""
 
     def __init__(self, *model: object, **options: object) -> None:
         """Translate the options and check them. :raises ConfigError: an unknown option, with the nearest name; or a bad value."""

@@ -1,7 +1,4 @@
-"""The child process of an engine, which loads the model, runs the engine in a thread, and does the parent's tasks.
-
-`headway.hosting.process_host` is the parent's side.
-"""
+"""The child process of an engine (parent: `process_host`): loads the model, runs the engine in a thread, does tasks."""
 
 from __future__ import annotations
 

@@ -52,11 +52,7 @@ class _WaitingTask(NamedTuple):
 
 
 class EngineProcess(EngineHost):
-    """Runs an engine in a child process, which ends with this process, whatever ends that.
-
-    Where a fault ends the engine, another one may be started. Requests that the fault has ended are not run again; new ones are
-    refused until the model is loaded.
-    """
+    """Runs an engine in a child process, which ends with this one. After a fault another may start, without the old requests."""
 
     def __init__(self, make: Callable[[], EngineDriver], spawned: SpawnedEngine | None = None, restarts: int = 0) -> None:
         """Have the child load the model, and wait for that.

@@ -17,10 +17,7 @@ WIDTH = 80
 
 
 def stats_line(now: EngineSnapshot, before: EngineSnapshot) -> str:
-    """Write one line: the state at this moment, and the counts since `before`, without those that are zero.
-
-    Its last parts are left out where it would be longer than 80 columns.
-    """
+    """Return one line of at most 80 columns: the state now, and the counts since `before` that are not zero."""
     done = now.totals - before.totals
     kept = f", host {now.num_offloaded_blocks:,}" if now.num_offloaded_blocks else ""
     parts = [

@@ -286,11 +286,7 @@ class OutputProcessor:
 
 
 class DirectTokenizer:
-    """The tokenizers library below transformers' tokenizer: a quarter of the time, where transformers only passes its answer on.
-
-    Every token of every stream is decoded twice: every other call is for the token before the newest alone, whose text is
-    remembered.
-    """
+    """The tokenizers library below transformers' tokenizer, in a quarter of the time; remembers tokens' texts, asked twice."""
 
     def __init__(self, backend: Any) -> None:
         self._decode = backend.decode

@@ -95,10 +95,7 @@ def check_function(function: Mapping[str, Any], place: str, parameters: str = "p
 
 
 def with_parameters(tool: Any) -> Any:
-    """Return a tool whose parameters are the JSON schema of an object, or what is not such a tool as it is.
-
-    A tool without parameters (none, null or {}) takes none, as in OpenAI's API.
-    """
+    """Return a tool with the JSON schema of its parameters' object ({}, null and none take none), or another value unchanged."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     schema = function.get("parameters") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(schema or {}, Mapping):

@@ -45,10 +45,7 @@ def convolved(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """The convolution's output [C] at a token, float32.
-
-    Tap by tap, not by `window_of`: the layout of a tile with an axis of taps would spread over all that is computed with it.
-    """
+    """Return the convolution's output [C] at a token, float32, tap by tap: an axis of taps would spread the tile's layout."""
     y = tl.zeros([channels.shape[0]], tl.float32)
     if HAS_BIAS:
         y += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)

@@ -40,10 +40,7 @@ MAX_DRAFT_TOKENS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The engine's options; names are vLLM's where it has them.
-
-    Each option's text is written here once: `LLM`'s keywords, the command line's flags and docs/options.md come from it.
-    """
+    """The engine's options, by vLLM's names; their texts here feed `LLM`'s keywords, the flags and docs/options.md."""
 
     attn_backend: Annotated[str | BackendRequest, 'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME".'] = "auto"
     attn_options: Annotated[Mapping[str, Mapping[str, str]], "Options of backends: NAME -> key -> value."] = field(

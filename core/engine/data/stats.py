@@ -254,10 +254,7 @@ class ProfilerRanges:
 
 
 class StepClock:
-    """Adds up in `EngineStats` how long the host spends in each part of its steps, and shows the parts to a profiler.
-
-    One part follows the other: entering one ends the one before. The clock is called some eight times a step, never per sequence.
-    """
+    """Adds up the seconds of each part of a step in `EngineStats`, for profilers too; called some eight times a step."""
 
     def __init__(self, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
         self.enter_range: EnterRange = no_ranges

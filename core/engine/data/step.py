@@ -209,10 +209,7 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInput:
-    """Everything that the device's side must know of a step and has not learned from earlier steps.
-
-    Steps come in order. What a step says about rows and copies is done first: all copies read before any of them writes.
-    """
+    """Everything the device's side must know of a step, in order; rows and copies come first, copies read before any writes."""
 
     rows: NDArray[numpy.int32]
     """[num_seqs]: each sequence's place in the executor's per-sequence buffers. Those that prefill or extend come first."""

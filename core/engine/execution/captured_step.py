@@ -121,10 +121,7 @@ class _Memory:
 
 
 class CapturedStep(ABC):
-    """A step of one shape over static inputs, recorded as a CUDA graph.
-
-    Where kernels filter (see ModelStep.filters), a second graph chooses the tokens of rows that filter anew.
-    """
+    """A step of one shape over static inputs as a CUDA graph; a second one filters and draws anew (ModelStep.filters)."""
 
     description: str
     """The step in words, for errors."""

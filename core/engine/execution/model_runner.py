@@ -106,11 +106,7 @@ class _DeviceResults(NamedTuple):
 
 
 class ModelRunner:
-    """Runs steps that are plain data, on one device.
-
-    The tokens that a step samples stay on the device, one for each row, and are the next step's input there: the host need not
-    have seen them to launch it.
-    """
+    """Runs steps that are plain data on one device, where sampled tokens stay as the next step's input, unseen by the host."""
 
     def __init__(
         self,

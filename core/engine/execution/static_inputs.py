@@ -1,7 +1,4 @@
-"""The computation of every captured step (`ModelStep`) and its inputs: one device buffer, filled by one copy.
-
-The buffer has the layout of a decode, of a verification or of a prefill.
-"""
+"""Inputs of captured steps (`ModelStep`): one device buffer, laid out for a decode, verification or prefill, one copy."""
 
 from __future__ import annotations
 
@@ -66,10 +63,7 @@ _Ints = NDArray[numpy.int32]
 
 
 class StepFields(NamedTuple, Generic[Field]):
-    """The inputs of a captured step of n sequences in g cache groups. A field that a layout has no use for is empty.
-
-    A decode has one token per sequence, a verification w of them, and a prefill is one sequence of t tokens.
-    """
+    """Inputs of a captured step of n sequences in g cache groups, of w tokens each in a verification, or t of one prompt."""
 
     ids: Field
     """int64 [n, w] or [t]; a decode finds its tokens on the device. Drafts are made from tokens that the host has read."""

@@ -1,7 +1,4 @@
-"""Sampling in a step: which positions are sampled, and the tokens that each row's parameters want of its logits.
-
-Prompts whose log-probabilities are wanted need logits after every token, where a step computes those of the last alone.
-"""
+"""Sampling in a step: positions and tokens; prompts whose log-probabilities are wanted need logits after every token."""
 
 from __future__ import annotations
 

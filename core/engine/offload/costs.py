@@ -71,10 +71,7 @@ def _octave(count: int) -> int:
 
 
 class PrefillTimer:
-    """Times steps, so that `OffloadCosts` knows what a prompt's token costs.
-
-    A step's time goes from the later of its launch and the end of the step before to its own end, as the host sees them.
-    """
+    """Times steps for `OffloadCosts`: from the later of its launch and the previous step's end to its own end, on the host."""
 
     def __init__(self, costs: OffloadCosts, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
         """stats: counts every step that is launched. now: the time in seconds."""

@@ -1,7 +1,4 @@
-""".gguf files: dequantised once and kept as a safetensors folder, so that the second start takes seconds.
-
-Those of models whose layers keep a state are read by the `hybrid_*` modules, all others by transformers.
-"""
+""".gguf files, dequantised once into a safetensors folder: with states by the `hybrid_*` modules, others by transformers."""
 
 from __future__ import annotations
 

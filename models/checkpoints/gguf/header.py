@@ -1,7 +1,4 @@
-"""What a .gguf file says of its model, and its tensors by name.
-
-What transformers leaves unread of it and changes what the model computes is put into the configuration, or refused.
-"""
+"""A .gguf file's model and its tensors by name; what transformers leaves unread goes into the configuration, or is refused."""
 
 from __future__ import annotations
 
