@@ -290,11 +290,7 @@ def _scores_by_channel(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:
         half *= 2
     sums = g.cumsum(-2)
     return _Scores(
-        scores[:, :, :, 0],
-        scores[:, :, :, 1] if delta else None,
-        sums.exp(),
-        _sums_after(g).exp_(),
-        sums[..., -1, :, None].exp(),
+        scores[:, :, :, 0], scores[:, :, :, 1] if delta else None, sums.exp(), _sums_after(g).exp_(), sums[..., -1, :, None].exp()
     )
 
 

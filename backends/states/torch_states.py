@@ -114,9 +114,7 @@ class TorchStates(StateBackend):
     name = "torch"
     graph_level = GraphLevel.UNIFORM
     capabilities = StateCapabilities(
-        kinds=frozenset(STATE_KINDS),
-        state_dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        devices=("cpu", "cuda"),
+        kinds=frozenset(STATE_KINDS), state_dtypes=(torch.float32, torch.bfloat16, torch.float16), devices=("cpu", "cuda")
     )
 
     def __init__(self, spec: StateSpec, layout: StateLayout) -> None:

@@ -160,8 +160,7 @@ def walk(
 
 
 @triton.jit(
-    do_not_specialize=["window", "table_stride", "sums_stride_head"],
-    do_not_specialize_on_alignment=["table_ptr", "sums_ptr"],
+    do_not_specialize=["window", "table_stride", "sums_stride_head"], do_not_specialize_on_alignment=["table_ptr", "sums_ptr"]
 )
 def varlen_attention(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM]

@@ -139,12 +139,7 @@ def _origins(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _listen(
-    args: EngineArgs,
-    pooled: PoolingModel | None,
-    options: ServerOptions,
-    host: str,
-    sock: socket.socket,
-    restart_engine: int,
+    args: EngineArgs, pooled: PoolingModel | None, options: ServerOptions, host: str, sock: socket.socket, restart_engine: int
 ) -> None:
     """Load the model and serve it until a signal. sock: bound to the host."""
     from headway.hosting.process_messages import spawn_engine

@@ -307,14 +307,7 @@ def _calls(
     make_id: Callable[[str, int], str] = call_id,
 ) -> ChatParserInfo:
     return ChatParserInfo(
-        name,
-        summary,
-        "calls",
-        lambda _: ProgramParser(program, make_id),
-        recognizes,
-        syntaxes,
-        make_id=make_id,
-        marks=marks,
+        name, summary, "calls", lambda _: ProgramParser(program, make_id), recognizes, syntaxes, make_id=make_id, marks=marks
     )
 
 
@@ -378,9 +371,7 @@ _kimi: Final = HeadedCalls(
     (_KIMI[0], _KIMI[4]),
 )
 _mistral: Final = HeadedCalls(
-    ("[TOOL_CALLS]",),
-    re.compile(r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?P<id>[^\[{]+))?(?:\[ARGS\])?\s*"),
-    lists=True,
+    ("[TOOL_CALLS]",), re.compile(r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?P<id>[^\[{]+))?(?:\[ARGS\])?\s*"), lists=True
 )
 _glm: Final = TagSyntax(
     "<tool_call>", ("", "\n"), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), ("</tool_call>",)

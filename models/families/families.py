@@ -71,9 +71,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, windowed=False, partial_rotary=True),
     "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
     "starcoder2": Family(
-        "Starcoder2ForCausalLM",
-        lambda config: dense.layer_norm(config.use_bias, config.norm_epsilon),
-        dense.STARCODER2_NAMES,
+        "Starcoder2ForCausalLM", lambda config: dense.layer_norm(config.use_bias, config.norm_epsilon), dense.STARCODER2_NAMES
     ),
 }
 """Families by model_type. SmolLM and SmolLM2 are Llama."""

@@ -222,11 +222,7 @@ def jamba(config: Any) -> dict[str, Any]:
     options = {
         "rotated": [False] * config.num_hidden_layers,
         "state": StateConfig(
-            spec,
-            dt_rank=size_of(config, "mamba_dt_rank"),
-            conv_bias=bool(config.mamba_conv_bias),
-            in_bias=bias,
-            out_bias=bias,
+            spec, dt_rank=size_of(config, "mamba_dt_rank"), conv_bias=bool(config.mamba_conv_bias), in_bias=bias, out_bias=bias
         ),
         "layers": parts_of(config.layer_types, LINEAR_OR_FULL),
     }
@@ -279,11 +275,5 @@ def _normed(spec: StateSpec, conv_bias: bool, in_bias: bool, out_bias: bool) -> 
     """Mamba 2 whose output is gated and then normed, group by group."""
     size = spec.out_channels // spec.num_key_heads
     return StateConfig(
-        spec,
-        norm_size=size,
-        norm_all_weights=True,
-        gate_first=True,
-        conv_bias=conv_bias,
-        in_bias=in_bias,
-        out_bias=out_bias,
+        spec, norm_size=size, norm_all_weights=True, gate_first=True, conv_bias=conv_bias, in_bias=in_bias, out_bias=out_bias
     )

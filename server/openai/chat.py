@@ -18,15 +18,7 @@ from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText
 from headway.requests.request_state import TextBytes, TokenBytes
 from headway.requests.tool_use import ToolUse
-from headway.server.openai.answers import (
-    Answer,
-    ChunkedAnswer,
-    chat_logprobs,
-    extras,
-    num_written,
-    prompt_extras,
-    usage,
-)
+from headway.server.openai.answers import Answer, ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
 from headway.server.openai.params import chat_params, template_kwargs, tool_use
 from headway.server.openai.requests import BatchChatRequest, ChatRequest, TokenizeRequest
 from headway.server.service import Service

@@ -279,11 +279,7 @@ class StateScan:
         dt, b, c = gates
         recurrent, _ = states(cache, x)
         _, _, a_log, dt_bias, d = weights(parameters, x)
-        constants = {
-            **channel_constants(spec, cache),
-            "BLOCK_C": tuning.token_channels,
-            "HAS_D": parameters.D is not None,
-        }
+        constants = {**channel_constants(spec, cache), "BLOCK_C": tuning.token_channels, "HAS_D": parameters.D is not None}
         tensors = x, dt, b, c, out, recurrent, a_log, dt_bias, d, plan.seqs, plan.parts
         numbers = tuple(each.stride(0) for each in (x, dt, b, c, out))
         grid = triton.cdiv(spec.num_heads, tuning.token_channels), plan.num_seqs, 1

@@ -189,10 +189,7 @@ class HostRows:
     """Compiles what requests need, follows their completions, and changes logits when a step's model is already under way."""
 
     def __init__(
-        self,
-        grammars: GrammarCompiler | None,
-        processors: Mapping[str, LogitsProcessorInfo],
-        batch: ProcessorBatch | None = None,
+        self, grammars: GrammarCompiler | None, processors: Mapping[str, LogitsProcessorInfo], batch: ProcessorBatch | None = None
     ) -> None:
         """grammars: None without a tokenizer. processors: those that requests may name. batch: the engine's own; None if none."""
         self._grammars = grammars

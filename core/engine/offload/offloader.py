@@ -14,11 +14,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.page_mover import STATES, KeptPage, PageMover, PageName, Pending
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
-from headway.core.engine.offload.costs import (
-    OffloadCosts,
-    OffloadFailures,
-    PrefillTimer,
-)
+from headway.core.engine.offload.costs import OffloadCosts, OffloadFailures, PrefillTimer
 from headway.core.engine.offload.disk_tier import DiskTier
 from headway.core.engine.offload.host_tier import HostTiers
 from headway.core.engine.offload.pending_restores import PendingRestores

@@ -52,12 +52,7 @@ def pin(source: BackendSource, layers: LayerSpecs, config: EngineConfig) -> Back
         pinned = BackendRequest(prefill, decode)
         try:
             Selector(
-                source,
-                layers,
-                pinned,
-                kv_layout=config.kv_layout,
-                block_size=config.block_size,
-                options=config.attn_options,
+                source, layers, pinned, kv_layout=config.kv_layout, block_size=config.block_size, options=config.attn_options
             )
         except UnsupportedError:
             continue
