@@ -66,11 +66,11 @@ class Answer(ABC):
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
         """Write the end of a stream. used: the last output of each prompt, with the number of tokens of its completions."""
-        return b""
+        return DONE
 
     def failed(self, error: ApiError) -> bytes:
         """Write the end of a stream that has begun and failed."""
-        return b""
+        return error.event() + DONE
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -122,9 +122,6 @@ class ChunkedAnswer(Answer):
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
         return self.chunk([], usage(used)) + DONE if self.includes_usage else DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        return error.event() + DONE
 
     @abstractmethod
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:

@@ -46,13 +46,10 @@ class ChatAnswer(ChunkedAnswer):
         last = body.messages[-1] if body.echo and body.messages else {}
         content = last.get("content") if last.get("role") == "assistant" or not body.add_generation_prompt else ""
         self._echo = content if isinstance(content, str) else ""
-        self._make_reader: Callable[[], ChatReader | None] = lambda: None
+        self.make_reader: Callable[[], ChatReader | None] = lambda: None
+        """Makes the reader of each choice."""
         self._readers: dict[int, ChatReader | None] = {}
         """Index of a choice -> what reads its text; None: the text is the content."""
-
-    def read_with(self, make_reader: Callable[[], ChatReader | None]) -> None:
-        """Read each choice with a reader of its own."""
-        self._make_reader = make_reader
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """Write the role, and the last message where the request wants an echo."""
@@ -104,7 +101,7 @@ class ChatAnswer(ChunkedAnswer):
 
     def _reader(self, index: int) -> ChatReader | None:
         if index not in self._readers:
-            self._readers[index] = self._make_reader()
+            self._readers[index] = self.make_reader()
         return self._readers[index]
 
     def _read(self, reader: ChatReader, new: CompletionOutput) -> list[ChatPiece]:
@@ -235,7 +232,7 @@ class Chats:
             answer.is_structured = True
             answer.form_field = "tools"
         answer.hides_special = formed.skip_special_tokens
-        answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens))
+        answer.make_reader = partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens)
         try:
             adapter = self._service.adapter_of(body.model)
             return await self._service.llm.check([prompt], formed, priority=body.priority, lora_request=adapter)

@@ -20,7 +20,7 @@ from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
 from headway.server.errors import ApiError, Fields
 from headway.server.middleware import check_id, request_name
-from headway.server.openai.answers import DONE, Answer, completion_logprobs, event, prompt_logprobs
+from headway.server.openai.answers import Answer, completion_logprobs, event, prompt_logprobs
 from headway.server.openai.params import completion_params, prompts_of
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import CompletionRequest, TokenIds
@@ -154,12 +154,6 @@ class NativeAnswer(Answer):
         told = self._told(used[0], used[0].outputs[place], self._id_of(index // (self.body.n or 1)))
         return event({"index": index, **told} if self._asked.is_list else told)
 
-    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        return DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        return error.event() + DONE
-
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         told = [self._told(output, each, self._id_of(number)) for number, output in enumerate(outputs) for each in output.outputs]
         return orjson.dumps(told if self._asked.is_list else told[0])
@@ -258,6 +252,9 @@ class DemoAnswer(Answer):
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
         assert used is not None, "tells_usage"
         return orjson.dumps({"text": _texts(used[0])}) + b"\n"
+
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        return b""
 
     def failed(self, error: ApiError) -> bytes:
         return orjson.dumps(error.body) + b"\n"
