@@ -28,16 +28,12 @@ class _Flag(NamedTuple):
     """A field of SamplingParams or EngineArgs as a flag of a command line."""
 
     field: str
-    kind: Any
-    """The type that typer reads its value as."""
+    kind: Any  # The type that typer reads its value as
     help: str
     default: Any = None
-    value: Callable[[Any], Any] = lambda value: value
-    """Makes the field's value from what typer read."""
-    spelled: str = ""
-    """The flag, where it is not the field's name."""
-    switch: bool = False
-    """A flag without a value, which has no --no-... beside it."""
+    value: Callable[[Any], Any] = lambda value: value  # Makes the field's value from what typer read
+    spelled: str = ""  # The flag, where it is not the field's name
+    switch: bool = False  # A flag without a value, which has no --no-... beside it.
 
     @property
     def name(self) -> str:

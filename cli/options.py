@@ -51,8 +51,7 @@ class _Named(NamedTuple):
     """What a name in a file means."""
 
     parameter: str
-    is_opposite: bool
-    """Whether it is the name of what turns the option off."""
+    is_opposite: bool  # Whether it is the name of what turns the option off
     takes_many: bool
 
 

@@ -78,8 +78,7 @@ class _Times:
     arrival: float
     first: float = 0.0
     last: float = 0.0
-    spared: int = 0
-    """Tokens of the prompt that the prefix cache held."""
+    spared: int = 0  # Tokens of the prompt that the prefix cache held
 
 
 @dataclass

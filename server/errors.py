@@ -117,8 +117,7 @@ _ANTHROPIC_TYPES = {
 }
 """Status -> type; for other statuses `invalid_request_error` below 500, `api_error` from 500 on."""
 
-_KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)
-"""Parts of pydantic's error locations that name a type, not a field."""
+_KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)  # Parts of pydantic's locations that name a type
 
 _NEEDS = {
     "model_type": "input should be an object",

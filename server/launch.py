@@ -35,8 +35,7 @@ the last, and the probe behind it, would wait for as many rounds as there are co
 _SEND_BUFFER: Final = 128 * 1024
 """Bytes of an answer that the system takes in before the client has read any; Linux doubles the number. Its own choice grows to
 megabytes, in which a whole stream that nobody reads would disappear before `write_timeout` begins."""
-_SPARE_FILES: Final = 128
-"""File descriptors kept free for files that are opened while the server runs: kernels, traces. At most half of all."""
+_SPARE_FILES: Final = 128  # File descriptors kept free for files opened meanwhile (kernels, traces); at most half of all
 
 
 class Server(uvicorn.Server):

@@ -75,8 +75,7 @@ class ClientProbe:
         self._look_after = min(2 * self._look_after, _LONGEST_LOOK)
 
 
-_AT_ONCE: Final = 8
-"""Requests that begin in one round of the event loop: 2 ms of work, about as many as it accepts connections in a round."""
+_AT_ONCE: Final = 8  # Requests that begin per round of the event loop: 2 ms of work, about as many as it accepts connections
 
 
 class PacedStarts:
@@ -110,10 +109,8 @@ class PacedStarts:
             loop.call_soon(self._next)
 
 
-_MOST_HEAD: Final = 64 * 1024
-"""Most bytes of a path and of all headers and trailers, as the parser tells them: the same whatever the packets they came in."""
-_MOST_UNPARSED: Final = 2 * _MOST_HEAD
-"""Most bytes that the parser takes in without telling of any, such as a header without an end."""
+_MOST_HEAD: Final = 64 * 1024  # Most bytes of a path and all headers and trailers, as parsed, whatever packets they came in
+_MOST_UNPARSED: Final = 2 * _MOST_HEAD  # Most bytes that the parser takes in silently, such as a header without an end
 _BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))  # Headers that say where a body ends
 _MOST_PIPELINED: Final = 64  # Most requests of a connection that wait for the answers before theirs
 _READ_GRACE: Final = 0.02  # Seconds in which the event loop reads bytes that have arrived
@@ -139,8 +136,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _surplus = _refused = False
     _owes_body = False  # Whether the parser leaves the body of the request that is being read to the protocol that it asks for
     _told_again = False  # Whether a parser is being told what is known of a request already
-    _answering: RequestResponseCycle | None = None
-    """The request that is being answered, or was last; `cycle` is the one that came last."""
+    _answering: RequestResponseCycle | None = None  # The request that is or was last answered; `cycle` is the newest one
     _probe: ClientProbe | None = None  # What watches a client that has closed its sending side
     _last_words: ApiError | None = None  # What a refused client is told once the requests before have their answers
 

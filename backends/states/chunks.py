@@ -177,16 +177,11 @@ def _run(inputs: SelectiveOperands, state: Tensor, after: Callable[[int], None])
 class _Scores(NamedTuple):
     """What a chunk's tokens do to each other and to the state; n sequences, H heads, J chunks of C tokens."""
 
-    queries: Tensor
-    """[n, H, J, C, C]: q_i . k_j, decayed from j to i; 0 for j > i."""
-    keys: Tensor | None
-    """[n, H, J, C, C]: k_i . k_j, decayed; right below the diagonal. None where the rule is not the delta rule."""
-    from_start: Tensor
-    """Decays from the chunk's start through each token, [n, H, J, C, 1 or K]."""
-    to_end: Tensor
-    """Decays after each token to the chunk's end, [n, H, J, C, 1 or K]."""
-    whole: Tensor
-    """Decay over the chunk, [n, H, J, 1 or K, 1]."""
+    queries: Tensor  # [n, H, J, C, C]: q_i . k_j, decayed from j to i; 0 for j > i.
+    keys: Tensor | None  # [n, H, J, C, C]: k_i . k_j, decayed; right below the diagonal; None without the delta rule
+    from_start: Tensor  # Decays from the chunk's start through each token, [n, H, J, C, 1 or K]
+    to_end: Tensor  # Decays after each token to the chunk's end, [n, H, J, C, 1 or K]
+    whole: Tensor  # Decay over the chunk, [n, H, J, 1 or K, 1]
 
 
 def scan_chunks(chunk: int, inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> tuple[Tensor, Tensor]:

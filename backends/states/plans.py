@@ -146,16 +146,11 @@ class _Host(NamedTuple):
     """What the host knows of each sequence of a step."""
 
     device: torch.device
-    starts: Sequence[int]
-    """First packed token."""
-    lens: Sequence[int]
-    """New tokens."""
-    fresh: Sequence[bool]
-    """Whether there is no context."""
-    finals: Sequence[int]
-    """Slot after the last token; below 0: none."""
-    marks: Sequence[Sequence[int]]
-    """Rows of `StateMetadata.checkpoints` in this step."""
+    starts: Sequence[int]  # First packed token
+    lens: Sequence[int]  # New tokens
+    fresh: Sequence[bool]  # Whether there is no context
+    finals: Sequence[int]  # Slot after the last token; below 0: none
+    marks: Sequence[Sequence[int]]  # Rows of `StateMetadata.checkpoints` in this step
 
 
 def _block(metadata: StateMetadata, host: _Host, rows: Sequence[int], most_tokens: int) -> SequenceBlock:

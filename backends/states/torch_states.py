@@ -97,10 +97,8 @@ def write_known_later(states: Tensor, slots: Tensor, values: Tensor) -> None:
     states.index_copy_(0, target, torch.where(wanted.any(), values, held))
 
 
-_AT_ONCE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
-"""Bytes, about, of the float32 tensors that are computed at once: on a CPU they should stay near its caches."""
-_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
-"""Elements of the states that `mamba1` moves on at once: on a CPU chunks side by side cost more and win nothing."""
+_AT_ONCE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}  # Bytes of float32 tensors computed at once; a CPU's stay near its caches
+_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}  # Elements of `mamba1` states moved on at once: side by side, chunks cost a CPU more
 
 
 class _Layer(NamedTuple):

@@ -126,8 +126,7 @@ class Chunks:
     """int32 [most, CHUNK_FIELDS]; see there."""
     seqs: Tensor = field(init=False)
     """int32 [num_seqs, SEQ_FIELDS]; see there."""
-    _bound: list[BoundKernel] = field(init=False, default_factory=list)
-    """The launch, once it has been made: it is a part of every step that is a graph's replay."""
+    _bound: list[BoundKernel] = field(init=False, default_factory=list)  # The launch, once made: part of every graph's replay
 
     def __post_init__(self) -> None:
         most = most_chunks(len(self.seq_lens), self.splits, self.even)

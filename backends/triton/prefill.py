@@ -256,8 +256,7 @@ class _Variant:
     constants: Mapping[str, Any]
 
 
-_MOST = 256
-"""Descriptors that are kept: those of the caches of a large model, and of the buffers for k and v that its steps use in turn."""
+_MOST = 256  # Descriptors that are kept: those of a large model's caches, and of the buffers for k and v in use
 
 
 class Descriptors:

@@ -15,8 +15,7 @@ from headway.core.contract.chat_parsers import ChatPiece, call_id
 from headway.core.system.json_text import parse_json
 
 Waiting = Generator[None, None, None]
-_ESCAPES: Final = {code: f"\\u{code:04x}" for code in range(32)}
-"""Control characters as JSON has them, which models write as they are."""
+_ESCAPES: Final = {code: f"\\u{code:04x}" for code in range(32)}  # Control characters as JSON has them; models write them raw
 _SPACE: Final = re.compile(r"\s*")
 _SCALAR: Final = re.compile(r"[-+.\w]*")
 _PLAIN: Final = re.compile(r'[^"\\]*')

@@ -56,8 +56,7 @@ class _LaunchedStep(NamedTuple):
 
     handle: Launched
     seqs: list[Sequence]
-    sampling: list[Sequence]
-    """The sequences that sample a token in it."""
+    sampling: list[Sequence]  # The sequences that sample a token in it
 
 
 class EngineLoop:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _LONGEST_REASON: Final = 240  # Characters of a reason; llguidance's quotes the whole of a regular expression that it refuses
-_SPACE: Final = r"[ \t\n\r]?"
-"""Space between the parts of JSON, unless a form says otherwise: a small model may write spaces without end."""
+_SPACE: Final = r"[ \t\n\r]?"  # Space between the parts of JSON by default: a small model may write spaces without end
 
 
 class GrammarError(HeadwayError):

@@ -96,8 +96,7 @@ SMALL_FORM_BYTES: Final = 4096
 """Bytes of a form that is compiled without a trial. Of 4,096 bytes the worst that was found takes 2 MiB of stack and 0.2 s."""
 _COMPILERS: Final = 2  # Threads that compile small forms; each holds the interpreter for a part of its time
 _TRIERS: Final = 2  # Threads that have larger forms tried, each by a process of its own, and then compile them
-_STACK: Final = 2 * TRIAL_STACK
-"""Bytes of a compiling thread's stack: what a trial has survived is compiled here with room to spare."""
+_STACK: Final = 2 * TRIAL_STACK  # Bytes of a compiling thread's stack: room to spare for what a trial has survived
 _MOST_TRIED: Final = 4096  # Forms whose trial is remembered
 
 

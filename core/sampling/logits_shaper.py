@@ -246,8 +246,7 @@ class LogitsShaper:
 class _Rows:
     rows: Tensor
     lens: Tensor
-    longest: int
-    """Tokens of the longest, on the host."""
+    longest: int  # Tokens of the longest, on the host
 
 
 class _Batch:

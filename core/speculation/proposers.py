@@ -23,8 +23,7 @@ _RATE, _FALL = 0.1, 0.3
 """Weight of the newest time in a running mean, and of one below the mean. The second is larger because other work on the machine
 only makes steps longer, and because a width that seems too slow is seldom tried again."""
 _OUTLIER = 1.5  # Largest multiple of the mean that the time of one step counts as: what took longer was something else
-_NEEDED = 4
-"""Steps after which a mean is used; until then it is the least of them, for the first ones take longer than all that follow."""
+_NEEDED = 4  # Steps after which a mean is used; until then the least of them, since the first ones take longer
 
 AttentionTime = Callable[[int, int, int], float]
 """Microseconds of a step's attention, infinite if unknown: (sequences, query tokens of each, cached and new tokens of each)."""
@@ -52,8 +51,7 @@ class StepTimes:
     def __init__(self, attention: AttentionTime | None = None) -> None:
         """attention: looked up in a crossover table; None: there is no table."""
         self._attention = attention
-        self._means: dict[tuple[int, int], tuple[float, int]] = {}
-        """Mean seconds, and the steps in that mean, by size class and width."""
+        self._means: dict[tuple[int, int], tuple[float, int]] = {}  # Mean seconds and number of steps, by size class and width
 
     def note(self, num_seqs: int, width: int, seconds: float) -> None:
         """Note the seconds from the end of the step before to the end of a step of this width."""
@@ -109,8 +107,7 @@ class StepTimes:
 
 
 _ANCHORS = (3, 1)  # Lengths of the n-grams whose places are kept, the longest first
-_MOST_PLACES = 32
-"""Most places of an n-gram that are looked at, the latest ones. They bound what a guess costs, and how exact its counts are."""
+_MOST_PLACES = 32  # Latest places of an n-gram that are looked at: they bound a guess's cost and its counts' exactness
 
 
 class Guess(NamedTuple):
@@ -135,8 +132,7 @@ class SuffixIndex:
     def __init__(self) -> None:
         self._texts: dict[int, list[int]] = {}
         self._newest = -1
-        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        """The places of each n-gram, (text, position after it), in the order in which they were added."""
+        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # The places of each n-gram, (text, position after it)
 
     def begin(self) -> None:
         """Begin a new text, to which `append` adds."""

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-_QUIET: Final = ("transformers", "torch", "huggingface_hub")
-"""Libraries whose warnings are not about anything that the user of a command did."""
+_QUIET: Final = ("transformers", "torch", "huggingface_hub")  # Libraries whose warnings do not concern a command's user
 
 
 class LogFormatter(logging.Formatter):

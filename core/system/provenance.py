@@ -23,8 +23,7 @@ _SHORT = 12
 _UNKNOWN = "unknown"  # The version of sources that are not installed
 _SECONDS = 10
 PTXAS, NVRTC = "ptxas", "nvrtc"
-_RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")
-"""A version as `ptxas --version` prints it: release 12.8, V12.8.93."""
+_RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")  # A version of `ptxas --version`: release 12.8, V12.8.93
 
 
 def command_line(*program: str) -> str:

@@ -8,8 +8,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any, Final
 
-_BUFFER: Final = 4 * 2**20
-"""Bytes that the system may buffer, so that a step's outputs need not wait until the other side has read the last ones."""
+_BUFFER: Final = 4 * 2**20  # Bytes that the system may buffer, so that outputs need not wait for a reader
 
 
 class Wire:

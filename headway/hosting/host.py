@@ -181,8 +181,7 @@ class EngineThread(EngineHost):
         self.facts = EngineFacts.of(driver)
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._guard = Lock()  # Protects `error`, so that no task is queued after the queue was emptied for the last time
-        self._began: float | None = None
-        """When the thread turned to the step, and the tasks before it, that it is at; None: it waits for work."""
+        self._began: float | None = None  # When the thread turned to the step that it is at; None: it waits for work
         self._died: list[Callable[[EngineDeadError], None]] = []
         self._concurrent = ThreadPoolExecutor(1, "headway-concurrent")
         self.thread = Thread(target=self._run, name="headway-engine", daemon=True)

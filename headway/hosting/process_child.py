@@ -23,8 +23,7 @@ from headway.hosting.host import EngineDeadError, EngineThread
 from headway.hosting.process_messages import EngineFault, EngineReady, Failed, RunTask, StartEngine, StepOutputs, TaskResult
 from headway.machine.process import SWITCH_INTERVAL
 
-_SIGN_INTERVAL = 1.0
-"""Seconds after which a step without outputs is told of, too, so that the parent sees that the engine is not stuck."""
+_SIGN_INTERVAL = 1.0  # Seconds after which a step without outputs is reported, so that the engine is not thought stuck
 
 
 class EngineChild:

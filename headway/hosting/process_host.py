@@ -38,17 +38,14 @@ log = logging.getLogger("headway")
 
 T = TypeVar("T")
 
-_UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)
-"""Exceptions of pickle for an object that cannot be pickled."""
+_UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)  # Exceptions of pickle for what cannot be pickled
 _END_SECONDS: Final = 20.0  # Seconds for the process to end by itself: a step may run, and files may have to be written
 
 
 class _WaitingTask(NamedTuple):
     future: Future[Any]
-    since: float
-    """When, by time.monotonic."""
-    concurrently: bool
-    """Whether it is done beside the steps, and not between two of them."""
+    since: float  # When, by time.monotonic
+    concurrently: bool  # Whether it is done beside the steps, and not between two of them
 
 
 class EngineProcess(EngineHost):

@@ -68,10 +68,8 @@ class _OfThread(threading.local):
         """A backend's instances keep buffers, and arguments of a launch, for one thread at a time."""
         self.maskless: dict[tuple[int, int, int], Visibility] = {}
         """The visibility of the last call without a mask, by batch, queries and keys; the layers of a step share it."""
-        self.layer = 0
-        """The last layer of a step of continuous batching that was called."""
-        self.visibilities: dict[tuple[int, ...], Visibility] = {}
-        """The visibilities of that step, by the place of their lengths."""
+        self.layer = 0  # The last layer of a step of continuous batching that was called
+        self.visibilities: dict[tuple[int, ...], Visibility] = {}  # The visibilities of that step, by the place of their lengths
 
 
 _KEPT = _OfThread()

@@ -171,9 +171,7 @@ class PoolingClient:
 
 
 _TOKENISERS = 2  # Threads that tokenise; the tokenizer's native code does not hold Python's lock
-_BATCHES = 4
-"""Batches' worth of tokens that the engine is handed at a time: enough to pack texts of like lengths, little enough that a short
-request does not wait for the end of a long one."""
+_BATCHES = 4  # Batches' worth of tokens per round: enough to pack like lengths, few enough not to delay short requests
 
 
 @dataclass(eq=False)
@@ -183,8 +181,7 @@ class _Waiting:
     texts: Sequence[EncodedText]
     future: Future[list[Tensor]]
     rows: list[Tensor] = field(default_factory=list)
-    begun: int = 0
-    """Texts that were handed to the engine."""
+    begun: int = 0  # Texts that were handed to the engine
 
 
 class AsyncPooling:

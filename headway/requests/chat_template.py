@@ -19,8 +19,7 @@ from headway.requests.tool_use import with_parameters
 
 _VARIABLES: Final = frozenset(("documents", "tools", "add_generation_prompt", "continue_final_message"))
 """Variables of templates that are arguments of transformers' apply_chat_template, too."""
-_RENDERING: Final = frozenset(("self", "messages", "conversations"))
-"""Further names that transformers and Jinja use where they render a template."""
+_RENDERING: Final = frozenset(("self", "messages", "conversations"))  # Further names that rendering uses
 _READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+(?:\w+\.|\w+\[['\"])?content\b")
 """A template that writes the parts of a message's content itself, one behind the other."""
 

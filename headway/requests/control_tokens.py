@@ -13,8 +13,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.json_text import parse_json
 from headway.requests.prompts import Message
 
-_TRUSTED: Final = frozenset(("system", "developer", "assistant"))
-"""Roles whose messages are written by the application or by the model; what others say may come from anywhere."""
+_TRUSTED: Final = frozenset(("system", "developer", "assistant"))  # Roles that the application or the model writes
 
 
 class ControlTokens:

@@ -48,8 +48,7 @@ class ChatAnswer(ChunkedAnswer):
         self._echo = content if isinstance(content, str) else ""
         self.make_reader: Callable[[], ChatReader | None] = lambda: None
         """Makes the reader of each choice."""
-        self._readers: dict[int, ChatReader | None] = {}
-        """Index of a choice -> what reads its text; None: the text is the content."""
+        self._readers: dict[int, ChatReader | None] = {}  # Index of a choice -> its text's reader; None: all is content
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """Write the role, and the last message where the request wants an echo."""

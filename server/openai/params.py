@@ -34,8 +34,7 @@ _SAME: Final = tuple(
 _COMPLETION_TOKENS: Final = 16  # max_tokens of a completion that does not give it, as in OpenAI's API
 
 
-_REMEMBERED: Final = 256
-"""Number of remembered sets of parameters. Clients repeat theirs, and checking them is a fifth of admitting a request."""
+_REMEMBERED: Final = 256  # Sets of parameters that are remembered: clients repeat theirs, and checks are costly
 
 
 class ParamsMaker:

@@ -104,8 +104,7 @@ class ProfileRoutes(RouteGroup):
         self._service = service
         self._llm = service.llm
         self._profiling = False
-        self._turn = asyncio.Lock()
-        """Held while a profile is started or stopped: the next begins when the trace of the last is written."""
+        self._turn = asyncio.Lock()  # Held while a profile starts or stops: the next begins after the last trace is written
 
     @answers("POST", "/start_profile", body=[ProfileRequest], required=False)
     async def start(self, request: Request) -> Response:

@@ -105,13 +105,10 @@ _COPY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class _WalkCut:
-    turned: bool
-    """Whether the state lies with its values as rows: its products then take it from registers."""
-    block_v: int
-    """Elements of the value that a program takes."""
+    turned: bool  # Whether the state lies with its values as rows: its products then take it from registers
+    block_v: int  # Elements of the value that a program takes
     warps: int
-    stages: int
-    """Chunks on their way from memory at a time."""
+    stages: int  # Chunks on their way from memory at a time
 
 
 _KNOWN_MULTIPLE = 16  # Elements; Triton specialises a kernel by whether a number is a multiple of 16

@@ -146,10 +146,8 @@ def _shared(
     """Make groups of layers that share pages. kinds: layers by their window and the bytes of a block's key."""
     columns = math.gcd(*map(len, kinds.values()))
     unit = math.gcd(*(key for _, key in kinds))
-    widths = [key // unit for _, key in kinds]
-    """Cells that a block of one layer takes, for each kind."""
-    counts = [len(layers) // columns for layers in kinds.values()]
-    """Layers in a column, for each kind."""
+    widths = [key // unit for _, key in kinds]  # Cells that a block of one layer takes, for each kind
+    counts = [len(layers) // columns for layers in kinds.values()]  # Layers in a column, for each kind
     step, most = math.lcm(*widths), max(width * count for width, count in zip(widths, counts, strict=True))
 
     def groups(cells: int) -> tuple[CacheGroup, ...]:

@@ -20,8 +20,7 @@ GIB = 1024**3
 SMALLEST_CHUNK = 128
 """Tokens to which a prompt's chunk is cut where the windowed groups have no room for all of it."""
 _LARGEST_SHARE = 0.4  # Largest share of the host's free memory that a CPU's cache takes by default
-_DEFAULT_BYTES = 1 * GIB
-"""Bytes that a CPU's cache takes by default, unless one sequence needs more: other programs need the memory too."""
+_DEFAULT_BYTES = 1 * GIB  # Bytes that a CPU's cache takes by default, unless one sequence needs more
 
 
 @dataclass(frozen=True, slots=True)

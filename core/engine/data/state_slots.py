@@ -15,8 +15,7 @@ from headway.core.contract.model import StateLayer
 from headway.core.contract.state import StateCache, StateLayout
 from headway.core.engine.data.pool import size_text
 
-_CHECKPOINT_SHARE = 5
-"""Checkpoints take at most one part in this many of the cache's memory: a hit spares more tokens by pages than by many states."""
+_CHECKPOINT_SHARE = 5  # Checkpoints take at most this fraction of the cache's memory: pages spare a hit more tokens
 _CHECKPOINTS_PER_ROW = 4  # Checkpoints for each row: more are seldom found again before they are the oldest
 _DEFAULT_BYTES = 256 * 2**20  # Bytes that checkpoints on a CPU take at most, where the cache has no size of its own
 

@@ -173,8 +173,7 @@ class PagedAttention:
         alike = [spec.kind for spec in self._kinds]
         self._alike = [alike.index(each) for each in alike]
         """For each distinct spec, which is the first of its kind: they differ in sinks and scales."""
-        self._kind_of = [self._kinds.index(spec) for spec in specs]
-        """Each layer's index in `_kinds`. A spec is no key of what every layer looks up: its hash takes longer than the rest."""
+        self._kind_of = [self._kinds.index(spec) for spec in specs]  # Each layer's index in `_kinds`: a spec's hash takes longer
         self.caches = list(caches)
         self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}

@@ -117,17 +117,14 @@ class PiecewiseGraphs:
     ) -> None:
         """adapters: the model's, where the graphs are of steps in which rows have some; None: none has any."""
         self._adapters = adapters
-        self._slots = torch.zeros(0, dtype=torch.int32, device=device)
-        """Slots of the rows' adapters; those of padding are left from other steps."""
+        self._slots = torch.zeros(0, dtype=torch.int32, device=device)  # Slots of the rows' adapters; padding has old ones
         self._model = model
         self._attention = attention
         self._device = device
         self._ranks = ranks
         self._by_size: list[_PiecewiseGraph] = []  # The smallest first
-        self._inputs = torch.zeros(2, 0, dtype=torch.int64, device=device)
-        """Token ids and positions; those of padding are left from other steps, hence valid ones."""
-        self._outs: dict[tuple[int, ...], Tensor] = {}
-        """Memory for the output of one attention or state, by the shape of one token's output."""
+        self._inputs = torch.zeros(2, 0, dtype=torch.int64, device=device)  # Token ids and positions; padding has old, valid ones
+        self._outs: dict[tuple[int, ...], Tensor] = {}  # Memory for the output of one attention or state, by a token's shape
 
     @property
     def largest(self) -> int:

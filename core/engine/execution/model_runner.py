@@ -97,10 +97,8 @@ def _name(compiled: dict[str, Any]) -> str:
 
 class _DeviceResults(NamedTuple):
     chosen: Chosen
-    tokens: Tensor
-    """The tokens, in the shape of `Launched.tokens`."""
-    owners: NDArray[numpy.int64]
-    """[rows of logits]: which of the step's sampling sequences each belongs to."""
+    tokens: Tensor  # The tokens, in the shape of `Launched.tokens`
+    owners: NDArray[numpy.int64]  # [rows of logits]: which of the step's sampling sequences each belongs to
     prompts: Sequence[PromptScores] = ()
     piecewise: bool = False
 
@@ -143,8 +141,7 @@ class ModelRunner:
         self._graphs: GraphSet | None = None
         self._adapters = adapters_of(model)
         self._piecewise = PiecewiseGraphs(model, attention, self._device, ranks)
-        self._adapted_graphs: GraphSet | None = None
-        """Graphs of steps in which a sequence has an adapter; the others hold nothing of adapters."""
+        self._adapted_graphs: GraphSet | None = None  # Graphs of steps with adapters; the others hold nothing of adapters
         self._adapted_pieces = PiecewiseGraphs(model, attention, self._device, ranks, self._adapters)
         self.compilations: CompilationWatch | None = None
         """Names the kernels that were compiled for a step, with its results; None: nothing does."""

@@ -51,9 +51,7 @@ class ModelStep:
         return len(self.newest) - 1
 
 
-_ALIGN = 4
-"""Fields, and the planes of those that have several, begin at multiples of this many elements: of 16 bytes or more, which kernels
-may rely on."""
+_ALIGN = 4  # Fields and planes begin at multiples of this many elements, 16 bytes or more, which kernels may rely on
 PADDING_CONTEXT = 1
 """Cached tokens of a padding sequence of a verification: its lengths are legal, its blocks are the pool's first, and it writes
 nothing."""

@@ -131,8 +131,7 @@ class TokenSampler:
         self._filters = numpy.tile(numpy.array(NO_FILTER, dtype=numpy.float32)[:, None], max_num_seqs)
         """[4, max_num_seqs]: a `TokenFilter` for each row that filters."""
         self._served = 0 if ops.filter is None else FILTERING  # Needs for which no logits change
-        self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)
-        """Prompt tokens and min_tokens: the shortest that a row's sequence may become."""
+        self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)  # Prompt tokens and min_tokens: the shortest of a row
         self._num_logprobs = numpy.zeros(max_num_seqs, dtype=numpy.int64)
 
     @property
@@ -314,8 +313,7 @@ class PromptScorer:
         self._model = model
         self._vocabulary = vocabulary
         self._device = device
-        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}
-        """The prompt of each row that wants log-probabilities, and how many of the most likely tokens it wants."""
+        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # Each row's prompt, and its number of log-probabilities
 
     def update(self, started: Sequence[StartedRow]) -> None:
         """Sequences begin in rows."""

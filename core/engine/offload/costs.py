@@ -17,8 +17,7 @@ log = logging.getLogger("headway")
 _RATE = 0.2  # Weight of the newest time in a running mean
 _OUTLIER = 3.0  # Largest multiple of the mean that the time of one step counts as: what took longer was something else
 _FEWEST = 32  # Fewest tokens of a prompt in a step whose time tells what a token costs
-_LATENCY = 200e-6
-"""Seconds by which a transfer delays a request beyond the copy: the host sees the end of a copy only between steps."""
+_LATENCY = 200e-6  # Seconds of delay beyond the copy: the host sees the end of a copy only between steps
 
 
 @dataclass(slots=True)
@@ -79,8 +78,7 @@ class PrefillTimer:
         self._stats = stats
         self._now = now
         self._counted = 0, 0  # Prompt tokens and decodes that were launched before the newest step
-        self._launched: deque[tuple[float, int, int]] = deque()
-        """Steps in flight: when each began to be launched, and its prompt tokens and decodes."""
+        self._launched: deque[tuple[float, int, int]] = deque()  # Steps in flight: launch time, prompt tokens and decodes
         self._last = 0.0  # When the last step ended
 
     def launched(self, began: float) -> None:

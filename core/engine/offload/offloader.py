@@ -26,8 +26,7 @@ RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 
 
 class _Swapped(NamedTuple):
-    length: int
-    """Tokens that it holds: pages and, where layers keep states, a state."""
+    length: int  # Tokens that it holds: pages and, where layers keep states, a state
     names: list[PageName]
 
 
@@ -68,8 +67,7 @@ class Offloader:
         self._disk = DiskTier(mover, self.tier, stats, self._failures)
         self._mode = mode
         self._lookahead = blocks.num_pages if mover.max_stored else lookahead
-        self._dirty: OrderedDict[int, int] = OrderedDict()
-        """Free pages that are to be copied out, in the order in which they were freed, and their cache groups."""
+        self._dirty: OrderedDict[int, int] = OrderedDict()  # Free pages to be copied out, in the order freed -> cache group
         self._out: dict[PageName, tuple[int, int]] = {}
         """What is to be copied out before the next step: page of the pool, or slot of the device, and slot of the tier."""
         self._copying: list[tuple[Pending[object], list[PageName]]] = []  # Copies under way into slots of the tier

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 _BEAT: Final = 0.5  # Seconds between two signs of life
-_SPIN: Final = {"cuda": 0.005, "cpu": 0.0002}
-"""Seconds that a rank looks for the next step before it sleeps, by type of device: on a CPU others need the core."""
-_AHEAD: Final = 1
-"""Steps that are launched and not yet done when another one is launched, as in the engine's loop: graphs have memory for two."""
+_SPIN: Final = {"cuda": 0.005, "cpu": 0.0002}  # Seconds that a rank polls before it sleeps: on a CPU others need the core
+_AHEAD: Final = 1  # Launched steps not done when another one is launched, as in the engine's loop: graphs have memory for two
 
 
 def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], None], stepped: Callable[[], None]) -> None:

@@ -66,8 +66,7 @@ class RankWatch:
         self._ranks = ranks
         self._own = own
         self._heard: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # (rank, message), with None for the end of a rank's wire
-        self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
-        """What of it the start waits for; None: a rank is lost."""
+        self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()  # What the start waits for; None: a rank is lost
         self._guard = Lock()
         self._lost: str | None = None
         self._settled = Event()  # Set when a fault has been told, or the ranks were ended

@@ -33,12 +33,9 @@ COSTLY, NO_GUESS, MEASURING = "costs more than it gains", "no guess", "measuring
 
 @dataclass(slots=True)
 class _GuessRecord:
-    proposer: SequenceProposer | None
-    """The proposer of this sequence; None: it has raised."""
-    share: float = 0.0
-    """Running mean of how often a guess holds whose predecessors have held. A guess that was not found counts as not holding."""
-    seen: int = 0
-    """Guesses in that mean."""
+    proposer: SequenceProposer | None  # The proposer of this sequence; None: it has raised
+    share: float = 0.0  # Running mean of how often a guess holds after held ones; one not found counts as not holding
+    seen: int = 0  # Guesses in that mean
 
     def acceptance(self, of_all: float) -> float:
         """Probability that a guess holds: from the sequence's own guesses, and while these are few, from those of all."""
@@ -63,8 +60,7 @@ class Drafting:
         self._widths = sorted({*(width for width in WIDTHS if width <= most), most + 1})
         self._known: dict[Sequence, _GuessRecord] = {}
         self._acceptance = FIRST_ACCEPTANCE
-        self._seen = _PRIOR
-        """Acceptance over all sequences, which is what a new one is expected to have; and the guesses in that mean."""
+        self._seen = _PRIOR  # Acceptance over all sequences, expected of a new one; and the guesses in that mean
         self._resting = 0
         self._rest = _SHORT_REST
         self._rest_class = -1
@@ -75,8 +71,7 @@ class Drafting:
         step after a rest takes longer than one after its like; and the trials that the times of steps have refused."""
         self._reason = ""
         self._rest_reason = COSTLY
-        self._last: tuple[float, int, int] | None = None
-        """When the last step was launched, its number of sequences, and its width."""
+        self._last: tuple[float, int, int] | None = None  # The last step's launch time, number of sequences, and width
 
     @property
     def rests(self) -> bool:

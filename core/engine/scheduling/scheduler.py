@@ -30,17 +30,12 @@ _FARTHEST = 1024  # Waiting sequences that are looked at, where those before the
 
 @dataclass(slots=True)
 class _StepPlan:
-    budget: int
-    """Tokens that may still be added."""
-    has_members: bool
-    """Whether the decode batch has members, which take a token each of this step."""
-    prompts: list[ScheduledSequence] = field(default_factory=list)
-    """Sequences that prefill or extend, first come, first served; so are the next two lists."""
+    budget: int  # Tokens that may still be added
+    has_members: bool  # Whether the decode batch has members, which take a token each of this step
+    prompts: list[ScheduledSequence] = field(default_factory=list)  # Prefill or extend, first come, first served; so the next two
     decodes: list[ScheduledSequence] = field(default_factory=list)
-    joining: list[Sequence] = field(default_factory=list)
-    """Sequences that become members of the decode batch with this step."""
-    admits: bool = True
-    """Whether waiting sequences may be admitted: not after a running one was preempted, or got fewer tokens than it could use."""
+    joining: list[Sequence] = field(default_factory=list)  # Sequences that become members of the decode batch with this step
+    admits: bool = True  # Whether waiting sequences may be admitted: not after a preemption or a shortened chunk
 
     @property
     def empty(self) -> bool:

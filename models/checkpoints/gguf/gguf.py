@@ -39,8 +39,7 @@ log = logging.getLogger("headway")
 _MEMMAP: Any = numpy.memmap
 _READING = Lock()  # Held while functions of gguf and transformers are replaced: one conversion at a time in a process
 _ABANDONED = 3600.0  # Seconds after which nobody goes on with a conversion
-_UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
-"""Errors of writing: the file that is read is not to blame for them."""
+_UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))  # Errors of writing, not of the file that is read
 _TEXTS = ([8], [9, 8])  # Types of a key in a .gguf file that is a text, or an array of texts
 _FORM = "with blocks, scaled positions and ends"
 """What a converted folder holds: before 2026-11-25 plain weights alone, before 2026-11-27 no scaling of positions, before

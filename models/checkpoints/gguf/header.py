@@ -117,8 +117,7 @@ class Header:
         )
 
 
-_ROPE_KEYS = frozenset(("type", "factor", "original_context_length", "finetuned"))
-"""Keys below `rope.scaling` that are read; others change the frequencies or the scores as well."""
+_ROPE_KEYS = frozenset(("type", "factor", "original_context_length", "finetuned"))  # Keys below `rope.scaling` that are read
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The settings of every published Llama 3; a file has but the divisors that follow from them and from `factor`."""
 _READS_ITS_OWN = ("gpt-oss", "gemma4")  # Architectures whose scaling transformers reads or has in its code

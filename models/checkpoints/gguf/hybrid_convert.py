@@ -151,8 +151,7 @@ _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 class _Piece:
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
-    expert: int | None = None
-    """The expert's number along the first axis of what is made; None: all of it."""
+    expert: int | None = None  # The expert's number along the first axis of what is made; None: all of it
 
 
 def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -> None:

@@ -84,8 +84,7 @@ QWEN3_RERANKER = ScorePrompt(
 
 
 _STEP = "<extra_0>"  # What ends a step, as the card of Qwen/Qwen2.5-Math-PRM-7B has it
-_NO_HEAD = "no language-model head"
-"""A name that no checkpoint has: a decoder then ties its head to its embedding, which takes no memory."""
+_NO_HEAD = "no language-model head"  # A name that no checkpoint has: a decoder then ties its head to its embedding
 
 
 @dataclass(frozen=True)

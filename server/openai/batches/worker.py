@@ -29,8 +29,7 @@ from headway.server.routing import DirectMiddleware, Endpoint
 
 log = logging.getLogger("headway")
 
-_AGAIN: Final = frozenset((429, 503))
-"""Statuses that say nothing about a request: the queue is full, or the engine is being started again."""
+_AGAIN: Final = frozenset((429, 503))  # Statuses that say nothing about a request: a full queue, or an engine that restarts
 LONGEST_END: Final = 10.0
 """Seconds that the requests of a batch that ends may take to notice."""
 _PAUSE: Final = 0.5  # Seconds after which such a request is made again
@@ -250,10 +249,8 @@ class BatchWorker:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, tuple[dict[str, Any], BatchRun | None]] = {}
         """The objects of batches that go on, as they are now, and the run of the one whose turn it is."""
-        self._answering: set[str] = set()
-        """Batches that wait for their turn or are answered, whose tasks a cancellation ends; files are written to the end."""
-        self._unsaved: dict[str, dict[str, Any]] = {}
-        """The objects of batches that have ended while the disk could not be written."""
+        self._answering: set[str] = set()  # Batches that wait or are answered, whose tasks a cancellation ends
+        self._unsaved: dict[str, dict[str, Any]] = {}  # Objects of batches that ended while the disk was not writable
 
     def resume(self) -> None:
         """Go on with the batches that an earlier server has left, the oldest first."""
