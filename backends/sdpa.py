@@ -114,7 +114,6 @@ class SDPA(AttentionBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, torch's own choice"
 
     def plan(self, metadata: AttentionMetadata) -> list[DenseGroup]:
@@ -259,7 +258,6 @@ class SDPAMath(SDPA):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, MATH"
 
     def allowed_kernels(self) -> AbstractContextManager[None]:

@@ -94,7 +94,6 @@ class XFormersAttention(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, and whether the operator of this phase works here and takes the layer."""
         support = super().supports(spec, layout, block_size, phase) & at_least((8, 0), spec.device)
         if phase is Phase.PREFILL:
             return support & operator_works(_default_prefill())
@@ -110,7 +109,6 @@ class XFormersAttention(AttentionBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """xformers' name of the operator that runs unless the option prefill_op names another."""
         name = SPLIT_K if phase is Phase.DECODE else "flash" if phase is Phase.EXTEND else _default_prefill()
         return f"{load_operator(name).NAME} (xformers)"
 
@@ -170,7 +168,6 @@ class XFormersAttention(AttentionBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[OperatorCall], out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Over this step's k and v where there is no context, else over the cache."""
         assert lse is None, "not declared"
         (group,) = plan
         if group.paged:

@@ -258,7 +258,6 @@ class HopperAttention(HopperBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """A GPU of this generation, and something to compile with."""
         support = has_gpu()
         if support:
             support &= is_hopper(torch.device("cuda"))
@@ -273,11 +272,9 @@ class HopperAttention(HopperBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "attention (CUDA C++, sm_90a)"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results where keys are split."""
         return self._attention.workspace_bytes()
 
     def plan(self, metadata: AttentionMetadata) -> HopperPlan:
@@ -287,7 +284,6 @@ class HopperAttention(HopperBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: HopperPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Attention of several new tokens a sequence."""
         self._attention.run(q, k, v, cache, plan, out, lse)
 
 

@@ -138,7 +138,6 @@ class HopperDecode(Decode):
     def run(
         self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
     ) -> None:
-        """As `Decode.run`."""
         if len(plan.chunks.table) == 0:
             return
         assert new is None or plan.max_query_len == 1
@@ -219,12 +218,10 @@ class CutDecoding(HopperBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """What `hopper` needs, and Triton, whose kernel cuts keys."""
         support = HopperAttention.available()
         return support & TritonAttention.available() if support else support
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results where keys are split."""
         return self._decode.workspace_bytes(max_num_seqs)
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
@@ -240,7 +237,6 @@ class CutDecoding(HopperBackend):
         self._decode.cut_again(plan, metadata.kv_lens)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache."""
         self._decode.run(q, cache, plan, out, lse)
 
 
@@ -272,9 +268,7 @@ class HopperDecoding(CutDecoding):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "decode (CUDA C++, sm_90a)"
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
-        """Attention of one new token a sequence over the cache, which gets its k and v."""
         self._decode.run(q, cache, plan, out, new=(k, v))

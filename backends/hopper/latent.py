@@ -250,11 +250,9 @@ class HopperLatent(CutDecoding):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "latent (CUDA C++, sm_90a)"
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Attention of several new tokens a sequence."""
         self._decode.run(q, cache, plan, out, lse)

@@ -358,13 +358,16 @@ class WholeVocabulary:
         return logits
 
     def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
+        """See `Vocabulary`."""
         return score(logits, tokens, k)
 
     def whole(self, logits: Tensor, reason: str) -> Tensor:
+        """See `Vocabulary`."""
         return logits
 
     def filtered_in_graph(self, filters: NDArray[numpy.float32], num_rows: int) -> None:
         """See `Vocabulary`."""
 
     def take_gathers(self) -> Gathers | None:
+        """See `Vocabulary`."""
         return None

@@ -302,6 +302,7 @@ class PagedAttention:
         return out
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """See `Attention.state`."""
         assert self.states is not None, "the model has no layers with a state"
         return self.states(layer, x, gates)
 

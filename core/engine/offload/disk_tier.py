@@ -208,12 +208,15 @@ class DiskStore:
         self._thread = ThreadPoolExecutor(1, "headway-offload")
 
     def store(self, pages: Sequence[KeptPage]) -> Future[frozenset[PageName]]:
+        """See `PageMover.store`."""
         return self._thread.submit(self._each, pages, self._write, "written")
 
     def fetch(self, pages: Sequence[KeptPage]) -> Future[frozenset[PageName]]:
+        """See `PageMover.fetch`."""
         return self._thread.submit(self._each, pages, self._read, "read")
 
     def discard(self, names: Sequence[PageName]) -> None:
+        """See `PageMover.discard`."""
 
         def unlink() -> None:
             for name in names:

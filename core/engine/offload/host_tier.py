@@ -126,6 +126,7 @@ class HostTiers:
         return self.of(name).find(name)
 
     def put(self, name: PageName) -> int | None:
+        """See `HostTier.put`."""
         return self.of(name).put(name)
 
     def drop(self, name: PageName) -> None:

@@ -39,7 +39,6 @@ class RankedExecutor(LocalExecutor):
         return self._processes.pids
 
     def capture(self, recorder: GraphRecorder | None = None) -> None:
-        """Capture as one device does, and wait until all ranks are ready."""
         super().capture(recorder)
         self._processes.wait_ready(self.facts)
 
@@ -77,9 +76,7 @@ class RankedExecutor(LocalExecutor):
         self._processes.fail(error)
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
-        """Call a bound method when a rank is lost."""
         self._processes.call_when_lost(tell)
 
     def shutdown(self) -> None:
-        """End the other ranks."""
         self._processes.end()

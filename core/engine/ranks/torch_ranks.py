@@ -94,6 +94,7 @@ class GroupAllReduce:
         return x if onto is None else onto.add_(x)
 
     def abort(self) -> None:
+        """See `Ranks.abort`."""
         self._group.abort()
 
 

@@ -29,7 +29,6 @@ class GgufBlocks(StoredFormat):
 
     @property
     def label(self) -> str:
-        """The format in words."""
         return "GGUF blocks"
 
     def holds(self, module: QuantizedModule) -> bool:

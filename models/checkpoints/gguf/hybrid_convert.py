@@ -226,16 +226,13 @@ class _Names(WeightSource):
         return name in self._known
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Note one tensor."""
         self.shapes[name] = whole_sizes(shape)
         return torch.empty(held_sizes(shape), device=self.device)
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
-        """Note each of them."""
         return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
-        """Note one tensor."""
         return self.take(name, shape).to(dtype)
 
     def take_number(self, name: str) -> float:

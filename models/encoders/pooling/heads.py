@@ -275,5 +275,5 @@ class PooledModel:
         return self._body(input_ids, positions, attention)
 
     def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row. starts: int64 [texts + 1]."""
+        """See `PooledNetwork.pool`."""
         return self.head(hidden, starts, each_token)
