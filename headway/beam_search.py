@@ -57,9 +57,7 @@ class BeamSearchSequence:
     finish_reason: str | None = None
     """"stop" or "length"."""
     stop_reason: int | str | None = None
-    """The end-of-text token."""
     lora_request: LoRARequest | None = None
-    """The adapter that the search ran with."""
 
 
 @dataclass

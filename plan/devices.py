@@ -82,7 +82,6 @@ class AllReduceTimes:
     """How long a sum over ranks takes on one host, inside of a CUDA graph, by the bytes that each rank brings."""
 
     source: str
-    """Who measured it, with what."""
     by_ranks: Mapping[int, Sequence[float]]
     """Ranks -> microseconds at each size of MESSAGE_BYTES."""
 
@@ -133,7 +132,6 @@ class GpuKind:
     """What joins the GPUs of a host, with bytes a second in one direction."""
     all_reduce: AllReduceTimes
     source: str
-    """Where the figures come from."""
     gpus_per_host: int = 8
 
 

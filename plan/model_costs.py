@@ -143,7 +143,6 @@ class RankExperts:
     params: float
     """Weights that the rank holds of an expert."""
     count: int
-    """Layers with experts."""
 
     def touched(self, tokens: int) -> float:
         """Mean number of experts whose weights a rank reads for a number of tokens; experts are uneven (UNEVENNESS)."""
@@ -177,7 +176,6 @@ class RankCosts:
     products: tuple[ProductShape, ...]
     """Products of every token; experts' and the head's are not among them."""
     head: ProductShape
-    """The product of the rows that are sampled."""
     experts: RankExperts | None
     plain_bytes: int
     """Bytes of what is in the model's element type whatever the format: embedding, head, routers, learned positions."""
@@ -347,7 +345,6 @@ class EngineMemory:
     num_pages: int
     limits: EngineLimits
     states: StateSlots | None = None
-    """Slots of a model whose layers keep states."""
     used_bytes: float = 0.0
     """Bytes that a rank takes for weights, activations, states and pages."""
 

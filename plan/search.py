@@ -27,7 +27,6 @@ from headway.plan.simulation import Latencies, Replica
 from headway.plan.step_time import StepPredictor
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Values of max_num_seqs that are tried."""
 _FINEST: Final = 8  # Sequences by which batches between those differ
 _KEEPS_UP: Final = 0.9  # Share of the tokens asked for that a replica must write while requests arrive: with less its queue grows
 _MOST_SEEN: Final = 1000  # Most requests that fill the prefix cache before any is measured
@@ -58,7 +57,6 @@ class FleetPlan:
     """max_num_seqs of each engine."""
     replicas: int
     num_gpus: int
-    """GPUs that the replicas take."""
     tokens_per_second: float
     """Output tokens of the whole fleet."""
     tokens_per_second_per_gpu: float
@@ -70,7 +68,6 @@ class FleetPlan:
     """Bytes that a GPU holds."""
     cache_tokens: int
     attention: Source
-    """Where the times of attention come from."""
     latencies: Latencies
     reason: str = ""
     """The limit that it misses most; empty where it meets all."""
@@ -100,7 +97,6 @@ class FleetSearch:
 
     config: DecoderConfig
     dtype: torch.dtype
-    """The model's element type."""
     gpu: GpuKind
     num_gpus: int
     demand: Demand

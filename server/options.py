@@ -117,7 +117,6 @@ class ServerOptions:
         float, _LIMIT(min=0.001, help="Seconds without the end of a step after which /health answers 503.")
     ] = 300.0
     chat_parsers: Sequence[ChatParserInfo] = ()
-    """Parsers of plugins."""
 
     @cached_property
     def template_text(self) -> str | None:

@@ -51,10 +51,8 @@ class SequenceBlock:
     empty: Tensor | None
     """bool [n]: which begin with zeros; None: none."""
     chunk: int
-    """Tokens of a chunk."""
     segments: Sequence[Segment]
     last: Writes
-    """The states after the last token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 from headway.kernels.runtime.nvrtc.store import load
 
 CSRC = Path(__file__).parent / "csrc"
-"""The sources of the kernels."""
 TILE = 16
 """Keys of a tile, and tokens that a block of threads writes: TILE of layout.cuh."""
 MAX_WARPS = 8
@@ -192,7 +191,6 @@ class GPUResources:
 
     multiprocessors: int
     bytes_per_us: float
-    """Memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ class BatchUpdate:
     """Changes of a batch since the last step, to be read in the order removed, added, moved; names are vLLM's."""
 
     batch_size: int
-    """Sequences in the batch, now."""
     removed: Sequence[int]
     """Places that sequences have left; some of them are filled again."""
     added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]

@@ -18,7 +18,6 @@ class Logprob:
     rank: int | None = None
     """1 for the most likely token."""
     decoded_token: str | None = None
-    """The text of the token."""
 
 
 class TokenLogprobs(NamedTuple):

@@ -40,7 +40,6 @@ class StructuredOutputsParams:
     grammar: str | None = None
     """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
     json_object: bool | None = None
-    """Any JSON object."""
     structural_tag: str | Mapping[str, Any] | None = None
     """Free text with parts that have a form, as xgrammar describes them, as a dict or as its text: {"format": {...}}."""
     disable_any_whitespace: bool = False

@@ -59,7 +59,6 @@ def warn_unwritable(folder: Path, why: str) -> None:
 
 _PART = ".headway-part"  # End of the names of files and folders that are not complete yet
 _SHARED, _PRIVATE = 0o666, 0o600
-"""Modes of files."""
 LARGEST_TEXT = 1 << 28
 """Bytes of the largest text file that is read. A table of 20,000 cells takes 10 MiB."""
 

@@ -217,7 +217,6 @@ class Platform:
 
 
 current_platform = Platform()
-"""The one that vLLM's programs ask."""
 
 
 def init_logger(name: str) -> logging.Logger:

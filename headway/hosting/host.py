@@ -39,17 +39,14 @@ class EngineFacts(NamedTuple):
 
     limits: RequestLimits
     block_size: int
-    """Tokens of a block of the cache."""
     num_blocks: int
     max_num_seqs: int
-    """Sequences that a step serves at most."""
     device: str
     selection: str
     """The chosen backends, and the reasons."""
     rules: RequestRules = RequestRules()
     """What the options say of requests."""
     eos_token_ids: frozenset[int] = frozenset()
-    """The tokens that end the model's texts."""
     rounding: str = ""
     """What products round of their activations on this processor, in words; empty: nothing."""
 
@@ -74,7 +71,6 @@ class EngineHost(ABC):
     """Runs one engine. Any thread may call a host, and no call but `stop` waits for a step."""
 
     model: TextModel
-    """The model that the engine runs."""
     facts: EngineFacts
     validator: RequestValidator
     names: RequestNames

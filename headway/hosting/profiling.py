@@ -22,7 +22,6 @@ _MOST_KERNELS: Final = 12  # Kernels that a profile lists
 
 
 MOST_STEPS: Final = 1000
-"""Steps that a trace may have."""
 
 
 class ProfileRequest(BaseModel):
@@ -33,7 +32,6 @@ class ProfileRequest(BaseModel):
     skip_steps: int = Field(default=50, ge=0)
     """Steps before the trace begins, so that the trace shows the middle of a load and not its start."""
     num_steps: int = Field(default=20, ge=1, le=MOST_STEPS)
-    """Steps of the trace."""
     nvtx: bool = False
     """Mark the parts of those steps for Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`), and write no trace: only
     one program at a time can trace a GPU."""

@@ -259,7 +259,6 @@ class Visibility:
     kv_length: int
     """Keys in the cache's tensors, with those that were not written yet (a static cache)."""
     q_offset: int
-    """Position of the first query."""
     kv_offset: int
     """Position of the first key: the cache of a window has dropped earlier ones."""
     window: int | None

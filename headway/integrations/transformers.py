@@ -109,7 +109,6 @@ class PlannedPart(NamedTuple):
     tokens: Tensor | None
     """int64: indices of the share's tokens among the packed ones; None: all."""
     reads: bool
-    """Whether the backend reads the cache."""
 
 
 @dataclass(slots=True)

@@ -45,10 +45,8 @@ class Machine:
     torch_cuda: str | None
     """The CUDA version torch was built for; None: a build without CUDA."""
     cuda_works: bool
-    """True where torch can use a GPU now."""
     cores: int
     threads: int
-    """CPU threads that torch uses."""
     memory_gib: float
     model_cache: str
     kernel_cache: tuple[tuple[str, str], ...] = ()
@@ -275,7 +273,6 @@ def build_jobs(machine: Machine, build_gib: int) -> int:
 _AGAIN = " && headway doctor"
 
 NO_GPU: Final = Advice("needs an NVIDIA GPU; nothing to install")
-"""Advice on a machine without a GPU."""
 
 
 def _gpu_in_the_way(package: Package | None, machine: Machine) -> Advice | None:

@@ -70,7 +70,6 @@ class PoolingAssembly(NamedTuple):
     model: LoadedPoolingModel
     engine: PoolingEngine
     start: PartClock
-    """Where the seconds of this start went."""
 
 
 def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry | None = None) -> PoolingAssembly:

@@ -237,7 +237,6 @@ class ChatReader:
         self._hidden = hidden
         self._marks = marks
         self.has_calls = False
-        """Whether a call has begun."""
         self.num_dropped = 0
         """Calls beyond the one that the request allows."""
         self.is_malformed = False

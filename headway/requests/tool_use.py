@@ -31,7 +31,6 @@ class ToolUse:
 
     The parameters of each are the JSON schema of an object."""
     choice: Choice = "none"
-    """Whether calls may come, or must."""
     parallel: bool = True
     """Whether an answer may have several calls; a choice of one tool asks for one call."""
 

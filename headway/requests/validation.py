@@ -187,7 +187,6 @@ class TextModel(NamedTuple):
     """The part of a model that reading and writing texts needs."""
 
     name: str
-    """The name that the model was loaded by."""
     folder: Path
     tokenizer: Any
     """transformers' tokenizer; None: token ids in, token ids out."""

@@ -36,7 +36,6 @@ class EncoderNames:
     down: str
     mlp_norm: str
     positions: str | None = None
-    """A table of learned positions."""
     token_types: str | None = None
     norm: str | None = None
     """A norm behind the last layer."""

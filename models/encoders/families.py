@@ -36,7 +36,6 @@ class EncoderFamily:
     read: Callable[[Any], EncoderConfig]
     head: ClassifierNames
     token_head: ClassifierNames = ClassifierNames(out="classifier")
-    """The head of a classifier of tokens."""
     head_activation: Callable[[Any], str] = lambda config: "tanh"
     head_bias: Callable[[Any], bool] = lambda config: True
     head_pooling: Callable[[Any], Literal["cls", "mean"]] = lambda config: "cls"

@@ -34,7 +34,6 @@ class Family:
     windowed: bool = True
     """Whether the family obeys sliding_window, in the layers of that type where layer_types tells types."""
     partial_rotary: bool = False
-    """Whether it obeys partial_rotary_factor."""
 
 
 FAMILIES: dict[str, Family] = {

@@ -22,7 +22,6 @@ from headway.server.errors import ApiError
 from headway.server.openai.requests import CompletionRequest, SamplingRequest
 
 DONE = b"data: [DONE]\n\n"
-"""The end of every stream."""
 
 
 def event(data: object) -> bytes:

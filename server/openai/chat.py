@@ -47,7 +47,6 @@ class ChatAnswer(ChunkedAnswer):
         content = last.get("content") if last.get("role") == "assistant" or not body.add_generation_prompt else ""
         self._echo = content if isinstance(content, str) else ""
         self.make_reader: Callable[[], ChatReader | None] = lambda: None
-        """Makes the reader of each choice."""
         self._readers: dict[int, ChatReader | None] = {}  # Index of a choice -> its text's reader; None: all is content
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:

@@ -152,7 +152,6 @@ class ChatRequest(SamplingRequest):
     """Refused, as `functions`."""
     # vLLM's
     include_reasoning: bool = True
-    """Whether the answer has the reasoning."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None

@@ -449,7 +449,6 @@ class StoredResponse:
     before: Sequence[Item]
     """Items of the conversation that the request continued."""
     input: Sequence[Item]
-    """Items of the request."""
 
     @property
     def conversation(self) -> list[Item]:

@@ -83,7 +83,6 @@ class Labels:
 PROCESS: Final = ProcessCollector(registry=None)
 """`process_*`: processor time, memory, open files and the start of the server's own process; on Linux."""
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of `Metrics.page`."""
 
 _FIRST: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN: Final = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)

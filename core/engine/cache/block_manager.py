@@ -102,7 +102,6 @@ class PagesUsed(NamedTuple):
     """Counts of one group's pages."""
 
     used: int
-    """Pages that sequences hold."""
     cached: int
     """Pages that no sequence holds and whose content can be found."""
     given_back: int
@@ -148,7 +147,6 @@ class BlockManager:
         self._unwindowed = [number for number, group in enumerate(self.groups) if group.window is None]
         first = NULL_PAGE + 1 if self._windowed else 0
         self.num_pages = num_pages - first
-        """Pages that sequences may hold."""
         self._pages = FreePages(num_pages, first)
         self.keeper: PageKeeper | None = None
         """Keeps contents of free pages beyond the pool; None: nothing does."""

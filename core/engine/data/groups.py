@@ -29,7 +29,6 @@ class CacheGroup:
     """Layers whose cache has one block table. The pool gives it pages of `page_size` tokens, each one or several blocks."""
 
     page_size: int
-    """Tokens of a page."""
     window: int | None = None
     """Keys that a query of these layers sees, itself included: pages behind them are given back. None: all, and no page is."""
     layers: tuple[int, ...] = ()

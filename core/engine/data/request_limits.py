@@ -41,11 +41,9 @@ class RequestLimits:
     max_logprobs: int = -1
     """Most tokens whose log-probabilities a request may ask for at one place; -1: the whole vocabulary."""
     by_priority: bool = False
-    """Whether requests have priorities."""
     embedding_size: int | None = None
     """Elements of a row of a prompt that is given as embeddings; None: no prompt is."""
     takes_adapters: bool = False
-    """Whether the engine has slots for adapters."""
 
     @classmethod
     def of(

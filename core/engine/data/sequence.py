@@ -66,7 +66,6 @@ class PageTable:
     """Which pages hold a sequence's tokens in one group of layers."""
 
     page_size: int
-    """Tokens of a page."""
     pages: list[int] = field(default_factory=list)
     """Pages in the order of the tokens; the null page stands for those that were given back."""
     num_published: int = 0

@@ -39,7 +39,6 @@ class StateSlots:
     """Slots of a row: one, and one more for each draft that a step may verify."""
     num_checkpoints: int
     bytes_per_slot: int
-    """Bytes of a slot over all layers."""
 
     @property
     def first_checkpoint(self) -> int:
@@ -100,7 +99,6 @@ class StateMemory:
     """The states of all layers. Tensors of equal shape share one piece of memory, so that a copy of slots is few launches."""
 
     caches: Sequence[StateCache]
-    """One for each layer."""
     stacks: Sequence[Tensor]
     """[layers, num_slots, ...]: each piece of memory."""
     slots: StateSlots

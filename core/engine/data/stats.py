@@ -21,7 +21,6 @@ class LaunchFacts:
     """How a step was launched."""
 
     backends: tuple[str, ...] = ()
-    """Names of the backends that serve the step."""
     graph: bool = False
     """Whether the step is the replay of one CUDA graph."""
     piecewise: bool = False
@@ -48,12 +47,10 @@ class EngineStats:
 
     num_steps: int = 0
     num_graph_steps: int = 0
-    """Steps that were one CUDA graph's replay."""
     num_prefill_tokens: int = 0
     """Tokens computed beyond those of decoding sequences."""
     num_decode_tokens: int = 0
     num_output_tokens: int = 0
-    """Tokens that completions have got."""
     num_prompt_tokens: int = 0
     """Prompt tokens of sequences that were admitted, each counted once."""
     num_cached_tokens: int = 0
@@ -66,7 +63,6 @@ class EngineStats:
     """States that gave their slot to a newer one, whether the host's memory keeps them or not."""
     num_preemptions: int = 0
     preemptions_by_kind: Counter[str] = field(default_factory=Counter)
-    """"recompute" or "swap"."""
     blocks_swapped: int = 0
     """Blocks that preempted sequences left to be swapped; blocks that no other sequence needed meanwhile stayed in the pool."""
     blocks_offloaded: int = 0
@@ -200,7 +196,6 @@ class EngineSnapshot:
     time: float
     """Seconds on the clock of time.perf_counter."""
     num_running: int
-    """Sequences that steps serve."""
     num_waiting: int
     """Sequences that have not begun, or were preempted."""
     num_blocks: int

@@ -195,7 +195,6 @@ class NewPages(NamedTuple):
     start: int
     pages: list[int]
     group: int = 0
-    """The cache group whose table it is."""
 
 
 class PageCopy(NamedTuple):
@@ -325,7 +324,6 @@ class OutputDelta(NamedTuple):
 
     request_id: str
     completion: int
-    """Which of the request's n completions."""
     new_token_ids: tuple[int, ...]
     """Sampled since the last delta; a stop token that ended the completion is the last."""
     finish_reason: str | None = None

@@ -146,7 +146,6 @@ class CapturedStep(ABC):
         self._plans = plans
         self._states = states
         self.backends = (name_of(backends),)
-        """Name of the backend."""
         self.rows = fields.rows
         """Rows of `newest` that the last replay wrote, padding included."""
         self._keys = fields.keys.view(-1)

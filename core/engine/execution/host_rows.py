@@ -86,7 +86,6 @@ class PromptScores:
     """Log-probabilities of some of a prompt's tokens."""
 
     index: int
-    """Index of the sequence in the step."""
     first: int
     """Position of the first of these tokens."""
     k: int

@@ -29,7 +29,6 @@ class OffloadCosts:
     step_tokens: int
     """Most tokens of one step: a longer prompt takes several steps."""
     state_bytes: int = 0
-    """Bytes of a sequence's state."""
     _seconds: dict[int, float] = field(default_factory=dict)  # Octave of a step's prompt tokens -> seconds per token
 
     def note_step(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:

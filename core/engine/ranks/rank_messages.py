@@ -78,7 +78,6 @@ class RankStart(NamedTuple):
 
     ranks: TorchRanks
     device: str
-    """The rank's device, as in torch.device."""
     choices: Callable[[], Any]
     """Waits for what rank 0 has chosen for all, and returns it."""
 
@@ -97,7 +96,6 @@ class StartRank(NamedTuple):
     port: int
     """The port of rank 0's store."""
     device: str
-    """The rank's device, as in torch.device."""
     num_threads: int | None
     """torch's threads; None: as many as torch takes."""
     log_level: int

@@ -304,7 +304,6 @@ class RankProcesses:
         ]
         self._wires = [wire for _, wire in started]
         self.pids = [process.pid for process, _ in started]
-        """Process ids of ranks 1 and above."""
         self._watch = RankWatch(listed, self.progress)
         self._end = weakref.finalize(self, _end, self._watch, wake_pipes)
 

@@ -66,7 +66,6 @@ class AllReduceChoice:
 
 
 LOOPBACK: Final = "127.0.0.1"
-"""All ranks are processes of one machine."""
 _FOREVER: Final = timedelta(days=7)  # The group's own limit of a call: none, since logits processors may be slow, hangs are found
 _NCCL: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_NVLS_ENABLE": "0"}
 """Environment variables unless they are set: torch leaves it to the engine to end a process whose other ranks are gone, and NCCL
@@ -94,7 +93,7 @@ class GroupAllReduce:
         return x if onto is None else onto.add_(x)
 
     def abort(self) -> None:
-        """See `Ranks.abort`."""
+        """See `AllReduce.abort`."""
         self._group.abort()
 
 

@@ -502,9 +502,7 @@ class GgufArchitecture:
     config: Callable[[Header], dict[str, Any]]
     """What a configuration has beside what all have."""
     rules: Callable[[Header], list[Rule]]
-    """Rules of the tensors of layers."""
     norm: str = "output_norm"
-    """The last norm in the file."""
     make_norm: Callable[[Tensor], Tensor] = as_it_is
     scoring: int = 1
     """How experts are scored, if there are any, as `expert_gating_func` has it: 1 by a softmax, 2 by a sigmoid."""

@@ -55,7 +55,6 @@ class SentenceModules:
     pooling: PoolingType
     dense: tuple[DenseModule, ...]
     normalize: bool
-    """Whether vectors are divided by their length."""
     max_seq_length: int | None
     """Tokens of the longest text; None: the files do not say."""
 

@@ -96,11 +96,9 @@ class LoadedPoolingModel:
     task: PoolingTask
     network: PooledModel
     implementation: str
-    """What computes it, in words."""
     tokenizer: Any
     """transformers' tokenizer; None where it was not wanted: token ids in."""
     max_length: int
-    """Tokens of the longest text."""
     dimensions: Sequence[int] | None
     """Lengths to which an embedding may be cut (Kusupati et al. 2022); none: any; None: it may not be."""
     score_prompt: ScorePrompt | None = None

@@ -68,7 +68,6 @@ class Journal:
         self._start = f'{{"id":"batch_req_{name}_'.encode()
         self._places: dict[int, Place] = {}
         self.num_failed = 0
-        """Lines whose answer is an error."""
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             self._lock()
