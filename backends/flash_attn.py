@@ -65,7 +65,6 @@ class FlashAttention2(VarlenAttention):
 
     @classmethod
     def available(cls) -> Support:
-        """Whether flash-attn's compiled functions import and take the arguments we pass."""
         library, support = find(MODULE, ENTRY, HINT)
         if support:
             for name, arity in ARITY.items():
@@ -74,12 +73,10 @@ class FlashAttention2(VarlenAttention):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, and the GPU's generation."""
         return super().supports(spec, layout, block_size, phase) & at_least((8, 0), spec.device)
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         if phase is Phase.PREFILL:
             return "flash_fwd_kernel (flash-attn 2, varlen_fwd)"
         return f"flash_fwd_splitkv_kernel (flash-attn 2, {'fwd_kvcache' if phase is Phase.DECODE else 'varlen_fwd'})"
@@ -122,7 +119,6 @@ class FlashAttention2(VarlenAttention):
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
-        """k, v: [num_tokens, num_kv_heads, head_dim], or the cache's [num_blocks, block_size, num_kv_heads, head_dim]."""
         paged = plan.paged
         written = self._library.varlen_fwd(
             q,

@@ -106,18 +106,15 @@ class FlashAttention3(AttentionBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """Whether a library was found that loads and computes right, tried in a process of its own."""
         return find_library()[1]
 
     @classmethod
     def origin(cls) -> str:
-        """The package that holds the library, and its path."""
         library = find_library()[0]
         return f"{library.home}, {library.path}" if library is not None else ""
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, and what depends on the library that was found."""
         support = super().supports(spec, layout, block_size, phase)
         found = capability(spec.device)
         if found is not None and found[0] != GENERATION:
@@ -142,10 +139,7 @@ class FlashAttention3(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Strides are followed, as long as a head's elements lie together and rows begin where TMA can load them.
-
-        Over a layout that it does not read it serves prompts without context alone, and no cache is looked at.
-        """
+        """Strides are followed if heads are contiguous and TMA can load rows; foreign layouts: only prompts without context."""
         if cls.capabilities.layouts is not None and cache.layout not in cls.capabilities.layouts:
             return YES
         for name, rows in (("key", cache.logical_key), ("value", cache.logical_value)):
@@ -157,20 +151,15 @@ class FlashAttention3(AttentionBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         library = find_library()[0]
         home = f" of {library.home}" if library is not None else ""
         return f"FlashAttnFwdSm90 (FlashAttention 3{home}, {'varlen' if phase is Phase.PREFILL else 'paged'})"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results of split keys."""
         return min(WORKSPACE, self._most_splits(1) * self._bytes_per_split(max_num_tokens))
 
     def warmup_steps(self, phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
-        """What the library's kernels are chosen by: query rows around half a tile and a tile, and keys that are split or are not.
-
-        They are compiled already, and loaded at their first launch.
-        """
+        """Steps that warm up the library's compiled kernels: query rows around half a tile and a tile, keys split or not."""
         rows = TILE // self.spec.group_size
         longest = limits.max_decode_len if phase is Phase.DECODE else min(limits.max_num_tokens, limits.max_model_len)
         fewest = 2 if phase is Phase.EXTEND else 1
@@ -198,7 +187,6 @@ class FlashAttention3(AttentionBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: FlashStep, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Over this step's k and v where there is no context, else over the cache."""
         if plan.paged:
             k, v = self._rows(cache)
         elif self._latent:
@@ -206,7 +194,6 @@ class FlashAttention3(AttentionBackend):
         self._attend(q, k, v, plan, out, lse)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: FlashStep, out: Tensor, lse: Tensor | None = None) -> None:
-        """The newest tokens over the cache, one or several for each sequence."""
         if plan.schedule is not None and (plan.first is None or plan.first is cache):
             plan.first = cache
             self._make_schedule(plan)

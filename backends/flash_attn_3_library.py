@@ -77,10 +77,7 @@ class Operators:
 
     @classmethod
     def of(cls, namespace: str) -> Operators:
-        """Bind the operators that torch has registered under a namespace.
-
-        :raises BackendError: the forward operator is not what this backend calls.
-        """
+        """Bind the operators of a torch namespace. :raises BackendError: the forward operator has another signature."""
         space = getattr(torch.ops, namespace)
         schedule = getattr(space, SCHEDULE, None)
         return cls(
@@ -216,10 +213,7 @@ def find_library() -> tuple[Library | None, Support]:
 
 
 def load(candidate: LibraryCandidate, namespace: str) -> Library:
-    """Load a library that the child has tried. One that somebody else has loaded already is used as it is.
-
-    :raises OSError or BackendError: it does not load into this process, or not with the operators it should have.
-    """
+    """Load a library that the child has tried, unless it is loaded. :raises OSError or BackendError: it does not work here."""
     if namespace not in registered():
         torch.ops.load_library(str(candidate.path))
     return Library(candidate.home, candidate.path, Operators.of(namespace))

@@ -81,7 +81,6 @@ class FlashAttention4(VarlenAttention):
 
     @classmethod
     def available(cls) -> Support:
-        """Whether its forward function imports with the parameters we pass, and the GPU is one of its own."""
         support = has_gpu() & find(MODULE, ENTRY, HINT, PARAMETERS)[1]
         if torch.cuda.is_available():
             support &= _generation(torch.device("cuda"))
@@ -89,7 +88,6 @@ class FlashAttention4(VarlenAttention):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, and what hangs on the GPU's generation and on how a block is loaded."""
         support = super().supports(spec, layout, block_size, phase) & _generation(spec.device)
         found = capability(spec.device)
         if found is not None and found[0] == 10 and 128 < spec.head_dim < 256:
@@ -102,7 +100,6 @@ class FlashAttention4(VarlenAttention):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         found = capability(spec.device)
         generation = "Sm100" if found is not None and found[0] == 10 else "Sm90"
         return f"FlashAttentionForward{generation} (flash-attn-4, {'varlen' if phase is Phase.PREFILL else 'paged'})"

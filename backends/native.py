@@ -61,17 +61,14 @@ class NativeAttention(AttentionBackend):
         self._functions = found
         self.decode_writes = True
         self._newest: NativePlan | None = None
-        self._step = StepStruct()
-        """The step that was planned last, where recorded calls look for it."""
+        self._step = StepStruct()  # The step that was planned last, where recorded calls look for it
 
     @classmethod
     def available(cls) -> Support:
-        """A C compiler with OpenMP."""
         return native_support()
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, and heads of whole vectors."""
         support = super().supports(spec, layout, block_size, phase)
         for what, dim in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
             if dim % _LANES or dim > _MOST_DIM:
@@ -80,7 +77,6 @@ class NativeAttention(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Elements of a head that follow one another."""
         support = super().accepts(cache)
         for name, tensor in cache.tensors.items():
             if tensor.stride(cache.layout.tensors[name].index("dim")) != 1:
@@ -91,7 +87,6 @@ class NativeAttention(AttentionBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "paged decode (our C)"
 
     def plan(self, metadata: AttentionMetadata) -> NativePlan:
@@ -123,7 +118,6 @@ class NativeAttention(AttentionBackend):
         return self._newest
 
     def decode(self, q: Tensor, cache: LayerCache, plan: NativePlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache."""
         assert lse is None, "not declared"
         self._run(q, None, None, cache, plan, out)
 

@@ -11,10 +11,7 @@ Options = Mapping[str, str] | None
 
 
 def count_of(backend: str, options: Options, name: str, most: int | None = None) -> int | None:
-    """Return the number that `--attn-opt BACKEND.NAME` asks for; None if it is not given, and the built-in rule chooses.
-
-    :raises ConfigError: if it is not a number from 1 to `most`.
-    """
+    """Return the number given by `--attn-opt BACKEND.NAME`, or None. :raises ConfigError: if it is not from 1 to `most`."""
     text = (options or {}).get(name)
     if text is None:
         return None

@@ -114,7 +114,6 @@ class SDPA(AttentionBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, torch's own choice"
 
     def plan(self, metadata: AttentionMetadata) -> list[DenseGroup]:
@@ -259,7 +258,6 @@ class SDPAMath(SDPA):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, MATH"
 
     def allowed_kernels(self) -> AbstractContextManager[None]:
@@ -274,10 +272,8 @@ def _explicit(spec: AttentionSpec) -> bool:
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """softmax(softcap(q k^T scale) + bias) v in float32, and the logarithm of each softmax's denominator.
-
     q: [n, heads, query_len, head_dim]; k, v: [n, num_kv_heads, kv_len, head_dim or v_head_dim]. Returns [n, heads, query_len,
-    v_head_dim] in q's element type and float32 [n, heads, query_len].
-    """
+    v_head_dim] in q's element type and float32 [n, heads, query_len]."""
     repeat = q.shape[1] // k.shape[1]
     keys, values = (t.float().repeat_interleave(repeat, 1) for t in (k, v))
     scores = q.float() @ keys.transpose(2, 3) * spec.scale
@@ -301,11 +297,7 @@ def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32])
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
-    """Whether a query at one position sees a key at another (positions broadcast): bool.
-
-    Causal, with a window of w keys a query at p sees p - w + 1 .. p, itself included (transformers' and Mistral's meaning); else
-    all keys, or those nearer than w on both sides.
-    """
+    """Return bool: whether a query at p sees a key: p - w + 1 .. p if causal with window w, else all, or those nearer than w."""
     distance = query_positions - key_positions
     if spec.causal:
         seen = distance >= 0

@@ -61,13 +61,11 @@ class VarlenAttention(AttentionBackend):
         [num_tokens, num_kv_heads, head_dim]. q, out: [num_tokens, num_heads, head_dim]."""
 
     def plan(self, metadata: AttentionMetadata) -> VarlenStep:
-        """No device work: the metadata has it all."""
         return VarlenStep.of(metadata)
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Over this step's k and v where there is no context, else over the cache."""
         assert lse is None, "not declared"
         if plan.paged:
             self.attend(q, cache.key, cache.value, plan, out)
@@ -75,7 +73,6 @@ class VarlenAttention(AttentionBackend):
             self.attend(q, k, v, plan, out)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
-        """The same call with the queries of each sequence, one or several, ragged or not."""
         assert lse is None, "not declared"
         self.attend(q, cache.key, cache.value, plan, out)
 
@@ -86,10 +83,7 @@ HINT = "pip install 'torch>=2.13': the first release whose varlen_attn takes a b
 
 
 class TorchVarlen(VarlenAttention):
-    """FlashAttention 2 with nothing to install: varlen prefill and extend, paged split-KV decode.
-
-    `graph_level` stays NONE: whether its custom operator captures has not been tried on a GPU.
-    """
+    """FlashAttention 2 with nothing to install: varlen prefill and extend, paged split-KV decode. Graphs: not tried on a GPU."""
 
     name = "torch_varlen"
     capabilities = Capabilities(
@@ -114,7 +108,6 @@ class TorchVarlen(VarlenAttention):
 
     @classmethod
     def available(cls) -> Support:
-        """Whether both functions read a paged cache, and there is a GPU for them."""
         support = has_gpu()
         for name in ("varlen_attn", "varlen_attn_out"):
             support &= declares(MODULE, name, HINT, PARAMETERS)
@@ -122,17 +115,14 @@ class TorchVarlen(VarlenAttention):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, and the GPU's generation."""
         return super().supports(spec, layout, block_size, phase) & at_least((8, 0), spec.device)
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         kernel = "flash_fwd_kernel" if phase is Phase.PREFILL else "flash_fwd_splitkv_kernel"
         return f"{kernel} (torch {torch.__version__}, varlen_attn)"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
-        """k, v: [num_tokens, num_kv_heads, head_dim], or the cache's [num_blocks, block_size, num_kv_heads, head_dim]."""
         # cu_seq_k of a paged call: only its shape is looked at, seqused_k rules.
         # One token a sequence: FlashAttention swaps heads and rows, and what its varlen form then writes is a copy of `out`.
         copies = plan.max_query_len == 1 and self._gqa

@@ -94,7 +94,6 @@ class XFormersAttention(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, and whether the operator of this phase works here and takes the layer."""
         support = super().supports(spec, layout, block_size, phase) & at_least((8, 0), spec.device)
         if phase is Phase.PREFILL:
             return support & operator_works(_default_prefill())
@@ -110,15 +109,11 @@ class XFormersAttention(AttentionBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """xformers' name of the operator that runs unless the option prefill_op names another."""
         name = SPLIT_K if phase is Phase.DECODE else "flash" if phase is Phase.EXTEND else _default_prefill()
         return f"{load_operator(name).NAME} (xformers)"
 
     def plan(self, metadata: AttentionMetadata) -> list[OperatorCall]:
-        """Masks of the step, made once for all layers.
-
-        :raises BackendError: more query tokens a sequence in decode than the split-K kernel masks.
-        """
+        """Return the step's masks for all layers. :raises BackendError: decode with more query tokens than split-K masks."""
         phase = metadata.phase
         if phase is Phase.PREFILL:
             queries = self._lengths(metadata.query_start_loc, metadata.query_lens)
@@ -173,7 +168,6 @@ class XFormersAttention(AttentionBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[OperatorCall], out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Over this step's k and v where there is no context, else over the cache."""
         assert lse is None, "not declared"
         (group,) = plan
         if group.paged:
@@ -205,10 +199,7 @@ class XFormersAttention(AttentionBackend):
         out.copy_(answer.reshape(out.shape))
 
     def _grouped(self, rows: Tensor) -> Tensor:
-        """BMGHK [1, tokens, num_kv_heads, group_size, head_dim]: queries split, keys and values with stride 0 over the group.
-
-        rows: [tokens, heads, head_dim], or the cache's [num_blocks, block_size, num_kv_heads, head_dim].
-        """
+        """BMGHK [1, tokens, num_kv_heads, group_size, head_dim]; keys have stride 0 over groups. rows: [tokens, heads, dim]."""
         groups, heads, head_dim = self.spec.num_kv_heads, self.spec.group_size, self.spec.head_dim
         if rows.dim() == 4:
             rows = rows.flatten(0, 1)

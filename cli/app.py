@@ -17,15 +17,11 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.text import shown
 
-_MOST_SAID = 400
-"""Most characters of an error."""
+_MOST_SAID = 400  # Most characters of an error
 
 
 def _bounded(parameter: Any) -> bool:
-    """Whether a smallest or a largest value is declared, in the parameter or, before typer 0.27, in its type.
-
-    The engine checks options without either.
-    """
+    """Return whether a parameter has a minimum or maximum; the engine checks the other options."""
     places = parameter, getattr(parameter, "type", None)
     return any(getattr(place, end, None) is not None for place in places for end in ("min", "max"))
 
@@ -128,10 +124,7 @@ def _add_groups(app: typer.Typer) -> None:
 
 
 def command_for(arguments: Sequence[str]) -> Any:
-    """Return the command line as typer runs it; if the arguments begin with a command's name, with that command alone.
-
-    Importing and building the others takes a tenth of a start.
-    """
+    """Return the command line for typer: only the command named first, since importing all takes a tenth of a start."""
     named = bool(arguments) and arguments[0] in _COMMANDS
     return typer.main.get_command(make_app(arguments[:1], groups=False) if named else make_app())
 

@@ -28,16 +28,12 @@ class _Flag(NamedTuple):
     """A field of SamplingParams or EngineArgs as a flag of a command line."""
 
     field: str
-    kind: Any
-    """The type that typer reads its value as."""
+    kind: Any  # The type that typer reads its value as
     help: str
     default: Any = None
-    value: Callable[[Any], Any] = lambda value: value
-    """Makes the field's value from what typer read."""
-    spelled: str = ""
-    """The flag, where it is not the field's name."""
-    switch: bool = False
-    """A flag without a value, which has no --no-... beside it."""
+    value: Callable[[Any], Any] = lambda value: value  # Makes the field's value from what typer read
+    spelled: str = ""  # The flag, where it is not the field's name
+    switch: bool = False  # A flag without a value, which has no --no-... beside it.
 
     @property
     def name(self) -> str:
@@ -82,10 +78,7 @@ _FORMS: Final = (
 
 
 def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Command], Command]:
-    """Give a command these flags in the place of its parameter `sampling`, a dict for SamplingParams of the given ones.
-
-    without: fields that make no sense for the command. defaults: of the command, where they are not the field's.
-    """
+    """Replace a command's parameter `sampling` by flags. without: fields that make no sense. defaults: the command's own."""
     flags = [
         flag._replace(default=False, switch=True)
         if flag.kind is bool
@@ -98,10 +91,7 @@ def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Comma
 
 
 def _sampling(flags: Sequence[_Flag], words: dict[str, Any]) -> dict[str, Any]:
-    """Make the arguments of SamplingParams from the flags that were given.
-
-    :raises ConfigError: a form that is not well-formed, or several of them.
-    """
+    """Return the arguments of SamplingParams from the flags. :raises ConfigError: an invalid structured output, or several."""
     from headway.core.sampling.structured import StructuredOutputsParams
 
     given = [(flag, words[flag.word]) for flag in flags]
@@ -118,10 +108,7 @@ def _sampling(flags: Sequence[_Flag], words: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(option: str, given: str) -> str:
-    """The text of a file, or the given text itself: a schema is an object, and the rules of a grammar have colons.
-
-    :raises ConfigError: neither is there.
-    """
+    """Return a file's text, or the given text if it is an object or a grammar's rules. :raises ConfigError: neither exists."""
     try:
         return read_text(Path(given))
     except (OSError, ValueError) as error:
@@ -150,10 +137,7 @@ _USES: Final = {
 
 
 def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command], Command]:
-    """Give a command the flags of these options in the place of its parameter `engine`, a dict of their values.
-
-    names: options of EngineArgs; none means all that a command line can give. defaults: where the command's differ.
-    """
+    """Replace a command's parameter `engine` by flags. names: of EngineArgs; none means all. defaults: the command's own."""
     flags = [_flag(name, defaults) for name in names or help_texts() if name not in _PYTHON_ONLY]
     added = [*flags, *([_NO_AUTOTUNE] if any(flag.field == "autotune_budget" for flag in flags) else [])]
 

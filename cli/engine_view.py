@@ -19,10 +19,8 @@ from headway.hosting.stats_report import stats_line
 
 _STYLES = {OWN: "green", SHARED: "cyan", RESERVED: "yellow", GIVEN_BACK: "dim", "c": "blue", ".": "dim"}
 _WORDS = {OWN: "own", SHARED: "shared", RESERVED: "reserved", GIVEN_BACK: "given back"}
-_ROW = 60
-"""Letters in a line."""
-_MOST_ROWS = 4
-"""Lines of one sequence in one group; beyond them a letter stands for several blocks."""
+_ROW = 60  # Letters in a line
+_MOST_ROWS = 4  # Lines of one sequence in one group; beyond them a letter stands for several blocks
 
 
 def picture(usage: CacheUsage) -> RenderableType:
@@ -97,17 +95,12 @@ def _table(usage: CacheUsage) -> Table:
     return table
 
 
-_SECONDS_IN_PLACE = 0.25
-"""Seconds between two refreshes on a terminal."""
-_SECONDS_BETWEEN_LINES = 2.0
-"""Seconds between two lines where stderr is no terminal."""
+_SECONDS_IN_PLACE = 0.25  # Seconds between two refreshes on a terminal
+_SECONDS_BETWEEN_LINES = 2.0  # Seconds between two lines where stderr is no terminal
 
 
 class LiveStats:
-    """Shows what an engine does, on stderr: in the terminal's last row, or as plain lines where stderr is no terminal.
-
-    The last row is kept out of what scrolls (DECSTBM, as package managers do), so text may be streamed to the same terminal.
-    """
+    """Shows an engine's state on stderr: in the terminal's last row, kept out of what scrolls (DECSTBM), or as plain lines."""
 
     def __init__(self, stats: Callable[[], EngineSnapshot], shown: bool = True, out: TextIO | None = None) -> None:
         """stats: reads the engine's figures. shown: False: nothing is shown."""

@@ -29,10 +29,7 @@ _SCALARS = (str, bool, int, float)
 
 
 def _take(context: typer.Context, path: Path | None) -> Path | None:
-    """Make what the file says the defaults of the command's options.
-
-    :raises ConfigError: an option that the command does not have, or a value that no option can have.
-    """
+    """Make the file's values the defaults of a command. :raises ConfigError: an unknown option, or an impossible value."""
     if path is not None:
         context.default_map = {**(context.default_map or {}), **defaults_of(path, _names(context))}
     return path
@@ -54,8 +51,7 @@ class _Named(NamedTuple):
     """What a name in a file means."""
 
     parameter: str
-    is_opposite: bool
-    """Whether it is the name of what turns the option off."""
+    is_opposite: bool  # Whether it is the name of what turns the option off
     takes_many: bool
 
 
@@ -77,10 +73,7 @@ def _word(option: str) -> str:
 
 
 def defaults_of(path: Path, names: dict[str, _Named]) -> dict[str, Any]:
-    """Parameter -> value from a file. names: see `_names`.
-
-    :raises ConfigError: no mapping, an unknown name, or a value that is a mapping.
-    """
+    """Return parameter -> value from a file. names: see `_names`. :raises ConfigError: no mapping, an unknown or nested one."""
     try:
         found = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
@@ -134,10 +127,7 @@ Command = Callable[..., None]
 def with_flags(
     command: Command, place: str, flags: Sequence[inspect.Parameter], take: Callable[[dict[str, Any]], object]
 ) -> Command:
-    """Return a command with flags in the place of its parameter `place`, which gets what `take` makes of their values.
-
-    Help lists options in this order.
-    """
+    """Replace a command's parameter `place` by flags, in the order of the help; `take` makes the argument from their values."""
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(command, eval_str=True).parameters.values():
         parameters += flags if each.name == place else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
@@ -161,10 +151,7 @@ def names_of(text: str | None) -> list[str] | None:
 
 
 def requests_of(text: str | None) -> list[str] | None:
-    """Backend requests from a comma-separated text, where prefill=NAME,decode=NAME counts as one; None where there are none.
-
-    A part with = belongs to the request before it, unless that has its key already.
-    """
+    """Return the backend requests in a text; prefill=NAME,decode=NAME is one, until a key repeats. None if there are none."""
     requests: list[str] = []
     for name in names_of(text) or []:
         key = name.partition("=")[0]
@@ -175,10 +162,8 @@ def requests_of(text: str | None) -> list[str] | None:
 
 
 def adapters_of(texts: Sequence[str], enabled: bool) -> list[LoRARequest]:
-    """The adapters that --lora-modules names, in vLLM's two forms, numbered from 1. enabled: whether the engine takes any.
-
-    :raises ConfigError: a text of another form, a name twice, or an engine without slots for adapters.
-    """
+    """Return the adapters of --lora-modules, in either form of vLLM's, numbered from 1. enabled: the engine's enable_lora.
+    :raises ConfigError: a text of another form, a name twice, or an engine without slots for adapters."""
     found: list[LoRARequest] = []
     for text in texts:
         name, equals, path = text.partition("=")
@@ -216,10 +201,7 @@ def on_command_line(context: typer.Context, name: str) -> bool:
 
 
 def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:
-    """Numbers of at least `least` from a comma-separated text; None where there are none.
-
-    :raises ConfigError: the text has another form.
-    """
+    """Return the numbers in a comma-separated text, each at least `least`; None if empty. :raises ConfigError: another form."""
     names = names_of(text)
     if names is None:
         return None
@@ -230,10 +212,7 @@ def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | N
 
 
 def block_sizes_of(text: str | None) -> Sequence[int] | None:
-    """Block sizes from a comma-separated text; None where there are none.
-
-    :raises ConfigError: a size that no cache can have.
-    """
+    """Block sizes from a comma-separated text; None where there are none. :raises ConfigError: a size that no cache can have."""
     from headway.core.engine.data.config import check_block_size
 
     sizes = sizes_of("--block-sizes", text)
@@ -243,10 +222,7 @@ def block_sizes_of(text: str | None) -> Sequence[int] | None:
 
 
 def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dtype | None:
-    """An element type by name; None for auto.
-
-    :raises ConfigError: an unknown one.
-    """
+    """An element type by name; None for auto. :raises ConfigError: an unknown one."""
     if name == "auto":
         return None
     if name not in known:
@@ -255,10 +231,7 @@ def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dty
 
 
 def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
-    """Backend name -> option -> value from texts like NAME.key=value (a name may itself have dots).
-
-    :raises ConfigError: a text of another form.
-    """
+    """Return backend -> option -> value from texts like NAME.key=value (NAME may have dots). :raises ConfigError: other forms."""
     options: dict[str, dict[str, str]] = {}
     for text in texts:
         target, equals, value = text.partition("=")
@@ -270,10 +243,7 @@ def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
 
 
 def parse_block_size(text: str) -> int | None:
-    """A number, or None for auto.
-
-    :raises ConfigError: neither.
-    """
+    """A number, or None for auto. :raises ConfigError: neither."""
     if text == "auto":
         return None
     try:

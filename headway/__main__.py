@@ -20,12 +20,9 @@ from headway.core.system.system_errors import (
 )
 from headway.machine.process import collect_seldom, handle_sigint, interrupt_command
 
-_NARROWEST: Final = 20
-"""Columns of the narrowest terminal that is believed."""
-_BROKEN_PIPE: Final = 141
-"""Exit code by which shells report SIGPIPE."""
-_INTERRUPTED: Final = 130
-"""Exit code by which shells report SIGINT."""
+_NARROWEST: Final = 20  # Columns of the narrowest terminal that is believed
+_BROKEN_PIPE: Final = 141  # Exit code by which shells report SIGPIPE
+_INTERRUPTED: Final = 130  # Exit code by which shells report SIGINT
 
 
 def main() -> None:

@@ -45,10 +45,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_DRAIN_INTERVAL = 0.02
-"""Seconds between two checks for requests that still run."""
-_TOKENISERS = 2
-"""Threads that render templates and tokenise; the tokenizer's native code does not hold Python's lock."""
+_DRAIN_INTERVAL = 0.02  # Seconds between two checks for requests that still run
+_TOKENISERS = 2  # Threads that render templates and tokenise; the tokenizer's native code does not hold Python's lock
 
 
 class AsyncLLM:
@@ -60,10 +58,7 @@ class AsyncLLM:
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and start its engine, which takes seconds to minutes. The options are those of LLM.
-
-        :raises HeadwayError: anything the caller can put right, in one line.
-        """
+        """Load a model and start its engine (seconds to minutes); options as LLM's. :raises HeadwayError: a caller's mistake."""
         self._start(EngineThread(driver_of(EngineArgs.of(*model, **options))))
 
     @classmethod
@@ -157,10 +152,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         split_special_tokens: bool = False,
     ) -> Prompt:
-        """A conversation in the model's chat template, ready for `generate`; rendered and tokenised in a thread. See LLM.chat.
-
-        :raises HeadwayError: the model has no chat template, or a message has another form.
-        """
+        """Render and tokenise a conversation in a thread; see LLM.chat. :raises HeadwayError: no template, or bad messages."""
         render = partial(
             self.host.validator.chat_prompt,
             messages,
@@ -174,21 +166,13 @@ class AsyncLLM:
         return await self.in_thread(render)
 
     async def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
-        """A text in which the names of control tokens are text, ready for `generate`; tokenised in a thread.
-
-        add_special_tokens: whether the tokenizer puts its own around it, such as BOS.
-
-        :raises HeadwayError: the model's tokenizer cannot do that.
-        """
+        """Tokenise a text in a thread, control token names as text. add_special_tokens: add the tokenizer's own, such as BOS.
+        :raises HeadwayError: the model's tokenizer cannot do that."""
         return await self.in_thread(partial(self.host.validator.text_prompt, text, add_special_tokens))
 
     async def infill_prompt(self, prefix: str, suffix: str, *, split_special_tokens: bool = False) -> Prompt:
-        """The prompt whose completion stands between two texts, ready for `generate`; tokenised in a thread.
-
-        split_special_tokens: the names of control tokens are text.
-
-        :raises ConfigError: the model has no tokens for that.
-        """
+        """Return the prompt for a gap between two texts, tokenised in a thread. split_special_tokens: control names are text.
+        :raises ConfigError: the model has no tokens for that."""
         return await self.in_thread(partial(self.host.validator.infill_prompt, prefix, suffix, split_special_tokens))
 
     async def check(
@@ -199,12 +183,8 @@ class AsyncLLM:
         priority: int | Sequence[int] = 0,
         lora_request: LoRARequest | None = None,
     ) -> list[CheckedRequest]:
-        """Tokenise and check prompts in a thread, without queueing any: `submit` takes what is returned, and checks no more.
-
-        A few short prompts of token ids are checked at once: a thread would take longer to wake than the check.
-
-        :raises HeadwayError: as `generate`.
-        """
+        """Tokenise and check prompts for `submit` in a thread; a few short prompts of token ids here, which is faster.
+        :raises HeadwayError: as `generate`."""
         asked = partial(self.host.validator.check, lora_request=lora_request, streamed=True)
         check = partial(asked, prompts, sampling_params, priority)
         return check() if quickly_checked(prompts) else await self.in_thread(check)
@@ -233,19 +213,13 @@ class AsyncLLM:
         return stream
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their streams end with an output whose completions have finish_reason "abort".
-
-        A request that is unknown or has ended is left alone.
-        """
+        """End requests; their streams end with finish_reason "abort". An unknown or ended request is left alone."""
         for each in [request_id] if isinstance(request_id, str) else list(request_id):
             self._mailboxes.abort(each)
         await asyncio.sleep(0)  # the mailboxes act in the next round of the loop
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait until those that run have ended. timeout: seconds; None: no limit.
-
-        Returns whether all of them have ended.
-        """
+        """Refuse new requests and wait until the running ones end; return whether all have. timeout: seconds; None: no limit."""
         self._draining = True
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         while self.num_unfinished_requests and self.is_running:
@@ -282,19 +256,12 @@ class AsyncLLM:
         return await self.query(EngineLoop.snapshot)
 
     async def query(self, function: Callable[[EngineLoop], T]) -> T:
-        """Call a function with the engine, between two steps, and return its result.
-
-        The call happens where the engine runs: an engine in another process needs a function of a module, or a partial of one.
-
-        :raises EngineDeadError: the engine has ended.
-        """
+        """Call a function with the engine between two steps, where the engine runs: in another process it must be picklable.
+        :raises EngineDeadError: the engine has ended."""
         return await self.run_task(query(function))
 
     async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:
-        """Call a task with the engine's driver and return its result; where and how it raises: as `query`.
-
-        concurrently: run the task beside the engine's steps, which it must not change, and not between two of them.
-        """
+        """Call a task with the engine's driver; otherwise as `query`. concurrently: beside steps, without changing the engine."""
         if not concurrently:
             self.host.check_caller()
         run = self.host.run_concurrently if concurrently else self.host.run_between_steps
@@ -319,19 +286,13 @@ class AsyncLLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a function with the engine's worker, or a method of the worker; see LLM.collective_rpc.
-
-        An engine in another process needs a function of a module, and values that can be pickled. timeout: seconds to wait.
-        """
+        """Call a function or method of the worker (LLM.collective_rpc), picklable for another process. timeout: seconds."""
         call = self.run_task(partial(live_model.collective_rpc, method=method, args=args, kwargs=kwargs))
         return await asyncio.wait_for(call, timeout)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter beside the engine's steps, before requests name it; True, as vLLM's returns.
-
-        :raises ConfigError: it cannot be served, or the engine was started without enable_lora.
-        :raises EngineDeadError: the engine has ended.
-        """
+        """Read an adapter beside the engine's steps; return True, as vLLM does. :raises EngineDeadError: the engine has ended.
+        :raises ConfigError: it cannot be served, or the engine was started without enable_lora."""
         await self.run_task(partial(read_adapter, lora_request=lora_request), concurrently=True)
         await self.run_task(partial(keep_adapter, lora_request=lora_request))
         return True
@@ -351,10 +312,7 @@ class AsyncLLM:
 
     @property
     def driver(self) -> EngineDriver:
-        """The driver of an engine that runs in a thread of this process.
-
-        :raises ConfigError: the engine runs in another process.
-        """
+        """Return the driver of an engine in a thread of this process. :raises ConfigError: the engine runs in another process."""
         if not isinstance(self.host, EngineThread):
             raise ConfigError("AsyncLLM", "own_process=False for its driver and engine", "an engine in another process")
         return self.host.driver
@@ -396,9 +354,7 @@ class AsyncLLM:
 
     async def check_health(self, step_timeout: float | None = None) -> None:
         """Check that the engine can serve. step_timeout: seconds that a step may take; None: any.
-
-        :raises EngineDeadError: the engine has ended, or has not come to the end of a step for longer than `step_timeout`.
-        """
+        :raises EngineDeadError: the engine has ended, or has not come to the end of a step for longer than `step_timeout`."""
         if self.host.error is not None:
             raise self.host.error
         stalled = self.host.stalled_seconds
@@ -425,10 +381,7 @@ class AsyncLLM:
         raise missing_attribute(name, type(self).__name__)
 
     async def in_thread(self, function: Callable[[], T]) -> T:
-        """Call a function in one of the threads that tokenise.
-
-        :raises EngineDeadError: the engine has ended.
-        """
+        """Call a function in one of the threads that tokenise. :raises EngineDeadError: the engine has ended."""
         await self.check_health()
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, function)
 

@@ -12,8 +12,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.system.text import shown
 from headway.outputs import LogprobsByToken, RequestOutput
 
-_MOST_PENALTY = 10
-"""Largest power of a length: beyond, scores of long continuations overflow."""
+_MOST_PENALTY = 10  # Largest power of a length: beyond, scores of long continuations overflow
 
 
 @knows_its_fields({}, "docs/sampling.md")
@@ -58,9 +57,7 @@ class BeamSearchSequence:
     finish_reason: str | None = None
     """"stop" or "length"."""
     stop_reason: int | str | None = None
-    """The end-of-text token."""
     lora_request: LoRARequest | None = None
-    """The adapter that the search ran with."""
 
 
 @dataclass
@@ -124,19 +121,13 @@ class BeamSearch:
 
 
 def search(searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], SamplingParams], list[RequestOutput]]) -> None:
-    """Run searches to their ends, token by token. generate: completes prompts of token ids.
-
-    Each step is a request of one token for each beam; its prompt but the last token lies in the prefix cache.
-    """
+    """Run searches to their ends. generate: completes prompts of token ids, one per beam and step, mostly cached."""
     while asked := next_tokens(searches):
         take_tokens(searches, generate(*asked))
 
 
 def next_tokens(searches: Sequence[BeamSearch]) -> tuple[list[list[int]], SamplingParams] | None:
-    """What to ask for the next token of each beam: prompts of token ids, and the parameters of all; None: all have ended.
-
-    The searches have one beam_width.
-    """
+    """Return prompts of token ids for each beam's next token, and their parameters; None: all ended. All have one beam_width."""
     going = [each for each in searches if each.goes_on]
     if not going:
         return None

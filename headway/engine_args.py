@@ -29,10 +29,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class EngineArgs(EngineConfig):
-    """Every option of loading and running a model: the engine's (`EngineConfig`), and those of model and machine.
-
-    None stands for the default of every option. `headway.compat.vllm.EngineArgs` takes vLLM's options as well.
-    """
+    """Every option of loading and running a model; None is the default. `headway.compat.vllm.EngineArgs` takes vLLM's too."""
 
     model: Annotated[str, "smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id."] = "smollm2"
     _: dataclasses.KW_ONLY
@@ -151,19 +148,13 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def of(cls, *model: object, **options: Any) -> EngineArgs:
-        """Make options from the arguments of a call.
-
-        :raises ConfigError: an option that does not exist, with the nearest that does; or one with a value that cannot work.
-        """
+        """Make options from a call's arguments. :raises ConfigError: an unknown option, with the nearest name; or a bad value."""
         refuse_unknown("LLM", options, [each.name for each in dataclasses.fields(cls)], FLAGS)
         check_model(model)
         return cls(*model, **options)  # type: ignore[arg-type]
 
     def compiles_on(self, device_type: str) -> bool | None:
-        """Return what `torch_compile` says; where the option is not set, None on a GPU (compile where that works), else False.
-
-        device_type: as in torch.device.type.
-        """
+        """Return `torch_compile`; if not set, None on a GPU (compile where it works), else False. device_type: torch's."""
         tried = device_type == "cuda" and not self.enforce_eager
         return self.torch_compile if self.torch_compile is not None or tried else False
 
@@ -173,10 +164,7 @@ class EngineArgs(EngineConfig):
         return ModelOrigin(self.revision, self.download_dir, self.hf_overrides)
 
     def make_registry(self) -> Registry:
-        """The `registry` that was given; else a new one with `plugins` and `backends`.
-
-        :raises HeadwayError: one of them cannot be registered.
-        """
+        """Return the given `registry`, else a new one with `plugins` and `backends`. :raises HeadwayError: one is invalid."""
         from headway.tuning.isolated.trial import create_registry
 
         if self.registry is not None:
@@ -190,10 +178,7 @@ class EngineArgs(EngineConfig):
 
 
 def check_model(given: Sequence[object]) -> None:
-    """Check the arguments without a name, of which the model may be one.
-
-    :raises ConfigError: there are several.
-    """
+    """Check the arguments without a name, of which the model may be one. :raises ConfigError: there are several."""
     if len(given) > 1:
         raise ConfigError("LLM", "one argument without a name, the model", f"{len(given)} of them")
 
@@ -206,10 +191,7 @@ class PoolingModel(NamedTuple):
 
 
 def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
-    """Find the model of these options if it is pooled; None: it generates text. Reads small files alone and loads no torch.
-
-    :raises HeadwayError: there is no such model, or options contradict each other.
-    """
+    """Return the model of these options if it is pooled, else None; reads small files. :raises HeadwayError: no such model."""
     asked = args.runner != "auto" or args.task != "auto"
     if args.model in ALIASES and not asked:
         return None

@@ -36,17 +36,11 @@ from headway.requests.request_state import OutputProcessor, Progress, RequestSta
 
 
 class LLM(EngineAccess):
-    """A model ready to generate, to embed or to score. Arguments are named as vLLM's offline class names them, where it has them.
-
-    Several threads may call one LLM: their requests share the batch, and each call returns its own.
-    """
+    """A model ready to generate, embed or score; arguments are named as vLLM's. Threads may share it, and so share the batch."""
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and set its engine up. The options are those of `EngineArgs`; docs/options.md lists them.
-
-        :raises HeadwayError: anything the caller can put right, in one line.
-        """
+        """Load a model; options are those of `EngineArgs` (docs/options.md). :raises HeadwayError: a mistake of the caller."""
         args = EngineArgs.of(*model, **options)
         self._driver: EngineDriver | None = None
         self._pooling: PoolingClient | None = None
@@ -75,10 +69,7 @@ class LLM(EngineAccess):
 
     @property
     def driver(self) -> EngineDriver:
-        """The engine's driver, shared with each AsyncLLM that runs on the same engine; see AsyncLLM.from_llm.
-
-        :raises ConfigError: the model is pooled and generates no text.
-        """
+        """The driver, shared with each AsyncLLM on the same engine (AsyncLLM.from_llm). :raises ConfigError: a pooling model."""
         if self._driver is None:
             raise self.pooling.generates_not()
         return self._driver
@@ -95,10 +86,7 @@ class LLM(EngineAccess):
 
     @property
     def pooling(self) -> PoolingClient:
-        """The model that is pooled, and its engine.
-
-        :raises ConfigError: the model generates text.
-        """
+        """The model that is pooled, and its engine. :raises ConfigError: the model generates text."""
         if self._pooling is None:
             hint = "runner='pooling' makes vectors of a decoder's last states"
             raise ConfigError(
@@ -194,10 +182,7 @@ class LLM(EngineAccess):
                     shown = len(text)
 
     def abort(self, request_id: str | Iterable[str] | None = None) -> None:
-        """End requests of `stream` and `generate`, from any thread; their completions have finish_reason "abort". None: all.
-
-        A request that is unknown or has ended is left alone.
-        """
+        """End requests (None: all) of `stream` and `generate` from any thread with finish_reason "abort"; ignore unknown ones."""
         with self.driver.lock:
             ids = self._processor.keys if request_id is None else request_id
             for each in [ids] if isinstance(ids, str) else ids:
@@ -317,11 +302,8 @@ class LLM(EngineAccess):
         pooling_params: PoolingParams | None = None,
         **others: object,
     ) -> list[ClassificationRequestOutput]:
-        """Give each prompt the probabilities of the model's labels; the outputs come in their order. Arguments: see `embed`.
-
-        :raises PromptError: an empty or too long prompt; it is found before anything runs.
-        :raises ConfigError: a model that is no classifier.
-        """
+        """Return each prompt's label probabilities; arguments as `embed`'s. :raises PromptError: an empty or too long prompt.
+        :raises ConfigError: a model that is no classifier."""
         check_keywords("LLM.classify", others, ("prompts", "use_tqdm", "pooling_params"))
         return self.pooling.run(
             self.pooling.jobs.classify(prompts, (pooling_params or PoolingParams()).truncate_prompt_tokens), use_tqdm
@@ -356,10 +338,7 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[PoolingRequestOutput]:
-        """Do what `embed`, `classify` or `reward` does, with the answer as a tensor; or embed each token of a prompt.
-
-        pooling_task: embed, classify, token_embed or token_classify; None: the model's.
-        """
+        """Return tensors of `embed`, `classify` or `reward`, or token embeddings. pooling_task: vLLM's; None: the model's."""
         task = self.pooling.jobs.pooling_task(pooling_task)
         if task == "token_embed":
             check_keywords("LLM.encode", others, ("prompts", "use_tqdm", "pooling_params", "pooling_task"))
@@ -375,10 +354,7 @@ class LLM(EngineAccess):
         return [PoolingRequestOutput.of(each) for each in made]
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
-        """A user's message, or a list of messages, in the model's own chat template: ready for `generate` and `stream`.
-
-        :raises HeadwayError: the model has no chat template, or a message has another form.
-        """
+        """Render a message or a list of them in the model's chat template. :raises HeadwayError: no template, or bad messages."""
         return self.driver.validator.chat_prompt(messages)
 
     def _add(

@@ -118,10 +118,7 @@ class EngineAccess(ABC):
             return live_model.collective_rpc(self.driver, lambda worker: func(worker.get_model()))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter now, before requests name it; True, as vLLM's returns.
-
-        :raises ConfigError: it cannot be served, or the engine was started without enable_lora.
-        """
+        """Read an adapter now; return True, as vLLM does. :raises ConfigError: it cannot be served, or enable_lora is off."""
         adapter = self.engine.adapter_table.reader.read(lora_request)
         with self.driver.lock:
             self.engine.adapter_table.add(lora_request, adapter)
@@ -138,10 +135,7 @@ class EngineAccess(ABC):
             return {each.lora_int_id for each in self.engine.adapter_table.known}
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Begin to trace steps, at most a thousand; `stop_profile` writes the trace.
-
-        The trace goes into the folder that the environment variable VLLM_TORCH_PROFILER_DIR names, else into headway-profile.
-        """
+        """Trace at most a thousand steps until `stop_profile`, into $VLLM_TORCH_PROFILER_DIR, else headway-profile."""
         folder = Path(os.environ.get("VLLM_TORCH_PROFILER_DIR") or "headway-profile") / (profile_prefix or "")
         request = ProfileRequest(skip_steps=0, num_steps=MOST_STEPS)
         self.driver.call_between_steps(partial(start_profile, self.driver, folder.expanduser(), request))
@@ -170,10 +164,7 @@ class LLMEngine(EngineAccess):
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and set its engine up. The options are those of LLM.
-
-        :raises HeadwayError: anything the caller can put right, in one line.
-        """
+        """Load a model and set up its engine; options as LLM's. :raises HeadwayError: a mistake of the caller, in one line."""
         self._start(driver_of(EngineArgs.of(*model, **options)))
 
     @classmethod
@@ -192,13 +183,11 @@ class LLMEngine(EngineAccess):
         self._driver = driver
         self.tokenizer = driver.assembly.model.tokenizer
         self._processor = OutputProcessor(self.tokenizer)
-        self._requests: dict[str, tuple[str, RequestState]] = {}
-        """Request id -> the engine's name for it, and its state."""
+        self._requests: dict[str, tuple[str, RequestState]] = {}  # Request id -> the engine's name for it, and its state
         driver.add_listener(self._processor.process)
 
     @property
     def driver(self) -> EngineDriver:
-        """See EngineAccess."""
         return self._driver
 
     def add_request(

@@ -174,7 +174,6 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
     """Tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused."""
     task: str | None = None
-    """Not read: the model has one task."""
 
     def clone(self) -> PoolingParams:
         """A copy."""

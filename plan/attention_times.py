@@ -20,8 +20,7 @@ from headway.tuning.table.schema import CrossoverTable, SpecRecord
 Source = Literal["table", "like", "data sheet", "none"]
 """table: measured for this layer; like: for another one, and scaled; data sheet: no table of this kind of GPU is like it;
 none: no layer has attention."""
-_BLOCK_SIZES = (16, 256)
-"""Block sizes whose times are taken, the first that has one: `auto` chooses among them."""
+_BLOCK_SIZES = (16, 256)  # Block sizes whose times are taken, the first that has one: `auto` chooses among them
 
 
 @dataclass(frozen=True)

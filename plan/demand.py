@@ -19,8 +19,7 @@ Routing = Literal["round-robin", "prefix-aware"]
 ROUTINGS: Final[tuple[Routing, ...]] = ("round-robin", "prefix-aware")
 """round-robin: each replica takes its turn. prefix-aware: requests that begin alike go to one replica."""
 _LEAST_MEASURED = 16
-_MOST_TOKENS = 30_000
-"""Output tokens for which a simulation measures latencies; at least as many requests as _LEAST_MEASURED."""
+_MOST_TOKENS = 30_000  # Output tokens for which a simulation measures latencies; at least as many requests as _LEAST_MEASURED
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,7 @@ class Demand:
 
     @classmethod
     def of_file(cls, path: Path, limits: LatencyLimits, routing: Routing = "round-robin") -> Demand:
-        """Read requests from a file of JSON lines: {"arrival": seconds, "input_len": tokens, "output_len": tokens}.
-
-        :raises ConfigError: the file cannot be read, or a line is none of these.
-        """
+        """Read JSON lines {"arrival": seconds, "input_len": tokens, "output_len": tokens}. :raises ConfigError: a bad line."""
         need = '{"arrival": seconds, "input_len": tokens, "output_len": tokens} in each line'
         try:
             lines = [line for line in read_text(path).splitlines() if line.strip()]

@@ -15,11 +15,7 @@ from headway.core.contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Shares of a GPU's rates and fixed times, chosen by `python -m headway.bench.studies.plan fit`.
-
-    They were fitted on an H200 and are taken for other kinds as well: a share of another data sheet is a guess, and the report
-    of a plan says so.
-    """
+    """Shares of a GPU's rates and fixed times by `bench.studies.plan fit`, on an H200; for other kinds a guess, as plans say."""
 
     product_read: float = 0.84
     """Share of the read rate at which a product's weights are read."""
@@ -86,15 +82,11 @@ class AllReduceTimes:
     """How long a sum over ranks takes on one host, inside of a CUDA graph, by the bytes that each rank brings."""
 
     source: str
-    """Who measured it, with what."""
     by_ranks: Mapping[int, Sequence[float]]
     """Ranks -> microseconds at each size of MESSAGE_BYTES."""
 
     def us(self, ranks: int, num_bytes: float) -> float:
-        """Microseconds: log-linear between measured sizes and numbers of ranks, constant below them, in proportion above.
-
-        ranks: at most as many as were measured.
-        """
+        """Microseconds: log-linear between measured sizes and ranks, constant below, proportional above. ranks: as measured."""
         if ranks == 1:
             return 0.0
         known = sorted(self.by_ranks)
@@ -140,7 +132,6 @@ class GpuKind:
     """What joins the GPUs of a host, with bytes a second in one direction."""
     all_reduce: AllReduceTimes
     source: str
-    """Where the figures come from."""
     gpus_per_host: int = 8
 
 
@@ -236,10 +227,7 @@ GPU_KINDS: Final[Mapping[str, GpuKind]] = {kind.name: kind for kind in _KINDS}
 
 
 def gpu_kind(name: str) -> GpuKind:
-    """The kind of a name, in upper or lower case.
-
-    :raises ConfigError: there is none, with those that there are.
-    """
+    """The kind of a name, in upper or lower case. :raises ConfigError: there is none, with those that there are."""
     known = GPU_KINDS.get(name.lower())
     if known is None:
         near = difflib.get_close_matches(name.lower(), GPU_KINDS, n=1)

@@ -51,10 +51,7 @@ class PlannedModel(NamedTuple):
 
 
 def read_planned_model(model: str) -> PlannedModel:
-    """Read a model's configuration: a folder, a hub id, or the name of a shape.
-
-    :raises ModelError: there is no such model, its config.json lacks sizes, or Headway's own decoder does not compute it.
-    """
+    """Read a model's configuration from a folder, hub id or shape name. :raises ModelError: unknown or unsupported."""
     folder = locate(model, weights=False)
     missing = _missing(folder)
     if missing:
@@ -122,10 +119,7 @@ WEIGHT_FORMATS: Final[Mapping[str, WeightPrecision]] = {
 
 
 def weight_format(name: str) -> WeightPrecision:
-    """The format of a name.
-
-    :raises ConfigError: there is none.
-    """
+    """The format of a name. :raises ConfigError: there is none."""
     if name not in WEIGHT_FORMATS:
         raise ConfigError("--weights", ", ".join(WEIGHT_FORMATS), repr(name))
     return WEIGHT_FORMATS[name]
@@ -149,13 +143,9 @@ class RankExperts:
     params: float
     """Weights that the rank holds of an expert."""
     count: int
-    """Layers with experts."""
 
     def touched(self, tokens: int) -> float:
-        """Experts whose weights a rank reads for so many tokens, on average.
-
-        Experts are chosen unevenly (UNEVENNESS), and by tokens that do not know of each other.
-        """
+        """Mean number of experts whose weights a rank reads for a number of tokens; experts are uneven (UNEVENNESS)."""
         missed = [(1 - chance) ** tokens for chance in self.chances]
         return len(missed) - sum(missed)
 
@@ -186,7 +176,6 @@ class RankCosts:
     products: tuple[ProductShape, ...]
     """Products of every token; experts' and the head's are not among them."""
     head: ProductShape
-    """The product of the rows that are sampled."""
     experts: RankExperts | None
     plain_bytes: int
     """Bytes of what is in the model's element type whatever the format: embedding, head, routers, learned positions."""
@@ -240,10 +229,8 @@ def rank_costs(
     kv_cache_dtype: str = "auto",
     weights: WeightPrecision = WEIGHT_FORMATS["model"],
 ) -> RankCosts:
-    """The costs of one of `size` ranks: of rank 0, which none has more of. config: of the whole model; dtype: its element type.
-
-    :raises ConfigError: the model's sizes do not divide among so many GPUs (`ModelCut`).
-    """
+    """Return the costs of rank 0 of `size` (no rank has more). config: of the whole model; dtype: its element type.
+    :raises ConfigError: the model's sizes do not divide among so many GPUs (`ModelCut`)."""
     cut = ModelCut(config, size=size, by_expert=False)
     own, layers = cut.own, _own_layers(cut.own, dtype, kv_cache_dtype)
     vocab, hidden = cut.vocabulary.axis.size, config.hidden_size
@@ -325,10 +312,7 @@ def _mlp_products(own: DecoderConfig) -> list[ProductShape]:
 
 
 def check_cache_dtype(config: DecoderConfig, name: str) -> str:
-    """Why a model's caches cannot have this element type; empty if they can.
-
-    :raises ConfigError: an unknown name.
-    """
+    """Why a model's caches cannot have this element type; empty if they can. :raises ConfigError: an unknown name."""
     if name not in ("auto", *KV_DTYPES):
         raise ConfigError("--kv-cache-dtype", f"auto, {', '.join(KV_DTYPES)}", repr(name))
     integer = name != "auto" and not KV_DTYPES[name].is_floating_point
@@ -361,7 +345,6 @@ class EngineMemory:
     num_pages: int
     limits: EngineLimits
     states: StateSlots | None = None
-    """Slots of a model whose layers keep states."""
     used_bytes: float = 0.0
     """Bytes that a rank takes for weights, activations, states and pages."""
 
@@ -373,10 +356,7 @@ class EngineMemory:
 
 
 def engine_memory(gpu: GpuKind, costs: RankCosts, limits: EngineLimits) -> EngineMemory:
-    """Size states and pages for what the weights and the largest step leave of one GPU.
-
-    :raises ConfigError: the weights do not fit, or not even one sequence of max_model_len.
-    """
+    """Size states and pages for the memory left on one GPU. :raises ConfigError: no room for one sequence of max_model_len."""
     usable = gpu.memory_bytes * limits.gpu_memory_utilization
     taken = SPARE_BYTES + (GROUP_BYTES if costs.size > 1 else 0)
     activations = costs.largest_step_bytes(limits.max_num_batched_tokens, limits.max_num_seqs)

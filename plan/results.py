@@ -103,10 +103,7 @@ class PlanReport(ResultFile):
 
 
 def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, command: str) -> PlanReport:
-    """The report of a search that has run. best: what it returned.
-
-    :raises ConfigError: no plan meets the limits; which one fails, and by how much for the closest plan.
-    """
+    """Return the report of a finished search. best: its result. :raises ConfigError: no plan meets the limits."""
     if not best:
         raise nothing_meets(search)
     demand, first = search.demand, best[0]

@@ -27,15 +27,10 @@ from headway.plan.simulation import Latencies, Replica
 from headway.plan.step_time import StepPredictor
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Values of max_num_seqs that are tried."""
-_FINEST: Final = 8
-"""Sequences by which batches between those differ."""
-_KEEPS_UP: Final = 0.9
-"""Share of the tokens asked for that a replica must write while requests arrive: with less its queue grows."""
-_MOST_SEEN: Final = 1000
-"""Most requests that fill the prefix cache before any is measured."""
-_SIMULATED = 200
-"""Requests of a simulation of arrivals, and as many again as run at once."""
+_FINEST: Final = 8  # Sequences by which batches between those differ
+_KEEPS_UP: Final = 0.9  # Share of the tokens asked for that a replica must write while requests arrive: with less its queue grows
+_MOST_SEEN: Final = 1000  # Most requests that fill the prefix cache before any is measured
+_SIMULATED = 200  # Requests of a simulation of arrivals, and as many again as run at once
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,6 @@ class FleetPlan:
     """max_num_seqs of each engine."""
     replicas: int
     num_gpus: int
-    """GPUs that the replicas take."""
     tokens_per_second: float
     """Output tokens of the whole fleet."""
     tokens_per_second_per_gpu: float
@@ -74,7 +68,6 @@ class FleetPlan:
     """Bytes that a GPU holds."""
     cache_tokens: int
     attention: Source
-    """Where the times of attention come from."""
     latencies: Latencies
     reason: str = ""
     """The limit that it misses most; empty where it meets all."""
@@ -104,7 +97,6 @@ class FleetSearch:
 
     config: DecoderConfig
     dtype: torch.dtype
-    """The model's element type."""
     gpu: GpuKind
     num_gpus: int
     demand: Demand
@@ -272,10 +264,8 @@ class FleetSearch:
 
     def _with_rate(self, curve: Sequence[FleetPlan], times: StepPredictor, memory: EngineMemory) -> FleetPlan:
         """The fewest replicas that serve the rate within the limits, by simulation of one of them.
-
         curve: at full load, whose throughput within the limits says where to begin. Where no number of replicas does, the plan of
-        all GPUs. memory: of the largest batch, which a replica may reach and seldom does.
-        """
+        all GPUs. memory: of the largest batch, which a replica may reach and seldom does."""
         assert self.demand.rate is not None
         full, wanted = curve[-1], self.demand.rate * self.demand.mean_output_len
         most = self.num_gpus // full.layout.size
@@ -307,10 +297,7 @@ class FleetSearch:
         return able[-2] + (able[-1] - able[-2]) * max(limit - before, 0.0) / (after - before)
 
     def _arriving(self, full: FleetPlan, times: StepPredictor, memory: EngineMemory, replicas: int) -> FleetPlan:
-        """The plan of so many replicas under the rate of arrivals.
-
-        Not measured are the first requests, which find nobody else and an empty prefix cache, and the last, which are left alone.
-        """
+        """Return the plan of these replicas at the arrival rate, measured without the first and last requests."""
         demand = self.demand
         assert demand.rate is not None
         lasts = 1e-3 * full.per_token_ms * demand.output_len

@@ -78,16 +78,12 @@ class _Times:
     arrival: float
     first: float = 0.0
     last: float = 0.0
-    spared: int = 0
-    """Tokens of the prompt that the prefix cache held."""
+    spared: int = 0  # Tokens of the prompt that the prefix cache held
 
 
 @dataclass
 class Replica:
-    """One engine: the engine's `Scheduler` decides, `StepPredictor` tells how long each step takes, and nothing computes.
-
-    As in `EngineLoop` a step is launched before the one before it is read.
-    """
+    """One engine: its `Scheduler` decides, `StepPredictor` times, nothing computes. Steps launch one ahead (`EngineLoop`)."""
 
     times: StepPredictor
     memory: EngineMemory

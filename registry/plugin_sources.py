@@ -90,7 +90,7 @@ class InstalledPlugin(PluginSource):
     point: EntryPoint
 
     @property
-    def file(self) -> Path | None:  # noqa: D102
+    def file(self) -> Path | None:
         with suppress(Exception):  # of an entry point that names no module, or a finder of somebody's own
             top = importlib.util.find_spec(self.point.module.partition(".")[0])  # what lies below would be imported to find it
             if top is not None and top.submodule_search_locations:
@@ -98,7 +98,7 @@ class InstalledPlugin(PluginSource):
             return Path(top.origin) if top is not None and top.origin else None
         return None
 
-    def load(self) -> object:  # noqa: D102
+    def load(self) -> object:
         return self.point.load()
 
 
@@ -108,7 +108,7 @@ class UnreadablePlugin(PluginSource):
 
     error: Exception
 
-    def load(self) -> object:  # noqa: D102
+    def load(self) -> object:
         raise self.error
 
 
@@ -118,7 +118,7 @@ class PluginObject(PluginSource):
 
     plugin: object
 
-    def load(self) -> object:  # noqa: D102
+    def load(self) -> object:
         return self.plugin
 
 
@@ -142,11 +142,11 @@ class PluginFile(PluginSource):
         return cls(name or text, f"{path.name}@{text_hash}", path, class_name)
 
     @property
-    def file(self) -> Path | None:  # noqa: D102
+    def file(self) -> Path | None:
         return self.path.resolve()
 
     @property
-    def target(self) -> str:  # noqa: D102
+    def target(self) -> str:
         return f"{self.path.resolve()}:{self.class_name}" if self.class_name else str(self.path.resolve())
 
     def load(self) -> object:

@@ -107,10 +107,7 @@ class TokenCountRequest(Fields):
     service_tier: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the chat that this is, those for drawing tokens aside.
-
-        :raises ConfigError: content that chats do not have, such as a picture, or a value of the wrong kind.
-        """
+        """Return the chat's fields without sampling. :raises ConfigError: content that chats do not have, or of a wrong kind."""
         system = "" if self.system is None else _text(self.system, "system")
         messages = [{"role": "system", "content": system}] if system else []
         for number, each in enumerate(self.messages):
@@ -148,10 +145,7 @@ class MessagesRequest(TokenCountRequest):
 
 
 def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """The place, the type and the fields of each block of content; a text is one block.
-
-    :raises PromptError: it is neither a text nor a list of blocks of these types.
-    """
+    """Yield place, type and fields of each block; a text is one block. :raises PromptError: no text or list of these types."""
     if isinstance(content, str):
         yield place, "text", {"text": content}
         return
@@ -193,7 +187,6 @@ def _user(content: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _assistant(content: Any, place: str) -> list[dict[str, Any]]:
-    """A model's message: its thoughts, its text and its calls."""
     texts, thoughts, calls = [], [], []
     for at, kind, block in _blocks(content, place, ("text", "thinking", "redacted_thinking", "tool_use")):
         if kind == "text":
@@ -225,10 +218,7 @@ _READERS: Final[dict[str, Callable[[Any, str], list[dict[str, Any]]]]] = {
 
 
 def _function(tool: AnthropicTool, place: str) -> dict[str, Any]:
-    """A tool in the form of chats.
-
-    :raises ConfigError: a tool that Anthropic's servers run themselves, or one that no model can call.
-    """
+    """Return a tool in the form of chats. :raises ConfigError: a tool of Anthropic's own servers, or one no model can call."""
     if tool.type not in (None, "custom"):
         raise ConfigError(f"{place}.type", "a tool of the client's own (custom)", shown(tool.type, 60))
     if tool.input_schema is None:
@@ -263,12 +253,9 @@ class MessagesAnswer(ConvertedAnswer):
     prefix = "msg_"
 
     def __init__(self, chat: ChatAnswer, name: str = "") -> None:
-        """name: see `Answer`."""
         super().__init__(chat, name)
-        self._open: tuple[str, int] | None = None
-        """Type and call of the block that is being written."""
-        self._block = -1
-        """Number of that block."""
+        self._open: tuple[str, int] | None = None  # Type and call of the block that is being written
+        self._block = -1  # Number of that block
         self._stop = _stop("stop", None)
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
@@ -277,7 +264,6 @@ class MessagesAnswer(ConvertedAnswer):
         return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
         pieces, reason = self.chat.read(0, new)
         if reason is not None:
             self._stop = _stop(reason, new.stop_reason)
@@ -309,17 +295,14 @@ class MessagesAnswer(ConvertedAnswer):
         return said + _event({"type": "content_block_stop", "index": self._block})
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
         ((output, count),) = used
         told = {"type": "message_delta", "delta": self._stop, "usage": usage_of(output, count)}
         return self._close() + _event(told) + _event({"type": "message_stop"})
 
     def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
         return _event(error.anthropic_body)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         (output,) = outputs
         (new,) = output.outputs
         pieces, reason = self.chat.read(0, new)

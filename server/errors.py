@@ -23,8 +23,7 @@ log = logging.getLogger("headway")
 HEADER: Final = b"x-headway-ignored"
 """Header of an answer that lists the fields of its request which were ignored."""
 _MOST_NAMED: Final = 20
-_MOST_LOGGED: Final = 1000
-"""Names of which the log tells, each once: clients make them up."""
+_MOST_LOGGED: Final = 1000  # Names of which the log tells, each once: clients make them up
 
 _REFUSED: Final = {
     "use_beam_search": "false, because tokens are drawn or chosen one by one",
@@ -59,10 +58,7 @@ class Fields(BaseModel):
     """Further fields that are read by their names."""
 
     def unknown(self) -> Sequence[str]:
-        """The names of fields with a value that are ignored.
-
-        :raises ConfigError: one that would change the answer.
-        """
+        """The names of fields with a value that are ignored. :raises ConfigError: one that would change the answer."""
         extra = self.model_extra
         if not extra:
             return ()
@@ -93,7 +89,6 @@ class IgnoredFields:
 
 
 def _safe(name: str) -> str:
-    """A name that may stand in a header: printable ASCII, not long."""
     return "".join(each if each.isascii() and (each.isalnum() or each in "_-.") else "?" for each in name[:60])
 
 
@@ -122,8 +117,7 @@ _ANTHROPIC_TYPES = {
 }
 """Status -> type; for other statuses `invalid_request_error` below 500, `api_error` from 500 on."""
 
-_KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)
-"""Parts of pydantic's error locations that name a type, not a field."""
+_KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)  # Parts of pydantic's locations that name a type
 
 _NEEDS = {
     "model_type": "input should be an object",
@@ -133,8 +127,7 @@ _NEEDS = {
 """Type of pydantic's error -> its text in JSON's words."""
 
 
-_LONGEST_MESSAGE = 1000
-"""Characters of an error's message, which may repeat what a client has sent."""
+_LONGEST_MESSAGE = 1000  # Characters of an error's message, which may repeat what a client has sent
 _LONGEST_PARAM = 200
 
 
@@ -203,7 +196,6 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The error for a body's first fault, with the number of faults."""
     faults = error.errors(include_url=False, include_context=False)
     first = faults[0]
     place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or not _KINDS.fullmatch(part))

@@ -35,8 +35,7 @@ the last, and the probe behind it, would wait for as many rounds as there are co
 _SEND_BUFFER: Final = 128 * 1024
 """Bytes of an answer that the system takes in before the client has read any; Linux doubles the number. Its own choice grows to
 megabytes, in which a whole stream that nobody reads would disappear before `write_timeout` begins."""
-_SPARE_FILES: Final = 128
-"""File descriptors kept free for files that are opened while the server runs: kernels, traces. At most half of all."""
+_SPARE_FILES: Final = 128  # File descriptors kept free for files opened meanwhile (kernels, traces); at most half of all
 
 
 class Server(uvicorn.Server):
@@ -124,7 +123,6 @@ class Server(uvicorn.Server):
                 await asyncio.to_thread(self._service.tracing.close)
 
     def _end_requests(self) -> None:
-        """End the requests that the server has waited for long enough."""
         if self.server_state.tasks:
             count, seconds = len(self.server_state.tasks), self._shutdown_timeout
             log.warning("requests that have not ended within %g s (--shutdown-timeout) and are ended: %d", seconds, count)
@@ -143,10 +141,8 @@ def serve(
     sock: socket.socket | None = None,
     started_at: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until a signal, which also shuts down the engine. sock: bound to the host; None: bind port 8000 of the host.
-
-    :raises EngineDeadError: a fault has ended the engine, and with it the server.
-    """
+    """Serve until a signal, then shut the engine down. sock: bound to the host; None: port 8000.
+    :raises EngineDeadError: a fault has ended the engine, and with it the server."""
     sock = sock or bound_socket(host, 8000)
     raise_file_limit()
     if most_connections() < options.max_connections:
@@ -167,11 +163,7 @@ def serve(
 
 
 def ready_lines(url: str, llm: AsyncLLM | AsyncPooling, options: ServerOptions) -> list[str]:
-    """Return what to show once a server listens on `url`: links, and a first call for a shell on this machine.
-
-    There are only links that a browser here may open: none if the server answers to other host names, and no API docs with a key,
-    which a browser does not send.
-    """
+    """Return links that a browser here may open (none with other host names, no API docs with a key), and a first call."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
     lines = [f"listening on {url} (Ctrl-C stops it)"]
@@ -190,7 +182,6 @@ def ready_lines(url: str, llm: AsyncLLM | AsyncPooling, options: ServerOptions) 
 
 
 def _first_call(llm: AsyncLLM | AsyncPooling, options: ServerOptions) -> tuple[str, dict[str, object]]:
-    """Return a path that the model answers, and a body for it."""
     question, answer = "What is the capital of France?", "Paris is the capital of France."
     if isinstance(llm, AsyncLLM):
         if chat_format_of(llm, options).template:

@@ -20,17 +20,13 @@ from headway.server.options import ServerOptions
 
 HEADER: Final = "x-request-id"
 _NAME: Final = HEADER.encode()
-_LONGEST: Final = 256
-"""Characters of an id, which stands in every chunk of a stream."""
+_LONGEST: Final = 256  # Characters of an id, which stands in every chunk of a stream
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def request_name(request: Request, given: str | None = None) -> str:
-    """What an answer's id is made of: the header X-Request-Id, else what the body gives; "": neither has any.
-
-    :raises ApiError: a text that is too long, or holds what a header cannot carry.
-    """
+    """Return the base of an answer's id: the header X-Request-Id, else the body's, else "". :raises ApiError: see `check_id`."""
     header = request.headers.get(HEADER)
     check_id("the header X-Request-Id", header, None)
     check_id("request_id", given, "request_id")
@@ -38,10 +34,7 @@ def request_name(request: Request, given: str | None = None) -> str:
 
 
 def check_id(what: str, name: str | None, field: str | None) -> None:
-    """Check an id that a client gives its request. field: of the body, for programs.
-
-    :raises ApiError: a text that is too long, or holds what a header cannot carry.
-    """
+    """Check a client's id. field: of the body. :raises ApiError: it is too long, or has characters no header can carry."""
     if name and not (len(name) <= _LONGEST and name.isascii() and name.isprintable()):
         raise ApiError(400, f"{what}: needs at most {_LONGEST} printable characters of ASCII, got {name[:60]!r}", field)
 
@@ -53,7 +46,6 @@ class RequestIdMiddleware:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on a request with an id, and its answer with the same."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -72,10 +64,8 @@ class RequestIdMiddleware:
 
 
 _LONGEST_RETRY: Final = 60
-_MOST_SHOWN: Final = 10
-"""Names of models that an error lists."""
-_LONGEST_SHOWN: Final = 60
-"""Characters of each of them."""
+_MOST_SHOWN: Final = 10  # Names of models that an error lists
+_LONGEST_SHOWN: Final = 60  # Characters of each of them
 
 
 class Admission:
@@ -88,14 +78,10 @@ class Admission:
         """Adapters by the names that requests give as their model."""
         self.num_queued = 0
         """Requests without a first token, or without an answer where that comes as a whole."""
-        self._seconds = 1.0
-        """Seconds from arrival to end of recent requests, as a moving average."""
+        self._seconds = 1.0  # Seconds from arrival to end of recent requests, as a moving average
 
     def check_model(self, name: str | None) -> None:
-        """Check the model that a request names.
-
-        :raises ApiError: this server has no such model.
-        """
+        """Check the model that a request names. :raises ApiError: this server has no such model."""
         if name is not None and name not in self.names and name not in self.adapters:
             known = [*self.names, *self.adapters]
             listed = [each if len(each) <= _LONGEST_SHOWN else f"{each[:_LONGEST_SHOWN]}..." for each in known[:_MOST_SHOWN]]
@@ -109,18 +95,12 @@ class Admission:
         return None if name is None or name in self.names else self.adapters[name]
 
     def check_operator(self) -> None:
-        """Check that requests may change what all clients feel.
-
-        :raises ApiError: they may not.
-        """
+        """Check that requests may change what all clients feel. :raises ApiError: they may not."""
         if not self.options.operator_paths:
             raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
 
     def check_room(self) -> None:
-        """Check that one more request may wait.
-
-        :raises ApiError: too many wait already.
-        """
+        """Check that one more request may wait. :raises ApiError: too many wait already."""
         if self.num_queued >= self.options.max_queue:
             retry = min(max(round(self._seconds), 1), _LONGEST_RETRY)
             message = f"{self.num_queued} requests wait already (max_queue={self.options.max_queue}); try again in {retry} s"
@@ -167,7 +147,6 @@ class GuardMiddleware:
         self._counts = counts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on a request, or refuse it."""
         error = self._check(scope) if scope["type"] == "http" else None
         if error is None:
             await self._app(scope, receive, send)
@@ -202,12 +181,7 @@ PROBES: Final = frozenset(("/health", "/ping"))
 
 
 def host_check(allowed: Collection[str]) -> Check:
-    """Return the check that a request is for a host that this server is known by.
-
-    A page of a foreign host whose name comes to mean this machine (DNS rebinding) could otherwise read the answers.
-
-    allowed: names and addresses without ports; "*.example.org": every host below example.org.
-    """
+    """Return a check of the header Host, against DNS rebinding. allowed: names without ports; "*.example.org": all below it."""
     names = frozenset((f"[{name}]" if ":" in name and name[0] != "[" else name).lower() for name in allowed)
     ends = tuple(name[1:] for name in names if name.startswith("*."))
 

@@ -117,14 +117,10 @@ class ServerOptions:
         float, _LIMIT(min=0.001, help="Seconds without the end of a step after which /health answers 503.")
     ] = 300.0
     chat_parsers: Sequence[ChatParserInfo] = ()
-    """Parsers of plugins."""
 
     @cached_property
     def template_text(self) -> str | None:
-        """The chat template that stands in place of the model's own; None: the model's own.
-
-        :raises ConfigError: there is no such file.
-        """
+        """The chat template that replaces the model's own; None: the model's own. :raises ConfigError: there is no such file."""
         given = self.chat_template
         if given is None or "{" in given:
             return given
@@ -165,10 +161,7 @@ class ServerOptions:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Bind a socket that does not listen yet: a port that is taken is found before a model is loaded.
-
-    :raises ConfigError: the address is taken, or belongs to another machine.
-    """
+    """Bind a socket without listening, before a model is loaded. :raises ConfigError: the address is taken, or not local."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

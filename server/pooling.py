@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import numpy
 from fastapi import FastAPI
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,7 +35,7 @@ from headway.server.openai.requests import (
     RerankRequest,
     ScoreRequest,
 )
-from headway.server.operators.metrics import CONTENT_TYPE, REQUEST_SECONDS, Histogram, exposition
+from headway.server.operators.metrics import CONTENT_TYPE, REQUEST_SECONDS, Histogram, Labels, exposition
 from headway.server.options import ServerOptions
 from headway.server.routing import CommonRoutes, answers, fields_of, json_response, read_body, read_text, replayed
 from headway.version import __version__
@@ -46,7 +46,7 @@ class PoolingMetrics:
 
     def __init__(self, model_name: str) -> None:
         """model_name: label of every figure."""
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = Labels(model_name)
         self._seconds = Histogram(REQUEST_SECONDS)
         self._tokens = self._requests = 0
         self.refused: Counter[str] = Counter()
@@ -63,30 +63,19 @@ class PoolingMetrics:
         return Response(exposition(self._families(stats, queued)), media_type=CONTENT_TYPE)
 
     def _families(self, stats: PoolingStats, queued: int) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests without an answer.", labels=names)
-        waiting.add_metric(values, queued)
-        yield waiting
+        yield self._labels.gauge("vllm:num_requests_waiting", "Requests without an answer.", {(): queued})
         for name, text, value in (
             ("vllm:prompt_tokens", "Tokens of texts that were answered.", self._tokens),
             ("vllm:request_success", "Requests that were answered.", self._requests),
             ("headway:pooled_texts", "Texts that were run.", stats.num_texts),
             ("headway:pooled_batches", "Batches that were run.", stats.num_batches),
         ):
-            family = CounterMetricFamily(name, text, labels=names)
-            family.add_metric(values, value)
-            yield family
-        seconds = HistogramMetricFamily("vllm:e2e_request_latency_seconds", "Seconds from arrival to answer.", labels=names)
-        seconds.add_metric(values, self._seconds.buckets, self._seconds.sum)
-        yield seconds
-        steps = CounterMetricFamily("headway:steps", "Batches that a backend served.", labels=[*names, "phase", "backend"])
-        for backend, count in sorted(stats.batches_by_backend.items()):
-            steps.add_metric([*values, "prefill", backend], count)
-        yield steps
-        refused = CounterMetricFamily("headway:requests_refused", "Requests answered by an error.", labels=[*names, "status"])
-        for status, count in self.refused.items():
-            refused.add_metric([*values, status], count)
-        yield refused
+            yield self._labels.counter(name, text, {(): value})
+        name, text = "vllm:e2e_request_latency_seconds", "Seconds from arrival to answer."
+        yield self._labels.histogram(name, text, self._seconds.buckets, self._seconds.sum)
+        steps = {("prefill", backend): count for backend, count in sorted(stats.batches_by_backend.items())}
+        yield self._labels.counter("headway:steps", "Batches that a backend served.", steps, "phase", "backend")
+        yield self._labels.refused(self.refused)
 
 
 GENERATING: Final = ("/v1/chat/completions", "/v1/completions")

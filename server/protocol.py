@@ -20,11 +20,9 @@ from headway.server.options import ServerOptions
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
-_START: Final = b"HTTP/1.1 "
-"""The bytes that every answer begins with."""
+_START: Final = b"HTTP/1.1 "  # The bytes that every answer begins with
 _FIRST_LOOK: Final = 0.01
-_LONGEST_LOOK: Final = 0.5
-"""Seconds between two looks at the connection, which double up to this."""
+_LONGEST_LOOK: Final = 0.5  # Seconds between two looks at the connection, which double up to this
 _FIRST_PAUSE: Final = 0.2
 """Seconds between the first two bytes sent early; each pause is three times the last, so nine bytes last 11 minutes."""
 
@@ -45,8 +43,7 @@ class ClientProbe:
         self._unsent = b"" if begun else _START
         self._look_after = _FIRST_LOOK
         self._pause = _FIRST_PAUSE
-        self._due = 0.0
-        """When the next byte is sent."""
+        self._due = 0.0  # When the next byte is sent
         self._timer: asyncio.TimerHandle | None = None
         self._look()
 
@@ -78,22 +75,16 @@ class ClientProbe:
         self._look_after = min(2 * self._look_after, _LONGEST_LOOK)
 
 
-_AT_ONCE: Final = 8
-"""Requests that begin in one round of the event loop: 2 ms of work, about as many as it accepts connections in a round."""
+_AT_ONCE: Final = 8  # Requests that begin per round of the event loop: 2 ms of work, about as many as it accepts connections
 
 
 class PacedStarts:
-    """Begins requests, a few in each round of the event loop.
-
-    The requests of a crowd would otherwise all begin before the next connection is accepted and the next probe answered, which
-    takes seconds.
-    """
+    """Begins requests, a few per round of the event loop; a crowd would delay the next connection and probe by seconds."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._begun = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """The loop that will call `_next`; None: no further round is needed."""
+        self._loop: asyncio.AbstractEventLoop | None = None  # The loop that will call `_next`; None: no further round is needed
 
     def begin(self, request: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
         """Begin a request, in this round or a later one."""
@@ -107,7 +98,6 @@ class PacedStarts:
             loop.call_soon(self._next)
 
     def _next(self) -> None:
-        """Begin the requests of a new round."""
         self._begun = 0
         while self._waiting and self._begun < _AT_ONCE:
             self._begun += 1
@@ -119,16 +109,11 @@ class PacedStarts:
             loop.call_soon(self._next)
 
 
-_MOST_HEAD: Final = 64 * 1024
-"""Most bytes of a path and of all headers and trailers, as the parser tells them: the same whatever the packets they came in."""
-_MOST_UNPARSED: Final = 2 * _MOST_HEAD
-"""Most bytes that the parser takes in without telling of any, such as a header without an end."""
-_BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))
-"""Headers that say where a body ends."""
-_MOST_PIPELINED: Final = 64
-"""Most requests of a connection that wait for the answers before theirs."""
-_READ_GRACE: Final = 0.02
-"""Seconds in which the event loop reads bytes that have arrived."""
+_MOST_HEAD: Final = 64 * 1024  # Most bytes of a path and all headers and trailers, as parsed, whatever packets they came in
+_MOST_UNPARSED: Final = 2 * _MOST_HEAD  # Most bytes that the parser takes in silently, such as a header without an end
+_BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))  # Headers that say where a body ends
+_MOST_PIPELINED: Final = 64  # Most requests of a connection that wait for the answers before theirs
+_READ_GRACE: Final = 0.02  # Seconds in which the event loop reads bytes that have arrived
 LINGER: Final = 1.0
 """Seconds that a refused client has to send its request, to read the answer and to close. A connection closed with unread bytes
 is reset, and the client may lose the answer."""
@@ -146,21 +131,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     _read_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _head = 0
-    """Bytes of the path, headers and trailers of the request that is being read."""
-    _unparsed = 0
-    """Bytes since the parser last told of anything."""
+    _head = 0  # Bytes of the path, headers and trailers of the request that is being read
+    _unparsed = 0  # Bytes since the parser last told of anything
     _surplus = _refused = False
-    _owes_body = False
-    """Whether the parser leaves the body of the request that is being read to the protocol that it asks for."""
-    _told_again = False
-    """Whether a parser is being told what is known of a request already."""
-    _answering: RequestResponseCycle | None = None
-    """The request that is being answered, or was last; `cycle` is the one that came last."""
-    _probe: ClientProbe | None = None
-    """What watches a client that has closed its sending side."""
-    _last_words: ApiError | None = None
-    """What a refused client is told once the requests before have their answers."""
+    _owes_body = False  # Whether the parser leaves the body of the request that is being read to the protocol that it asks for
+    _told_again = False  # Whether a parser is being told what is known of a request already
+    _answering: RequestResponseCycle | None = None  # The request that is or was last answered; `cycle` is the newest one
+    _probe: ClientProbe | None = None  # What watches a client that has closed its sending side
+    _last_words: ApiError | None = None  # What a refused client is told once the requests before have their answers
 
     def connection_made(self, transport: Any) -> None:
         """Count the connection, and expect its first request."""
@@ -208,10 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(self.options.read_timeout, self._give_up)  # empty lines, or the body of what has been answered
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Go on with the answers to whole requests, though the client sends no more; False: there are none, close.
-
-        A request whose body breaks off is refused.
-        """
+        """Keep answering complete requests after the client's EOF; refuse one whose body breaks off. False: nothing is left."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_complete:
             self._refuse(ApiError(400, "the body: needs as many bytes as its head says, got fewer"))
@@ -349,7 +324,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _answers(self) -> bool:
-        """Whether a request is being answered."""
         found = self._answering
         return found is not None and not (found.response_complete or found.disconnected)
 

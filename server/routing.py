@@ -33,8 +33,7 @@ log = logging.getLogger("headway")
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 Endpoint = Callable[[Request], Awaitable[Response]]
-_LONGEST_PATH: Final = 200
-"""Characters of an unknown path that are compared with those that there are."""
+_LONGEST_PATH: Final = 200  # Characters of an unknown path that are compared with those that there are
 Answer = TypeVar("Answer")
 Body = TypeVar("Body", bound=BaseModel)
 Marked = TypeVar("Marked", bound=Callable[..., Any])
@@ -57,7 +56,6 @@ class DirectMiddleware:
         self._refuse = refuse
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request for one of the endpoints, and pass on all others."""
         endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, send)
@@ -104,11 +102,7 @@ class Route(NamedTuple):
 def answers(
     method: str, paths: str | Collection[str], body: Sequence[type[BaseModel]] = (), required: bool = True, direct: bool = False
 ) -> Callable[[Marked], Marked]:
-    """Mark a method of a `RouteGroup` as the endpoint of paths.
-
-    body: types of which the body is one; the schema shows them. direct: a client waits for its first token; see
-    `DirectMiddleware`.
-    """
+    """Mark a method of a `RouteGroup` as an endpoint. body: types, for the schema. direct: see `DirectMiddleware`."""
 
     def mark(function: Marked) -> Marked:
         listed = (paths,) if isinstance(paths, str) else tuple(paths)
@@ -194,19 +188,13 @@ def replayed(request: Request, text: bytes) -> Request:
 
 
 async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:
-    """Read the body as an object of `kind`; raises as `read_text`.
-
-    :raises JsonError: the body is not JSON, or holds a number that cannot be written again.
-    :raises pydantic.ValidationError: a field has a wrong type.
-    """
+    """Read the body as an object of `kind`; raises as `read_text`. :raises JsonError: invalid JSON or numbers.
+    :raises pydantic.ValidationError: a field has a wrong type."""
     return parse_model(await read_text(request, options), kind)
 
 
 async def read_text(request: Request, options: ServerOptions) -> bytes:
-    """Read the body: at most `max_body_bytes`, in at most `read_timeout`.
-
-    :raises ApiError: the body is too large, too slow, or incomplete.
-    """
+    """Read the body within `max_body_bytes` and `read_timeout`. :raises ApiError: it is too large, too slow, or incomplete."""
     most = options.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:
@@ -227,10 +215,7 @@ async def read_text(request: Request, options: ServerOptions) -> bytes:
 
 
 def fields_of(text: bytes) -> dict[str, Any]:
-    """The fields of a body.
-
-    :raises JsonError: it is no JSON object.
-    """
+    """The fields of a body. :raises JsonError: it is no JSON object."""
     found: dict[str, Any] = parse_json(text, "", dict)
     return found
 

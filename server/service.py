@@ -25,16 +25,12 @@ from headway.server.routing import read_body
 
 Body = TypeVar("Body", bound=Fields)
 
-_ENDED_INTERVAL: Final = 0.02
-"""Seconds between two looks at whether requests have ended."""
+_ENDED_INTERVAL: Final = 0.02  # Seconds between two looks at whether requests have ended
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def chat_format_of(llm: AsyncLLM, options: ServerOptions) -> ChatFormat:
-    """How a model writes its chats, as far as the options leave that open.
-
-    :raises ConfigError: no parser has a name that the options give.
-    """
+    """Return the model's chat format, completed by the options. :raises ConfigError: an unknown name of a parser."""
     return ChatFormat.of(
         llm.get_tokenizer(),
         tool_parser=options.tool_call_parser,
@@ -81,22 +77,14 @@ class Service(Admission):
         """Requests that the engine does not know of yet: they are being tokenised."""
 
     def default_params(self) -> SamplingParams:
-        """The parameters of requests that give none: what `generation_config` says.
-
-        :raises ConfigError: a value in the file that is not allowed.
-        """
+        """Return the defaults of requests, by `generation_config`. :raises ConfigError: a value in the file is not allowed."""
         where = self.options.generation_config
         if where == "auto":
             return self.llm.get_default_sampling_params()
         return SamplingParams() if where == "vllm" else default_params(Path(where))
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """Read the body of a request for the model.
-
-        :raises ApiError: the body is too large, too slow, or incomplete, or names another model.
-        :raises JsonError: the body is not JSON, or holds a number that cannot be written again.
-        :raises pydantic.ValidationError: a field has a wrong type.
-        """
+        """Read the body of a request for the model, and check the model's name; raises as `read_body` and `check_model`."""
         body = await read_body(request, kind, self.options)
         self.check_model(body.model)  # type: ignore[attr-defined]
         return body
@@ -117,10 +105,7 @@ class Service(Admission):
             self._resumed = None
 
     async def resumed(self) -> None:
-        """Wait until requests may go on.
-
-        :raises ApiError: the server is being stopped meanwhile, and nobody can resume it any more.
-        """
+        """Wait until requests may go on. :raises ApiError: the server is being stopped, so that nobody can resume it any more."""
         while self._resumed is not None:
             if self._is_stopping:
                 raise ApiError(503, "the server is shutting down", retry_after=1)

@@ -30,8 +30,7 @@ from headway.kernels.runtime.probe import HALF_DTYPES, capability, has_gpu
 _LOG2E = math.log2(math.e)
 ARGUMENTS = Struct("=8Q4q6i2f")
 """struct Arguments of shape.cuh."""
-_MOST_MAPS = 1024
-"""Tensor maps kept: three for each layer, and new ones where activations lie elsewhere or are more."""
+_MOST_MAPS = 1024  # Tensor maps kept: three for each layer, and new ones where activations lie elsewhere or are more
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,7 @@ class HopperPlan:
 
 
 class HopperKernels:
-    """Prefill and extend of one layer kind, on one stream at a time: launches share a queue and the partial results.
-
-    :raises UnsupportedError: no compiler. BackendError: the kernel does not compile.
-    """
+    """Prefill and extend of one layer kind on one stream, which share a queue. :raises UnsupportedError, BackendError: none."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, num_splits: int | None = None) -> None:
         self._spec = spec
@@ -144,10 +140,7 @@ class HopperKernels:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: HopperPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: the same with num_kv_heads.
-
-        lse: float32 [num_heads, num_tokens], or None.
-        """
+        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: num_kv_heads; lse: float32 [num_heads, num_tokens]."""
         if plan.kernel is None or plan.launch is None:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)
@@ -265,7 +258,6 @@ class HopperAttention(HopperBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """A GPU of this generation, and something to compile with."""
         support = has_gpu()
         if support:
             support &= is_hopper(torch.device("cuda"))
@@ -280,11 +272,9 @@ class HopperAttention(HopperBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "attention (CUDA C++, sm_90a)"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results where keys are split."""
         return self._attention.workspace_bytes()
 
     def plan(self, metadata: AttentionMetadata) -> HopperPlan:
@@ -294,7 +284,6 @@ class HopperAttention(HopperBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: HopperPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Attention of several new tokens a sequence."""
         self._attention.run(q, k, v, cache, plan, out, lse)
 
 

@@ -36,8 +36,7 @@ ARGUMENTS = Struct("=13Q16q5i2f4x")
 """struct DecodeArguments of decode.cu."""
 TILE = 16
 """Keys of a warp's tile."""
-_MOST_COLUMNS = 512
-"""Eights of query rows times elements of a head, at most: the sums lie in registers."""
+_MOST_COLUMNS = 512  # Eights of query rows times elements of a head, at most: the sums lie in registers
 _LOG2E = math.log2(math.e)
 
 
@@ -62,10 +61,7 @@ class Ring:
 
 
 def config_of(ring: Ring) -> DecodeConfig:
-    """What the split rule assumes: fitted to 16/8 heads of 128 on an H100, in steps of a model (docs/notes/kernels.md).
-
-    merge_launch_us: of counting arrivals, and of reading what other blocks of threads have left.
-    """
+    """Return the split rule's times, fitted to 16/8 heads of 128 on an H100. merge_launch_us: counting and reading parts."""
     return DecodeConfig(
         block_n=ring.keys,
         num_warps=ring.warps,
@@ -142,7 +138,6 @@ class HopperDecode(Decode):
     def run(
         self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
     ) -> None:
-        """As `Decode.run`."""
         if len(plan.chunks.table) == 0:
             return
         assert new is None or plan.max_query_len == 1
@@ -223,12 +218,10 @@ class CutDecoding(HopperBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """What `hopper` needs, and Triton, whose kernel cuts keys."""
         support = HopperAttention.available()
         return support & TritonAttention.available() if support else support
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results where keys are split."""
         return self._decode.workspace_bytes(max_num_seqs)
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
@@ -244,7 +237,6 @@ class CutDecoding(HopperBackend):
         self._decode.cut_again(plan, metadata.kv_lens)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache."""
         self._decode.run(q, cache, plan, out, lse)
 
 
@@ -276,9 +268,7 @@ class HopperDecoding(CutDecoding):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "decode (CUDA C++, sm_90a)"
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
-        """Attention of one new token a sequence over the cache, which gets its k and v."""
         self._decode.run(q, cache, plan, out, new=(k, v))

@@ -48,8 +48,7 @@ MOST_PARTS = 10
 THREADS = 384
 ARGUMENTS = Struct("=6Q4q3if")
 """struct LatentArguments of latent.cuh."""
-_PANEL = 64
-"""Elements of a row that one copy takes, 128 bytes."""
+_PANEL = 64  # Elements of a row that one copy takes, 128 bytes
 _LOG2E = math.log2(math.e)
 _MEMORY_BYTES_PER_US, _L2_BYTES_PER_US = 4.1e6, 5.5e6
 
@@ -186,10 +185,7 @@ def _launch(cluster: int, programs: int) -> Launch:
 
 
 def config_of(bytes_per_us: float) -> DecodeConfig:
-    """What the split rule assumes of the kernel: computed from its products, not yet fitted to measurements.
-
-    A tile takes the tensor cores 2,176 cycles, and they wait some 600 for its weights.
-    """
+    """Return the split rule's model of the kernel, from its GEMMs: 2,176 tensor core cycles per tile and about 600 of waiting."""
     return DecodeConfig(
         KEYS,
         num_warps=THREADS // 32,
@@ -254,11 +250,9 @@ class HopperLatent(CutDecoding):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "latent (CUDA C++, sm_90a)"
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Attention of several new tokens a sequence."""
         self._decode.run(q, cache, plan, out, lse)

@@ -20,14 +20,11 @@ SPLITS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Into how many pieces the longest query tile may be cut."""
 L2_BYTES = 32 << 20
 """Keys and values that programs at work at a time may share: what the L2 cache of an H100 or H200 holds beside all else."""
-_START = 1.3
-"""What an item costs beside its tiles of keys, in tiles: the first scores and the last sums overlap with nothing."""
-_PARTIAL = 0.5
-"""What an item costs more that leaves a partial result, in tiles, and ..."""
+_START = 1.3  # What an item costs beside its tiles of keys, in tiles: the first scores and the last sums overlap with nothing
+_PARTIAL = 0.5  # What an item costs more that leaves a partial result, in tiles, and ..
 _MERGE = 0.25
 """... what reading one of them back costs."""
-_COSTS = {1: 0.62, 2: 1.0, 3: 1.45}
-"""Time of a tile of keys by warpgroups that multiply."""
+_COSTS = {1: 0.62, 2: 1.0, 3: 1.45}  # Time of a tile of keys by warpgroups that multiply
 
 Ints = NDArray[numpy.int64]
 
@@ -96,10 +93,7 @@ class Problem:
         )
 
     def section(self, num_items: int) -> int:
-        """Kv heads whose items are taken together: those whose keys and values the L2 cache holds; 0 if not even those of one.
-
-        Few items are taken all together, for their order then decides when the last one ends.
-        """
+        """Kv heads whose keys and values the L2 cache holds, taken together; 0 if not even one's, or if all items are few."""
         if num_items * self.heads <= 4 * self.programs:
             return self.heads
         return min(L2_BYTES // max(int(self.kv_lens.sum()) * self.token_bytes, 1), self.heads)
@@ -121,10 +115,8 @@ class Problem:
 
     def time(self, tiles: Mapping[int, int], run: int, limit: float = math.inf) -> float:
         """Estimated time in key tiles if no item has more than `run` of them, which programs take the longest first.
-
         tiles: how many query tiles have a number of key tiles; of these there are few. limit: infinite where the time cannot
-        be less.
-        """
+        be less."""
         costs, num_items, most_pieces = [], 0, 1
         for length, count in tiles.items():
             pieces = -(-length // run)

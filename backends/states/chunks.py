@@ -28,10 +28,7 @@ _NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A linear recurrence in one form: S = exp(g) S + k d^T, out = S^T q + skip, with d = v or d = beta (v - S^T k).
-
-    n sequences of L tokens each; all float32.
-    """
+    """A recurrence of n sequences of L tokens, float32: S = exp(g) S + k d^T, out = S^T q + skip, d = v or beta (v - S^T k)."""
 
     q: Tensor
     """[n, L, key heads, K], scaled."""
@@ -49,10 +46,8 @@ class Operands:
 
 def operands(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None) -> Operands:
     """Read the input and the gates of every kind but `mamba1` and `conv`.
-
     x: float32 [n, L, channels of the recurrence]; gates: [n, L, ...]; valid: bool [n, L], False where a row is no token: it
-    must leave the state as it is. None: all are tokens.
-    """
+    must leave the state as it is. None: all are tokens."""
     if spec.kind == MAMBA2:
         return _mamba2(spec, parameters, x, gates, valid)
     both, v = _parts(x, (2 * spec.num_key_heads, spec.num_heads), (spec.key_dim, spec.value_dim))
@@ -102,10 +97,7 @@ def _normed(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveOperands:
-    """S = exp(dt A) S + dt x B, out = S . C + D x for each of H channels with a state of K elements; all float32.
-
-    The channels come last wherever there are any, since there are many.
-    """
+    """S = exp(dt A) S + dt x B, out = S . C + D x for H channels, which come last, with a state of K elements; all float32."""
 
     x: Tensor
     """[n, L, H]"""
@@ -185,24 +177,17 @@ def _run(inputs: SelectiveOperands, state: Tensor, after: Callable[[int], None])
 class _Scores(NamedTuple):
     """What a chunk's tokens do to each other and to the state; n sequences, H heads, J chunks of C tokens."""
 
-    queries: Tensor
-    """[n, H, J, C, C]: q_i . k_j, decayed from j to i; 0 for j > i."""
-    keys: Tensor | None
-    """[n, H, J, C, C]: k_i . k_j, decayed; right below the diagonal. None where the rule is not the delta rule."""
-    from_start: Tensor
-    """Decays from the chunk's start through each token, [n, H, J, C, 1 or K]."""
-    to_end: Tensor
-    """Decays after each token to the chunk's end, [n, H, J, C, 1 or K]."""
-    whole: Tensor
-    """Decay over the chunk, [n, H, J, 1 or K, 1]."""
+    queries: Tensor  # [n, H, J, C, C]: q_i . k_j, decayed from j to i; 0 for j > i.
+    keys: Tensor | None  # [n, H, J, C, C]: k_i . k_j, decayed; right below the diagonal; None without the delta rule
+    from_start: Tensor  # Decays from the chunk's start through each token, [n, H, J, C, 1 or K]
+    to_end: Tensor  # Decays after each token to the chunk's end, [n, H, J, C, 1 or K]
+    whole: Tensor  # Decay over the chunk, [n, H, J, 1 or K, 1]
 
 
 def scan_chunks(chunk: int, inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> tuple[Tensor, Tensor]:
     """Run the recurrence and return the output [n, L, H, V] and the last state, a new tensor; all float32.
-
     chunk: tokens of a chunk, a power of two that divides L; state: [n, H, K, V], with which the sequences begin;
-    after(j, state) is called with the state after chunk j, which must not be kept.
-    """
+    after(j, state) is called with the state after chunk j, which must not be kept."""
     heads = inputs.v.shape[2]
     # A decay for each head lets the heads of a key head share their scores; one for each channel of the key does not.
     widened = heads if inputs.g.dim() == 4 else inputs.k.shape[2]
@@ -300,11 +285,7 @@ def _scores_by_channel(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:
         half *= 2
     sums = g.cumsum(-2)
     return _Scores(
-        scores[:, :, :, 0],
-        scores[:, :, :, 1] if delta else None,
-        sums.exp(),
-        _sums_after(g).exp_(),
-        sums[..., -1, :, None].exp(),
+        scores[:, :, :, 0], scores[:, :, :, 1] if delta else None, sums.exp(), _sums_after(g).exp_(), sums[..., -1, :, None].exp()
     )
 
 
@@ -316,10 +297,8 @@ def _sums_after(g: Tensor) -> Tensor:
 
 
 def step_tokens(inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> Tensor:
-    """Run the recurrence token by token and return the output, float32 [n, L, H, V].
-
-    state: float32 [n, H, K, V], overwritten; after(i, state) is called with the state after token i, which must not be kept.
-    """
+    """Run the recurrence token by token; return float32 [n, L, H, V].
+    state: float32 [n, H, K, V], overwritten; after(i, state) is called with the state after token i, which must not be kept."""
     heads, v, beta = inputs.v.shape[2], inputs.v, inputs.beta
     q, k = widen(inputs.q, heads), widen(inputs.k, heads)
     decays = inputs.g.exp()[..., None] if inputs.g.dim() == 4 else inputs.g.exp()[..., None, None]  # [n, L, H, 1 or K, 1]

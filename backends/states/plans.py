@@ -51,10 +51,8 @@ class SequenceBlock:
     empty: Tensor | None
     """bool [n]: which begin with zeros; None: none."""
     chunk: int
-    """Tokens of a chunk."""
     segments: Sequence[Segment]
     last: Writes
-    """The states after the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +133,7 @@ def _padded(length: int) -> int:
 
 def _windows(kept: Sequence[tuple[int, int, int]], width: int) -> tuple[Tensor, Tensor]:
     """Where the inputs lie that a convolution remembers after some tokens; see `remembered` in torch_states.py.
-
-    kept: of each state the sequence, its first packed token, and the tokens.
-    """
+    kept: of each state the sequence, its first packed token, and the tokens."""
     sequence, start, tokens = torch.tensor(kept).unbind(1)
     position = tokens[:, None] - (width - 1) + torch.arange(width - 1)
     old = position < 0
@@ -148,16 +144,11 @@ class _Host(NamedTuple):
     """What the host knows of each sequence of a step."""
 
     device: torch.device
-    starts: Sequence[int]
-    """First packed token."""
-    lens: Sequence[int]
-    """New tokens."""
-    fresh: Sequence[bool]
-    """Whether there is no context."""
-    finals: Sequence[int]
-    """Slot after the last token; below 0: none."""
-    marks: Sequence[Sequence[int]]
-    """Rows of `StateMetadata.checkpoints` in this step."""
+    starts: Sequence[int]  # First packed token
+    lens: Sequence[int]  # New tokens
+    fresh: Sequence[bool]  # Whether there is no context
+    finals: Sequence[int]  # Slot after the last token; below 0: none
+    marks: Sequence[Sequence[int]]  # Rows of `StateMetadata.checkpoints` in this step
 
 
 def _block(metadata: StateMetadata, host: _Host, rows: Sequence[int], most_tokens: int) -> SequenceBlock:
@@ -266,11 +257,7 @@ class StepPlan:
 
 
 def plan_step(metadata: StateMetadata, room: Room, captured: bool) -> StepPlan:
-    """Lay out a view of sequences that decode.
-
-    Which rows are padding is read on the host, where slots are no more than a guess if steps are still in flight; the slots
-    themselves are read on the device.
-    """
+    """Lay out a view of sequences that decode; padding is known on the host, the slots only on the device while steps run."""
     device, step = metadata.slots.device, metadata.step
     lens = step.query_lens
     longest = max(lens)

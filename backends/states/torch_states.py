@@ -38,10 +38,7 @@ from headway.core.contract.state import (
 
 
 def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
-    """Convolve each channel with its taps and apply the activation.
-
-    x: float32 [n, conv_width - 1 + L, channels], a token's predecessors first; returns float32 [n, L, channels].
-    """
+    """Return the convolution with activation, float32 [n, L, channels]; x: float32 [n, conv_width - 1 + L, channels]."""
     assert parameters.conv_weight is not None
     first, *taps = parameters.conv_weight.float().unbind(1)
     length, bias = x.shape[1] - spec.conv_width + 1, parameters.conv_bias
@@ -67,11 +64,8 @@ def remembered(history: Tensor, x: Tensor, at: Tensor, from_history: Tensor) -> 
 
 
 def read_slots(states: Tensor, slots: Tensor, empty: Tensor | None) -> Tensor:
-    """Return float32 copies of the states of some slots, in the order of memory that the states have.
-
-    states: logical view [num_slots, ...] of any layout; slots: int [n], those below 0 are read as any; empty: bool [n], rows
-    that begin with zeros. None: none does.
-    """
+    """Return float32 copies of slots, in the states' order of memory. states: logical view [num_slots, ...] of any layout;
+    slots: int [n], those below 0 are read as any; empty: bool [n], rows that begin with zeros, or None."""
     order = sorted(range(states.dim()), key=states.stride, reverse=True)
     if order[0] != 0:  # strides of tensors with one element say nothing
         order = list(range(states.dim()))
@@ -103,10 +97,8 @@ def write_known_later(states: Tensor, slots: Tensor, values: Tensor) -> None:
     states.index_copy_(0, target, torch.where(wanted.any(), values, held))
 
 
-_AT_ONCE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
-"""Bytes, about, of the float32 tensors that are computed at once: on a CPU they should stay near its caches."""
-_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
-"""Elements of the states that `mamba1` moves on at once: on a CPU chunks side by side cost more and win nothing."""
+_AT_ONCE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}  # Bytes of float32 tensors computed at once; a CPU's stay near its caches
+_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}  # Elements of `mamba1` states moved on at once: side by side, chunks cost a CPU more
 
 
 class _Layer(NamedTuple):
@@ -120,9 +112,7 @@ class TorchStates(StateBackend):
     name = "torch"
     graph_level = GraphLevel.UNIFORM
     capabilities = StateCapabilities(
-        kinds=frozenset(STATE_KINDS),
-        state_dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        devices=("cpu", "cuda"),
+        kinds=frozenset(STATE_KINDS), state_dtypes=(torch.float32, torch.bfloat16, torch.float16), devices=("cpu", "cuda")
     )
 
     def __init__(self, spec: StateSpec, layout: StateLayout) -> None:
@@ -135,24 +125,20 @@ class TorchStates(StateBackend):
         self._room = Room(max(tokens, CHECKPOINT_TOKENS), max(at_once // (4 * state), 1))
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """See `StateBackend.workspace_bytes`."""
         tokens = max(self._room.tokens, CHECKPOINT_TOKENS * min(self._room.sequences, max_num_seqs))
         return 2 * tokens * _bytes_per_token(self.spec) + 2 * _AT_ONCE[self.spec.device.type]
 
     def plan(self, metadata: StateMetadata) -> ScanPlan | StepPlan:
-        """See `StateBackend.plan`."""
         if metadata.step.phase is Phase.DECODE:
             return plan_step(metadata, self._room, captured=False)
         return plan_scan(metadata, self.spec.conv_width, self._room)
 
     def plan_for_capture(self, metadata: StateMetadata) -> StepPlan:
-        """See `StateBackend.plan_for_capture`."""
         return plan_step(metadata, self._room, captured=True)
 
     def scan(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: ScanPlan, out: Tensor
     ) -> None:
-        """See `StateBackend.scan`."""
         history = None
         if self.spec.conv_channels:
             history = read_slots(cache.logical_conv, plan.slots, plan.empty).transpose(1, 2)
@@ -204,7 +190,6 @@ class TorchStates(StateBackend):
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: StepPlan, out: Tensor
     ) -> None:
-        """See `StateBackend.step`."""
         rows, layer = (len(plan.metadata.slots), plan.length), _Layer(parameters, cache)
         tokens, places = plan.order()
         x, *gates = (torch.unflatten(_unpacked(part, tokens), 0, rows) for part in (x, *gates))

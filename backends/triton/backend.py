@@ -88,12 +88,10 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """Whether Triton can run kernels here: a GPU with a driver, or the interpreter."""
         return can_launch()
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, and what hangs on the GPU and on the scale."""
         support = super().supports(spec, layout, block_size, phase)
         if rereads(spec):
             support &= replace(cls.capabilities, dense_prefill=False).check(spec, layout, block_size, phase)
@@ -120,7 +118,6 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "split_kv_decode (Triton)" if phase is Phase.DECODE else "varlen_attention (Triton)"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
@@ -128,10 +125,7 @@ class TritonAttention(AttentionBackend):
         return max(self.decode_kernels.workspace_bytes(max_num_seqs), self.prefill_kernels.workspace_bytes())
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
-        """Fix grids, splits and buffers once for all layers. With HEADWAY_DEBUG=1 a negative block number raises here.
-
-        A block number beyond the cache's last raises at the launch: only there the cache is known.
-        """
+        """Fix grids, splits and buffers for all layers; HEADWAY_DEBUG=1 raises here for negative blocks, later for large ones."""
         plan: DecodePlan | PrefillPlan
         plan = self.decode_kernels.plan(metadata) if metadata.phase is Phase.DECODE else self.prefill_kernels.plan(metadata)
         if self._debug:
@@ -150,17 +144,14 @@ class TritonAttention(AttentionBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Attention of several new tokens a sequence."""
         _check_plan(plan, cache)
         self.prefill_kernels.run(q, k, v, cache, plan, out, lse)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache."""
         _check_plan(plan, cache)
         self.decode_kernels.run(q, cache, plan, out, lse)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
-        """Attention of one new token a sequence over the cache, which gets its k and v."""
         _check_plan(plan, cache)
         self.decode_kernels.run(q, cache, plan, out, new=(k, v))
 

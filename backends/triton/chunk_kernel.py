@@ -103,8 +103,7 @@ def cut_sequences(
         )  # fmt: skip
 
 
-_WORK = 8192
-"""Chunks times sequences that a program compares at once."""
+_WORK = 8192  # Chunks times sequences that a program compares at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +126,7 @@ class Chunks:
     """int32 [most, CHUNK_FIELDS]; see there."""
     seqs: Tensor = field(init=False)
     """int32 [num_seqs, SEQ_FIELDS]; see there."""
-    _bound: list[BoundKernel] = field(init=False, default_factory=list)
-    """The launch, once it has been made: it is a part of every step that is a graph's replay."""
+    _bound: list[BoundKernel] = field(init=False, default_factory=list)  # The launch, once made: part of every graph's replay
 
     def __post_init__(self) -> None:
         most = most_chunks(len(self.seq_lens), self.splits, self.even)
@@ -143,10 +141,7 @@ class Chunks:
         return len(self.table) > len(self.seq_lens)
 
     def cut(self, launch: Launcher, splits: int) -> None:
-        """Fill the table for the lengths that the device has now; one launch, nothing is waited for.
-
-        launch: of `cut_sequences`. splits: this time, at most `self.splits`.
-        """
+        """Fill the table for the lengths on the device by one launch of `cut_sequences`. splits: at most `self.splits`."""
         assert splits <= self.splits
         if self._bound:
             self._bound[0](splits)

@@ -38,7 +38,6 @@ class DecodeConfig:
     merge_launch_us: float = 0.0
     """What merging costs beside that where a launch of its own does it; 0: the last program to arrive merges."""
     bytes_per_us: float = 2.0e6
-    """Memory bandwidth."""
     most_rounds: int = 40
     """Splits stop where each multiprocessor has so many programs: the partial results would cost more than the balance brings."""
 

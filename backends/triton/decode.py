@@ -27,8 +27,7 @@ EARLY_SEQUENCES = 8
 AHEAD_TILES, AHEAD_SEQUENCES = 4, 16
 """Tiles of keys that a program brings to the L2 cache while the kernel before it still runs, and up to how many sequences."""
 
-_MOST_STRIDES = 256
-"""Strides of layers for which constants are kept: an engine's cache has a few, dense tensors that grow have others each step."""
+_MOST_STRIDES = 256  # Strides of layers whose constants are kept: a cache has a few, growing dense tensors others each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +82,7 @@ class Decode:
         self.configs = decode_configs(setup.arch, block_d, spec.cache_dtype.itemsize, block_size, split)
         self.workspace = setup.workspace
         self._scalars = tuple(layer.scalars.values())
-        self._own = id(layer)
-        """Tells its launches from those of other layers of its kind: plans are shared, sinks and scales are not."""
+        self._own = id(layer)  # Tells its launches from those of like layers: plans are shared, sinks and scales are not
         self._constants: dict[Hashable, tuple[dict[str, Any], tuple[int, ...], Hashable]] = {}
         """Compile-time constants, strides and the launcher's key, by everything they follow from."""
         self.launch = Launcher(split_kv_decode)
@@ -103,10 +101,7 @@ class Decode:
     def choose(
         self, kv_lens: list[int], max_query_len: int, configs: Sequence[DecodeConfig] | None = None
     ) -> tuple[DecodeConfig, int]:
-        """Configuration, and chunks of a sequence as long as the mean, from the host's lengths (of a graph the captured ones).
-
-        configs: between which it is chosen; None: all that serve so many query tokens.
-        """
+        """Return the configuration and chunks per mean sequence, by the host's lengths. configs: the candidates; None for all."""
         configs = configs or self._configs(max_query_len)
         if self._num_splits is not None:
             return configs[0], self._num_splits

@@ -41,10 +41,7 @@ def ask_for_rows(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Bring the rows of the keys first .. first + BLOCK_N before `limit` to the L2 cache. A row lies in one piece.
-
-    first may lie beyond `limit`, where nothing is asked for.
-    """
+    """Prefetch the rows of the keys first .. first + BLOCK_N before `limit` to the L2 cache; each row lies in one piece."""
     LINE: tl.constexpr = 128 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements of a line of the cache
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_DIM, LINE))
     known = tl.minimum(first, tl.maximum(limit - 1, 0) // BLOCK_N * BLOCK_N)  # the table has no more entries
@@ -72,10 +69,7 @@ def fold_cached(
     ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the cached keys first .. first + BLOCK_N into (m, l, acc), those before `end` of which a query sees up to `newest`.
-
-    PAIRS: acc holds the even elements of a row, acc_odd the odd.
-    """
+    """Fold cached keys first .. first + BLOCK_N before `end`, up to `newest`, into (m, l, acc); PAIRS: acc_odd: odd elements."""
     blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if PAIRS:
@@ -153,10 +147,7 @@ def fold_new(
     q, k, v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Fold a token's own key, k and v [BLOCK_D] at position `at`, into (m, l, acc).
-
-    q: [ROWS, BLOCK_D], the rows in use. One key by few rows is less work without the matrix units, whose tile would hold zeros.
-    """
+    """Fold a token's own key, k and v [BLOCK_D] at position `at`, into (m, l, acc), without tensor cores. q: [ROWS, BLOCK_D]."""
     BLOCK_M: tl.constexpr = m.shape[0]
     ROWS: tl.constexpr = q.shape[0]
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)

@@ -223,10 +223,7 @@ class LatentDecode(Decode):
             plan.launches[key] = _Both(kernel, merge)
 
     def _merge(self, plan: DecodePlan, out: Tensor, sums: Tensor, lse: Tensor | None, key: Hashable) -> BoundKernel | None:
-        """Merge what programs have left; returns the launch for layers that are like this one, if anything was launched.
-
-        key: of all that is compiled in, and of what the arguments are aligned to.
-        """
+        """Merge the partial results; return the launch for like layers, if any. key: all that is compiled in, and alignments."""
         if not plan.chunks.split:
             return None
         sums_stride, v_scale = 0 if lse is None else lse.stride(0), self._layer.scalars["v_scale"]

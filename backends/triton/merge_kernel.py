@@ -20,10 +20,7 @@ def merge_parts(
     ROWS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Combine the parts of ROWS rows by their log-sum-exp, MERGED at a time so that the loads overlap.
-
-    Returns m [ROWS], l [ROWS] and acc [ROWS, BLOCK_DV]: the largest log-sum-exp, and the sums relative to it.
-    """
+    """Combine the parts of ROWS rows by log-sum-exp, MERGED at a time; return m [ROWS], l [ROWS] and acc [ROWS, BLOCK_DV]."""
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_DV)
     m = tl.full([ROWS], float("-inf"), tl.float32)

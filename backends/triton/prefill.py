@@ -63,8 +63,7 @@ class Prefill:
         self.workspace = setup.workspace
         self._merge_rows = max(1, min(MERGE_ELEMENTS // layer.block_dv, 8))
         self._scalars = tuple(layer.scalars.values())
-        self._own = id(layer)
-        """See `Decode`."""
+        self._own = id(layer)  # See `Decode`
         self._launch = Launcher(varlen_attention)
         self._launch_merge = Launcher(merge_tiles)
         self._pdl = launches_early(spec.device)
@@ -120,9 +119,7 @@ class Prefill:
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens].
-
-        k, v: [num_tokens, num_kv_heads, head_dim or v_head_dim], read where there is no context.
-        """
+        k, v: [num_tokens, num_kv_heads, head_dim or v_head_dim], read where there is no context."""
         if plan.schedule.programs == 0:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)
@@ -259,8 +256,7 @@ class _Variant:
     constants: Mapping[str, Any]
 
 
-_MOST = 256
-"""Descriptors that are kept: those of the caches of a large model, and of the buffers for k and v that its steps use in turn."""
+_MOST = 256  # Descriptors that are kept: those of a large model's caches, and of the buffers for k and v in use
 
 
 class Descriptors:

@@ -117,10 +117,7 @@ def walk(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys begin .. end into (m, l, acc), one tile after the other; begin is a multiple of BLOCK_N.
-
-    newest: [BLOCK_M] position of the newest key that a query may see.
-    """
+    """Fold the keys begin .. end (begin a multiple of BLOCK_N) into (m, l, acc). newest: [BLOCK_M] newest key a query may see."""
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         k = _keys(
             key, table, kv_head, start, first, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
@@ -163,8 +160,7 @@ def walk(
 
 
 @triton.jit(
-    do_not_specialize=["window", "table_stride", "sums_stride_head"],
-    do_not_specialize_on_alignment=["table_ptr", "sums_ptr"],
+    do_not_specialize=["window", "table_stride", "sums_stride_head"], do_not_specialize_on_alignment=["table_ptr", "sums_ptr"]
 )
 def varlen_attention(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM]

@@ -162,10 +162,8 @@ def choose_cut(
     items: int, keys: int, key_bytes: int, rows: int, multiprocessors: int, configs: Sequence[DecodeConfig]
 ) -> tuple[DecodeConfig, int]:
     """The configuration, and the number of splits, that the model below expects to finish first.
-
     items: programs without a split, sequences times kv heads times query tiles; keys: of each, in the mean; key_bytes: K and V of
-    one key; rows: of a query tile. The first of `configs` may split; the others serve many programs as they are.
-    """
+    one key; rows: of a query tile. The first of `configs` may split; the others serve many programs as they are."""
     if keys == 0 or items == 0:
         return configs[0], 1
     most = max(1, min(-(-keys // configs[0].block_n), configs[0].most_rounds * multiprocessors // items))
@@ -219,10 +217,8 @@ class RunRule:
 
     def cut(self, tiles: Ints) -> tuple[int, int]:
         """How many query tiles, the first of the list, keep all their keys, and the most tiles of keys for a program of the rest.
-
         tiles: of keys that each query tile sees. Where tiles are a little more than fill the GPU some times over, only those of
-        the last, incomplete wave are worth a split.
-        """
+        the last, incomplete wave are worth a split."""
         longest, count = int(tiles.max()), len(tiles)
         if self.num_splits is not None:
             return 0, -(-longest // self.num_splits)
@@ -252,10 +248,8 @@ class RunRule:
 
     def expected_us(self, count: int, total: int, longest: int, run: int) -> float:
         """Microseconds of a launch, less what is the same for every cut.
-
         count: query tiles; total, longest: tiles of keys that all of them and the longest of them see; run: the most that a
-        program folds. Fitted on an H200 (docs/kernels.md).
-        """
+        program folds. Fitted on an H200 (docs/kernels.md)."""
         config, mean = self.config, total / count
         parts = math.ceil(longest / run)
         each = math.ceil(longest / parts)

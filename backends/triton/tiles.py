@@ -27,10 +27,7 @@ def head_offsets(stride_dim, stride_x, X: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Physical blocks of the keys first .. first + BLOCK_N of a sequence: a scalar where one block holds all, or [BLOCK_N].
-
-    `first` is a multiple of BLOCK_N. Entries of the table past the sequence's end are not read.
-    """
+    """Return the blocks of keys first .. first + BLOCK_N (first a multiple of BLOCK_N): a scalar, or [BLOCK_N] if several."""
     if BLOCK_SIZE % BLOCK_N == 0:
         blocks = tl.load(table_ptr + first // BLOCK_SIZE)
     else:
@@ -160,10 +157,7 @@ def key_rows(
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Elements 0 .. min(HEAD_DIM, BLOCK_D) of paged keys, [BLOCK_N, BLOCK_D], in the way that their layout reads fastest.
-
-    Where rows lie in one piece, none from `limit` on is read.
-    """
+    """Return paged keys [BLOCK_N, BLOCK_D] in the order that their layout reads fastest; none from `limit` on of whole rows."""
     if PIECES:
         tile = split_rows(base_ptr, blocks, first, stride_block, stride_dim, X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, DOT)
     else:
@@ -281,10 +275,7 @@ def unpack_fp8(pairs):
 
 @triton.jit
 def unpack_int8(pairs):
-    """Two whole numbers of 8 bits in each int16, the low byte first, as two float16 tiles of that shape: exact.
-
-    From 1024 on neighbouring float16 are 1 apart, so a number and 128 are the low bits of one.
-    """
+    """Return two int8 of each int16, low byte first, as exact float16 tiles: from 1024 on neighbouring float16 are 1 apart."""
     low = (pairs & 0xFF) ^ 0x6480
     high = ((pairs >> 8) & 0xFF) ^ 0x6480
     low = low.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
@@ -310,10 +301,8 @@ def softmax_step(
     HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fold one tile of scores into the running (m, l): the recurrence of Milakov and Gimelshein (2018).
-
-    Returns m, l, the weights [BLOCK_M, BLOCK_N] and the factor [BLOCK_M] by which what was summed before must shrink.
-    """
+    """Fold a tile of scores into (m, l) (Milakov and Gimelshein 2018); return m, l, the weights [BLOCK_M, BLOCK_N], and the
+    factor [BLOCK_M] by which what was summed before must shrink."""
     if HAS_SOFTCAP or HAS_ALIBI:
         scores = scores * score_scale
         score_scale = 1.0

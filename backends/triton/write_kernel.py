@@ -160,11 +160,9 @@ class Writer:
 
     def __init__(self) -> None:
         self._launch = Launcher(write_kv)
-        self._known: dict[Hashable, tuple[tuple[int, ...], dict[str, Any]]] = {}
-        """Strides and compile-time constants by everything they follow from."""
+        self._known: dict[Hashable, tuple[tuple[int, ...], dict[str, Any]]] = {}  # Strides and constants by all they follow from
 
     def __call__(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-        """See the class."""
         num_tokens, num_kv_heads, head_dim = k.shape
         v_head_dim = v.shape[2]
         if num_tokens == 0:

@@ -54,7 +54,6 @@ class VllmPagedAttention(AttentionBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """A GPU, and something to compile with."""
         return has_gpu() & find_compiler()[1]
 
     @classmethod
@@ -68,7 +67,6 @@ class VllmPagedAttention(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, and what hangs on the GPU and on block sizes."""
         support = super().supports(spec, layout, block_size, phase) & at_least(CAPABILITY, spec.device)
         if block_size != 8 and block_size % 16:
             support &= Support.no("block_size", "8 or a multiple of 16", block_size, "--block-size 16")
@@ -82,18 +80,14 @@ class VllmPagedAttention(AttentionBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
         return "paged_attention (CUDA C++)"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results of the partitions."""
         return self._decode.workspace_bytes(max_num_seqs)
 
     def plan(self, metadata: AttentionMetadata) -> PagedDecodePlan:
-        """Choose single-pass or partitioned once for all layers."""
         return self._decode.plan(metadata)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: PagedDecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache."""
         assert lse is None, "not declared"
         self._decode.run(q, cache, plan, out)

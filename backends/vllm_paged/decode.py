@@ -19,7 +19,6 @@ from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 from headway.kernels.runtime.nvrtc.store import load
 
 CSRC = Path(__file__).parent / "csrc"
-"""The sources of the kernels."""
 TILE = 16
 """Keys of a tile, and tokens that a block of threads writes: TILE of layout.cuh."""
 MAX_WARPS = 8
@@ -47,12 +46,10 @@ def address(tensor: Tensor | None) -> int:
 
 
 _SOURCE = "paged_attention.cu"
-_OUT = (0,) * 3
-"""Places of the output: address, stride of a token, stride of a head; set by each layer, and ..."""
+_OUT = (0,) * 3  # Places of the output: address, stride of a token, stride of a head; set by each layer, and ..
 _LAYER = (0,) * 5 + _OUT
 """... before them those of q, as the output's, of the key and of the value."""
-_LONG = 64
-"""Tiles from which lengths are rounded for the choice of a cut."""
+_LONG = 64  # Tiles from which lengths are rounded for the choice of a cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +70,7 @@ class PagedDecodePlan:
 
 
 class PagedDecode:
-    """Decode of one layer kind: chooses v1 or v2 once a step, then launches one or two kernels a layer.
-
-    :raises UnsupportedError: no compiler.
-    """
+    """Decode of one layer kind by v1 or v2, as each step needs, in one or two kernels. :raises UnsupportedError: no compiler."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, cut: tuple[int | None, int | None] = (None, None)) -> None:
         self._spec = spec
@@ -183,8 +177,7 @@ WARPS = (2, 4, MAX_WARPS)
 
 SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
 """Shared memory a block of threads can ask for, nearly all that a multiprocessor has, by architecture; 99 on all others."""
-_KERNELS_OWN = 2048
-"""What the attention kernel has besides its stages."""
+_KERNELS_OWN = 2048  # What the attention kernel has besides its stages
 
 
 def shared_bytes(arch: str) -> int:
@@ -198,7 +191,6 @@ class GPUResources:
 
     multiprocessors: int
     bytes_per_us: float
-    """Memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,16 +206,11 @@ def stages_of(tile_bytes: int, arch: str) -> int:
     return max(2, min(MAX_STAGES, shared_bytes(arch) // (MAX_WARPS * tile_bytes)))
 
 
-_TILE_US = 1.1
-"""Time of one tile of a warp that nobody disturbs: latency."""
-_START_US = 3.0
-"""What a block of threads takes before its first tile and after its last."""
-_TAIL = 0.05
-"""Share of a block's time in which, at the end, the memory is not busy any more."""
-_WARP_US = 0.17
-"""What merging one more warp costs."""
-_SECOND_US = 4.6
-"""What the second kernel costs, and ..."""
+_TILE_US = 1.1  # Time of one tile of a warp that nobody disturbs: latency
+_START_US = 3.0  # What a block of threads takes before its first tile and after its last
+_TAIL = 0.05  # Share of a block's time in which, at the end, the memory is not busy any more
+_WARP_US = 0.17  # What merging one more warp costs
+_SECOND_US = 4.6  # What the second kernel costs, and ..
 _MERGE_US = 0.09
 """... what one more partition to merge does, and ..."""
 _PARTIAL_US = 0.23
@@ -233,10 +220,8 @@ _PARTIAL_US = 0.23
 @lru_cache(maxsize=4096)
 def choose(items: int, total_tiles: int, longest: int, tile_bytes: int, machine: GPUResources) -> Cut:
     """The cut that the model below expects to finish first; its constants were fitted to a sweep on an H200.
-
     items: sequences times kv heads times row tiles; total_tiles: tiles of all items together; longest: tiles of the longest. The
-    sizes are rounded by the caller, so that the answers are few and cached.
-    """
+    sizes are rounded by the caller, so that the answers are few and cached."""
     busy = min(items, max(1.0, total_tiles / max(longest, 1)))  # items of full length that would be as much work
     shared_tile_us = machine.multiprocessors * tile_bytes / machine.bytes_per_us  # a tile of each multiprocessor at full rate
 
@@ -253,11 +238,9 @@ def choose(items: int, total_tiles: int, longest: int, tile_bytes: int, machine:
     return min((Cut(w, p) for w in WARPS for p in PARTITIONS if p <= max(longest, 1)), key=time_of)
 
 
-_MANY_TOKENS = 1024
-"""Tokens from which smaller blocks of threads, more of them on a multiprocessor, write faster."""
+_MANY_TOKENS = 1024  # Tokens from which smaller blocks of threads, more of them on a multiprocessor, write faster
 _COPY_THREADS = 256
-_COPY_PARTS = 8
-"""Blocks of threads that share one cache block."""
+_COPY_PARTS = 8  # Blocks of threads that share one cache block
 
 
 def cache_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int) -> Variant:
@@ -279,9 +262,7 @@ def reshape_and_cache(
     k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, block_size: int, k_scale: float, v_scale: float
 ) -> None:
     """As `write_rows`, on the cache's tensors.
-
-    key: [num_blocks, kv_heads, head_dim / x, block_size, x]; value: [num_blocks, kv_heads, head_dim, block_size].
-    """
+    key: [num_blocks, kv_heads, head_dim / x, block_size, x]; value: [num_blocks, kv_heads, head_dim, block_size]."""
     num_tokens, kv_heads, head_dim = k.shape
     if num_tokens == 0:
         return
@@ -296,19 +277,13 @@ def reshape_and_cache(
 
 
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks inside one cache, for copy-on-write.
-
-    key, value: of any layout whose outermost axis is the block; pairs: int64 [num_pairs, 2] on the device, source and destination
-    blocks. No block may be both.
-    """
+    """Copy whole blocks inside one cache; key, value: of any layout whose outermost axis is the block.
+    pairs: int64 [num_pairs, 2] on the device, source and destination blocks. No block may be both."""
     swap_blocks(key, value, key, value, pairs)
 
 
 def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks from one cache to another of the same geometry, for swapping out and in.
-
-    Either may lie in pinned host memory, which the GPU reads and writes in place; pairs: as for `copy_blocks`, on the GPU.
-    """
+    """Copy whole blocks between caches of one geometry, either in pinned host memory; pairs: as for `copy_blocks`, on the GPU."""
     if pairs.shape[0] == 0:
         return
     block_bytes = key[0].numel() * key.element_size()

@@ -1,8 +1,4 @@
-"""The kernels as torch operators `headway::*`, with fake implementations, so that torch.compile traces through them.
-
-The backend launches the kernels itself; these are for models and tools that call them alone. Importing this module registers
-them, and compiles nothing.
-"""
+"""Torch operators `headway::*` for models and tools, with fake implementations for torch.compile; importing compiles nothing."""
 
 from __future__ import annotations
 
@@ -42,11 +38,8 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """One query token a sequence over the cache.
-
-    q, out: [num_seqs, num_heads, head_dim]; key, value: as the layout vllm_5d; block_table: int32 [num_seqs, max_blocks];
-    seq_lens: int32 [num_seqs], none above max_seq_len. Waits for nothing.
-    """
+    """Attention of one query token per sequence; waits for nothing. q, out: [num_seqs, num_heads, head_dim]; key, value: layout
+    vllm_5d; block_table: int32 [num_seqs, max_blocks]; seq_lens: int32 [num_seqs], none above max_seq_len."""
     num_seqs, num_heads, head_dim = q.shape
     spec = AttentionSpec(
         num_heads=num_heads,

@@ -27,7 +27,6 @@ Row = dict[str, Any]
 
 
 def _describe(registry: Registry, name: str) -> Row:
-    """Describe an attention backend."""
     row = _identity(name, registry.backends[name], registry.availability(name))
     try:
         claims = registry.backend(name).capabilities
@@ -42,7 +41,6 @@ def _describe(registry: Registry, name: str) -> Row:
 
 
 def _describe_states(registry: Registry, name: str) -> Row:
-    """Describe a backend for layers with a state."""
     from headway.core.contract.state import STATE_KINDS
 
     row = _identity(name, registry.states.entries[name], registry.states.availability(name))
@@ -171,8 +169,7 @@ def _print_table(
     return groups
 
 
-_SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts", "extend decode": "cached"}
-"""Phases in a narrow terminal."""
+_SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts", "extend decode": "cached"}  # Phases in a narrow terminal
 
 
 def _phases(names: Iterable[str], wide: bool) -> str:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from headway.machine.doctor import Advice, Machine
     from headway.registry import KernelEntry, Registry
 
-_NAME = 16
-"""Columns of the names."""
+_NAME = 16  # Columns of the names
 _REASON_CHARACTERS = 160
 
 

@@ -29,8 +29,7 @@ GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
 """Geometries of smollm2, which `headway generate` runs if no model is named, and of an 8B model."""
 LAYERS = {"9/3/64": 30, "32/8/128": 32}
 """Number of layers of the models with these geometries."""
-_FILE_WIDTH = 160
-"""Columns of the table where no terminal says how many it has."""
+_FILE_WIDTH = 160  # Columns of the table where no terminal says how many it has
 
 
 _OWN_OPTIONS = {
@@ -119,10 +118,7 @@ def crossover(
 
 
 def _engine_run(given: Any, device: torch.device) -> EngineOptions:
-    """The run of level engine that the command's options, by name in `given`, describe.
-
-    :raises ConfigError: an option that cannot be read.
-    """
+    """Return the engine-level run described by the options in `given`. :raises ConfigError: an option that cannot be read."""
     from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases
     from headway.core.system.provenance import command_line
 
@@ -148,10 +144,7 @@ def _engine_run(given: Any, device: torch.device) -> EngineOptions:
 
 
 def _kernel_run(given: Any, device: torch.device) -> CrossoverOptions:
-    """The run of level kernel that the command's options, by name in `given`, describe.
-
-    :raises ConfigError: an option that cannot be read.
-    """
+    """Return the kernel-level run described by the options in `given`. :raises ConfigError: an option that cannot be read."""
     from headway.core.system.provenance import command_line
     from headway.kernels.runtime.compile_ahead import compile_ahead
     from headway.tuning.measure.device import identify_device
@@ -220,10 +213,7 @@ def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> Non
 
 
 def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device) -> AttentionSpec:
-    """The layer that options describe.
-
-    :raises ConfigError: a geometry or dtype that is none.
-    """
+    """The layer that options describe. :raises ConfigError: a geometry or dtype that is none."""
     import torch
 
     from headway.core.contract.spec import DTYPES, KV_DTYPES
@@ -236,10 +226,7 @@ def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device)
 
 
 def parse_seconds(option: str, text: str | None) -> float | None:
-    """Read 120, 120s, or 2m; None stays None.
-
-    :raises ConfigError: none of these.
-    """
+    """Read 120, 120s, or 2m; None stays None. :raises ConfigError: none of these."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|)", text.strip())

@@ -28,8 +28,7 @@ from headway.core.system.terminal import Terminal
 if TYPE_CHECKING:
     from headway.bench.kernel.run import KernelOptions
 
-_FILE_WIDTH = 240
-"""Columns of the table where no terminal says how many it has."""
+_FILE_WIDTH = 240  # Columns of the table where no terminal says how many it has
 
 
 class TimedPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
@@ -180,10 +179,7 @@ def measure_attention(
 def measure_states(
     options: KernelOptions, plugin: Sequence[str] | None, model: str | None, *, asked_to_compare: bool = False
 ) -> None:
-    """Time `scan` and `step` of the state backends for a model's layers with a state.
-
-    :raises ConfigError: an option that goes without --states only, or a model that has no such layers.
-    """
+    """Time `scan` and `step` of a model's layers with a state. :raises ConfigError: wrong options, or no such layers."""
     import torch
 
     from headway.bench.kernel.report import print_state_report
@@ -225,10 +221,7 @@ def measure_states(
 
 
 def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | None, rows: str | None, *, others: bool) -> None:
-    """Time the ways of multiplying over quantised weights. others: whether options were given that do not go with them.
-
-    :raises ConfigError: no shape, an unknown form, or options that go without --linear only.
-    """
+    """Time the kernels of quantised linear layers. others: unsuitable options were given. :raises ConfigError: bad options."""
     from headway.bench.kernel.products import FORM_NAMES, ProductOptions, print_products, run_products_bench
 
     if not shapes:

@@ -117,7 +117,6 @@ def _check(
 
 
 def _take_adapters(engine: dict[str, Any], count: int, rank: int, workloads: Sequence[RequestSet]) -> None:
-    """Set the engine's options for so many adapters of a rank."""
     if not workloads:
         raise ConfigError("--lora", "random prompts", "texts", "add --batch-size and --input-len")
     slots = max(engine["max_loras"], count)

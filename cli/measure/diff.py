@@ -21,14 +21,12 @@ if TYPE_CHECKING:
     from headway.bench.diff.sides import DiffModels, Side
     from headway.models.loader import LoadedModel
 
-_NUM_PROMPTS = 4
-"""Number of built-in prompts that run where the user gives none."""
+_NUM_PROMPTS = 4  # Number of built-in prompts that run where the user gives none
 _QUANTIZATION = (
     "A's weights: fp8 rounds the plain ones on loading, which B keeps; checkpoint: products read a quantised checkpoint's as "
     "they are, and B has them expanded. Loads the model twice."
 )
-_RANDOM_LENGTHS = (7, 64, 300, 1000)
-"""Tokens of the prompts where the model has no tokenizer."""
+_RANDOM_LENGTHS = (7, 64, 300, 1000)  # Tokens of the prompts where the model has no tokenizer
 
 
 @takes_engine_options(
@@ -146,7 +144,6 @@ def _check_picture(path: Path) -> None:
 
 
 def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
-    """The texts to run: those given as options and those of the file."""
     from headway.core.contract.errors import ConfigError, PromptError
     from headway.core.system.files import read_text
 

@@ -110,10 +110,7 @@ def _routing(name: str) -> Routing:
 
 
 def _tables(paths: list[Path] | None, kind: GpuKind) -> list[MeasuredLayer]:
-    """Crossover tables of a kind of GPU: those that are named, else what this machine keeps.
-
-    :raises ConfigError: a named one is of another device, or no table of kernels.
-    """
+    """Return crossover tables of a GPU kind: the named ones, else this machine's. :raises ConfigError: one of another device."""
     from headway.plan.attention_times import MeasuredLayer
     from headway.tuning.table.files import TableError, read_table, stored_tables
 
@@ -214,10 +211,7 @@ def _table(rows: Sequence[PlanRow]) -> Table:
 
 
 def to_picture(report: PlanReport) -> bytes:
-    """Draw a report's full load as a PNG: batch sizes along each curve, and the plan that was chosen.
-
-    :raises ConfigError: matplotlib is not installed.
-    """
+    """Draw a report's full load as a PNG: batch sizes, and the chosen plan. :raises ConfigError: matplotlib is not installed."""
     from headway.bench.charts import BAR_COLOURS, bare, heading, new_figure, png
 
     figure = new_figure(8.0, 5.2, "leave --picture out")

@@ -28,8 +28,7 @@ BATCH = "Batch"
 JOURNAL = ".journal"
 """End of the name of the file that collects answers until all of them are there."""
 _LONGEST_LINE = 2**28
-_INTERVAL = 0.5
-"""Seconds between two lines of progress."""
+_INTERVAL = 0.5  # Seconds between two lines of progress
 
 
 @takes_engine_options(*(name for name in help_texts() if name != "model"))
@@ -120,7 +119,6 @@ def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | Async
 def _answers(
     llm: AsyncLLM | AsyncPooling, names: tuple[str, ...], adapters: Sequence[LoRARequest], concurrency: int | None
 ) -> tuple[LineAnswers, int]:
-    """What answers lines, and how many at a time."""
     from headway.async_llm import AsyncLLM
     from headway.server.app import create_app
     from headway.server.options import ServerOptions

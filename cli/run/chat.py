@@ -119,10 +119,7 @@ class ChatSession:
             self._err.print(answer_line(output, self._llm.stats().totals - begun, "/stats"), style="dim")
 
     def _stream(self, messages: list[dict[str, str]], interrupts: list[int]) -> tuple[str, RequestOutput]:
-        """Write an answer as it grows; return its text, and the output of its request.
-
-        :raises HeadwayError: the answer cannot be made.
-        """
+        """Write an answer as it grows; return its text and its request's output. :raises HeadwayError: it cannot be made."""
         from headway.cli.engine_view import LiveStats
 
         text, last = "", None
@@ -180,10 +177,7 @@ def _messages() -> Iterator[str]:
 
 @contextmanager
 def _noted_interrupts(llm: LLM) -> Iterator[list[int]]:
-    """End the request on Ctrl-C, after the step that is under way, and note the interrupt in the list.
-
-    Nothing is raised: an exception in the middle of a step would leave the engine half-way.
-    """
+    """Note Ctrl-C in the list and end the request after the running step, which an exception would leave half done."""
     interrupts: list[int] = []
 
     def note(number: int, _: object) -> None:

@@ -103,10 +103,7 @@ def generate(
 def _write(
     stream: Iterable[tuple[str, RequestOutput]], params: SamplingParams, shown: bool, after_step: Callable[[], None]
 ) -> RequestOutput:
-    """Generate, and show the text while it is written; several texts when all of them are complete, one after the other.
-
-    :raises BackendError: a backend raised in the middle of a step.
-    """
+    """Generate; show a single text as it grows, several when all are done. :raises BackendError: a backend failed in a step."""
     begun, last, streamed = False, None, shown and params.n == 1
     for text, output in stream:
         last = output

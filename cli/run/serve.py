@@ -104,10 +104,7 @@ def serve(
 
 
 def _check_at_once(options: ServerOptions) -> None:
-    """Check what the server opens only when it has its model, which may take minutes to load.
-
-    :raises ConfigError: libraries for spans are missing, or the folder of files cannot be used.
-    """
+    """Check the tracing libraries and the files folder before the model loads. :raises ConfigError: one cannot be used."""
     if options.otlp_traces_endpoint is not None:
         from headway.server.operators.tracing import find_exporter
 
@@ -119,10 +116,7 @@ def _check_at_once(options: ServerOptions) -> None:
 
 
 def _model(context: typer.Context, argument: str, option: str | None) -> str:
-    """What MODEL says, or --model, that of the command line before that of --config.
-
-    :raises ConfigError: both are on the command line, and differ: MODEL may have been meant for the option before it.
-    """
+    """Return MODEL or --model, from the command line or else --config. :raises ConfigError: both are given, and differ."""
     told = [name for name in ("model", "model_option") if on_command_line(context, name)]
     if len(told) == 2 and argument != option:
         hint = "--served-model-name is repeated for each name of the model"
@@ -131,10 +125,7 @@ def _model(context: typer.Context, argument: str, option: str | None) -> str:
 
 
 def _origins(given: Sequence[str]) -> tuple[str, ...]:
-    """What --allowed-origins was given, a list in JSON taken apart.
-
-    :raises ConfigError: a text that begins as a list and is none of texts.
-    """
+    """Return the values of --allowed-origins, a JSON list taken apart. :raises ConfigError: an invalid list."""
     found: list[str] = []
     for text in given:
         try:
@@ -148,12 +139,7 @@ def _origins(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _listen(
-    args: EngineArgs,
-    pooled: PoolingModel | None,
-    options: ServerOptions,
-    host: str,
-    sock: socket.socket,
-    restart_engine: int,
+    args: EngineArgs, pooled: PoolingModel | None, options: ServerOptions, host: str, sock: socket.socket, restart_engine: int
 ) -> None:
     """Load the model and serve it until a signal. sock: bound to the host."""
     from headway.hosting.process_messages import spawn_engine
@@ -193,10 +179,7 @@ def _listen(
 
 
 def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
-    """The options with the parsers of chats that plugins bring.
-
-    :raises HeadwayError: a plugin that cannot be registered, or no parser has a name that was given.
-    """
+    """Add the chat parsers of plugins to the options. :raises HeadwayError: an invalid plugin, or an unknown parser name."""
     from headway.core.chat.builtin import BUILTIN
     from headway.requests.chats import check_names
 
@@ -206,10 +189,7 @@ def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
 
 
 def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, options: ServerOptions) -> tuple[AsyncLLM, str]:
-    """Have the engine's process load the model; without one, load it here.
-
-    Returns it, and in words the choice of its backends and how its chats are read.
-    """
+    """Load the model in the engine's process or here; return it, its backends in words, and how its chats are read."""
     from headway.async_llm import AsyncLLM
     from headway.hosting.driver import driver_of
     from headway.hosting.host import EngineHost, EngineThread, add_adapter

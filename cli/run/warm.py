@@ -123,10 +123,7 @@ class WarmStart:
 
 
 def watch_start(start: Callable[[], object], tell: Callable[[int], None] = lambda count: None) -> WarmStart:
-    """Start an engine and count the kernels that are compiled or loaded.
-
-    start: makes the engine. tell: called with the number of kernels so far.
-    """
+    """Start an engine by `start`, and call `tell` with the number of kernels compiled or loaded so far."""
     from headway.core.engine.execution.model_runner import CompilationWatch
 
     with suppress(ImportError):

@@ -115,7 +115,6 @@ class ThinkReader:
         self._begun = tags.begun(prompt)
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
-        """See `Program`."""
         tags, begun = self._tags, self._begun
         if begun is not False:
             source.keep()
@@ -172,7 +171,6 @@ class TaggedCalls:
         self._tools = context.tools or {}
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
-        """See `Program`."""
         syntax = self._syntax
         while mark := (yield from source.until((syntax.opens, *syntax.around), writer.content)):
             if mark != syntax.opens:
@@ -309,14 +307,7 @@ def _calls(
     make_id: Callable[[str, int], str] = call_id,
 ) -> ChatParserInfo:
     return ChatParserInfo(
-        name,
-        summary,
-        "calls",
-        lambda _: ProgramParser(program, make_id),
-        recognizes,
-        syntaxes,
-        make_id=make_id,
-        marks=marks,
+        name, summary, "calls", lambda _: ProgramParser(program, make_id), recognizes, syntaxes, make_id=make_id, marks=marks
     )
 
 
@@ -380,9 +371,7 @@ _kimi: Final = HeadedCalls(
     (_KIMI[0], _KIMI[4]),
 )
 _mistral: Final = HeadedCalls(
-    ("[TOOL_CALLS]",),
-    re.compile(r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?P<id>[^\[{]+))?(?:\[ARGS\])?\s*"),
-    lists=True,
+    ("[TOOL_CALLS]",), re.compile(r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?P<id>[^\[{]+))?(?:\[ARGS\])?\s*"), lists=True
 )
 _glm: Final = TagSyntax(
     "<tool_call>", ("", "\n"), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), ("</tool_call>",)

@@ -12,10 +12,8 @@ from headway.core.chat.text_source import PieceWriter, TextSource, Waiting, load
 
 _NAMES: Final = frozenset(("name", "function_name", "tool_name"))
 _ARGUMENTS: Final = frozenset(("arguments", "parameters", "args"))
-_SIGNS: Final = " \t\r\n],;"
-"""What may stand between calls of a list."""
-_LONGEST_HEAD: Final = 512
-"""Characters of what stands before a call's arguments; a longer one is content."""
+_SIGNS: Final = " \t\r\n],;"  # What may stand between calls of a list
+_LONGEST_HEAD: Final = 512  # Characters of what stands before a call's arguments; a longer one is content
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,6 @@ class JsonCalls:
     """Whether an answer may be calls without any mark."""
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
-        """See `Program`."""
         if self.bare:
             source.keep()
             yield from source.space()
@@ -65,10 +62,7 @@ def _close(source: TextSource, writer: PieceWriter, closes: tuple[str, ...], mar
 
 
 def json_calls(source: TextSource, writer: PieceWriter) -> Waiting:
-    """Read an object with a call, a list of some, or several with semicolons between them.
-
-    Follows `source.keep`, and leaves there what is no part of a call.
-    """
+    """Read one call, a list of calls, or calls between semicolons; follow `source.keep`, and leave there what is not a call."""
     listed = (yield from source.peek()) == "["
     if listed:
         source.skip()
@@ -151,7 +145,6 @@ class HeadedCalls:
     """Whether objects that name the function, as those of `JsonCalls`, may stand in the place of a head."""
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
-        """See `Program`."""
         while mark := (yield from source.until((*self.opens, *self.ignored), writer.content)):
             if mark in self.opens:
                 yield from self._call(source, writer, mark)

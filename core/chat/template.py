@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from headway.core.contract.errors import PromptError
 
-_LARGEST: Final = 1_000_000
-"""Largest number beside a multiplication: `"a" * 10000000000` is one operation, which nothing interrupts."""
+_LARGEST: Final = 1_000_000  # Largest number beside a multiplication: `"a" * 10000000000` is one operation, never interrupted
 
 
 def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
@@ -29,10 +28,7 @@ def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
 
 @lru_cache(maxsize=16)
 def _check_arithmetic(template: str) -> None:
-    """Check the numbers of a template before Jinja compiles the template and computes its constants.
-
-    :raises PromptError: a power, or a product with a huge number.
-    """
+    """Check the numbers of a template before Jinja computes its constants. :raises PromptError: a power, or a huge factor."""
     from jinja2 import Environment
 
     tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
@@ -55,8 +51,7 @@ def is_control(name: str, special: bool, template: str) -> bool:
     return bool(name) and (special or (name in template and not name.isspace()))
 
 
-_ANSWER: Final = "wordsofananswer"
-"""Content of an assistant's message that templates pass on unchanged."""
+_ANSWER: Final = "wordsofananswer"  # Content of an assistant's message that templates pass on unchanged
 
 
 def token_after_answer(tokenizer: Any, chat_template: str | None = None) -> int | None:

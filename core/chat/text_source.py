@@ -15,8 +15,7 @@ from headway.core.contract.chat_parsers import ChatPiece, call_id
 from headway.core.system.json_text import parse_json
 
 Waiting = Generator[None, None, None]
-_ESCAPES: Final = {code: f"\\u{code:04x}" for code in range(32)}
-"""Control characters as JSON has them, which models write as they are."""
+_ESCAPES: Final = {code: f"\\u{code:04x}" for code in range(32)}  # Control characters as JSON has them; models write them raw
 _SPACE: Final = re.compile(r"\s*")
 _SCALAR: Final = re.compile(r"[-+.\w]*")
 _PLAIN: Final = re.compile(r'[^"\\]*')
@@ -29,8 +28,7 @@ class PieceWriter:
     def __init__(self, make_id: Callable[[str, int], str] = call_id) -> None:
         self._make_id = make_id
         self._pieces: list[ChatPiece] = []
-        self._space = ""
-        """White space that is content if anything but a call follows."""
+        self._space = ""  # White space that is content if anything but a call follows
         self.num_calls = 0
 
     def content(self, text: str) -> None:
@@ -256,13 +254,11 @@ class ProgramParser:
         self._running = self._run(program)
 
     def feed(self, text: str) -> list[ChatPiece]:
-        """See `ChatParser`."""
         self._source.add(text)
         self._go_on()
         return self._writer.take()
 
     def end(self) -> list[ChatPiece]:
-        """See `ChatParser`."""
         self._source.ended = True
         self._go_on()
         self._writer.finish()

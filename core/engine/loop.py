@@ -58,8 +58,7 @@ class _LaunchedStep(NamedTuple):
 
     handle: Launched
     seqs: list[Sequence]
-    sampling: list[Sequence]
-    """The sequences that sample a token in it."""
+    sampling: list[Sequence]  # The sequences that sample a token in it
 
 
 class EngineLoop:
@@ -81,10 +80,7 @@ class EngineLoop:
         drafting: Drafting | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """config: with what depends on the device filled in. drafting: guesses tokens, which change no output, only the speed.
-
-        now: the time in seconds.
-        """
+        """config: complete for the device. drafting: proposes tokens; the output stays the same. now: the clock, in seconds."""
         self.config = config
         self.limits = limits
         self.capacity = executor.capacity
@@ -119,11 +115,9 @@ class EngineLoop:
         self.executor = executor
         self._eos = eos_token_ids
         self._overlaps = bool(config.async_scheduling)
-        self._live: dict[str, list[Sequence]] = {}
-        """The unfinished sequences of each request."""
+        self._live: dict[str, list[Sequence]] = {}  # The unfinished sequences of each request
         self._in_flight: deque[_LaunchedStep] = deque()
-        self._unreported: list[OutputDelta] = []
-        """What `step` is to return; it outlives an interrupt."""
+        self._unreported: list[OutputDelta] = []  # What `step` is to return; it outlives an interrupt
         self.asleep: tuple[str, ...] = ()
         """What sleeps of weights and cache; while anything does, requests are refused."""
         self._arrivals = count()
@@ -141,10 +135,8 @@ class EngineLoop:
 
     def add_request(self, request_id: str, request: CheckedRequest) -> None:
         """Queue a request, whose n completions come as deltas of `step`. request: from `limits.checked`, not checked again.
-
         :raises ConfigError: the engine sleeps, a request of this id is unfinished, the parameters name a plugin that this process
-            has not, or the request's adapter cannot be served.
-        """
+        has not, or the request's adapter cannot be served."""
         if self.asleep:
             raise ConfigError("the engine", "to be awake", f"one whose {' and '.join(self.asleep)} sleep", "wake_up() wakes it")
         if request_id in self._live:
@@ -176,19 +168,13 @@ class EngineLoop:
 
     @property
     def adapter_table(self) -> AdapterTable:
-        """The adapters that requests may name.
-
-        :raises ConfigError: the model has no slots for any.
-        """
+        """The adapters that requests may name. :raises ConfigError: the model has no slots for any."""
         if self.adapters is None:
             raise ConfigError("an adapter", "an engine that was started with enable_lora=True", "one without")
         return self.adapters
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its completions, and free the pages; no delta tells of it.
-
-        A request that is unknown or has finished is left alone: it may have ended while the caller decided.
-        """
+        """End a request or a completion and free its pages, without a delta; an unknown or finished one is left alone."""
         ended = [seq for seq in self._live.get(request_id, ()) if index in (None, seq.index)]
         for seq in ended:
             seq.finish("abort")
@@ -207,12 +193,8 @@ class EngineLoop:
         self.blocks.forget_prefixes(everywhere)
 
     def sleep(self, lost: Items[Tensor] = ()) -> None:
-        """Give the memory of weights and cache back until `wake`; the prompts in the cache are forgotten.
-
-        lost: see `LocalExecutor.sleep`.
-
-        :raises ConfigError: a request is unfinished, or the engine has several ranks.
-        """
+        """Free weights and cache until `wake`, and forget cached prompts. lost: see `LocalExecutor.sleep`.
+        :raises ConfigError: a request is unfinished, or the engine has several ranks."""
         if self.has_unfinished:
             need, hint = "an engine without requests", "let them end, or abort them"
             raise ConfigError("sleep", need, f"{len(self._live)} unfinished ones", hint)
@@ -296,10 +278,7 @@ class EngineLoop:
         self._read_until(0)
 
     def _read_until(self, left: int) -> Exception | None:
-        """Read the oldest steps until this many are left; an interrupt while the host waits loses none of them.
-
-        Returns the fault of a step that has failed.
-        """
+        """Read the oldest steps until `left` remain, none of them lost to an interrupt; return the error of a failed step."""
         fault: Exception | None = None
         while len(self._in_flight) > left:
             fault = self._read(self._in_flight[0]) or fault
@@ -330,10 +309,7 @@ class EngineLoop:
         return None
 
     def _recover(self, step: list[ScheduledSequence], error: Exception, fault: Exception | None) -> None:
-        """End the sequences of a step that did not run, or let them wait for smaller steps where memory was too small.
-
-        fault: what the step before has failed for, with whose prefixes these sequences may have begun.
-        """
+        """End the sequences of a failed step, or retry in smaller ones if memory ran out. fault: of the step before, if any."""
         smaller = None if fault else smaller_budget(step, error, self.config.enable_chunked_prefill)
         if smaller is None:
             self._fail([scheduled.seq for scheduled in step], fault or error)
@@ -433,11 +409,7 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(engine: EngineLoop, most: int) -> Occupancy:
-    """The occupancy of an engine now. most: how many sequences are listed one by one.
-
-    This costs about a microsecond per running sequence, and 30 ns per page whose content can be found; `EngineLoop.cache_usage`
-    looks at every block.
-    """
+    """Return an engine's occupancy in about 1 us per running sequence and 30 ns per cached page. most: sequences listed."""
     scheduler = engine.scheduler
     holders, offloader = scheduler.holders, scheduler.offloader
     decoding = [tokens for seq in scheduler.running if (tokens := seq.num_computed) >= seq.num_prompt_tokens]
@@ -497,10 +469,7 @@ class EngineParts:
 
 
 def make_engine(parts: EngineParts) -> EngineLoop:
-    """Make the loop of one model in this process, with its executor, ready for requests.
-
-    :raises HeadwayError: options that cannot work together, with what would.
-    """
+    """Return a model's loop with its executor, ready for requests. :raises HeadwayError: options that conflict, and a fix."""
     model = parts.model
     proposer = parts.proposer
     config = parts.config or EngineConfig()

@@ -28,10 +28,7 @@ log = logging.getLogger("headway")
 
 
 class DenseAttention:
-    """The attention of a model whose layers are all dense. `begin` sets a batch up, then each layer calls it once.
-
-    Layers with equal specs share one plan, and kernels get a cache of one block, which none of them reads.
-    """
+    """Attention of dense layers: `begin` sets a batch up, each layer calls it. Equal specs share a plan; no cache is read."""
 
     def __init__(self, layers: LayerSpecs, selector: Selector) -> None:
         assert all(spec.dense for spec in layers.cached)
@@ -57,10 +54,7 @@ class DenseAttention:
         return [self._kind_of.index(kind) for kind in range(len(self._kinds))]
 
     def begin(self, lens: Sequence[int]) -> None:
-        """Plan a batch of texts of these lengths, whose tokens lie one text after the other.
-
-        :raises BackendError: the backend cannot plan it.
-        """
+        """Plan a batch of texts of these lengths, one after the other. :raises BackendError: the backend cannot plan it."""
         shape = Shape.of(Phase.PREFILL, lens, lens)
         self.begin_with(self._selector.backends_of(shape), lens)
 
@@ -81,10 +75,7 @@ class DenseAttention:
                 ) from error
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `core.contract.model.Attention`; nothing is written.
-
-        :raises BackendError: the backend raised.
-        """
+        """See `core.contract.model.Attention`; nothing is written. :raises BackendError: the backend raised."""
         kind = self._kind_of[layer]
         spec: AttentionSpec = self._kinds[kind]
         backend = self._backends[spec]
@@ -121,10 +112,7 @@ class PooledNetwork(Protocol):
         """Return hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
 
     def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row.
-
-        hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token.
-        """
+        """Return float32 [texts, size] or [num_tokens, size]. hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1]."""
 
 
 @dataclass
@@ -207,10 +195,7 @@ class PoolingEngine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run every kind of batch once, so that no text waits for a compiler: for a GPU, since a CPU compiles nothing.
-
-        The log names a backend that raises: its first such batch will raise again.
-        """
+        """Run every kind of batch once on a GPU, so that no text waits for a compiler; the log names a backend that raises."""
         for backends in self.selector.instances:
             for lens in self._steps(backends):
                 try:
@@ -260,10 +245,7 @@ def _read(found: dict[int, Tensor], batch: list[int], pooled: Tensor, texts: Seq
 
 
 def pack(lens: Sequence[int], max_tokens: int, max_texts: int) -> Iterator[list[int]]:
-    """Yield batches of texts as lists of their numbers: the longest texts first, so that neighbours in a batch are alike.
-
-    lens: tokens of each text. A text that is longer than max_tokens has a batch of its own.
-    """
+    """Yield batches of texts' numbers, longest first. lens: tokens of each text; one beyond max_tokens has its own batch."""
     batch: list[int] = []
     tokens = 0
     for index in sorted(range(len(lens)), key=lambda index: -lens[index]):

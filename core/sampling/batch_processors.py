@@ -34,7 +34,6 @@ class BatchUpdate:
     """Changes of a batch since the last step, to be read in the order removed, added, moved; names are vLLM's."""
 
     batch_size: int
-    """Sequences in the batch, now."""
     removed: Sequence[int]
     """Places that sequences have left; some of them are filled again."""
     added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
@@ -79,11 +78,9 @@ class RequestLogitsProcessors(BatchLogitsProcessor):
         """Return what changes a sequence's logits, by (token_ids, logits) or (prompt_ids, token_ids, logits); None: nothing."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """See BatchLogitsProcessor."""
         process_dict_updates(self._functions, batch_update, self._function)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """See BatchLogitsProcessor."""
         for place, function in self._functions.items():
             logits[place] = function(logits[place])
         return logits
@@ -102,10 +99,7 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Keep a dict from places to what a processor remembers of the sequence there; True if it has changed.
-
-    new_state: makes what is remembered of a new sequence, from its parameters, prompt and output; None: nothing.
-    """
+    """Update a dict from places to a processor's data; return whether it changed. new_state: makes a sequence's data, or None."""
     if batch_update is None:
         return False
     before = dict(req_entries)

@@ -27,8 +27,7 @@ _CLASSES: Final[dict[str, Ranges]] = {
 _LINE_ENDS: Final[Ranges] = [(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)]
 _CONTROLS: Final = {"f": 0x0C, "n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B}
 _FLAGS: Final = "imsux"
-_LAST_CASED: Final = 0x1E943
-"""Last code point that has another case."""
+_LAST_CASED: Final = 0x1E943  # Last code point that has another case
 
 _GROUP: Final = re.compile(r"\((?:\?(?:P?<(?P<name>\w+)>|(?P<on>[a-zA-Z]*)(?:-(?P<off>[a-zA-Z]+))?(?P<end>[:)])))?")
 _QUANTIFIER: Final = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
@@ -43,12 +42,8 @@ _BLANK: Final = re.compile(r"\s+|#.*")
 
 
 def rust_regex(pattern: str, flags: str = "") -> str:
-    """Return the pattern in Rust's notation, without flags, in which a slash and a line break are escaped.
-
-    flags: those that hold from the beginning, of i, m, s, u and x.
-
-    :raises ValueError: a part that is no regular expression of ECMA's, or that no grammar can follow.
-    """
+    """Return the pattern in Rust's notation without flags, slashes and line breaks escaped. flags: initial ones of imsux.
+    :raises ValueError: a part that is no regular expression of ECMA's, or that no grammar can follow."""
     return _Rewriter(pattern, flags).rewritten()
 
 
@@ -59,11 +54,9 @@ class _Rewriter:
         self._pattern = pattern
         self._at = 0
         self._flags = self._with_flags(frozenset(), flags, "")
-        self._outer: list[frozenset[str]] = []
-        """The flags around each open group."""
+        self._outer: list[frozenset[str]] = []  # The flags around each open group
         self._written: list[str] = []
-        self._repeatable = False
-        """Whether a quantifier may follow."""
+        self._repeatable = False  # Whether a quantifier may follow
 
     def rewritten(self) -> str:
         while self._at < len(self._pattern):

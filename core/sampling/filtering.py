@@ -58,10 +58,8 @@ _CASES = (
 
 
 def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set what top_k and top_p leave out to -inf; top_k first, then top_p over what it kept. The most likely token stays.
-
-    logits: float32 [rows, vocab_size]; top_k, top_p: float32 [rows]. A top_k below 1 keeps all tokens, as a top_p of 1 does.
-    """
+    """Set logits outside top_k, then top_p to -inf; the likeliest stays. A top_k below 1 keeps all tokens, as a top_p of 1.
+    logits: float32 [rows, vocab_size]; top_k, top_p: float32 [rows]."""
     vocab = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     kept = torch.arange(vocab, device=logits.device) < torch.where(top_k > 0, top_k, vocab)[:, None]

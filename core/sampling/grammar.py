@@ -22,10 +22,8 @@ from headway.core.system.text import harmless
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-_LONGEST_REASON: Final = 240
-"""Characters of a reason; llguidance's quotes the whole of a regular expression that it refuses."""
-_SPACE: Final = r"[ \t\n\r]?"
-"""Space between the parts of JSON, unless a form says otherwise: a small model may write spaces without end."""
+_LONGEST_REASON: Final = 240  # Characters of a reason; llguidance's quotes the whole of a regular expression that it refuses
+_SPACE: Final = r"[ \t\n\r]?"  # Space between the parts of JSON by default: a small model may write spaces without end
 
 
 class GrammarError(HeadwayError):
@@ -33,11 +31,7 @@ class GrammarError(HeadwayError):
 
 
 def grammar_text(form: StructuredOutputsParams) -> str:
-    """The form in llguidance's own notation.
-
-    :raises ValueError: a grammar in llama.cpp's notation that is not one, a schema that is not JSON, or a regular expression that
-        is not one of ECMA's.
-    """
+    """Return the form in llguidance's notation. :raises ValueError: an invalid grammar, schema or ECMA regular expression."""
     from llguidance import LLMatcher, grammar_from
 
     if form.regex is not None:
@@ -58,10 +52,7 @@ def grammar_text(form: StructuredOutputsParams) -> str:
 
 
 def brief_reason(text: str) -> str:
-    """llguidance's reason in one line: its first, and where that only announces it the one that begins with "error:".
-
-    A long one is cut in the middle, because the reason stands at the end.
-    """
+    """Return llguidance's reason in one line: the line that begins with "error:", else the first; a long one loses its middle."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["llguidance gives no reason"]
     reason = next((line for line in lines if line.startswith("error:")), "") if lines[0].endswith(":") else ""
     line = harmless(f"{lines[0]} {reason}".strip())
@@ -69,10 +60,8 @@ def brief_reason(text: str) -> str:
     return line if len(line) <= _LONGEST_REASON else f"{line[:half]}...{line[-half:]}"
 
 
-_MOST_COMPILED = 256
-"""Grammars that are kept; the one used longest ago goes first."""
-_MOST_COMPILED_BYTES = 2**26
-"""Bytes of their forms. A compiled form takes up to 50 times the bytes of its text."""
+_MOST_COMPILED = 256  # Grammars that are kept; the one used longest ago goes first
+_MOST_COMPILED_BYTES = 2**26  # Bytes of their forms. A compiled form takes up to 50 times the bytes of its text.
 
 
 class Grammar:
@@ -90,10 +79,7 @@ class Grammar:
         return brief_reason(self.matcher.get_error()) if self.matcher.is_error() else ""
 
     def accept(self, token: int) -> None:
-        """Take the token that came.
-
-        :raises GrammarError: it may not stand here, or the grammar exceeds llguidance's limits.
-        """
+        """Take the token that came. :raises GrammarError: it may not stand here, or the grammar exceeds llguidance's limits."""
         if self.ended:
             return
         if token in self._eos and self.matcher.is_accepting():
@@ -124,16 +110,12 @@ class GrammarCompiler:
         self._loaded: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._bytes = 0
-        """Bytes of the compiled forms."""
+        self._bytes = 0  # Bytes of the compiled forms
         self._lock = threading.Lock()
         self._loading = threading.Lock()
 
     def check(self) -> None:
-        """Check that forms can be compiled at all.
-
-        :raises ConfigError: llguidance is not installed, or the tokenizer is not a fast one.
-        """
+        """Check that grammars can be compiled. :raises ConfigError: llguidance is not installed, or the tokenizer is not fast."""
         what = "structured_outputs"
         if find_spec("llguidance") is None:
             raise ConfigError(what, "the package llguidance", "none", "pip install 'headway[structured]'")
@@ -192,10 +174,8 @@ class GrammarCompiler:
             return {"tokenizer": self._serialized(), "vocab_size": self._size, "eos_token_ids": sorted(self._eos)}
 
     def masks(self, grammars: Sequence[Grammar], endless: Sequence[int] = ()) -> NDArray[numpy.int32]:
-        """Masks of the tokens that may come next in each: int32 [len(grammars), words], token t being bit t % 32 of word t / 32.
-
-        Computed by several threads. endless: indices of grammars whose text ends only where nothing else may come (ignore_eos).
-        """
+        """Return masks of the next tokens, int32 [len(grammars), words], bit t % 32 of word t / 32, by several threads.
+        endless: indices of grammars whose text ends only where nothing else may come (ignore_eos)."""
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
 

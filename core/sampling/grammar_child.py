@@ -1,7 +1,4 @@
-"""The process that tries forms: it compiles each within limits of processor time, memory and stack, and may die of one.
-
-`headway.core.sampling.grammar_queue` is the parent's side.
-"""
+"""The process that tries forms for `grammar_queue`, within limits of processor time, memory and stack; one may kill it."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.system.child import die_with_parent, message_of, open_replies, reply
 from headway.core.system.threads import stack_size
 
-_ENGINE_STACK = 2**20
-"""Bytes of the stack on which a compiled form is copied, followed and freed. The engine does so in threads of at least 2 MiB."""
+_ENGINE_STACK = 2**20  # Bytes of the stack on which a compiled form is used, in threads of the engine of at least 2 MiB
 
 
 def main() -> None:

@@ -22,17 +22,12 @@ TRIAL_MEMORY: Final = 2 * 2**30
 """Bytes that the process may take beside what it begins with."""
 TRIAL_STACK: Final = 16 * 2**20
 """Bytes of stack; a chain of 1,000 references takes four million."""
-_START_SECONDS: Final = 60.0
-"""Seconds for the process to start and to read the tokenizer."""
-_LONGEST_TRIAL: Final = 60.0
-"""Seconds for a trial on a machine that others keep busy."""
+_START_SECONDS: Final = 60.0  # Seconds for the process to start and to read the tokenizer
+_LONGEST_TRIAL: Final = 60.0  # Seconds for a trial on a machine that others keep busy
 
 
 class GrammarTrial:
-    """Tries forms, one at a time, in a process that is started when it is needed and again where one has died.
-
-    One thread calls `run`; any thread may call `end`.
-    """
+    """Compiles forms one at a time in a process that is restarted after it died. One thread calls `run`, any thread `end`."""
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
         """tokenizer: the arguments of llguidance's, as `grammar_child` reads them."""
@@ -42,10 +37,7 @@ class GrammarTrial:
         self._guard = Lock()
 
     def run(self, form: StructuredOutputsParams) -> str:
-        """Compile a form in the process; returns the form in llguidance's notation.
-
-        :raises GrammarError: llguidance refuses it, or the process has died of it or was ended.
-        """
+        """Return the form in llguidance's notation. :raises GrammarError: llguidance refuses it, or the process has ended."""
         with self._guard:
             self._trying = form
         try:
@@ -102,14 +94,10 @@ def _cause(died: ChildDied) -> str:
 
 SMALL_FORM_BYTES: Final = 4096
 """Bytes of a form that is compiled without a trial. Of 4,096 bytes the worst that was found takes 2 MiB of stack and 0.2 s."""
-_COMPILERS: Final = 2
-"""Threads that compile small forms; each holds the interpreter for a part of its time."""
-_TRIERS: Final = 2
-"""Threads that have larger forms tried, each by a process of its own, and then compile them."""
-_STACK: Final = 2 * TRIAL_STACK
-"""Bytes of a compiling thread's stack: what a trial has survived is compiled here with room to spare."""
-_MOST_TRIED: Final = 4096
-"""Forms whose trial is remembered."""
+_COMPILERS: Final = 2  # Threads that compile small forms; each holds the interpreter for a part of its time
+_TRIERS: Final = 2  # Threads that have larger forms tried, each by a process of its own, and then compile them
+_STACK: Final = 2 * TRIAL_STACK  # Bytes of a compiling thread's stack: room to spare for what a trial has survived
+_MOST_TRIED: Final = 4096  # Forms whose trial is remembered
 
 
 class GrammarQueue:
@@ -119,12 +107,9 @@ class GrammarQueue:
         self._compiler = compiler
         self._small = ThreadPoolExecutor(_COMPILERS, "headway-grammar")
         self._large = ThreadPoolExecutor(_TRIERS, "headway-grammar-trial")
-        self._trials = threading.local()
-        """The trial of each thread of `_large`."""
-        self._tried: dict[bytes, None] = {}
-        """Hashes of forms that have survived a trial, the oldest first."""
-        self._guard = threading.Lock()
-        """Protects `_tried`."""
+        self._trials = threading.local()  # The trial of each thread of `_large`
+        self._tried: dict[bytes, None] = {}  # Hashes of forms that have survived a trial, the oldest first
+        self._guard = threading.Lock()  # Protects `_tried`
 
     def add(self, form: StructuredOutputsParams) -> Future[None]:
         """Have a form compiled; the future fails with a GrammarError, and may be cancelled until the form is compiled."""
@@ -136,10 +121,7 @@ class GrammarQueue:
         return ready
 
     def grammar(self, form: StructuredOutputsParams) -> Grammar:
-        """The grammar of a form that was added, at its beginning. One that is no longer kept is compiled again, and waited for.
-
-        :raises GrammarError: see `add`.
-        """
+        """Return the initial grammar of an added form, compiled again if it was dropped. :raises GrammarError: see `add`."""
         while (found := self._compiler.find(form)) is None:
             self.add(form).result()
         return found

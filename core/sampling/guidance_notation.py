@@ -12,8 +12,7 @@ from headway.core.system.json_text import parse_json
 
 _SCHEMAS: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Keywords whose value is an object of schemas."""
-_VALUES: Final = frozenset(("const", "enum", "default", "examples", "x-guidance"))
-"""Keywords whose value is not a schema."""
+_VALUES: Final = frozenset(("const", "enum", "default", "examples", "x-guidance"))  # Keywords whose value is not a schema
 _TOKEN: Final = re.compile(
     r"""(?P<comment>(?://|\#)[^\n]*) | (?P<json>%json\s*(?=[\[{tf])) | (?P<text>"(?:\\.|[^"\\])*")(?P<ignore_case>i?)
     | /(?P<regex>(?:\\.|[^/\\])+)/(?P<flags>[a-z]*)""",
@@ -23,12 +22,8 @@ _TOKEN: Final = re.compile(
 
 
 def guidance_schema(schema: Any, closed: bool = False) -> Any:
-    """Return a JSON schema for llguidance.
-
-    closed: forbid additional properties wherever the schema names properties and does not mention others.
-
-    :raises ValueError: a pattern that is no regular expression of ECMA's, or that no grammar can follow.
-    """
+    """Return a schema for llguidance. closed: forbid additional properties of objects that do not mention them.
+    :raises ValueError: a pattern that is no regular expression of ECMA's, or that no grammar can follow."""
     if isinstance(schema, list):
         return [guidance_schema(each, closed) for each in schema]
     if not isinstance(schema, Mapping):
@@ -52,10 +47,7 @@ def guidance_schema(schema: Any, closed: bool = False) -> Any:
 
 
 def guidance_json(schema: Any, options: Mapping[str, Any], closed: bool = False) -> str:
-    """Return a schema as the text that follows %json in a grammar.
-
-    options: llguidance's options of JSON, for schemas that do not give them. closed: see `guidance_schema`, which also raises.
-    """
+    """Return the text after %json in a grammar. options: llguidance's defaults. closed, errors: see `guidance_schema`."""
     made = {} if schema is True else guidance_schema(schema, closed)
     if isinstance(made, dict):
         own = made.get("x-guidance")
@@ -64,10 +56,7 @@ def guidance_json(schema: Any, options: Mapping[str, Any], closed: bool = False)
 
 
 def guidance_lark(grammar: str, options: Mapping[str, Any]) -> str:
-    """Return a Lark grammar for llguidance. options: of JSON, see `guidance_json`.
-
-    :raises ValueError: as `guidance_schema`.
-    """
+    """Return a Lark grammar for llguidance. options: of JSON, see `guidance_json`. :raises ValueError: as `guidance_schema`."""
     parts, at = [], 0
     while found := _TOKEN.search(grammar, at):
         parts.append(grammar[at : found.start()])
@@ -109,10 +98,7 @@ def structural_tag_text(tag: Mapping[str, Any], options: Mapping[str, Any], clos
 
 
 def format_of(tag: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The format of a structural tag in either notation.
-
-    :raises ValueError: it has neither.
-    """
+    """The format of a structural tag in either notation. :raises ValueError: it has neither."""
     if isinstance(found := tag.get("format"), Mapping):
         return found
     structures, triggers = tag.get("structures"), tag.get("triggers")
@@ -142,8 +128,7 @@ class _TagGrammar:
         self._options = options
         self._closed = closed
         self._rules: list[str] = []
-        self._names: dict[str, str] = {}
-        """Format as JSON -> the rule that it has already."""
+        self._names: dict[str, str] = {}  # Format as JSON -> the rule that it has already
         self._others: list[dict[str, Any]] = []
 
     def text(self, form: Mapping[str, Any]) -> str:

@@ -44,10 +44,8 @@ def forbid_words(
     logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, beginnings: Tensor, endings: Tensor
 ) -> Tensor:
     """Set the last token of every word whose other tokens the output ends with to -inf.
-
     logits, tokens, lens, prompt_lens: see `penalize`. beginnings: int64 [rows, words, length], of each word the tokens before its
-    last, the last of them first, then ANY_TOKEN. endings: int64 [rows, words]; the last column where a row has fewer words.
-    """
+    last, the last of them first, then ANY_TOKEN. endings: int64 [rows, words]; the last column where a row has fewer words."""
     back = torch.arange(1, beginnings.shape[2] + 1, device=logits.device)
     positions = lens[:, None] - back
     output = positions >= prompt_lens[:, None]
@@ -57,10 +55,8 @@ def forbid_words(
 
 
 def bias(logits: Tensor, lens: Tensor, ids: Tensor, values: Tensor, until: Tensor) -> Tensor:
-    """Add values to the logits of tokens, each as long as a row has fewer tokens than `until` says.
-
-    ids, int64, values, float32, and until, int64: [rows, entries]; the last column where a row has fewer entries.
-    """
+    """Add values to tokens' logits while a row has fewer tokens than `until`; the last column where a row has fewer entries.
+    ids, int64, values, float32, and until, int64: [rows, entries]."""
     return logits.scatter_add(1, ids, torch.where(lens[:, None] < until, values, 0.0))
 
 
@@ -206,11 +202,8 @@ class LogitsShaper:
         bits: tuple[NDArray[numpy.int64], NDArray[numpy.int32]] | None,
         process: Callable[[Tensor], None] | None,
     ) -> Tensor:
-        """The changed logits, float32 [shaped, vocab_size], of some rows of logits [rows, vocab_size], which stay as they are.
-
-        bits: which of `shaped` a grammar masks, and the masks, int32 [masked, words]. process: changes the logits in place as
-        logits processors want them.
-        """
+        """Return changed logits, float32 [shaped, vocab_size], of rows of logits [rows, vocab_size], which stay. bits: masked
+        rows of `shaped` and masks, int32 [masked, words]. process: changes logits in place for logits processors."""
         batch = _Batch(logits, shaped, self._device)
         at, words = (None, None) if bits is None else bits
         if at is not None and words is not None and len(at):
@@ -253,8 +246,7 @@ class LogitsShaper:
 class _Rows:
     rows: Tensor
     lens: Tensor
-    longest: int
-    """Tokens of the longest, on the host."""
+    longest: int  # Tokens of the longest, on the host
 
 
 class _Batch:

@@ -18,7 +18,6 @@ class Logprob:
     rank: int | None = None
     """1 for the most likely token."""
     decoded_token: str | None = None
-    """The text of the token."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -47,10 +46,7 @@ class Scores(NamedTuple):
 
 
 def score(logits: Tensor, tokens: Tensor, k: int) -> Scores:
-    """Log-probabilities of tokens, int64 [rows], and of the k most likely of each row. logits: [rows, vocab_size].
-
-    A token's rank is how many are at least as likely, as vLLM counts.
-    """
+    """Return log-probabilities and ranks of tokens, int64 [rows], and of the k most likely. logits: [rows, vocab_size]."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.clamp_min(0)[:, None])
     ranks = (logprobs >= own).sum(-1)

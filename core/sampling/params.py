@@ -128,7 +128,6 @@ class SamplingParams:
     extra_args: Mapping[str, Any] | None = None
     """What a plugin's logits processor may want to know of the request."""
     structured_outputs: StructuredOutputsParams | None = None
-    """The form that the completion must have."""
     logprobs: int | None = None
     """Log-probabilities returned for each token: the chosen token's, and those of this many most likely; -1: all tokens."""
     prompt_logprobs: int | None = None
@@ -136,9 +135,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     """Leave the stop text, or the text of the stop token, at the end of the completion's text."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
     detokenize: bool = True
-    """Make a text of the tokens."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's last tokens; -1: as many as the model's length has room for beside max_tokens."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -185,10 +182,7 @@ class SamplingParams:
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def settled(self) -> Self:
-        """A copy for a request, which nobody else changes.
-
-        :raises ConfigError: what was put into a list after it was checked cannot work.
-        """
+        """Return a copy for a request. :raises ConfigError: a list was changed, after its check, to something invalid."""
         return replace(self) if any(getattr(self, name) for name in _FILLED) else self.clone()
 
     def clone(self) -> Self:
@@ -273,13 +267,11 @@ _LISTS: Final = {
     "logits_processors": "a list of functions, or of names that plugins registered",
 }
 """Fields that hold a list, empty for None -> what they take."""
-_FILLED: Final = ("stop", "allowed_token_ids", *_LISTS)
-"""Fields that hold a list, which a program may change in place."""
+_FILLED: Final = ("stop", "allowed_token_ids", *_LISTS)  # Fields that hold a list, which a program may change in place
 
 _OUTPUT_KINDS: Final = ", ".join(map(str, RequestOutputKind))
 
 SEED_RANGE = "a whole number from -2**63 to 2**63 - 1"
-"""Range of seeds that torch's generators take."""
 
 
 def is_seed(value: object) -> bool:

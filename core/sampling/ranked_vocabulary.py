@@ -1,7 +1,4 @@
-"""The vocabulary of several ranks: each chooses among its own tokens, and ranks compare one number for each row.
-
-Whatever needs the whole distribution gathers it, for its own rows alone, and is counted.
-"""
+"""The vocabulary of several ranks: each chooses among its tokens, one number per row is compared; the rest is gathered."""
 
 from __future__ import annotations
 
@@ -57,10 +54,8 @@ def _in_order(bits: Tensor) -> Tensor:
 
 
 def best_of_part(logits: Tensor, scales: Tensor | None, keys: Tensor | None, first: int) -> Tensor:
-    """Find each row's best token of some consecutive ones of the vocabulary, from `first` on: int64 [rows], see `pack`.
-
-    logits: [rows, part]. The score is the logit where scales is None or the row's scale is 0, else that of `sampler.draw`.
-    """
+    """Return each row's best token (see `pack`), int64 [rows], of consecutive ones from `first` on; logits: [rows, part].
+    The score is the logit where scales is None or the row's scale is 0, else that of `sampler.draw`."""
     scores = logits.float()
     if scales is not None and keys is not None:
         drawn = scores * scales[:, None] - exponential(keys, logits.shape[1], first).log_()
@@ -76,18 +71,14 @@ def winners(numbers: Tensor) -> Tensor:
 
 
 def most_likely(logits: Tensor, k: int, first: int, scales: Tensor | None = None) -> Tensor:
-    """Find the k most likely tokens of each row's part, as numbers of their logits: int64 [rows, k], best first.
-
-    scales: float32 [rows], by which logits are multiplied before they are compared: products of unequal logits may be equal.
-    """
+    """Return the k most likely tokens of each row's part as int64 [rows, k], best first. scales: float32 [rows], or None."""
     own = logits.float()
     tokens = torch.arange(first, first + own.shape[1], device=own.device)
     at = pack(own if scales is None else own * scales[:, None], tokens).topk(k, dim=-1).indices
     return pack(own.gather(1, at), at + first)
 
 
-_NUMBER = 8
-"""Bytes of a candidate."""
+_NUMBER = 8  # Bytes of a candidate
 
 
 def vocabulary_of(sampling: SamplingOps, size: int, ranks: Ranks) -> Vocabulary:
@@ -111,8 +102,7 @@ class RankedVocabulary:
         self._ranks = ranks
         width = -(-size // ranks.size)
         self._first = ranks.rank * width
-        self._held = min(max(size - self._first, 0), width)
-        """Tokens of this rank; logits beyond them are -inf."""
+        self._held = min(max(size - self._first, 0), width)  # Tokens of this rank; logits beyond them are -inf
         self._best = sampling.best_of_part or best_of_part
         self._winners = sampling.winners or winners
         self._gathers = Gathers()
@@ -140,7 +130,6 @@ class RankedVocabulary:
         return self._inner.filter(join_logits(logits, self._size, self._ranks), others, keys, filters)
 
     def sample(self, logits: Tensor, draws: Draws, best: Tensor | None = None) -> Tensor:
-        """See `Vocabulary`."""
         if draws.filters is None:
             return sample(logits, draws, self.sampling, best)
         at = numpy.flatnonzero(draws.filters[0])
@@ -153,7 +142,6 @@ class RankedVocabulary:
         return others.index_copy(0, self._up(at, logits), drawn)
 
     def sample_changed(self, logits: Tensor, draws: Draws) -> Tensor:
-        """See `Vocabulary`."""
         return sample(logits, draws, self._inner)
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
@@ -200,7 +188,6 @@ class RankedVocabulary:
         return Scores(torch.cat([tokens[:, None], ids], 1), torch.cat([of_token[:, None], values], 1), ranks)
 
     def whole(self, logits: Tensor, reason: str) -> Tensor:
-        """See `Vocabulary`."""
         self._gathers.rows += len(logits)
         self._gathers.reasons[reason] += len(logits)
         return join_logits(logits, self._size, self._ranks)
@@ -211,7 +198,6 @@ class RankedVocabulary:
         self._count(numpy.full(num_rows, needs, dtype=numpy.int32))
 
     def take_gathers(self) -> Gathers | None:
-        """See `Vocabulary`."""
         taken = self._gathers
         self._gathers = Gathers()
         return taken

@@ -74,10 +74,7 @@ REASONS = {
 
 
 def scale_of(params: SamplingParams) -> float:
-    """1 / temperature, 0 for greedy; kept where it is neither 0 nor infinite as a float32.
-
-    Times a logit of -inf or of 0 those would be NaN.
-    """
+    """Return 1 / temperature, or 0 for greedy; never 0 or infinite as a float32, since it is multiplied with -inf and 0."""
     return 0.0 if params.greedy else max(1 / max(params.temperature, 2.0**-100), 2.0**-100)
 
 
@@ -180,10 +177,8 @@ class Draws(NamedTuple):
 
 def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best: Tensor | None = None) -> Tensor:
     """Next token of each row: int64 [rows], NOT_A_TOKEN where a logit is NaN.
-
     logits: [rows, vocab_size]; best: what `greedy` made of them, where that is known. A row's token depends on its own logits,
-    scale and key only: neither batching, nor preemption, nor a token that is sampled in advance and dropped changes another.
-    """
+    scale and key only: neither batching, nor preemption, nor a token that is sampled in advance and dropped changes another."""
     if draws.filters is not None:
         return _filtered(logits, draws, draws.filters, ops, best)
     if not draws.scales.any():
@@ -267,11 +262,8 @@ def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[in
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Return the seed of one completion of a request; that of the first is the request's own.
-
-    The others are keys of positions that no token has, and so no other request's seeds: with seed + index, the second completion
-    of one seed would be the first of the next.
-    """
+    """Return the seed of one completion, the request's own for the first; the others are keys of positions that no token has,
+    since seed + index would be another request's seed."""
     return seed if index == 0 else int(keys_of([seed], [-index])[0])
 
 
@@ -334,10 +326,7 @@ class Vocabulary(Protocol):
         """Choose a token for each row: see `sampler.sample`."""
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
-        """Return logits of the whole vocabulary: of the rows that change, or of all of them.
-
-        What a row's token does not depend on may be -inf.
-        """
+        """Return logits of the whole vocabulary, of the changed rows or all; -inf where a row's token does not depend on them."""
 
     def sample_changed(self, logits: Tensor, draws: Draws) -> Tensor:
         """Choose a token for each row of logits of the whole vocabulary."""

@@ -40,7 +40,6 @@ class StructuredOutputsParams:
     grammar: str | None = None
     """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
     json_object: bool | None = None
-    """Any JSON object."""
     structural_tag: str | Mapping[str, Any] | None = None
     """Free text with parts that have a form, as xgrammar describes them, as a dict or as its text: {"format": {...}}."""
     disable_any_whitespace: bool = False
@@ -53,10 +52,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
-        """Make a form from the fields that a request's structured_outputs holds.
-
-        :raises ConfigError: a field that does not exist, or one with a value that cannot work; either names structured_outputs.
-        """
+        """Make a form from a request's structured_outputs, named in errors. :raises ConfigError: an unknown field, bad value."""
         try:
             refuse_unknown(cls.__name__, fields, cls.__dataclass_fields__, _ELSEWHERE, "docs/sampling.md")
         except ConfigError as error:

@@ -27,10 +27,8 @@ AcceptDrafts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def accept_drafts(sampled: Tensor, ids: Tensor, recomputed: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
     """Compare drafts with the tokens sampled in their positions: `Verified.tokens`; what follows the width of a row is void.
-
     ids: the query tokens of each sequence; the first `recomputed` of them are not new. sampled: what came after each of them. The
-    last accepted token goes to the sequence's row of newest.
-    """
+    last accepted token goes to the sequence's row of newest."""
     width, recomputed = sampled.shape[1], recomputed[:, None]
     columns = torch.arange(width, device=sampled.device)
     accepted = (sampled[:, :-1] == ids[:, 1:]) | (columns[:-1] < recomputed)

@@ -22,10 +22,8 @@ UNGUESSED = 0
 _RATE, _FALL = 0.1, 0.3
 """Weight of the newest time in a running mean, and of one below the mean. The second is larger because other work on the machine
 only makes steps longer, and because a width that seems too slow is seldom tried again."""
-_OUTLIER = 1.5
-"""Largest multiple of the mean that the time of one step counts as: what took longer was something else."""
-_NEEDED = 4
-"""Steps after which a mean is used; until then it is the least of them, for the first ones take longer than all that follow."""
+_OUTLIER = 1.5  # Largest multiple of the mean that the time of one step counts as: what took longer was something else
+_NEEDED = 4  # Steps after which a mean is used; until then the least of them, since the first ones take longer
 
 AttentionTime = Callable[[int, int, int], float]
 """Microseconds of a step's attention, infinite if unknown: (sequences, query tokens of each, cached and new tokens of each)."""
@@ -53,8 +51,7 @@ class StepTimes:
     def __init__(self, attention: AttentionTime | None = None) -> None:
         """attention: looked up in a crossover table; None: there is no table."""
         self._attention = attention
-        self._means: dict[tuple[int, int], tuple[float, int]] = {}
-        """Mean seconds, and the steps in that mean, by size class and width."""
+        self._means: dict[tuple[int, int], tuple[float, int]] = {}  # Mean seconds and number of steps, by size class and width
 
     def note(self, num_seqs: int, width: int, seconds: float) -> None:
         """Note the seconds from the end of the step before to the end of a step of this width."""
@@ -109,10 +106,8 @@ class StepTimes:
         return None
 
 
-_ANCHORS = (3, 1)
-"""Lengths of the n-grams whose places are kept, the longest first."""
-_MOST_PLACES = 32
-"""Most places of an n-gram that are looked at, the latest ones. They bound what a guess costs, and how exact its counts are."""
+_ANCHORS = (3, 1)  # Lengths of the n-grams whose places are kept, the longest first
+_MOST_PLACES = 32  # Latest places of an n-gram that are looked at: they bound a guess's cost and its counts' exactness
 
 
 class Guess(NamedTuple):
@@ -137,8 +132,7 @@ class SuffixIndex:
     def __init__(self) -> None:
         self._texts: dict[int, list[int]] = {}
         self._newest = -1
-        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        """The places of each n-gram, (text, position after it), in the order in which they were added."""
+        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # The places of each n-gram, (text, position after it)
 
     def begin(self) -> None:
         """Begin a new text, to which `append` adds."""
@@ -181,10 +175,8 @@ class SuffixIndex:
 
     def guess(self, context: Sequence[int], depth: int, most: int, factor: float, least: float) -> Guess:
         """Guess what follows the longest match of the context's end: the most frequent token, then the one after it, and so on.
-
         depth: tokens of the longest match. most: most tokens to guess. factor: most guesses for each token of the match.
-        least: the probability below which a path is not followed further (Oliaro et al. 2024, arXiv 2411.04975).
-        """
+        least: the probability below which a path is not followed further (Oliaro et al. 2024, arXiv 2411.04975)."""
         places, length = self._longest_match(context, depth)
         if not places:
             return NOTHING
@@ -251,15 +243,11 @@ class NgramProposer:
         self._longest = longest
 
     def begin(self, num_prompt_tokens: int) -> SequenceNgrams:
-        """See Proposer."""
         return SequenceNgrams(self._longest)
 
 
 class SequenceNgrams:
-    """The n-grams of one sequence, each with the position that follows.
-
-    Where an n-gram occurs several times, the latest place counts: what was written last is the nearest to what comes.
-    """
+    """N-grams of one sequence, each with the position after its latest occurrence, the nearest to what comes next."""
 
     def __init__(self, longest: int) -> None:
         self._after: list[dict[int, int]] = [{} for _ in range(longest)]
@@ -267,7 +255,6 @@ class SequenceNgrams:
         self._num_read = 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
-        """See SequenceProposer."""
         self._read(token_ids)
         end = len(token_ids)
         for size in range(min(len(self._after), end - 1), 0, -1):
@@ -289,17 +276,13 @@ class SequenceNgrams:
 
 
 class SuffixProposer:
-    """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): guesses what most often followed the longest match.
-
-    Each sequence has counts of its own, over prompt and output; all sequences share those of finished outputs.
-    """
+    """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), by the counts of each sequence and of all finished outputs."""
 
     def __init__(self, options: ProposerOptions | None = None) -> None:
         self._options = options or ProposerOptions()
         self._remembered = FinishedOutputs(self._options.suffix_decoding_max_cached_tokens)
 
     def begin(self, num_prompt_tokens: int) -> SequenceSuffixes:
-        """See Proposer."""
         return SequenceSuffixes(self._options, self._remembered, num_prompt_tokens)
 
 
@@ -328,7 +311,6 @@ class SequenceSuffixes:
         return occurrences.guess(context, options.suffix_decoding_max_tree_depth, most, factor, least)
 
     def finish(self, token_ids: Sequence[int]) -> None:
-        """See SequenceProposer."""
         self._remembered.add(token_ids[self._num_prompt_tokens :])
 
 

@@ -16,12 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, TextIO
 
-_TAIL = 300
-"""Characters kept of a dead process's last line."""
-_DUMP_SECONDS = 0.5
-"""Seconds in which a process that hangs may write its stack."""
-_DEATH_SIGNAL = 1
-"""prctl's PR_SET_PDEATHSIG."""
+_TAIL = 300  # Characters kept of a dead process's last line
+_DUMP_SECONDS = 0.5  # Seconds in which a process that hangs may write its stack
+_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class ChildDied(Exception):
@@ -58,11 +55,7 @@ def module_path() -> str:
 
 
 class Child:
-    """A process in a session of its own, which finds the modules that this process finds.
-
-    Each request and each answer is one line of JSON. What the process prints to stderr is kept, for the error that tells
-    how the process ended.
-    """
+    """A child process in a session of its own that answers lines of JSON by lines of JSON; its stderr is kept for errors."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """:raises OSError: the process cannot be started."""
@@ -88,10 +81,7 @@ class Child:
         self.stop()
 
     def ask(self, request: object, timeout: float) -> dict[str, Any]:
-        """Send a request and wait for its answer.
-
-        :raises ChildDied: the process ends, or does not answer within `timeout` seconds.
-        """
+        """Send a request and return its answer. :raises ChildDied: the process ends, or takes more than `timeout` seconds."""
         self.send(request)
         return self.answer(timeout)
 
@@ -103,10 +93,8 @@ class Child:
             self.process.stdin.flush()
 
     def answer(self, timeout: float | None) -> dict[str, Any]:
-        """Return the next line that is a JSON object. timeout: seconds; None: wait as long as the process lives.
-
-        :raises ChildDied: the process has ended, or has not answered for `timeout` seconds; it is stopped then.
-        """
+        """Return the next line that is a JSON object. timeout: seconds, or None.
+        :raises ChildDied: the process has ended, or has not answered for `timeout` seconds; it is stopped then."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -181,10 +169,7 @@ def reply(stream: TextIO, message: Mapping[str, Any]) -> None:
 
 
 def message_of(line: str | bytes) -> Any:
-    """Return the message in a line that a process of ours has written; its names of files need not be UTF-8.
-
-    :raises ValueError: what else the process has printed.
-    """
+    """Return the message in a line from a child process; file names need not be UTF-8. :raises ValueError: any other output."""
     try:
         return json.loads(line)
     except RecursionError:

@@ -19,8 +19,7 @@ import platformdirs
 
 log = logging.getLogger("headway")
 
-_LITTLE = 64 * 2**20
-"""Free bytes below which a folder counts as full: the kernels of one model may take as many."""
+_LITTLE = 64 * 2**20  # Free bytes below which a folder counts as full: the kernels of one model may take as many
 
 
 def cache_folder() -> Path:
@@ -58,20 +57,14 @@ def warn_unwritable(folder: Path, why: str) -> None:
     )
 
 
-_PART = ".headway-part"
-"""End of the names of files and folders that are not complete yet."""
+_PART = ".headway-part"  # End of the names of files and folders that are not complete yet
 _SHARED, _PRIVATE = 0o666, 0o600
-"""Modes of files."""
 LARGEST_TEXT = 1 << 28
 """Bytes of the largest text file that is read. A table of 20,000 cells takes 10 MiB."""
 
 
 def read_text(path: Path) -> str:
-    """Read a text file of the user's, in UTF-8. A pipe is read to the end of its writer, and is empty where there is none.
-
-    :raises OSError: it cannot be read, is a device, or is too large for a text that somebody wrote.
-    :raises UnicodeDecodeError: it is not UTF-8.
-    """
+    """Read a user's UTF-8 text file; a pipe is read to its end. :raises OSError, UnicodeDecodeError: unreadable, or too large."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # to open a pipe that nobody writes into would wait for ever
     mode = os.fstat(handle).st_mode
     if stat.S_ISDIR(mode):  # an error of fdopen would not name it
@@ -152,11 +145,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that nobody but this user may enter, whatever the umask; one that exists becomes so.
-
-    :raises PermissionError: the folder exists and belongs to another user.
-    :raises OSError: the folder cannot be made.
-    """
+    """Make a folder that only this user may enter. :raises PermissionError: another user's. :raises OSError: impossible."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.stat().st_uid
     if owner != os.geteuid():

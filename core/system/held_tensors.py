@@ -9,15 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_OWN = "headway."
-"""Modules whose objects are entered; so are torch's modules, and Python's own containers."""
+_OWN = "headway."  # Modules whose objects are entered; so are torch's modules, and Python's own containers
 
 
 def held_tensors(*roots: object) -> dict[str, Tensor]:
-    """Every tensor that can be reached from objects of Headway's or modules of torch's, by its path: `0.layers.3.norm.weight`.
-
-    Equal objects have equal paths. A tensor that several paths lead to stands under the first; views of it under their own.
-    """
+    """Return path -> tensor (`0.layers.3.norm.weight`) reachable from objects of Headway or torch; the first path counts."""
     found: dict[str, Tensor] = {}
     seen: dict[int, object] = {}  # holds what properties make, so that no id is given to another object meanwhile
     waiting: list[tuple[str, object]] = [(str(number), root) for number, root in enumerate(roots)]

@@ -15,20 +15,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def write_json(model: BaseModel, path: Path, option: str = "--output") -> None:
-    """Write a model whole or not at all: a reader never sees half a file, and a failed write leaves the old one.
-
-    option: the command-line option that names the file, for the error.
-
-    :raises ConfigError: the folder cannot be written to.
-    """
+    """Write a model whole or not at all. option: its command-line option, for errors. :raises ConfigError: not writable."""
     write_bytes(f"{model.model_dump_json(by_alias=True, indent=1)}\n".encode(), path, option)
 
 
 def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
-    """Write a file of the user's as `write_whole` does. option: the option that names the file, for the error.
-
-    :raises ConfigError: the file cannot be written; an old one is unchanged.
-    """
+    """Write a user's file whole. option: its name in errors. :raises ConfigError: it cannot be written; an old one stays."""
     try:
         write_whole(path, content, durable=True)
     except OSError as error:
@@ -38,10 +30,7 @@ def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
 
 
 def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") -> Model:
-    """Read a file that `write_json` wrote. written_by: the command that writes such files, for the error.
-
-    :raises ConfigError: the file is missing, not JSON, of another schema, or has an invalid field; the first fault is named.
-    """
+    """Read a file of `write_json`. written_by: its command, for errors. :raises ConfigError: missing, not JSON, or invalid."""
     need = f"a file that {written_by} wrote" if written_by else f"a JSON file of schema {schema}"
     try:
         return parse_model(read_text(path), kind, str(path), any_number=True)
@@ -59,10 +48,7 @@ def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") 
 
 
 class ResultFile(BaseModel):
-    """The results of one run of a command, in the form of its file.
-
-    A subclass names its schema, such as headway.kernel/1, by the default of a field `schema_` with the alias "schema".
-    """
+    """The results of one run of a command. A subclass names its schema by the default of `schema_` (alias "schema")."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     written_by: ClassVar[str] = ""
@@ -70,9 +56,6 @@ class ResultFile(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file of this kind.
-
-        :raises ConfigError: see `read_json`.
-        """
+        """Read a file of this kind. :raises ConfigError: see `read_json`."""
         schema: Any = cls.model_fields["schema_"].default
         return read_json(path, cls, schema, cls.written_by)

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="BaseModel")
 _LEAST: Final = -(2**63)
 _MOST: Final = 2**64 - 1
-_LEVELS: Final = 200
-"""Levels of objects and arrays that pydantic's reader takes."""
-_LONG_LIST: Final = 16
-"""Items from which on a list of numbers is checked as a whole."""
+_LEVELS: Final = 200  # Levels of objects and arrays that pydantic's reader takes
+_LONG_LIST: Final = 16  # Items from which on a list of numbers is checked as a whole
 _LONGEST_PATH: Final = 200
 _NAMES: Final = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
 """Type in Python -> its name in JSON."""
@@ -62,19 +60,13 @@ def parse_json(text: str | bytes, source: str, kind: type | None = None, *, any_
 
 
 def parse_model(text: str | bytes, kind: type[Model], source: str = "", *, any_number: bool = False) -> Model:
-    """Read JSON as an object of a pydantic model. source: see `parse_json`; empty for a request's body.
-
-    :raises JsonError: see `parse_json`; what is wrong with a field of a body is named by its path alone.
-    :raises pydantic.ValidationError: a field has another type.
-    """
+    """Read JSON as a pydantic model. source: see `parse_json`; empty for a request's body.
+    :raises JsonError: see `parse_json`. :raises pydantic.ValidationError: a field has another type."""
     return kind.model_validate(parse_json(text, source, dict, any_number=any_number))
 
 
 def _check_numbers(value: object, before: str) -> None:
-    """Check the numbers in a value. before: stands before the path in the error.
-
-    :raises JsonError: one is not finite, or an integer of more than 64 bits.
-    """
+    """Check the numbers in a value. before: prefix of the path in errors. :raises JsonError: not finite, or beyond 64 bits."""
     if not _all_fit(value):
         path, number = next(_unfit(value, ""))
         place = f"{before}{harmless(path[:_LONGEST_PATH])}".removesuffix(": ")

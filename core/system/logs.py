@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-_QUIET: Final = ("transformers", "torch", "huggingface_hub")
-"""Libraries whose warnings are not about anything that the user of a command did."""
+_QUIET: Final = ("transformers", "torch", "huggingface_hub")  # Libraries whose warnings do not concern a command's user
 
 
 class LogFormatter(logging.Formatter):
@@ -48,10 +47,7 @@ def warn_once(text: str) -> None:
 
 
 def blame(error: BaseException, backend: str, phase: Phase, work: str) -> HeadwayError:
-    """Return an error of ours as it is, and any other as one that names the backend, the phase and the shapes.
-
-    backend: in words, such as "backend triton".
-    """
+    """Return our own error unchanged, any other wrapped with the backend (as "backend triton"), the phase and the shapes."""
     if isinstance(error, HeadwayError):
         return error
     log_traceback(backend, error)

@@ -14,8 +14,7 @@ class PartClock:
         self._clock = clock
         self._began = clock()
         self._ended: float | None = None
-        self._open: list[float] = []
-        """For each part that has begun and not ended, the seconds of the parts inside."""
+        self._open: list[float] = []  # For each part that has begun and not ended, the seconds of the parts inside
         self.seconds: dict[str, float] = {}
         """Part -> seconds, in the order in which parts ended first."""
 

@@ -20,12 +20,10 @@ from headway.core.system.text import harmless
 COMMIT_VARIABLE = "HEADWAY_COMMIT"
 """Environment variable that names the commit of a copy of the sources without git's folder, such as one in a container."""
 _SHORT = 12
-_UNKNOWN = "unknown"
-"""The version of sources that are not installed."""
+_UNKNOWN = "unknown"  # The version of sources that are not installed
 _SECONDS = 10
 PTXAS, NVRTC = "ptxas", "nvrtc"
-_RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")
-"""A version as `ptxas --version` prints it: release 12.8, V12.8.93."""
+_RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")  # A version of `ptxas --version`: release 12.8, V12.8.93
 
 
 def command_line(*program: str) -> str:
@@ -84,11 +82,7 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def compiler_versions(capability: tuple[int, int]) -> dict[str, str]:
-    """Return compiler -> version of those that make machine code for GPUs in this process: Triton's ptxas and NVRTC.
-
-    One that is not installed is left out. No GPU is used. capability: compute capability of the GPU; Triton has a ptxas of its
-    own for some.
-    """
+    """Return compiler -> version of Triton's ptxas and NVRTC, if installed, without using a GPU. capability: of the GPU."""
     found = {PTXAS: _ptxas_version(10 * capability[0] + capability[1]), NVRTC: _nvrtc_version()}
     return {name: version for name, version in found.items() if version}
 

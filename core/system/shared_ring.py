@@ -20,16 +20,12 @@ from typing import Final, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-_LINE: Final = 8
-"""Numbers of 64 bits in a cache line: what one process writes shares no line with what another one does."""
+_LINE: Final = 8  # Numbers of 64 bits in a cache line: what one process writes shares no line with what another one does
 _WRITTEN, _READ, _ASLEEP, _BEATS, _STEPS, _DONE, _CALLS = range(7)
 """Numbers of a line. The writer's: messages written. A reader's: messages read; whether it sleeps; and its `LifeSigns`."""
-_HEADER: Final = 16
-"""Bytes before the content of a slot: the length of the whole message, and of the part that the slot holds."""
-_PAUSE: Final = 0.0002
-"""Seconds between two looks of a writer that waits for a slot."""
-_NAP: Final = 0.2
-"""Seconds that a reader sleeps at most before it looks again."""
+_HEADER: Final = 16  # Bytes before the content of a slot: the length of the whole message, and of the part that the slot holds
+_PAUSE: Final = 0.0002  # Seconds between two looks of a writer that waits for a slot
+_NAP: Final = 0.2  # Seconds that a reader sleeps at most before it looks again
 
 _let_others_run: Final[Callable[[], object]] = getattr(os, "sched_yield", partial(time.sleep, 0))
 _fence_lock: Final = Lock()
@@ -111,8 +107,7 @@ class _Ring:
         self._size = size
         self._memory = mmap.mmap(descriptor, size.num_bytes)
         numbers = numpy.frombuffer(self._memory, dtype=numpy.int64, count=(1 + size.num_readers) * _LINE)
-        self._lines = numbers.reshape(1 + size.num_readers, _LINE)
-        """The writer's line, and one for each reader."""
+        self._lines = numbers.reshape(1 + size.num_readers, _LINE)  # The writer's line, and one for each reader
         self._first_slot = numbers.nbytes
 
     def progress_of(self, reader: int) -> LifeSigns:
@@ -135,10 +130,7 @@ class RingWriter(_Ring):
         self._written = 0
 
     def write(self, message: bytes, check: Callable[[], None]) -> None:
-        """Write a message; waits where a reader has not read the message that the slot holds.
-
-        check: called again and again while the writer waits; may raise, and then the message is not written whole.
-        """
+        """Write a message; wait while a reader has not read its slot. check: called meanwhile; its error drops the message."""
         view = memoryview(message)
         for start in range(0, max(len(message), 1), self._size.slot_bytes):
             self._write_part(len(message), view[start : start + self._size.slot_bytes], check)
@@ -164,10 +156,7 @@ class RingReader(_Ring):
     """One of the readers of a ring."""
 
     def __init__(self, descriptor: int, size: RingSize, reader: int, wake_pipe: int, spin_seconds: float) -> None:
-        """reader: its number, from 0. wake_pipe: the end of its pipe that is read.
-
-        spin_seconds: how long the reader looks without a pause for the next message, before it sleeps.
-        """
+        """reader: number from 0. wake_pipe: read end of its pipe. spin_seconds: seconds of polling before the reader sleeps."""
         super().__init__(descriptor, size)
         self._line = self._lines[1 + reader]
         self._wake_pipe = wake_pipe

@@ -11,8 +11,7 @@ from typing import Any, Final, TextIO
 
 from headway.core.system.text import shown
 
-_STDERR: Final = 2
-"""Descriptor of stderr."""
+_STDERR: Final = 2  # Descriptor of stderr
 _ROOM: Final = "free some space, or name another place"
 _ADVICE: Final = {
     errno.ENOSPC: _ROOM,
@@ -72,10 +71,7 @@ def is_rust_panic(error: BaseException) -> bool:
 
 
 def open_closed_streams() -> None:
-    """Open the null device in place of standard streams that were closed when Python started (`>&-`).
-
-    Python sets such a stream to None, and the next file opened gets its descriptor: what a library prints would go there.
-    """
+    """Open the null device for standard streams that were closed at the start (`>&-`), before a file gets their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (open until the process ends)
@@ -86,8 +82,7 @@ class LossyFile(io.FileIO):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream.fileno(), "w", closefd=False)
-        self._stream = stream
-        """Closes the file when nobody holds it any more."""
+        self._stream = stream  # Closes the file when nobody holds it any more
 
     def write(self, data: Any) -> int:
         """Write as much as can be written; returns the number of bytes that were given."""
@@ -100,10 +95,7 @@ class LossyFile(io.FileIO):
 
 
 def outlive_stderr() -> None:
-    """Have commands go on where the messages on stderr cannot be written (`2>/dev/full`): nobody waits for these.
-
-    A stream that somebody has put in the place of the process's own is left alone.
-    """
+    """Let commands go on if stderr cannot be written (`2>/dev/full`), unless another stream has replaced the process's own."""
     found = sys.stderr
     if type(found) is io.TextIOWrapper and found.fileno() == _STDERR:
         raw = LossyFile(found)

@@ -9,10 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def stack_size(num_bytes: int) -> Iterator[None]:
-    """Give the threads that are started inside of the block stacks of this many bytes, of which they occupy what they touch.
-
-    Python keeps the size for the whole process: a thread that another thread starts meanwhile gets such a stack, too.
-    """
+    """Give threads started in this block stacks of this many bytes; the size is process-wide meanwhile."""
     before = threading.stack_size(num_bytes)
     try:
         yield

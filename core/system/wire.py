@@ -8,15 +8,11 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any, Final
 
-_BUFFER: Final = 4 * 2**20
-"""Bytes that the system may buffer, so that a step's outputs need not wait until the other side has read the last ones."""
+_BUFFER: Final = 4 * 2**20  # Bytes that the system may buffer, so that outputs need not wait for a reader
 
 
 class Wire:
-    """One end of a pair of sockets that carries objects between two processes that trust each other.
-
-    Any thread may send; one receives.
-    """
+    """One end of a socket pair that carries objects between processes that trust each other. Any thread sends, one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         with suppress(OSError):
@@ -26,20 +22,13 @@ class Wire:
         self._guard = Lock()
 
     def send(self, message: object) -> None:
-        """Send an object.
-
-        :raises pickle.PicklingError, AttributeError, TypeError: the object cannot be pickled; nothing is sent.
-        :raises OSError: the other end is closed.
-        """
+        """Send an object. :raises pickle.PicklingError, AttributeError, TypeError: not picklable. :raises OSError: closed."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._guard:
             self._socket.sendall(data)
 
     def receive(self) -> Any:
-        """Wait for the next object.
-
-        :raises EOFError, OSError: the other end is closed.
-        """
+        """Wait for the next object. :raises EOFError, OSError: the other end is closed."""
         try:
             return pickle.load(self._file)
         except pickle.UnpicklingError as error:  # the sender was killed in the middle of a message

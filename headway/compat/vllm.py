@@ -72,17 +72,10 @@ _OWN: Final = {each.name: each for each in dataclasses.fields(engine_args.Engine
 
 
 class VllmEngineArgs(engine_args.EngineArgs):
-    """Options of loading and running a model, by Headway's names or vLLM's.
-
-    Options of vLLM's that Headway spells otherwise are translated, those at a value that asks for nothing here are left out, and
-    the others are refused by name.
-    """
+    """Options of a model by Headway's names or vLLM's, which are translated, left out if they ask for nothing, or refused."""
 
     def __init__(self, *model: object, **options: object) -> None:
-        """Translate the options and check them.
-
-        :raises ConfigError: an option that does not exist, with the nearest that does; or one with a value that cannot work.
-        """
+        """Translate the options and check them. :raises ConfigError: an unknown option, with the nearest name; or a bad value."""
         translated = from_vllm(options, frozenset(_OWN))
         refuse_unknown("LLM", translated, _OWN, LLM_OPTIONS)
         engine_args.check_model(model)
@@ -224,7 +217,6 @@ class Platform:
 
 
 current_platform = Platform()
-"""The one that vLLM's programs ask."""
 
 
 def init_logger(name: str) -> logging.Logger:
@@ -233,10 +225,7 @@ def init_logger(name: str) -> logging.Logger:
 
 
 def get_tokenizer(tokenizer_name: str, *_: object, **__: object) -> Any:
-    """transformers' tokenizer of a model. Arguments beside its name, such as trust_remote_code, are not read.
-
-    :raises ModelError: there is none, or it cannot be read.
-    """
+    """Return a model's transformers tokenizer; further arguments are ignored. :raises ModelError: none that can be read."""
     from headway.models.checkpoints.locate import locate
     from headway.models.checkpoints.tokenizer import read_transformers_tokenizer
 

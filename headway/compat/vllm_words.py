@@ -261,7 +261,6 @@ def _compilation(value: Any) -> dict[str, Any]:
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
-    """The fields of a configuration that may be a dict or an object."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, str) or not hasattr(value, "__dict__"):
@@ -348,10 +347,7 @@ METHODS: Final = {
 
 
 def check_keywords(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse keywords that a method does not take, except those of vLLM's that ask for nothing.
-
-    :raises ConfigError: an unknown keyword, with what comes nearest.
-    """
+    """Refuse unknown keywords, except vLLM's that ask for nothing. :raises ConfigError: an unknown one, with the nearest name."""
     asked = [name for name, value in given.items() if not _asks_nothing(name, value)]
     refuse_unknown(owner, asked, known, CALL_KEYWORDS, "docs/sampling.md")
 

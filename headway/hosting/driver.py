@@ -26,8 +26,7 @@ class HeldInterrupts:
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None
-        """The handler in whose place this one stands; None: SIGINT is not held back."""
+        self._handler: Any = None  # The handler in whose place this one stands; None: SIGINT is not held back
         self._pending = False
 
     def hold(self) -> None:
@@ -68,8 +67,7 @@ class FairLock:
     def __init__(self) -> None:
         self._guard = Lock()
         self._taken = False
-        self._callers: set[int] = set()
-        """The threads that have the lock or wait for it."""
+        self._callers: set[int] = set()  # The threads that have the lock or wait for it
         self._waiting: deque[Lock] = deque()
         self._interrupts = HeldInterrupts()
 
@@ -79,10 +77,7 @@ class FairLock:
         return get_ident() in self._callers
 
     def check_not_mine(self) -> None:
-        """Check that this thread may wait for the engine.
-
-        :raises ConfigError: it has the lock or waits for it, so that it would wait for itself.
-        """
+        """Check that this thread may wait for the engine. :raises ConfigError: it would wait for itself."""
         if self.is_mine:
             need = "calls between its steps, or from a thread that the step does not wait for"
             raise ConfigError("the engine", need, "a call within a step, by a logits processor or the handler of a signal")
@@ -153,8 +148,7 @@ class EngineDriver:
         """Objects that tasks leave for later tasks, by name; see headway.hosting.host."""
         self.on_cpu = assembly.device.type == "cpu"
         """True where activations and compiled products lie in this process's memory, which is then given back now and then."""
-        self._deferred: list[Callable[[], None]] = []
-        """Calls that this step's own thread has left for the end of the step."""
+        self._deferred: list[Callable[[], None]] = []  # Calls that this step's own thread has left for the end of the step
         self._next_give_back = time.perf_counter() + GIVE_BACK_INTERVAL
 
     def add_listener(self, listener: Listener) -> None:
@@ -168,10 +162,7 @@ class EngineDriver:
             self._listeners = tuple(each for each in self._listeners if each != listener)
 
     def call_between_steps(self, function: Callable[[], None]) -> None:
-        """Call a function while no step runs: at once, or, from within a step, at the step's end.
-
-        A step's own thread calls from within it where the garbage collector ends a generator that nobody reads any more.
-        """
+        """Call a function while no step runs: at once, or, within a step (as the garbage collector may), at the step's end."""
         if self.lock.is_mine:
             self._deferred.append(function)
             return

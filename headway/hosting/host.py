@@ -39,17 +39,14 @@ class EngineFacts(NamedTuple):
 
     limits: RequestLimits
     block_size: int
-    """Tokens of a block of the cache."""
     num_blocks: int
     max_num_seqs: int
-    """Sequences that a step serves at most."""
     device: str
     selection: str
     """The chosen backends, and the reasons."""
     rules: RequestRules = RequestRules()
     """What the options say of requests."""
     eos_token_ids: frozenset[int] = frozenset()
-    """The tokens that end the model's texts."""
     rounding: str = ""
     """What products round of their activations on this processor, in words; empty: nothing."""
 
@@ -74,7 +71,6 @@ class EngineHost(ABC):
     """Runs one engine. Any thread may call a host, and no call but `stop` waits for a step."""
 
     model: TextModel
-    """The model that the engine runs."""
     facts: EngineFacts
     validator: RequestValidator
     names: RequestNames
@@ -95,10 +91,7 @@ class EngineHost(ABC):
 
     @abstractmethod
     def check_caller(self) -> None:
-        """Check that the calling thread may wait for the engine.
-
-        :raises ConfigError: it runs a step of the engine itself, which calls a logits processor or the handler of a signal.
-        """
+        """Check that this thread may wait. :raises ConfigError: it runs a step, from a logits processor or a signal handler."""
 
     def check_alive(self) -> None:
         """:raises EngineDeadError: the engine has ended."""
@@ -111,17 +104,11 @@ class EngineHost(ABC):
 
     @abstractmethod
     def run_between_steps(self, task: Task[T]) -> Future[T]:
-        """Queue a task that is done between two steps of the engine.
-
-        :raises EngineDeadError: the engine has ended.
-        """
+        """Queue a task that is done between two steps of the engine. :raises EngineDeadError: the engine has ended."""
 
     @abstractmethod
     def run_concurrently(self, task: Task[T]) -> Future[T]:
-        """Queue a task that is done while the engine steps, and must not change the engine.
-
-        :raises EngineDeadError: the engine has ended.
-        """
+        """Queue a task that runs beside steps and must not change the engine. :raises EngineDeadError: the engine has ended."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -172,8 +159,7 @@ def adapter_ids(engine: EngineLoop) -> set[int]:
     return {each.lora_int_id for each in engine.adapter_table.known}
 
 
-_IDLE: Final = 1.0
-"""Seconds without work after which freed memory is given back, once, where the engine runs on a CPU."""
+_IDLE: Final = 1.0  # Seconds without work after which freed memory is given back, once, where the engine runs on a CPU
 
 Call = tuple[Task[Any], "Future[Any]"]
 
@@ -190,10 +176,8 @@ class EngineThread(EngineHost):
         self.names = driver.names
         self.facts = EngineFacts.of(driver)
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
-        self._guard = Lock()
-        """Protects `error`, so that no task is queued after the queue was emptied for the last time."""
-        self._began: float | None = None
-        """When the thread turned to the step, and the tasks before it, that it is at; None: it waits for work."""
+        self._guard = Lock()  # Protects `error`, so that no task is queued after the queue was emptied for the last time
+        self._began: float | None = None  # When the thread turned to the step that it is at; None: it waits for work
         self._died: list[Callable[[EngineDeadError], None]] = []
         self._concurrent = ThreadPoolExecutor(1, "headway-concurrent")
         self.thread = Thread(target=self._run, name="headway-engine", daemon=True)
@@ -202,27 +186,22 @@ class EngineThread(EngineHost):
 
     @property
     def num_sequences(self) -> tuple[int, int]:
-        """See EngineHost."""
         scheduler = self.driver.engine.scheduler
         return len(scheduler.running), len(scheduler.waiting)
 
     @property
     def stalled_seconds(self) -> float:
-        """See EngineHost."""
         began = self._began
         return 0.0 if began is None or self.error is not None else time.monotonic() - began
 
     def check_caller(self) -> None:
-        """See EngineHost."""
         self.driver.lock.check_not_mine()
 
     def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
-        """See EngineHost."""
         self._died.append(died)
         self.driver.add_listener(listener)
 
     def run_between_steps(self, task: Task[T]) -> Future[T]:
-        """See EngineHost."""
         future: Future[T] = Future()
         with self._guard:
             self.check_alive()
@@ -230,13 +209,11 @@ class EngineThread(EngineHost):
         return future
 
     def run_concurrently(self, task: Task[T]) -> Future[T]:
-        """See EngineHost."""
         with self._guard:
             self.check_alive()
             return self._concurrent.submit(task, self.driver)
 
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
-        """See EngineHost."""
         self.driver.remove_listener(listener)
         with self.driver.lock:
             for key in unfinished():
@@ -317,7 +294,6 @@ class EngineThread(EngineHost):
 
 
 def _serve(task: Task[T], driver: EngineDriver, future: Future[T]) -> None:
-    """Do a task and fulfil its future, also with what the task raises."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -25,10 +25,7 @@ _LOST = "weights lost in sleep"
 
 
 def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
-    """What replaces the weights of a driver's model. what: asks for it.
-
-    :raises ConfigError: they cannot be replaced.
-    """
+    """What replaces the weights of a driver's model. what: asks for it. :raises ConfigError: they cannot be replaced."""
     model, on_disk = driver.assembly.model, driver.assembly.engine.config.kv_offload_dir
     if model.live_weights is None:
         need = "plain weights on one rank that Headway's decoder computes"
@@ -39,12 +36,8 @@ def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
 
 
 def sleep(driver: EngineDriver, level: int = 1) -> None:
-    """Give the memory of weights and cache back. level: 1 keeps the weights in the host's memory, 2 reads them anew on waking.
-
-    A task of headway.hosting.host, as the next are.
-
-    :raises ConfigError: another level, or an engine that cannot sleep; see `EngineLoop.sleep`.
-    """
+    """Free weights and cache. level: 1 keeps the weights in host memory, 2 reads them anew. A task of headway.hosting.host.
+    :raises ConfigError: another level, or an engine that cannot sleep; see `EngineLoop.sleep`."""
     if isinstance(level, bool) or level not in (1, 2):
         raise ConfigError("level", "1 (weights in the host's memory) or 2 (weights are read again)", shown(level))
     lost: Sequence[Tensor] = ()
@@ -59,10 +52,7 @@ def sleep(driver: EngineDriver, level: int = 1) -> None:
 
 
 def wake_up(driver: EngineDriver, tags: Sequence[str] | None = None) -> None:
-    """Take memory back. tags: "weights", "kv_cache" or both; None: both.
-
-    :raises ConfigError: another tag.
-    """
+    """Take memory back. tags: "weights", "kv_cache" or both; None: both. :raises ConfigError: another tag."""
     for tag in tags if isinstance(tags, list | tuple) else () if tags is None else (tags,):
         if not isinstance(tags, list | tuple) or tag not in (WEIGHTS, CACHE):
             raise ConfigError("tags", f"a list of {WEIGHTS} and {CACHE}", shown(tag))
@@ -82,11 +72,8 @@ def is_sleeping(driver: EngineDriver) -> bool:
 
 
 def load_weights(driver: EngineDriver, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-    """Replace weights; see `LiveWeights.load`. The prompts in the cache are forgotten.
-
-    :raises ConfigError: weights that sleep or cannot be replaced, or a name that the model has not.
-    :raises ModelError: a tensor of another shape.
-    """
+    """Replace weights and forget cached prompts; see `LiveWeights.load`. :raises ModelError: a tensor of another shape.
+    :raises ConfigError: weights that sleep or cannot be replaced, or a name that the model has not."""
     if WEIGHTS in driver.engine.asleep:
         raise ConfigError("load_weights", "weights that are awake", "sleeping ones", "wake_up(tags=['weights']) wakes them")
     driver.engine.read_launched()
@@ -135,10 +122,7 @@ class Worker:
         return found
 
     def update_config(self, overrides: Mapping[str, Any]) -> None:
-        """Say what `reload_weights` reads: {"load_config": {"load_format": "auto"}} the model's files, "dummy" random weights.
-
-        :raises ConfigError: anything else.
-        """
+        """Set the source of `reload_weights`: load_config.load_format "auto" (files) or "dummy". :raises ConfigError: another."""
         given = overrides.get("load_config") if isinstance(overrides, Mapping) else None
         found = given.get("load_format") if isinstance(given, Mapping) and len(overrides) == len(given) == 1 else None
         if found not in LOAD_FORMATS:
@@ -161,10 +145,7 @@ class Worker:
 
 
 def worker_of(driver: EngineDriver) -> Worker:
-    """The worker of a driver's engine, with the methods of the class that the option worker_extension_cls names.
-
-    :raises ConfigError: there is no such class.
-    """
+    """Return a driver's worker, of the class given by worker_extension_cls. :raises ConfigError: there is no such class."""
     if "worker" not in driver.task_state:
         kind = _with_extension(driver.assembly.worker_extension)
         driver.task_state["worker"] = made_by("worker_extension_cls: the worker", lambda: kind(driver))
@@ -186,10 +167,8 @@ def _with_extension(place: str) -> type[Worker]:
 def collective_rpc(
     driver: EngineDriver, method: str | Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Any]:
-    """Call a method of the worker, or a function with the worker; a list of the one result, as of one for each rank.
-
-    :raises ConfigError: several ranks, a method that the worker lacks, or arguments that the method does not take.
-    """
+    """Call a worker's method, or a function with the worker; return a list of one result, as for one rank.
+    :raises ConfigError: several ranks, a method that the worker lacks, or arguments that the method does not take."""
     ranks = driver.assembly.settings.parallel_config.tensor_parallel_size if driver.assembly.settings else 1
     if ranks > 1:
         raise ConfigError("collective_rpc", "tensor_parallel_size=1, whose one rank is this process", ranks)

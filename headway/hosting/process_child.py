@@ -1,7 +1,4 @@
-"""The child process of an engine, which loads the model, runs the engine in a thread, and does the parent's tasks.
-
-`headway.hosting.process_host` is the parent's side.
-"""
+"""The child process of an engine (parent: `process_host`): loads the model, runs the engine in a thread, does tasks."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ from headway.hosting.host import EngineDeadError, EngineThread
 from headway.hosting.process_messages import EngineFault, EngineReady, Failed, RunTask, StartEngine, StepOutputs, TaskResult
 from headway.machine.process import SWITCH_INTERVAL
 
-_SIGN_INTERVAL = 1.0
-"""Seconds after which a step without outputs is told of, too, so that the parent sees that the engine is not stuck."""
+_SIGN_INTERVAL = 1.0  # Seconds after which a step without outputs is reported, so that the engine is not thought stuck
 
 
 class EngineChild:
@@ -36,10 +32,8 @@ class EngineChild:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._host: EngineThread | None = None
-        self._next_sign = 0.0
-        """When the parent is told of a step even if it has brought nothing."""
-        self._left = Event()
-        """Set when the parent has closed its end of the wire, or has ended."""
+        self._next_sign = 0.0  # When the parent is told of a step even if it has brought nothing
+        self._left = Event()  # Set when the parent has closed its end of the wire, or has ended
 
     def run(self) -> None:
         """Load the model, and serve the parent."""

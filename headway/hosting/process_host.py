@@ -38,28 +38,18 @@ log = logging.getLogger("headway")
 
 T = TypeVar("T")
 
-_UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)
-"""Exceptions of pickle for an object that cannot be pickled."""
-_END_SECONDS: Final = 20.0
-"""Seconds for the process to end by itself: a step may run, and files may have to be written."""
+_UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)  # Exceptions of pickle for what cannot be pickled
+_END_SECONDS: Final = 20.0  # Seconds for the process to end by itself: a step may run, and files may have to be written
 
 
 class _WaitingTask(NamedTuple):
-    """A task that the child has been sent."""
-
     future: Future[Any]
-    since: float
-    """When, by time.monotonic."""
-    concurrently: bool
-    """Whether it is done beside the steps, and not between two of them."""
+    since: float  # When, by time.monotonic
+    concurrently: bool  # Whether it is done beside the steps, and not between two of them
 
 
 class EngineProcess(EngineHost):
-    """Runs an engine in a child process, which ends with this process, whatever ends that.
-
-    Where a fault ends the engine, another one may be started. Requests that the fault has ended are not run again; new ones are
-    refused until the model is loaded.
-    """
+    """Runs an engine in a child process, which ends with this one. After a fault another may start, without the old requests."""
 
     def __init__(self, make: Callable[[], EngineDriver], spawned: SpawnedEngine | None = None, restarts: int = 0) -> None:
         """Have the child load the model, and wait for that.
@@ -72,11 +62,9 @@ class EngineProcess(EngineHost):
         """
         self._make = make
         self._restarts = self._left = restarts
-        self._guard = Lock()
-        """Protects `error`, `is_restarting`, `_stopped` and `_waiting`."""
+        self._guard = Lock()  # Protects `error`, `is_restarting`, `_stopped` and `_waiting`
         self._stopped = False
-        self._fault: EngineDeadError | None = None
-        """Why the last engine has ended."""
+        self._fault: EngineDeadError | None = None  # Why the last engine has ended
         self._waiting: dict[int, _WaitingTask] = {}
         self._numbers = count()
         self._clients: list[tuple[Listener, Callable[[EngineDeadError], None]]] = []
@@ -89,8 +77,7 @@ class EngineProcess(EngineHost):
         self._process = spawned.process
         self._wire = spawned.wire
         self._num_sequences = 0, 0
-        self._heard = time.monotonic()
-        """When the child sent its last message; while it steps, there is one each second at least."""
+        self._heard = time.monotonic()  # When the child sent its last message; while it steps, there is one each second at least
         try:
             ready = self._begin()
             tokenizer = None if ready.tokenizer_folder is None else read_tokenizer(ready.tokenizer_folder)
@@ -134,20 +121,16 @@ class EngineProcess(EngineHost):
         self._clients.append((listener, died))
 
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
-        """See EngineHost."""
         self._clients = [each for each in self._clients if each[0] != listener]
         unfinished()  # the engine has ended, and they with it
 
     def run_between_steps(self, task: Task[T]) -> Future[T]:
-        """See EngineHost."""
         return self._send_task(task, concurrently=False)
 
     def run_concurrently(self, task: Task[T]) -> Future[T]:
-        """See EngineHost."""
         return self._send_task(task, concurrently=True)
 
     def stop(self) -> None:
-        """See EngineHost."""
         with self._guard:
             self._stopped = True
             if self.is_restarting:
@@ -183,7 +166,6 @@ class EngineProcess(EngineHost):
         return future
 
     def _read(self, wire: Wire) -> None:
-        """Handle the messages of a child, until the child ends."""
         try:
             while True:
                 message = wire.receive()

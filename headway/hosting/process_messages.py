@@ -115,10 +115,7 @@ class SpawnedEngine(NamedTuple):
 
 
 def spawn_engine() -> SpawnedEngine:
-    """Start the process of an engine: a new Python, which finds the modules that this one finds.
-
-    :raises OSError: the system starts no more processes.
-    """
+    """Start the engine's process, with this one's module path. :raises OSError: the system starts no more processes."""
     near, far = socket.socketpair()
     with far:
         process = subprocess.Popen(

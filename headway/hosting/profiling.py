@@ -18,12 +18,10 @@ from headway.core.engine.data.stats import EngineStats, ProfilerRanges, no_range
 from headway.core.engine.data.step import OutputDelta
 from headway.hosting.driver import EngineDriver
 
-_MOST_KERNELS: Final = 12
-"""Kernels that a profile lists."""
+_MOST_KERNELS: Final = 12  # Kernels that a profile lists
 
 
 MOST_STEPS: Final = 1000
-"""Steps that a trace may have."""
 
 
 class ProfileRequest(BaseModel):
@@ -34,7 +32,6 @@ class ProfileRequest(BaseModel):
     skip_steps: int = Field(default=50, ge=0)
     """Steps before the trace begins, so that the trace shows the middle of a load and not its start."""
     num_steps: int = Field(default=20, ge=1, le=MOST_STEPS)
-    """Steps of the trace."""
     nvtx: bool = False
     """Mark the parts of those steps for Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`), and write no trace: only
     one program at a time can trace a GPU."""
@@ -115,10 +112,7 @@ class StepProfiler:
         )
 
     def write_trace(self) -> str | None:
-        """Write the trace, in any thread, and return its path; None where there is no trace.
-
-        :raises ConfigError: the folder cannot be written to.
-        """
+        """Write the trace, from any thread, and return its path, if any. :raises ConfigError: the folder is not writable."""
         if self._found is None:
             return None
         path = self._folder / f"headway-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}.trace.json.gz"
@@ -130,7 +124,6 @@ class StepProfiler:
         return str(path)
 
     def _stepped(self, _: list[OutputDelta]) -> tuple[tuple[str, int | None], ...]:
-        """Count a step, and begin or end the trace."""
         self._num_steps += 1
         if self._before_trace is None and self._num_steps == self._request.skip_steps:
             self._begin_trace()

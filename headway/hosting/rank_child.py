@@ -16,7 +16,6 @@ class GiveBackNowAndThen:
         self._next = time.monotonic() + GIVE_BACK_INTERVAL
 
     def __call__(self) -> None:
-        """Called after each step."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + GIVE_BACK_INTERVAL

@@ -17,10 +17,7 @@ WIDTH = 80
 
 
 def stats_line(now: EngineSnapshot, before: EngineSnapshot) -> str:
-    """Write one line: the state at this moment, and the counts since `before`, without those that are zero.
-
-    Its last parts are left out where it would be longer than 80 columns.
-    """
+    """Return one line of at most 80 columns: the state now, and the counts since `before` that are not zero."""
     done = now.totals - before.totals
     kept = f", host {now.num_offloaded_blocks:,}" if now.num_offloaded_blocks else ""
     parts = [
@@ -91,10 +88,7 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
 
 
 def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
-    """Return one line under an answer: its tokens per second after the first one, and the backends that computed it.
-
-    done: counters of the answer's steps. more: option or command that shows more.
-    """
+    """Return an answer's tokens per second after the first, and its backends. done: its counters. more: where to see more."""
     tokens, metrics = sum(len(each.token_ids) for each in output.outputs), output.metrics
     seconds = (metrics.finished_time or metrics.arrival_time) - metrics.arrival_time - metrics.time_to_first_token
     served: dict[str, list[str]] = {"prefill": [], "extend": [], "decode": []}
@@ -111,7 +105,6 @@ class StatsLog:
     """Logs the `stats_line` of an engine at most once in an interval, while the engine steps."""
 
     def __init__(self, engine: EngineLoop, interval: float) -> None:
-        """interval: seconds from one line to the next."""
         log.setLevel(logging.INFO)  # who asks for the lines wants them at any level of the other messages
         self._interval = interval
         self._last = engine.snapshot()

@@ -69,20 +69,15 @@ class _OfThread(threading.local):
         """A backend's instances keep buffers, and arguments of a launch, for one thread at a time."""
         self.maskless: dict[tuple[int, int, int], Visibility] = {}
         """The visibility of the last call without a mask, by batch, queries and keys; the layers of a step share it."""
-        self.layer = 0
-        """The last layer of a step of continuous batching that was called."""
-        self.visibilities: dict[tuple[int, ...], Visibility] = {}
-        """The visibilities of that step, by the place of their lengths."""
+        self.layer = 0  # The last layer of a step of continuous batching that was called
+        self.visibilities: dict[tuple[int, ...], Visibility] = {}  # The visibilities of that step, by the place of their lengths
 
 
 _KEPT = _OfThread()
 
 
 def serving(kind: LayerKind) -> tuple[AttentionSpec, Selector]:
-    """The spec and the selector of a kind of layer. `auto` obeys the crossover table that was kept for it, and measures nothing.
-
-    :raises HeadwayError: the request cannot be served, with the reasons.
-    """
+    """Return a layer kind's spec and selector; `auto` uses only cached crossover tables. :raises HeadwayError: unsupported."""
     known = _KEPT.kinds.get(kind)
     if known is None:
         own = kind._asdict()
@@ -115,7 +110,6 @@ class PlannedPart(NamedTuple):
     tokens: Tensor | None
     """int64: indices of the share's tokens among the packed ones; None: all."""
     reads: bool
-    """Whether the backend reads the cache."""
 
 
 @dataclass(slots=True)
@@ -140,10 +134,7 @@ class StepAttention:
     def of(
         cls, visibility: Visibility, spec: AttentionSpec, selector: Selector, query: Tensor, key: Tensor, value: Tensor
     ) -> StepAttention:
-        """Choose backends, lay out blocks, and plan.
-
-        query: [batch, num_heads, q_length, head_dim]. key, value: the cache's tensors as they are.
-        """
+        """Choose backends, lay out blocks, plan. query: [batch, num_heads, q_length, head_dim]. key, value: cache tensors."""
         shares = BackendShare.all_of(visibility.rows, selector, spec)
         blocks = Blocks.of(key, value, shares, selector.selection.block_size)
         padded = visibility.padded
@@ -165,10 +156,7 @@ class StepAttention:
         )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute attention of a layer of this kind; returns [batch, q_length, num_heads, v_head_dim].
-
-        :raises UnsupportedError: a backend that cannot read such a cache, with the reasons.
-        """
+        """Return attention [batch, q_length, num_heads, v_head_dim]. :raises UnsupportedError: no backend reads such a cache."""
         batch, length, heads, dim = self.shape
         out = query.new_empty((batch * length, heads, dim))
         if self.padded:
@@ -247,10 +235,8 @@ except ImportError as error:
     raise ConfigError(
         "headway.integrations.transformers", f"transformers {WORKS}", f"{transformers.__version__} ({error})"
     ) from error
-_RESERVED = ("flash", "sdpa", "flex_attention")
-"""Words that transformers searches names for."""
-_REQUESTS: dict[str, str] = {}
-"""Registered name -> request; global, as transformers' own registry."""
+_RESERVED = ("flash", "sdpa", "flex_attention")  # Words that transformers searches names for
+_REQUESTS: dict[str, str] = {}  # Registered name -> request; global, as transformers' own registry
 _REFUSED = {
     "dropout": "no dropout (training)",
     "output_attentions": "no weights",
@@ -363,10 +349,7 @@ def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
 
 
 def _packed(layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Visibility:
-    """The visibility of a call of continuous batching, whose sequences are packed; layers of one kind share it in a step.
-
-    :raises ConfigError: the call is being captured in a CUDA graph, or has block tables.
-    """
+    """Return the visibility of packed sequences in continuous batching, shared in a step. :raises ConfigError: unsupported."""
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ConfigError("continuous batching", "use_cuda_graph=False", "a capture", "ContinuousBatchingConfig has it")
     if options.get("block_table") is not None:

@@ -45,10 +45,8 @@ class Machine:
     torch_cuda: str | None
     """The CUDA version torch was built for; None: a build without CUDA."""
     cuda_works: bool
-    """True where torch can use a GPU now."""
     cores: int
     threads: int
-    """CPU threads that torch uses."""
     memory_gib: float
     model_cache: str
     kernel_cache: tuple[tuple[str, str], ...] = ()
@@ -224,10 +222,7 @@ def library(extra: str) -> str:
 
 
 def advise(extra: str, support: Support, devices: Collection[str] | None, machine: Machine) -> Advice:
-    """Advise what makes an unavailable backend available.
-
-    extra: of its BackendInfo. devices: the device types that it claims to run on; None where its module does not load.
-    """
+    """Return how to make a backend available. extra: of its BackendInfo. devices: types it runs on; None: no import."""
     name = library(extra)
     package = PACKAGES.get(name)
     hints = "; ".join(reason.hint for reason in support.reasons if reason.hint and "pip install" not in reason.hint)
@@ -278,7 +273,6 @@ def build_jobs(machine: Machine, build_gib: int) -> int:
 _AGAIN = " && headway doctor"
 
 NO_GPU: Final = Advice("needs an NVIDIA GPU; nothing to install")
-"""Advice on a machine without a GPU."""
 
 
 def _gpu_in_the_way(package: Package | None, machine: Machine) -> Advice | None:
@@ -360,10 +354,7 @@ def _from_wheel(folder: str, release: str, file: str, variable: str) -> tuple[st
 
 
 def _flash_attn_3(machine: Machine, found: str) -> Advice:
-    """Advise to take FlashAttention 3, which has no wheel of its own, out of vLLM's wheel without installing that.
-
-    found: hints of the libraries that were found and refused.
-    """
+    """Return how to take FlashAttention 3, which has no wheel, from vLLM's wheel. found: hints of the refused libraries."""
     torch = ".".join(machine.torch.split("+")[0].split(".")[:2])
     release = FA3_WHEELS.get(torch) if (machine.torch_cuda or "").startswith("13.") else None
     source = "build the folder hopper of https://github.com/Dao-AILab/flash-attention: nvcc, an hour"

@@ -24,8 +24,7 @@ SWITCH_INTERVAL: Final = 0.0005
 """Interval in seconds of sys.setswitchinterval where a thread steps an engine: threads wait this long for one another at most.
 Python's own 5 ms are longer than a step."""
 _SAMPLE_SECONDS = 0.1
-_BUSY_PERCENT = 50.0
-"""Load of a core above which it is not free: two torch threads on one free core are several times slower than one."""
+_BUSY_PERCENT = 50.0  # Load of a core above which it is not free: two torch threads on one core are several times slower
 
 
 def free_cores() -> int:
@@ -40,10 +39,7 @@ def free_cores() -> int:
 
 
 def set_threads(num_threads: int | None = None, num_ranks: int = 1) -> int:
-    """Set and return the number of torch's threads: `num_threads`, else $OMP_NUM_THREADS, else the number of free cores.
-
-    num_ranks: processes that share this number, each of which has one at least.
-    """
+    """Set and return torch's thread count: `num_threads`, else $OMP_NUM_THREADS, else free cores. num_ranks: share it evenly."""
     import torch  # here: the process of a rank imports this module before torch
 
     if num_threads is None and os.environ.get("OMP_NUM_THREADS"):

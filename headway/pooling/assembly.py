@@ -70,14 +70,10 @@ class PoolingAssembly(NamedTuple):
     model: LoadedPoolingModel
     engine: PoolingEngine
     start: PartClock
-    """Where the seconds of this start went."""
 
 
 def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry | None = None) -> PoolingAssembly:
-    """Load a model and make its engine. registry: of `checked_registry`, where that was asked for before.
-
-    :raises HeadwayError: a mistake that the caller can put right, in one line.
-    """
+    """Load a model and make its engine. registry: a checked one, or None. :raises HeadwayError: a mistake of the caller."""
     _refuse_generating(args)
     config = args.engine_config()
     registry = checked_registry(args) if registry is None else registry
@@ -161,10 +157,7 @@ class PoolingClient:
         self._lock = Lock()
 
     def run(self, job: PoolingJob[Output], use_tqdm: bool = False) -> list[Output]:
-        """Run a job to its end.
-
-        :raises BackendError: a backend raised.
-        """
+        """Run a job to its end. :raises BackendError: a backend raised."""
         with self._lock, tqdm(total=len(job.texts), desc="Processed texts", disable=not use_tqdm) as bar:
             rows = self.engine.run(job.texts, bar.update)
         return job.finish(rows)
@@ -176,11 +169,8 @@ class PoolingClient:
         return ConfigError("LLM", "a model that generates text", got, f"{methods} answer for it; runner='generate' insists")
 
 
-_TOKENISERS = 2
-"""Threads that tokenise; the tokenizer's native code does not hold Python's lock."""
-_BATCHES = 4
-"""Batches' worth of tokens that the engine is handed at a time: enough to pack texts of like lengths, little enough that a short
-request does not wait for the end of a long one."""
+_TOKENISERS = 2  # Threads that tokenise; the tokenizer's native code does not hold Python's lock
+_BATCHES = 4  # Batches' worth of tokens per round: enough to pack like lengths, few enough not to delay short requests
 
 
 @dataclass(eq=False)
@@ -190,8 +180,7 @@ class _Waiting:
     texts: Sequence[EncodedText]
     future: Future[list[Tensor]]
     rows: list[Tensor] = field(default_factory=list)
-    begun: int = 0
-    """Texts that were handed to the engine."""
+    begun: int = 0  # Texts that were handed to the engine
 
 
 class AsyncPooling:
@@ -205,18 +194,14 @@ class AsyncPooling:
         self._waiting: deque[_Waiting] = deque()
         self._changed = Condition()
         self._stopped = False
-        self._since: float | None = None
-        """When the round that runs has begun."""
+        self._since: float | None = None  # When the round that runs has begun
         self._tokenisers = ThreadPoolExecutor(_TOKENISERS, "headway-tokenise")
         self._thread = Thread(target=self._run, name="headway-pooling", daemon=True)
         self._thread.start()
 
     async def run(self, make: Callable[[], PoolingJob[Output]]) -> tuple[list[Output], int]:
-        """Make a job in a thread, run it, and return its outputs and its tokens. A caller that is cancelled drops its texts.
-
-        :raises HeadwayError: the arguments cannot work, or a backend raised.
-        :raises EngineDeadError: the engine has been stopped.
-        """
+        """Run a job in a thread; return outputs and tokens. :raises HeadwayError: bad arguments, or a backend raised.
+        :raises EngineDeadError: the engine has been stopped."""
         loop = asyncio.get_running_loop()
         self._check_running()
         job = await loop.run_in_executor(self._tokenisers, make)
@@ -224,10 +209,7 @@ class AsyncPooling:
         return await loop.run_in_executor(self._tokenisers, partial(job.finish, rows)), job.num_tokens
 
     def check_health(self, step_timeout: float) -> None:
-        """Check that the engine can serve. step_timeout: seconds that a round of batches may take.
-
-        :raises EngineDeadError: it has been stopped, or is stuck.
-        """
+        """Check that the engine serves. step_timeout: seconds per round. :raises EngineDeadError: it stopped or is stuck."""
         self._check_running()
         since = self._since
         if since is not None and time.monotonic() - since > step_timeout:

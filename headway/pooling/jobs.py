@@ -64,11 +64,7 @@ class PoolingJobs:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[EmbeddingRequestOutput]:
-        """Embed prompts; see `LLM.embed`.
-
-        :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a model that scores, or a length that its embeddings may not be cut to.
-        """
+        """Embed prompts; see `LLM.embed`. :raises PromptError: bad length. :raises ConfigError: a model or size without it."""
         self._check_embeds("embed")
         self._check_dimensions(dimensions)
         texts = self._texts(prompts, truncate_prompt_tokens)
@@ -90,11 +86,7 @@ class PoolingJobs:
     def classify(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ClassificationRequestOutput]:
-        """Classify prompts; see `LLM.classify`.
-
-        :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a model that embeds.
-        """
+        """Classify prompts; see `LLM.classify`. :raises PromptError: bad length. :raises ConfigError: a model that embeds."""
         if self.model.task != "score" or self.model.score_prompt is not None:
             hint = "task='score' says that a model is one" if self.model.task == "embed" else self._instead()
             raise ConfigError("classify", "a sequence classifier", self.model.name, hint)
@@ -105,11 +97,7 @@ class PoolingJobs:
     def reward(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[PoolingRequestOutput]:
-        """Reward the tokens of prompts, or their steps; see `LLM.reward`.
-
-        :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a model that says nothing of single tokens.
-        """
+        """Reward tokens or steps of prompts; see `LLM.reward`. :raises PromptError: bad length. :raises ConfigError: no such."""
         if self.model.task != "reward":
             need = "a reward model, or a classifier of tokens"
             raise ConfigError("reward", need, f"{self.model.name}, which says one thing of a whole text", self._instead())
@@ -133,12 +121,8 @@ class PoolingJobs:
         return PoolingJob(texts, finish)
 
     def pooling_task(self, asked: str | None) -> str:
-        """vLLM's word for what is to be done with texts: embed, classify, token_embed or token_classify.
-
-        asked: one of these; None or encode: what the model is for.
-
-        :raises ConfigError: another word. Whether the model can do it is checked by the job.
-        """
+        """Return vLLM's task: embed, classify, token_embed or token_classify. asked: one; None or encode: the model's.
+        :raises ConfigError: another word. Whether the model can do it is checked by the job."""
         if asked in (None, "encode"):
             return _OF_MODELS[self.model.task]
         if asked in _WORDS:
@@ -148,11 +132,7 @@ class PoolingJobs:
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ScoringRequestOutput]:
-        """Score documents for queries; see `LLM.score`.
-
-        :raises PromptError: a pair that is too long.
-        :raises ConfigError: no texts, or numbers of them that do not fit.
-        """
+        """Score documents for queries; see `LLM.score`. :raises PromptError: too long. :raises ConfigError: no fitting texts."""
         pairs, labels = _pairs(queries, documents), self.model.network.size
         if self.model.task == "embed":
             return self._similarities(pairs, truncate_prompt_tokens)

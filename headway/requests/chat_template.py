@@ -19,8 +19,7 @@ from headway.requests.tool_use import with_parameters
 
 _VARIABLES: Final = frozenset(("documents", "tools", "add_generation_prompt", "continue_final_message"))
 """Variables of templates that are arguments of transformers' apply_chat_template, too."""
-_RENDERING: Final = frozenset(("self", "messages", "conversations"))
-"""Further names that transformers and Jinja use where they render a template."""
+_RENDERING: Final = frozenset(("self", "messages", "conversations"))  # Further names that rendering uses
 _READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+(?:\w+\.|\w+\[['\"])?content\b")
 """A template that writes the parts of a message's content itself, one behind the other."""
 
@@ -88,20 +87,14 @@ def chat_prompt(
 
 
 def list_of_messages(given: object) -> list[Any]:
-    """The items of a list of messages, or of conversations.
-
-    :raises PromptError: the argument is no list; a single message is none.
-    """
+    """Return a list of messages or conversations. :raises PromptError: it is not a list, such as a single message."""
     if isinstance(given, (Mapping, *BYTES)) or not isinstance(given, Iterable):
         raise PromptError("messages", "a list of messages", f"a {type(given).__name__}")
     return list(given)
 
 
 def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The further variables of a template, unchanged.
-
-    :raises ConfigError: the name of one is an argument of what renders the template; or the variables are no mapping.
-    """
+    """Return a template's further variables. :raises ConfigError: a name that the renderer uses itself, or no mapping."""
     if not isinstance(given, Mapping):
         raise ConfigError("chat_template_kwargs", "a mapping from names to values", f"a {type(given).__name__}")
     if not given:
@@ -120,7 +113,6 @@ def _between(template: str) -> str:
 
 
 def _message(message: Mapping[str, Any], between: str) -> dict[str, Any]:
-    """Return a message from `prepared` with one text as its content. between: separator of the texts of its parts."""
     content = message["content"]
     if not isinstance(content, str):
         content = between.join(part if isinstance(part, str) else part[TEXTS[part["type"]]] for part in content)

@@ -48,10 +48,7 @@ def template_text(tokenizer: Any) -> str:
 
 
 def text_field(part: Mapping[str, Any], name: str, place: str, optional: bool = False) -> str:
-    """Return a field that must be a text. place: of the part in its request. optional: absent and null are an empty text.
-
-    :raises PromptError: it is something else; the error names the field.
-    """
+    """Return a text field. place: its part's, for errors. optional: absent or null is "". :raises PromptError: another type."""
     value = part.get(name)
     if value is None and optional:
         return ""
@@ -99,7 +96,6 @@ def _prepared(message: Any, place: str, as_text: bool, developer: str) -> dict[s
 
 
 def _check_content(content: Any, place: str) -> None:
-    """Check that a message's content is a text, or parts that are texts."""
     if isinstance(content, str):
         return
     if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
@@ -115,7 +111,6 @@ def _check_content(content: Any, place: str) -> None:
 
 
 def _call(call: Any, place: str, as_text: bool) -> dict[str, Any]:
-    """Check a call, and make it one for a template."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         need = 'a call such as {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}'
@@ -133,10 +128,7 @@ def _call(call: Any, place: str, as_text: bool) -> dict[str, Any]:
 
 
 def call_arguments(given: Any, place: str) -> Mapping[str, Any]:
-    """Return the arguments of a call, an object or its JSON. An empty text is no arguments.
-
-    :raises PromptError: they are something else; the error names the place.
-    """
+    """Return a call's arguments from an object or its JSON; "" is none. :raises PromptError: anything else, with the place."""
     read = given
     if isinstance(given, str):
         try:
@@ -190,8 +182,7 @@ def _words(content: Any) -> str:
 
 
 Reads = Literal["calls", "reasoning"]
-_GENERAL = "hermes"
-"""The parser of calls where a model's template names no format."""
+_GENERAL = "hermes"  # The parser of calls where a model's template names no format
 
 
 @dataclass
@@ -246,7 +237,6 @@ class ChatReader:
         self._hidden = hidden
         self._marks = marks
         self.has_calls = False
-        """Whether a call has begun."""
         self.num_dropped = 0
         """Calls beyond the one that the request allows."""
         self.is_malformed = False
@@ -349,10 +339,7 @@ class ChatFormat:
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], use: ToolUse
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and tools as `chat_prompt` takes them.
-
-        :raises ConfigError: a call in a message whose arguments are no JSON object.
-        """
+        """Return messages and tools for `chat_prompt`. :raises ConfigError: a call whose arguments are not a JSON object."""
         listed = prepared(messages, self.template)
         if self.shows_tools:
             return listed, [dict(tool) for tool in use.tools] or None
@@ -361,12 +348,8 @@ class ChatFormat:
         return described(listed, use.tools, self.template), None
 
     def params(self, params: SamplingParams, use: ToolUse, prompt: Mapping[str, Any]) -> SamplingParams:
-        """Parameters for an answer in this format: forms begin behind the reasoning, and a call that must come has one.
-
-        prompt: what `chat_prompt` returned.
-
-        :raises ConfigError: a form of the answer beside a tool that must be called.
-        """
+        """Return parameters for an answer in this format. prompt: of `chat_prompt`.
+        :raises ConfigError: a form of the answer beside a tool that must be called."""
         if not self.shows_tools and use.choice == "required":  # what was not learnt has no end: such models call again and again
             use = replace(use, parallel=False)
         forms = ToolForms(self.calls, self.reasoning, self.tokens)
@@ -378,10 +361,7 @@ class ChatFormat:
         return params
 
     def reader(self, use: ToolUse, prompt: str, skip_special_tokens: bool = True) -> ChatReader | None:
-        """The reader of one completion; None: its text is its content.
-
-        prompt: in the template. skip_special_tokens: as the request has it.
-        """
+        """Return a completion's reader; None: its text is the content. prompt: rendered. skip_special_tokens: the request's."""
         context = ChatContext(prompt, use.schemas)
         active = self._parsers_for(use)
         if not active:
@@ -401,7 +381,6 @@ class ChatFormat:
         )
 
     def _parsers_for(self, use: ToolUse) -> list[ChatParserInfo]:
-        """The parsers that read the answer to a request."""
         if self.calls.whole:
             return [self.calls]
         reads_calls = use.choice == "required" or (use.choice == "auto" and self.auto)
@@ -414,10 +393,7 @@ class ChatFormat:
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None, parsers: Sequence[ChatParserInfo]) -> None:
-    """Check names of parsers before a model is loaded; see `ChatFormat.of`.
-
-    :raises ConfigError: no parser has such a name.
-    """
+    """Check names of parsers before a model is loaded; see `ChatFormat.of`. :raises ConfigError: no parser has such a name."""
     known = [*parsers, *BUILTIN]
     _named(known, "calls", tool_parser)
     _named(known, "reasoning", None if reasoning_parser == "none" else reasoning_parser)

@@ -13,8 +13,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.json_text import parse_json
 from headway.requests.prompts import Message
 
-_TRUSTED: Final = frozenset(("system", "developer", "assistant"))
-"""Roles whose messages are written by the application or by the model; what others say may come from anywhere."""
+_TRUSTED: Final = frozenset(("system", "developer", "assistant"))  # Roles that the application or the model writes
 
 
 class ControlTokens:
@@ -29,10 +28,7 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Copy a tokenizer of transformers', which takes up to a second for a large vocabulary.
-
-        :raises ConfigError: the tokenizer is not one of the tokenizers library, or cannot be copied with other names.
-        """
+        """Copy a transformers tokenizer (up to a second). :raises ConfigError: no tokenizer of the tokenizers library."""
         self._nonce = secrets.token_hex(16)
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -78,10 +74,7 @@ class ControlTokens:
         return self._hidden.sub(lambda found: bytes.fromhex(found[1]).decode(), rendered), ids
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text in which nothing is a control token.
-
-        add_special_tokens: whether the tokenizer puts its own around the text, such as BOS.
-        """
+        """Return a text's tokens, none of them a control token. add_special_tokens: add the tokenizer's own, such as BOS."""
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return found
 

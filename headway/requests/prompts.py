@@ -61,10 +61,7 @@ class ParsedPrompt:
 
 
 def parse_prompts(prompts: object) -> list[ParsedPrompt]:
-    """Read one prompt, or several in any iterable.
-
-    :raises PromptError: naming the prompt's index and the type that was found.
-    """
+    """Read one prompt, or several in any iterable. :raises PromptError: naming the prompt's index and the type that was found."""
     if isinstance(prompts, (str, Mapping)) or _dimensions(prompts) is not None:
         return _parse(prompts, 0)
     if not isinstance(prompts, Iterable) or isinstance(prompts, BYTES):
@@ -82,10 +79,7 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
 
 
 def list_of_one(prompt: Prompt) -> list[Prompt]:
-    """A list of one prompt.
-
-    :raises PromptError: a number, which in a list would be a prompt of one token.
-    """
+    """A list of one prompt. :raises PromptError: a number, which in a list would be a prompt of one token."""
     if isinstance(prompt, Integral):
         raise PromptError("prompt", FORMS, f"a {type(prompt).__name__}")
     return [prompt]
@@ -183,10 +177,7 @@ def _dimensions(value: object) -> int | None:
 
 
 def _listed(value: Any) -> Any:
-    """The elements of an array as Python's own numbers; anything else as it is.
-
-    :raises PromptError: an array without elements, such as a tensor on the device "meta".
-    """
+    """Return an array's elements as Python numbers, others unchanged. :raises PromptError: an array on the device "meta"."""
     if _dimensions(value) is None:
         return value
     try:
@@ -197,10 +188,7 @@ def _listed(value: Any) -> Any:
 
 
 def whole_text(text: str, what: str = "prompt") -> str:
-    """Return a text unchanged that can be encoded.
-
-    :raises PromptError: the text holds half of a surrogate pair: Python reads bytes of a command line that are no UTF-8 so.
-    """
+    """Return a text that can be encoded. :raises PromptError: half a surrogate pair, as from a command line that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -47,8 +47,7 @@ class Completion:
         self.error: str | None = None
         self._scores: list[float] = []
         self._logprobs: list[LogprobsByToken] = []
-        self._shown = (0, 0, False)
-        """Tokens and characters that `new_output` has handed out, and whether it has reported the end."""
+        self._shown = (0, 0, False)  # Tokens and characters that `new_output` has handed out, and whether it has reported the end
 
     @property
     def score(self) -> float:
@@ -121,7 +120,6 @@ class RequestState:
     """The state of one request: what the deltas of the engine have brought so far."""
 
     def __init__(self, request_id: str, request: CheckedRequest, tokenizer: Tokenizer, progress: Progress) -> None:
-        """progress: of the call that the request belongs to."""
         self.request_id = request_id
         self.prompt = request.prompt
         self.lora_request = request.lora_request
@@ -244,8 +242,7 @@ def by_token(found: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsByToken:
     return listed
 
 
-_REMEMBERED: Final = 8192
-"""Number of tokens whose own text is remembered; most texts consist of fewer different ones."""
+_REMEMBERED: Final = 8192  # Number of tokens whose own text is remembered; most texts consist of fewer different ones
 
 
 class OutputProcessor:
@@ -278,10 +275,7 @@ class OutputProcessor:
             state.abort()
 
     def process(self, deltas: Iterable[OutputDelta]) -> list[tuple[str, int]]:
-        """Take in the deltas that a step of the engine has returned.
-
-        Returns the completions, as key and index, that a stop text has ended: the engine is to abort them.
-        """
+        """Take in a step's deltas; return completions (key, index) that a stop text has ended, for the engine to abort."""
         now = time.perf_counter()
         stopped = []
         for delta in deltas:
@@ -292,19 +286,13 @@ class OutputProcessor:
 
 
 class DirectTokenizer:
-    """The tokenizers library below transformers' tokenizer: a quarter of the time, where transformers only passes its answer on.
-
-    Every token of every stream is decoded twice: every other call is for the token before the newest alone, whose text is
-    remembered.
-    """
+    """The tokenizers library below transformers' tokenizer, in a quarter of the time; remembers tokens' texts, asked twice."""
 
     def __init__(self, backend: Any) -> None:
-        """backend: a tokenizers.Tokenizer."""
         self._decode = backend.decode
         self._one = lru_cache(_REMEMBERED)(lambda token, skip_special_tokens: backend.decode([token], skip_special_tokens))
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """See Tokenizer."""
         if len(token_ids) == 1:
             return str(self._one(token_ids[0], skip_special_tokens))
         return str(self._decode(token_ids, skip_special_tokens)) if token_ids else ""
@@ -325,16 +313,12 @@ def fastest_decoder(tokenizer: Tokenizer | None) -> Tokenizer:
     return DirectTokenizer(tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
 
 
-_REMEMBERED_TOKENS: Final = 8192
-"""Number of pairs of tokens whose bytes are remembered."""
-_PART: Final = "\N{REPLACEMENT CHARACTER}"
-"""Text of bytes that are a part of a character."""
-_BYTE_NAME: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""Name of a token of one byte in vocabularies of sentencepiece."""
+_REMEMBERED_TOKENS: Final = 8192  # Number of pairs of tokens whose bytes are remembered
+_PART: Final = "\N{REPLACEMENT CHARACTER}"  # Text of bytes that are a part of a character
+_BYTE_NAME: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # Name of a token of one byte in vocabularies of sentencepiece
 
 
 def _byte_of_sign() -> dict[str, int]:
-    """Return the byte for each character of a name in byte-level BPE: printable Latin-1 stands for itself (GPT-2)."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
@@ -380,7 +364,6 @@ class TextBytes:
     """
 
     def __init__(self, tokens: TokenBytes, hides_special: bool) -> None:
-        """hides_special: True if the text leaves special tokens out."""
         self._tokens = tokens
         self._hidden = tokens.special if hides_special else frozenset()
         self._before: int | None = None

@@ -26,8 +26,7 @@ class RequestStream:
         self.request_id = state.request_id
         self.state = state
         self._close: Callable[[], None] | None = close
-        self._has_news = False
-        """Whether there may be something to read."""
+        self._has_news = False  # Whether there may be something to read
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
 
@@ -35,11 +34,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The next output.
-
-        :raises HeadwayError: the engine has refused the request.
-        :raises EngineDeadError: the engine has ended.
-        """
+        """Return the next output. :raises HeadwayError: the engine refused the request. :raises EngineDeadError: it has ended."""
         if not await self._wait():
             raise StopAsyncIteration
         output = self.state.next_output()
@@ -48,10 +43,7 @@ class RequestStream:
         return output
 
     async def news(self) -> list[CompletionOutput] | None:
-        """The new tokens and text of each completion: the next output of a stream of deltas, without its constant parts.
-
-        None: the stream has ended. Raises as `__anext__`.
-        """
+        """Return each completion's new tokens and text, without constant parts; None at the end. Raises as `__anext__`."""
         if not await self._wait():
             return None
         news = self.state.news()
@@ -110,10 +102,7 @@ class RequestStream:
 
 
 class Mailbox:
-    """Brings the deltas of the engine's steps to the streams of one event loop, in one call to the loop for each step.
-
-    Any thread calls `post`; the others are called on the loop.
-    """
+    """Carries each step's deltas to the streams of one event loop in one call. Any thread posts; the rest runs on the loop."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer | None, abort: Callable[[str, int | None], None]

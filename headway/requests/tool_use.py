@@ -31,17 +31,12 @@ class ToolUse:
 
     The parameters of each are the JSON schema of an object."""
     choice: Choice = "none"
-    """Whether calls may come, or must."""
     parallel: bool = True
     """Whether an answer may have several calls; a choice of one tool asks for one call."""
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None) -> ToolUse:
-        """Check what a request says of tools.
-
-        :raises ConfigError: a tool without a name, a schema that is none, two tools of one name, or a choice of a tool that is
-            not there.
-        """
+        """Check a request's tools. :raises ConfigError: a missing or repeated name, a bad schema, or an unknown choice."""
         listed = [_tool(tool, f"tools.{number}") for number, tool in enumerate(tools or ())]
         names = [tool["function"]["name"] for tool in listed]
         for name in names:
@@ -82,12 +77,7 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
 
 
 def check_function(function: Mapping[str, Any], place: str, parameters: str = "parameters") -> None:
-    """Check a function: {"name", "description", "strict"} and its parameters.
-
-    place: of the function in its request. parameters: the name of that field there.
-
-    :raises ConfigError: a field of the wrong kind; the error names it.
-    """
+    """Check a function's fields and parameters. place: its path. parameters: that field's name. :raises ConfigError: bad ones."""
     name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= 256 or any(sign.isspace() or sign in "\"'<>{}" for sign in name):
         raise ConfigError(f"{place}.name", "a name without blanks, quotes and brackets", shown(name, 80))
@@ -104,10 +94,7 @@ def check_function(function: Mapping[str, Any], place: str, parameters: str = "p
 
 
 def with_parameters(tool: Any) -> Any:
-    """Return a tool whose parameters are the JSON schema of an object, or what is not such a tool as it is.
-
-    A tool without parameters (none, null or {}) takes none, as in OpenAI's API.
-    """
+    """Return a tool with the JSON schema of its parameters' object ({}, null and none take none), or another value unchanged."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     schema = function.get("parameters") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(schema or {}, Mapping):
@@ -152,8 +139,7 @@ def _name_in(choice: Any, place: str) -> str:
 
 
 Part = dict[str, Any]
-_SPACE = r"\s{0,4}"
-"""White space between the reasoning and the answer: a small model may write spaces without end."""
+_SPACE = r"\s{0,4}"  # White space between the reasoning and the answer: a small model may write spaces without end
 _MORE: Final = ("additionalProperties", "required")
 _OF_NOTHING: Final = frozenset(("type", "properties", "title", "description", "$schema", *_MORE))
 """Keywords of a schema that names no property; with others it may allow some."""
@@ -179,9 +165,7 @@ class ToolForms:
 
     def form(self, given: StructuredOutputsParams | None, use: ToolUse, prompt: str) -> StructuredOutputsParams | None:
         """The form of an answer. given: what the request asks of an answer that is no call. prompt: in the chat template.
-
-        :raises ConfigError: a form of the answer beside a tool that must be called.
-        """
+        :raises ConfigError: a form of the answer beside a tool that must be called."""
         if use.choice == "required":
             if given is not None:
                 raise ConfigError("tool_choice", "auto or none beside response_format and structured_outputs", "required")
@@ -198,7 +182,6 @@ class ToolForms:
         return replace(given, json=None, regex=None, choice=None, grammar=None, json_object=None, structural_tag=tag)
 
     def _part_of(self, given: StructuredOutputsParams) -> Any:
-        """A form as a part of a structural tag."""
         if given.structural_tag is not None:
             try:
                 return self._told(format_of(given.structural_tag))  # type: ignore[arg-type]
@@ -303,7 +286,6 @@ class ToolForms:
         return first if first["type"] == "token" else text
 
     def _text(self, text: str) -> Part:
-        """A text in which the names of tokens are tokens."""
         pieces = [piece for piece in self._names.split(text) if piece] if self._names is not None else [text]
         parts = [{"type": "token", "token": self._tokens[each]} if each in self._tokens else _text(each) for each in pieces]
         return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}

@@ -56,12 +56,7 @@ def default_params(folder: Path, model: str = "") -> SamplingParams:
 
 
 def resolve(params: SamplingParams, tokenizer: Any, model: str) -> SamplingParams:
-    """The same parameters for the engine, which knows no texts: bad words become token ids.
-
-    tokenizer: None where the model was loaded without one.
-
-    :raises ConfigError: a parameter needs a tokenizer.
-    """
+    """Return the parameters with bad words as token ids. tokenizer: None if not loaded. :raises ConfigError: one is needed."""
     if tokenizer is None:
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name):
@@ -87,10 +82,7 @@ def word_token_ids(text: str, tokenizer: Any) -> list[tuple[int, ...]]:
 def params_of_each(
     given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
 ) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts.
-
-    :raises ConfigError: another number of them, or something else.
-    """
+    """The parameters of each of `count` prompts. :raises ConfigError: another number of them, or something else."""
     listed = _of_each("sampling_params", default if given is None else given, count)
     wrong = [type(each).__name__ for each in listed if not isinstance(each, SamplingParams)]
     if wrong:
@@ -115,10 +107,7 @@ class RequestRules(NamedTuple):
     """Classes of the processors that change every batch."""
 
     def apply(self, params: SamplingParams) -> SamplingParams:
-        """The parameters of a request for the engine, with the processors that change every batch.
-
-        :raises ConfigError: a processor refuses them.
-        """
+        """Return the engine's parameters, with the processors of every batch. :raises ConfigError: a processor refuses them."""
         for each in self.processors:
             validate = getattr(each, "validate_params", None)
             try:
@@ -130,10 +119,7 @@ class RequestRules(NamedTuple):
 
 
 def processor_class(given: object) -> type[Any]:
-    """The class that an item of the option `logits_processors` names: a class, or its place as MODULE:CLASS.
-
-    :raises ConfigError: it cannot be found, or is none.
-    """
+    """Return the class of an item of `logits_processors`, a class or MODULE:CLASS. :raises ConfigError: there is none."""
     found = given
     if isinstance(given, str):
         module, _, name = given.partition(":")
@@ -184,10 +170,7 @@ class Infill:
         """Tokens that what fills a gap does not hold: they end it."""
 
     def prompt(self, prefix: str, suffix: str, encode: Callable[[str], list[int]]) -> Prompt:
-        """The prompt whose completion fills the gap. encode: token ids of a text, without a tokenizer's own around it.
-
-        :raises PromptError: a text that is no Unicode.
-        """
+        """Return the prompt for a gap. encode: text to token ids without special tokens. :raises PromptError: invalid Unicode."""
         before, behind, middle = self._ids
         around = list(self._tokenizer("")["input_ids"])  # BOS, where the model has one; an end of text would be none of a prompt
         begun = [token for token in around if token != self._tokenizer.eos_token_id]
@@ -196,17 +179,14 @@ class Infill:
 
 
 _NO_RULES = RequestRules()
-_AT_ONCE = 8
-"""Most prompts that are checked without a thread, if they are short."""
-_SHORT = 4096
-"""Most token ids of a short prompt; checking these takes less than 50 us."""
+_AT_ONCE = 8  # Most prompts that are checked without a thread, if they are short
+_SHORT = 4096  # Most token ids of a short prompt; checking these takes less than 50 us
 
 
 class TextModel(NamedTuple):
     """The part of a model that reading and writing texts needs."""
 
     name: str
-    """The name that the model was loaded by."""
     folder: Path
     tokenizer: Any
     """transformers' tokenizer; None: token ids in, token ids out."""
@@ -230,13 +210,8 @@ class RequestValidator:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         streamed: bool = False,
     ) -> list[CheckedRequest]:
-        """Parse, tokenise and check every prompt of a call: all of them, before any of them runs. See `LLM.generate`.
-
-        streamed: outputs are shown as they grow.
-
-        :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a parameter, a priority or an adapter that cannot work.
-        """
+        """Parse, tokenise and check all prompts of a call (`LLM.generate`). streamed: outputs are shown as they grow.
+        :raises PromptError: an empty or too long prompt. :raises ConfigError: a bad parameter, priority or adapter."""
         parsed = parse_prompts(prompts)
         params = params_of_each(sampling_params, len(parsed), self._default_params)
         priorities = _of_each("priority", 0 if priority is None else priority, len(parsed))
@@ -248,25 +223,16 @@ class RequestValidator:
         ]
 
     def chat_prompt(self, messages: str | Sequence[Message], *, split_special_tokens: bool = False, **options: Any) -> Prompt:
-        """A conversation in the model's chat template; see `chat_template.chat_prompt`.
-
-        split_special_tokens: the names of control tokens in messages of users and tools are text.
-        """
+        """Render a conversation; see `chat_template.chat_prompt`. split_special_tokens: control names in contents are text."""
         control_tokens = self.control_tokens if split_special_tokens else None
         return chat_prompt(self.tokenizer, self.model.name, messages, control_tokens=control_tokens, **options)
 
     def text_prompt(self, text: str, add_special_tokens: bool = True) -> Prompt:
-        """A text as {"prompt": text, "prompt_token_ids": ids}, in which the names of control tokens are text.
-
-        :raises ConfigError: the model's tokenizer cannot do that.
-        """
+        """Tokenise a text, control names as text: {"prompt", "prompt_token_ids"}. :raises ConfigError: unsupported tokenizer."""
         return {"prompt": text, "prompt_token_ids": self.control_tokens.encode_text(whole_text(text), add_special_tokens)}
 
     def infill_prompt(self, prefix: str, suffix: str, split_special_tokens: bool = False) -> Prompt:
-        """The prompt whose completion stands between two texts. split_special_tokens: the names of control tokens are text.
-
-        :raises ConfigError: the model cannot do that.
-        """
+        """Return the prompt for a gap between texts. split_special_tokens: control names are text. :raises ConfigError: none."""
 
         def encode(text: str) -> list[int]:
             if split_special_tokens:
@@ -277,10 +243,7 @@ class RequestValidator:
 
     @cached_property
     def infill(self) -> Infill:
-        """What writes prompts with a gap.
-
-        :raises ConfigError: the model's tokenizer has no tokens for that.
-        """
+        """What writes prompts with a gap. :raises ConfigError: the model's tokenizer has no tokens for that."""
         return Infill(self.tokenizer, self.model.name)
 
     @cached_property
@@ -352,10 +315,7 @@ class RequestNames:
         self._guard = Lock()
 
     def claim(self, request_id: str | None = None) -> RequestName:
-        """Take an id for a request until `release`. request_id: None: any free one.
-
-        :raises ConfigError: the id is taken, or no text.
-        """
+        """Claim a request id until `release`; None takes a free one. :raises ConfigError: the id is taken, or not a text."""
         with self._guard:
             if request_id is None:
                 request_id = key = next(each for each in self._numbers if each not in self._ids)

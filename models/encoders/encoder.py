@@ -36,7 +36,6 @@ class EncoderNames:
     down: str
     mlp_norm: str
     positions: str | None = None
-    """A table of learned positions."""
     token_types: str | None = None
     norm: str | None = None
     """A norm behind the last layer."""
@@ -198,7 +197,6 @@ class NormFirstLayer(EncoderLayer):
 
 
 def _positions(config: EncoderConfig, weights: WeightSource) -> Tensor | None:
-    """The rows of learned positions from that of position 0 on."""
     if config.names.positions is None:
         return None
     rows = config.max_position_embeddings + config.position_offset

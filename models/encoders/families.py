@@ -36,7 +36,6 @@ class EncoderFamily:
     read: Callable[[Any], EncoderConfig]
     head: ClassifierNames
     token_head: ClassifierNames = ClassifierNames(out="classifier")
-    """The head of a classifier of tokens."""
     head_activation: Callable[[Any], str] = lambda config: "tanh"
     head_bias: Callable[[Any], bool] = lambda config: True
     head_pooling: Callable[[Any], Literal["cls", "mean"]] = lambda config: "cls"
@@ -50,11 +49,7 @@ class EncoderFamily:
 
 
 def read_encoder_config(config: Any) -> EncoderConfig:
-    """Read a transformers configuration of one of ENCODERS.
-
-    :raises BeyondDecoderError: something that Headway's encoder does not compute.
-    :raises ModelError: an impossible number.
-    """
+    """Read the configuration of one of ENCODERS. :raises BeyondDecoderError: unsupported. :raises ModelError: a bad number."""
     if config.hidden_size % config.num_attention_heads:
         need = f"a divisor of hidden_size={config.hidden_size}"
         raise ModelError(f"num_attention_heads: needs {need}, got {config.num_attention_heads}")

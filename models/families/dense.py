@@ -123,10 +123,7 @@ GPT2_NAMES = TensorNames(
     ignored=(".attn.bias", ".attn.masked_bias"),
 )
 OLMO2_NAMES = TensorNames(
-    attention_norm=None,
-    attention_post_norm="post_attention_layernorm",
-    mlp_norm=None,
-    mlp_post_norm="post_feedforward_layernorm",
+    attention_norm=None, attention_post_norm="post_attention_layernorm", mlp_norm=None, mlp_post_norm="post_feedforward_layernorm"
 )
 OPT_NAMES = TensorNames(
     embed="model.decoder.embed_tokens",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
@@ -80,7 +80,7 @@ def deepseek_experts(config: Any) -> dict[str, Any]:
     """DeepSeek-V2 and V3 (Moonlight): dense layers first, then experts with shared ones beside them."""
     third = config.model_type == "deepseek_v3"
     method = getattr(config, "topk_method", "greedy")
-    expected: Literal["softmax", "sigmoid"] = "sigmoid" if third else "softmax"
+    expected = "sigmoid" if third else "softmax"
     scoring = getattr(config, "scoring_func", None) or expected
     if not third and method not in ("greedy", "group_limited_greedy"):
         raise BeyondDecoderError(f"topk_method: needs greedy or group_limited_greedy, got {method!r}")
@@ -94,37 +94,24 @@ def deepseek_experts(config: Any) -> dict[str, Any]:
         raise BeyondDecoderError(f"mlp_bias: needs false for {config.model_type}, got true")
     if getattr(config, "moe_layer_freq", 1) != 1:
         raise BeyondDecoderError(f"moe_layer_freq: needs 1, got {config.moe_layer_freq!r}")
-    grouped = third or method == "group_limited_greedy"
-    experts = ExpertsConfig(
+    experts = sigmoid_experts(config, third, third or method == "group_limited_greedy")
+    return {"experts": experts, "dense_layers": range(config.first_k_dense_replace)}
+
+
+def sigmoid_experts(config: Any, third: bool = True, grouped: bool = True) -> ExpertsConfig:
+    """DeepSeek-V3's experts, as families with other keys for the rest have them too (Kimi-Linear). third: else V2's."""
+    return ExpertsConfig(
         num_experts=_count(config),
         top_k=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,
         shared_intermediate_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
-        scoring=expected,
+        scoring="sigmoid" if third else "softmax",
         renormalize=third and bool(config.norm_topk_prob),
         scale=float(config.routed_scaling_factor),
         num_groups=config.n_group if grouped else 1,
         top_k_groups=config.topk_group if grouped else 1,
         group_score="top2" if third else "max",
         correction_bias=third,
-    )
-    return {"experts": experts, "dense_layers": range(config.first_k_dense_replace)}
-
-
-def sigmoid_experts(config: Any) -> ExpertsConfig:
-    """DeepSeek-V3's experts, as families with other keys for the rest have them (Kimi-Linear)."""
-    return ExpertsConfig(
-        num_experts=_count(config),
-        top_k=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        shared_intermediate_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
-        scoring="sigmoid",
-        renormalize=bool(config.norm_topk_prob),
-        scale=float(config.routed_scaling_factor),
-        num_groups=config.n_group,
-        top_k_groups=config.topk_group,
-        group_score="top2",
-        correction_bias=True,
     )
 
 

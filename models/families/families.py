@@ -34,7 +34,6 @@ class Family:
     windowed: bool = True
     """Whether the family obeys sliding_window, in the layers of that type where layer_types tells types."""
     partial_rotary: bool = False
-    """Whether it obeys partial_rotary_factor."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -71,9 +70,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, windowed=False, partial_rotary=True),
     "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
     "starcoder2": Family(
-        "Starcoder2ForCausalLM",
-        lambda config: dense.layer_norm(config.use_bias, config.norm_epsilon),
-        dense.STARCODER2_NAMES,
+        "Starcoder2ForCausalLM", lambda config: dense.layer_norm(config.use_bias, config.norm_epsilon), dense.STARCODER2_NAMES
     ),
 }
 """Families by model_type. SmolLM and SmolLM2 are Llama."""
@@ -99,11 +96,8 @@ def known_architectures() -> str:
 
 
 def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfig:
-    """Read a transformers PretrainedConfig, or what `plain_config` makes of a file. longest: see `read_rope`.
-
-    :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute.
-    :raises ModelError: an impossible number.
-    """
+    """Read a PretrainedConfig or a `plain_config`. longest: see `read_rope`. :raises ModelError: an impossible number.
+    :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute."""
     kind = config.model_type
     if kind not in FAMILIES:
         named = ", ".join(config.architectures or [kind])
@@ -151,11 +145,7 @@ def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfi
 
 
 def _checked_activation(config: Any, read: Mapping[str, Any], routed: bool) -> Activation:
-    """Return the activation of the MLPs in our terms. routed: True if a layer has experts.
-
-    :raises BeyondDecoderError: one that the decoder does not compute everywhere.
-    :raises ModelError: an impossible epsilon of the norms.
-    """
+    """Return the MLPs' activation. routed: a layer has experts. :raises BeyondDecoderError, ModelError: unsupported."""
     named, eps = read["activation"], read["norm_eps"]
     field = _field_of(config, _ACTIVATION_FIELDS, named)
     if named not in ACTIVATION_NAMES:
@@ -179,10 +169,7 @@ _EPSILON_FIELDS = ("norm_epsilon", "layer_norm_epsilon", "norm_eps", "rms_norm_e
 
 
 def _check_convolution(config: Any, state: StateConfig | None) -> None:
-    """Check the activation behind the convolution of layers with a state, for which transformers reads a field of the MLPs.
-
-    :raises BeyondDecoderError: another one than silu.
-    """
+    """Check the convolution's activation, which transformers takes from the MLPs. :raises BeyondDecoderError: not silu."""
     if state is None or not state.spec.conv_channels or state.spec.activation != "silu":
         return
     field = "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act"
@@ -199,10 +186,7 @@ def _layers(
     parts: Sequence[LayerConfig] | None,
     longest: int | None,
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
-    """Each layer with its window and rotary embedding, and the different ones of the latter.
-
-    rotated: None: all layers of attention are. parts: what the layers are made of, where they are not all alike.
-    """
+    """Return layers with windows and rotary embeddings, and the embeddings. rotated: None for all. parts: if unequal."""
     count = config.num_hidden_layers
     if parts is None:
         kinds, parts = getattr(config, "layer_types", None) or [_SLIDING] * count, [LayerConfig()] * count

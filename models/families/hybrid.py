@@ -234,10 +234,7 @@ def gated_delta(config: Any, beta_scale: float = 1.0) -> StateConfig:
 
 
 def parts_of(kinds: Sequence[object] | None, known: Mapping[str, Known], key: str = "layer_types") -> list[Known]:
-    """What each layer is made of, by its kind.
-
-    :raises BeyondDecoderError: no list, or a kind of layer that the decoder does not compute, with the first layer of it.
-    """
+    """Return each layer's parts by kind. :raises BeyondDecoderError: no list, or an unsupported kind, with its first layer."""
     if kinds is None:
         raise BeyondDecoderError(f"{key}: needs {' or '.join(known)} for each layer, got none")
     for index, kind in enumerate(kinds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +17,21 @@ from headway.models.families.experts import sigmoid_experts
 from headway.models.families.hybrid import LINEAR_OR_FULL, STATE, parts_of, state_dtype
 
 _SECTIONS = ("z", "x", "B", "C", "dt")
-_MAMBA2 = StateNames(
-    inputs=(("mamba.in_proj", _SECTIONS),),
-    conv=("mamba.conv1d",),
-    A_log="mamba.A_log",
-    dt_bias="mamba.dt_bias",
-    D="mamba.D",
-    out_norm="mamba.norm",
-    out="mamba.out_proj",
-)
+
+
+def _mamba2_names(module: str) -> StateNames:
+    return StateNames(
+        inputs=((f"{module}.in_proj", _SECTIONS),),
+        conv=(f"{module}.conv1d",),
+        A_log=f"{module}.A_log",
+        dt_bias=f"{module}.dt_bias",
+        D=f"{module}.D",
+        out_norm=f"{module}.norm",
+        out=f"{module}.out_proj",
+    )
+
+
+_MAMBA2 = _mamba2_names("mamba")
 BAMBA_NAMES = TensorNames(
     norm="model.final_layernorm",
     mlp_norm="pre_ff_layernorm",
@@ -64,16 +71,7 @@ NEMOTRON_H_NAMES = TensorNames(
     ),
     up=("mixer.up_proj",),
     down="mixer.down_proj",
-    state=StateNames(
-        norm="norm",
-        inputs=(("mixer.in_proj", _SECTIONS),),
-        conv=("mixer.conv1d",),
-        A_log="mixer.A_log",
-        dt_bias="mixer.dt_bias",
-        D="mixer.D",
-        out_norm="mixer.norm",
-        out="mixer.out_proj",
-    ),
+    state=replace(_mamba2_names("mixer"), norm="norm"),
     ignored_modules=("mtp.",),
     aliases=(("backbone.", "model."),),
 )
@@ -166,16 +164,8 @@ def nemotron_h(config: Any) -> dict[str, Any]:
         "moe": LayerConfig(attention=False),
     }
     layers = parts_of(config.layer_types, known, "layers_block_type")
-    spec = _mamba2_spec(
-        config,
-        num_heads=size_of(config, "mamba_num_heads"),
-        head_dim=size_of(config, "mamba_head_dim"),
-        groups=size_of(config, "n_groups"),
-        state=size_of(config, "ssm_state_size"),
-        width=size_of(config, "conv_kernel", least=2),
-        limits=(float(config.time_step_min), math.inf),
-    )
-    bias, experts = bool(config.use_bias), {}
+    names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias")
+    experts = {}
     if "moe" in config.layer_types:
         plain = {index for index, kind in enumerate(config.layer_types) if kind == "mlp"}
         experts = {"experts": _nemotron_experts(config), "dense_layers": plain}
@@ -186,16 +176,13 @@ def nemotron_h(config: Any) -> dict[str, Any]:
         "activation": config.mlp_hidden_act,
         "mlp_bias": bool(config.mlp_bias),
         "rotated": [False] * config.num_hidden_layers,
-        "state": _normed(spec, conv_bias=bool(config.use_conv_bias), in_bias=bias, out_bias=bias),
+        "state": _normed(config, names, (config.time_step_min, math.inf)),
         "layers": layers,
     }
 
 
 def _nemotron_experts(config: Any) -> ExpertsConfig:
-    """DeepSeek-V3's routing to experts without a gate.
-
-    :raises BeyondDecoderError: experts between two further products, or with biases.
-    """
+    """DeepSeek-V3's routing, to experts without a gate. :raises BeyondDecoderError: latent experts, or biases."""
     if config.moe_latent_size is not None:
         layer = config.layer_types.index("moe")
         raise BeyondDecoderError(
@@ -225,11 +212,7 @@ def jamba(config: Any) -> dict[str, Any]:
     options = {
         "rotated": [False] * config.num_hidden_layers,
         "state": StateConfig(
-            spec,
-            dt_rank=size_of(config, "mamba_dt_rank"),
-            conv_bias=bool(config.mamba_conv_bias),
-            in_bias=bias,
-            out_bias=bias,
+            spec, dt_rank=size_of(config, "mamba_dt_rank"), conv_bias=bool(config.mamba_conv_bias), in_bias=bias, out_bias=bias
         ),
         "layers": parts_of(config.layer_types, LINEAR_OR_FULL),
     }
@@ -246,47 +229,29 @@ def jamba(config: Any) -> dict[str, Any]:
 
 def mamba2(config: Any) -> StateConfig:
     """Mamba 2 as Bamba, Granite 4 and Falcon-H1 spell it."""
-    bias, limits = bool(config.mamba_proj_bias), config.time_step_limit or (0.0, math.inf)
-    spec = _mamba2_spec(
-        config,
-        num_heads=size_of(config, "mamba_n_heads"),
-        head_dim=size_of(config, "mamba_d_head"),
-        groups=size_of(config, "mamba_n_groups"),
-        state=size_of(config, "mamba_d_state"),
-        width=size_of(config, "mamba_d_conv", least=2),
-        limits=(float(limits[0]), float(limits[1])),
-    )
-    return _normed(spec, conv_bias=bool(config.mamba_conv_bias), in_bias=bias, out_bias=bias)
+    names = ("n_heads", "d_head", "n_groups", "d_state", "d_conv", "conv_bias", "proj_bias")
+    return _normed(config, [f"mamba_{name}" for name in names], config.time_step_limit or (0.0, math.inf))
 
 
-def _mamba2_spec(
-    config: Any, num_heads: int, head_dim: int, groups: int, state: int, width: int, limits: tuple[float, float]
-) -> StateSpec:
-    """:raises ModelError: heads that groups do not divide."""
+def _normed(config: Any, names: Sequence[str], limits: Sequence[float]) -> StateConfig:
+    """Mamba 2 whose output is gated and then normed, group by group. names: fields of five sizes and of two biases.
+    :raises ModelError: heads that groups do not divide."""
+    num_heads, head_dim, groups, state = (size_of(config, name) for name in names[:4])
     if num_heads % groups:
         raise ModelError(f"mamba heads: needs a multiple of the {groups} groups, got {num_heads}")
-    return StateSpec(
+    spec = StateSpec(
         kind=MAMBA2,
         num_heads=num_heads,
         num_key_heads=groups,
         key_dim=state,
         value_dim=head_dim,
         conv_channels=num_heads * head_dim + 2 * groups * state,
-        conv_width=width,
+        conv_width=size_of(config, names[4], least=2),
         state_dtype=state_dtype(config),
-        dt_limits=limits,
+        dt_limits=(float(limits[0]), float(limits[1])),
     )
-
-
-def _normed(spec: StateSpec, conv_bias: bool, in_bias: bool, out_bias: bool) -> StateConfig:
-    """Mamba 2 whose output is gated and then normed, group by group."""
-    size = spec.out_channels // spec.num_key_heads
+    conv_bias, bias = (bool(getattr(config, name)) for name in names[5:])
+    size = spec.out_channels // groups
     return StateConfig(
-        spec,
-        norm_size=size,
-        norm_all_weights=True,
-        gate_first=True,
-        conv_bias=conv_bias,
-        in_bias=in_bias,
-        out_bias=out_bias,
+        spec, norm_size=size, norm_all_weights=True, gate_first=True, conv_bias=conv_bias, in_bias=bias, out_bias=bias
     )

@@ -8,8 +8,7 @@ from typing import Any
 
 from headway.core.contract.spec import DTYPES
 
-_KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types whose config.json is read without transformers."""
+_KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # Model types whose config.json is read without transformers
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -27,8 +26,7 @@ _EXPERTS: dict[str, type] = {
 """What a mixture of experts has beside them."""
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """What Llama 3.1's RoPE has beside its base."""
-_SWITCHES = {"attention_bias": False, "mlp_bias": False}
-"""With the default that they have in every architecture."""
+_SWITCHES = {"attention_bias": False, "mlp_bias": False}  # With the default that they have in every architecture
 _KNOWN = {
     *_SIZES,
     *_EXPERTS,
@@ -45,10 +43,7 @@ _KNOWN = {
 
 
 def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
-    """What transformers would read from a config.json that writes out all that the decoder needs and has nothing unusual.
-
-    None for any other, where a default, an older spelling or a rare key decides: that is left to transformers.
-    """
+    """Return a complete and usual config.json as transformers would read it; None for others, left to transformers."""
     read, kind = dict(config), config.get("model_type")
     if kind not in _KINDS or not set(read) <= _KNOWN or "eos_token_id" not in read:
         return None

@@ -84,10 +84,7 @@ def takes_long_factors(config: Any, max_model_len: int | None) -> bool:
 
 
 def _above_zero(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A number of them.
-
-    :raises ModelError: it is missing, or one with which positions cannot be told apart.
-    """
+    """A number of them. :raises ModelError: it is missing, or one with which positions cannot be told apart."""
     value = parameters.get(name, default)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-64 <= value <= 2.0**64:
         return float(value)

@@ -22,7 +22,6 @@ from headway.server.errors import ApiError
 from headway.server.openai.requests import CompletionRequest, SamplingRequest
 
 DONE = b"data: [DONE]\n\n"
-"""The end of every stream."""
 
 
 def event(data: object) -> bytes:
@@ -53,10 +52,7 @@ class Answer(ABC):
         """The field that has asked for the form which the completion has."""
 
     def check_ended(self, new: CompletionOutput) -> None:
-        """Check that a completion, which has ended, has not failed.
-
-        :raises ApiError: it has failed, or was ended by the server.
-        """
+        """Check that an ended completion has not failed. :raises ApiError: it has failed, or was ended by the server."""
         check_ended(new, self.is_structured, self.form_field)
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
@@ -69,11 +65,11 @@ class Answer(ABC):
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
         """Write the end of a stream. used: the last output of each prompt, with the number of tokens of its completions."""
-        return b""
+        return DONE
 
     def failed(self, error: ApiError) -> bytes:
         """Write the end of a stream that has begun and failed."""
-        return b""
+        return error.event() + DONE
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -92,10 +88,7 @@ class ChunkedAnswer(Answer):
     """JSON before and after a text in a choice of a chunk, between its index and its finish_reason."""
 
     def __init__(self, body: SamplingRequest, model: str, has_logprobs: bool, name: str = "") -> None:
-        """model, name: see `Answer`.
-
-        :raises ConfigError: a stream is to tell of the prompt, which it does not in vLLM either.
-        """
+        """model, name: see `Answer`. :raises ConfigError: a stream is to tell of the prompt, which it does not in vLLM either."""
         super().__init__(body, model, name)
         if body.stream and body.prompt_logprobs:
             raise ConfigError("prompt_logprobs", "stream=false beside it", "stream=true")
@@ -108,7 +101,6 @@ class ChunkedAnswer(Answer):
         self._tail += b"}\n\n"
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
         if self._plain and new.finish_reason is None:
             head = self._heads.get(index)
             if head is None:
@@ -128,12 +120,7 @@ class ChunkedAnswer(Answer):
         return b"data: " + common + f',"choices":[{{"index":{index},{self.around[0]}'.encode()
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
         return self.chunk([], usage(used)) + DONE if self.includes_usage else DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
-        return error.event() + DONE
 
     @abstractmethod
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
@@ -156,12 +143,8 @@ def num_written(output: RequestOutput) -> int:
 
 
 def check_ended(new: CompletionOutput, structured: bool, field: str = "structured_outputs") -> None:
-    """Check that a completion has not failed.
-
-    structured: the request asked for a form, by this field, which perhaps could not be compiled.
-
-    :raises ApiError: the completion has failed, or was ended by the server.
-    """
+    """Check that a completion has not failed. structured: it has a form, requested by `field`, which may not compile.
+    :raises ApiError: the completion has failed, or was ended by the server."""
     if new.finish_reason == "error":
         said = new.error or "the completion has failed"
         by_form = said.startswith("structured_outputs") or (structured and not new.token_ids)
@@ -204,10 +187,7 @@ LOWEST = -9999.0
 
 
 def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, text: TextBytes) -> dict[str, Any]:
-    """`logprobs` of a chat's choice. most: top_logprobs of the request. as_ids: write tokens as "token_id:123".
-
-    text: of the completion, before these places.
-    """
+    """Return `logprobs` of a chat's choice. most: top_logprobs. as_ids: write "token_id:123". text: before `places`."""
     content = []
     for place in places:
         own = text.take(list(place))
@@ -224,11 +204,8 @@ def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, te
 def completion_logprobs(
     places: Sequence[LogprobsByToken | None], token_ids: Sequence[int], offset: int, most: int, as_ids: bool, decode: Any
 ) -> tuple[dict[str, Any], int]:
-    """`logprobs` of a completion's choice, and the offset of what follows.
-
-    places: one for each of token_ids; None: the first token of a prompt. offset: characters before them. most: logprobs of the
-    request. decode: text of a token.
-    """
+    """Return `logprobs` of a completion's choice, and the offset after it. places: one per token id; None: a prompt's first.
+    offset: characters before them. most: logprobs of the request. decode: text of a token."""
     listed: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for place, token in zip(places, token_ids, strict=False):
         text = decode(token) if place is None else place[token].decoded_token or ""
@@ -267,8 +244,7 @@ class CompletionAnswer(ChunkedAnswer):
         self._most = body.logprobs
         self._decode = decode
         self._prompt_only = body.echo and body.max_tokens == 0
-        self._offsets: dict[int, int] = {}
-        """Index of a choice -> its characters so far."""
+        self._offsets: dict[int, int] = {}  # Index of a choice -> its characters so far
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """Write the prompt, where the request wants an echo."""
@@ -281,7 +257,6 @@ class CompletionAnswer(ChunkedAnswer):
         return self.chunk([choice])
 
     def _prompt(self, index: int, output: RequestOutput) -> tuple[str, dict[str, Any] | None]:
-        """The prompt's text, and the log-probabilities of its tokens."""
         ids = output.prompt_token_ids
         text = output.prompt if output.prompt is not None else self._decode(ids)
         listed = self._listed(index, output.prompt_logprobs, ids)
@@ -289,7 +264,6 @@ class CompletionAnswer(ChunkedAnswer):
         return text, listed
 
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
-        """See `Answer`."""
         if self._prompt_only:
             return {"index": index, "text": "", "logprobs": None, "finish_reason": new.finish_reason and "length"}
         return {
@@ -313,7 +287,6 @@ class CompletionAnswer(ChunkedAnswer):
         return listed
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         choices, used = [], []
         for number, output in enumerate(outputs):
             written = 0
@@ -333,10 +306,7 @@ class CompletionAnswer(ChunkedAnswer):
 
 
 def _joined(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Logprobs | None:
-    """Join the log-probabilities of a prompt and of its completion.
-
-    Without validation: the first token of a prompt has none, which OpenAI's API allows and openai's type does not.
-    """
+    """Join log-probabilities of prompt and completion, unvalidated: openai's type forbids the None of a prompt's first token."""
     if before is not None and after is not None:
         after = {name: before[name] + after[name] for name in after}
     found = after or before

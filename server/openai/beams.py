@@ -36,10 +36,7 @@ _ONE_BY_ONE: Final = (
 
 
 def check_fields(body: SamplingRequest) -> None:
-    """Check that a request for a search asks for nothing that a search does not do.
-
-    :raises ConfigError: it does.
-    """
+    """Check that a request for a search asks for nothing that a search does not do. :raises ConfigError: it does."""
     hint = "leave it out, or use_beam_search"
     if body.stream:
         raise ConfigError("stream", "false beside use_beam_search, whose texts are known at the end", "true", hint)

@@ -18,15 +18,7 @@ from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText
 from headway.requests.request_state import TextBytes, TokenBytes
 from headway.requests.tool_use import ToolUse
-from headway.server.openai.answers import (
-    Answer,
-    ChunkedAnswer,
-    chat_logprobs,
-    extras,
-    num_written,
-    prompt_extras,
-    usage,
-)
+from headway.server.openai.answers import Answer, ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
 from headway.server.openai.params import chat_params, template_kwargs, tool_use
 from headway.server.openai.requests import BatchChatRequest, ChatRequest, TokenizeRequest
 from headway.server.service import Service
@@ -49,19 +41,13 @@ class ChatAnswer(ChunkedAnswer):
         self._token_bytes = token_bytes
         self.hides_special = True
         """The bytes of tokens, and whether the texts leave special tokens out."""
-        self._text_bytes: dict[int, TextBytes] = {}
-        """Index of a choice -> the bytes of its text."""
+        self._text_bytes: dict[int, TextBytes] = {}  # Index of a choice -> the bytes of its text
         self._includes_reasoning = body.include_reasoning
         last = body.messages[-1] if body.echo and body.messages else {}
         content = last.get("content") if last.get("role") == "assistant" or not body.add_generation_prompt else ""
         self._echo = content if isinstance(content, str) else ""
-        self._make_reader: Callable[[], ChatReader | None] = lambda: None
-        self._readers: dict[int, ChatReader | None] = {}
-        """Index of a choice -> what reads its text; None: the text is the content."""
-
-    def read_with(self, make_reader: Callable[[], ChatReader | None]) -> None:
-        """Read each choice with a reader of its own."""
-        self._make_reader = make_reader
+        self.make_reader: Callable[[], ChatReader | None] = lambda: None
+        self._readers: dict[int, ChatReader | None] = {}  # Index of a choice -> its text's reader; None: all is content
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """Write the role, and the last message where the request wants an echo."""
@@ -97,7 +83,6 @@ class ChatAnswer(ChunkedAnswer):
         return pieces, self._finish_reason(new, reader)
 
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
-        """See `Answer`."""
         return {
             **self._choice(index, new, new.finish_reason),
             "delta": {"content": new.text} if new.text or new.token_ids else {},
@@ -114,7 +99,7 @@ class ChatAnswer(ChunkedAnswer):
 
     def _reader(self, index: int) -> ChatReader | None:
         if index not in self._readers:
-            self._readers[index] = self._make_reader()
+            self._readers[index] = self.make_reader()
         return self._readers[index]
 
     def _read(self, reader: ChatReader, new: CompletionOutput) -> list[ChatPiece]:
@@ -168,7 +153,6 @@ class ChatAnswer(ChunkedAnswer):
         return choices
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         (output,) = outputs
         return _completion(self, self.choices(output, {}), outputs, prompt_extras(self.body, output))
 
@@ -179,12 +163,10 @@ class BatchChatAnswer(Answer):
     prefix = ChatAnswer.prefix
 
     def __init__(self, body: BatchChatRequest, model: str, token_bytes: TokenBytes, name: str = "") -> None:
-        """model, name: see `Answer`. token_bytes: of the model's tokenizer."""
         super().__init__(body, model, name)
         self.chats = [ChatAnswer(each, model, token_bytes, name) for each in body.chats]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         pairs = zip(self.chats, outputs, strict=True)
         choices = [
             choice
@@ -195,7 +177,6 @@ class BatchChatAnswer(Answer):
 
 
 def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[RequestOutput], more: Mapping[str, Any]) -> bytes:
-    """Write the choices of outputs as a whole answer. more: its further fields."""
     fields = {"id": answer.id, "object": "chat.completion", "created": answer.created, "model": answer.model, **more}
     used = usage([(output, num_written(output)) for output in outputs])
     return ChatCompletion(**{**fields, "choices": choices, "usage": used}).model_dump_json(exclude_unset=True).encode()
@@ -224,10 +205,7 @@ class Chats:
         return ChatAnswer(body, body.model or self._service.names[0], self._service.token_bytes, name)
 
     async def prompt(self, body: ChatRequest | TokenizeRequest, use: ToolUse) -> Any:
-        """A chat's conversation in the model's template, as {"prompt": text, "prompt_token_ids": ids}. use: see `tool_use`.
-
-        :raises ConfigError: messages or tools that the model's format does not have.
-        """
+        """Render a chat: {"prompt": text, "prompt_token_ids": ids}. use: of `tool_use`. :raises ConfigError: unsupported."""
         messages, tools = self._service.chat_format.conversation(body.messages or [], use)
         return await self._service.llm.chat_prompt(
             messages,
@@ -240,10 +218,7 @@ class Chats:
         )
 
     async def prepare(self, body: ChatRequest, answer: ChatAnswer) -> Sequence[CheckedRequest]:
-        """Check a chat and tokenise its conversation.
-
-        :raises ConfigError: a parameter that cannot work, or a conversation that is too long.
-        """
+        """Check a chat and tokenise it. :raises ConfigError: a bad parameter, or a conversation that is too long."""
         params = chat_params(body, self._service.params_maker)
         end = self._service.template_end
         if end is not None and end not in self._service.llm.facts.eos_token_ids and not params.ignore_eos:
@@ -255,7 +230,7 @@ class Chats:
             answer.is_structured = True
             answer.form_field = "tools"
         answer.hides_special = formed.skip_special_tokens
-        answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens))
+        answer.make_reader = partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens)
         try:
             adapter = self._service.adapter_of(body.model)
             return await self._service.llm.check([prompt], formed, priority=body.priority, lora_request=adapter)
@@ -263,10 +238,7 @@ class Chats:
             raise PromptError("messages", *error.reason[1:]) from None
 
     async def prepare_all(self, body: BatchChatRequest, answer: BatchChatAnswer) -> Sequence[CheckedRequest]:
-        """Check several chats and tokenise their conversations.
-
-        :raises ConfigError: see `prepare`; the error of a conversation names its place.
-        """
+        """Check several chats and tokenise them. :raises ConfigError: see `prepare`; the error names the conversation's place."""
         checked: list[CheckedRequest] = []
         for number, (chat, one) in enumerate(zip(body.chats, answer.chats, strict=True)):
             try:
@@ -296,10 +268,8 @@ class ConvertedAnswer(Answer):
     """Writes a chat's answer in another form: the chat reads the text, and this writes what was read."""
 
     def __init__(self, chat: ChatAnswer, name: str = "") -> None:
-        """name: see `Answer`."""
         super().__init__(chat.body, chat.model, name)
         self.chat = chat
 
     def check_ended(self, new: CompletionOutput) -> None:
-        """See `Answer`."""
         self.chat.check_ended(new)

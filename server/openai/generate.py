@@ -20,7 +20,7 @@ from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
 from headway.server.errors import ApiError, Fields
 from headway.server.middleware import check_id, request_name
-from headway.server.openai.answers import DONE, Answer, completion_logprobs, event, prompt_logprobs
+from headway.server.openai.answers import Answer, completion_logprobs, event, prompt_logprobs
 from headway.server.openai.params import completion_params, prompts_of
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import CompletionRequest, TokenIds
@@ -67,10 +67,7 @@ class NativeRequest(Fields):
         return self.return_logprob and self.logprob_start_len >= 0
 
     def as_completion(self) -> CompletionRequest:
-        """The request of the same prompts and parameters for /v1/completions.
-
-        :raises ConfigError: no prompt or two, or a parameter that is unknown or cannot be served.
-        """
+        """Return the same request for /v1/completions. :raises ConfigError: no prompt or two, or an unsupported parameter."""
         if (self.text is None) == (self.input_ids is None):
             raise ConfigError("text", "a text or input_ids, and not both", "both" if self.text is not None else "neither")
         given, forms = dict(self.sampling_params), {}
@@ -105,10 +102,7 @@ class TokensRequest(Fields):
     priority: int = 0
 
     def as_completion(self) -> CompletionRequest:
-        """The request of the same prompt and parameters for /v1/completions.
-
-        :raises ConfigError: a stream, or a parameter that is unknown.
-        """
+        """Return the same request for /v1/completions. :raises ConfigError: a stream, or an unknown parameter."""
         if self.stream:
             raise ConfigError("stream", "false, because the tokens come at once on this path", "true", "/v1/completions streams")
         given = {name: value for name, value in self.sampling_params.items() if value is not None}
@@ -128,10 +122,7 @@ class DemoRequest(Fields):
     stream: bool = False
 
     def as_completion(self) -> CompletionRequest:
-        """The request of the same prompt and parameters for /v1/completions.
-
-        :raises ConfigError: a field that is no sampling parameter, or cannot be served.
-        """
+        """Return the same request for /v1/completions. :raises ConfigError: a field that is not a sampling parameter."""
         given = dict(self.model_extra or {})
         if given.pop("use_beam_search", False):
             raise ConfigError("use_beam_search", "false, because tokens are drawn or chosen one by one", "true")
@@ -143,8 +134,7 @@ class DemoRequest(Fields):
         return CompletionRequest(**{**given, "prompt": self.prompt, "stream": self.stream})
 
 
-_Scored = list[Any]
-"""A token's log-probability, its id, and its text or None."""
+_Scored = list[Any]  # A token's log-probability, its id, and its text or None
 
 
 class NativeAnswer(Answer):
@@ -159,22 +149,12 @@ class NativeAnswer(Answer):
         self.tells_usage = True  # an event has what came before it, too
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
         assert used is not None, "tells_usage"
         place = index % (self.body.n or 1)
         told = self._told(used[0], used[0].outputs[place], self._id_of(index // (self.body.n or 1)))
         return event({"index": index, **told} if self._asked.is_list else told)
 
-    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
-        return DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
-        return error.event() + DONE
-
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         told = [self._told(output, each, self._id_of(number)) for number, output in enumerate(outputs) for each in output.outputs]
         return orjson.dumps(told if self._asked.is_list else told[0])
 
@@ -240,13 +220,11 @@ class TokensAnswer(Answer):
     prefix = "generate-tokens-"
 
     def __init__(self, asked: TokensRequest, body: CompletionRequest, model: str, name: str = "") -> None:
-        """name: see `Answer`."""
         super().__init__(body, model, asked.request_id or name)
         self.id = asked.request_id or self.id
         self._most = body.logprobs
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         choices = [
             {
                 "index": each.index,
@@ -272,16 +250,16 @@ class DemoAnswer(Answer):
         self.tells_usage = True
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
         assert used is not None, "tells_usage"
         return orjson.dumps({"text": _texts(used[0])}) + b"\n"
 
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        return b""
+
     def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
         return orjson.dumps(error.body) + b"\n"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         return orjson.dumps({"text": _texts(outputs[0])})
 
 
@@ -300,7 +278,6 @@ class GenerateRoutes(RouteGroup):
     """The routes of SGLang's server and of vLLM's small one, over the same engine; and SageMaker's one path for all bodies."""
 
     def __init__(self, service: Service, posts: dict[str, Endpoint]) -> None:
-        """posts: the paths of OpenAI's API, which /invocations passes requests on to."""
         self._service = service
         self._llm = service.llm
         self._posts = posts

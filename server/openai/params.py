@@ -31,12 +31,10 @@ _SAME: Final = tuple(
     if each.name in SamplingRequest.model_fields and each.name not in ("max_tokens", "structured_outputs")
 )
 """Fields of the same name and meaning in SamplingParams."""
-_COMPLETION_TOKENS: Final = 16
-"""max_tokens of a completion that does not give it, as in OpenAI's API."""
+_COMPLETION_TOKENS: Final = 16  # max_tokens of a completion that does not give it, as in OpenAI's API
 
 
-_REMEMBERED: Final = 256
-"""Number of remembered sets of parameters. Clients repeat theirs, and checking them is a fifth of admitting a request."""
+_REMEMBERED: Final = 256  # Sets of parameters that are remembered: clients repeat theirs, and checks are costly
 
 
 class ParamsMaker:
@@ -48,10 +46,7 @@ class ParamsMaker:
         self._remembered = lru_cache(_REMEMBERED)(lambda *given: replace(default, **dict(given)))
 
     def make(self, given: dict[str, Any]) -> SamplingParams:
-        """Make the parameters with these fields. Pydantic has given each its type, so that equal values are interchangeable.
-
-        :raises ConfigError: a value that cannot work.
-        """
+        """Make parameters of these fields; pydantic typed them, so equal values are alike. :raises ConfigError: a bad value."""
         items = tuple(given.items())
         try:
             hash(items)
@@ -61,10 +56,7 @@ class ParamsMaker:
 
 
 def chat_params(body: ChatRequest, maker: ParamsMaker) -> SamplingParams:
-    """The parameters of a chat.
-
-    :raises ConfigError: a value that cannot work.
-    """
+    """The parameters of a chat. :raises ConfigError: a value that cannot work."""
     if body.top_logprobs and not body.logprobs:
         raise ConfigError("top_logprobs", "logprobs=true beside it", body.top_logprobs)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -72,10 +64,7 @@ def chat_params(body: ChatRequest, maker: ParamsMaker) -> SamplingParams:
 
 
 def completion_params(body: CompletionRequest, maker: ParamsMaker) -> SamplingParams:
-    """The parameters of completions.
-
-    :raises ConfigError: a value that cannot work.
-    """
+    """The parameters of completions. :raises ConfigError: a value that cannot work."""
     if body.suffix and body.echo:
         raise ConfigError("echo", "false beside suffix", "true")
     most = body.max_tokens
@@ -130,10 +119,7 @@ def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
 
 
 def _structural_tag(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the outermost fields of a structural tag in a response_format.
-
-    :raises ConfigError: there are none of a tag's, or one is of the wrong kind.
-    """
+    """Check the outermost fields of a structural tag. :raises ConfigError: none of a tag's, or one of the wrong kind."""
     for name, need, kind in (("format", "an object", Mapping), ("structures", "a list", list), ("triggers", "a list", list)):
         if given.get(name) is not None and not isinstance(given[name], kind):
             raise ConfigError(f"response_format.{name}", need, shown(given[name], 60))
@@ -148,10 +134,7 @@ def _structural_tag(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def prompts_of(body: CompletionRequest) -> list[Any]:
-    """The prompts of a request for completions, each a text, a list of token ids, or rows of embeddings.
-
-    :raises ApiError: there are too many, or none; or embeddings that cannot be read.
-    """
+    """Return prompts as texts, token ids or rows of embeddings. :raises ApiError: none, too many, or unreadable embeddings."""
     given, embedded = body.prompt, body.prompt_embeds
     if given is None and not embedded:
         raise ApiError(400, "prompt: needs a text, token ids, or prompt_embeds in its place, got none", "prompt")
@@ -188,10 +171,7 @@ def _read_embedded(text: str) -> dict[str, Any]:
 
 
 def tool_use(body: ChatRequest) -> ToolUse:
-    """The tools of a chat, and whether they may or must be called.
-
-    :raises ConfigError: tools, or a choice of them, that cannot work; or the fields that tools have replaced.
-    """
+    """Return a chat's tools, and which may or must be called. :raises ConfigError: bad tools or choice, or the older fields."""
     for field, instead in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, field) is not None:
             raise ConfigError(field, f"{instead}, which OpenAI has put in its place", "the older field", f"use {instead}")
@@ -199,10 +179,7 @@ def tool_use(body: ChatRequest) -> ToolUse:
 
 
 def template_kwargs(body: ChatRequest | TokenizeRequest | EmbeddingRequest) -> dict[str, Any]:
-    """The arguments of the chat template beside the messages.
-
-    :raises ConfigError: the request brings a template of its own: a program that may run for ever.
-    """
+    """Return the chat template's arguments. :raises ConfigError: a template in the request, a program that may not end."""
     given = dict(body.chat_template_kwargs or {})
     if body.chat_template is not None or "chat_template" in given:
         raise ConfigError("chat_template", "the model's own", "another", "leave it out")

@@ -39,8 +39,7 @@ class PromptReader:
         self._metrics = metrics
         self._end = end
         self._n = answer.body.n or 1
-        self._first = number * self._n
-        """Index of the prompt's first choice."""
+        self._first = number * self._n  # Index of the prompt's first choice
         self._reasons: dict[int, str] = {}
         self._noted = False
         self.num_written = 0
@@ -52,10 +51,7 @@ class PromptReader:
         return self._stream.state.output()
 
     async def whole(self) -> RequestOutput | None:
-        """Read the finished output; None: the request was ended before.
-
-        :raises ApiError: a completion has failed.
-        """
+        """Read the finished output; None: the request was ended before. :raises ApiError: a completion has failed."""
         async for last in self._stream:
             if last.finished:
                 break
@@ -69,10 +65,7 @@ class PromptReader:
         return last
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the prompt's choices, one part for each time that there is news.
-
-        :raises ApiError: a completion has failed.
-        """
+        """Yield the events of the prompt's choices, one part per news. :raises ApiError: a completion has failed."""
         stream, answer, observe, state = self._stream, self._answer, self._metrics.next_tokens, self._stream.state
         times: dict[int, float] = {}
         while (news := await stream.news()) is not None:
@@ -146,7 +139,6 @@ class Reply(Response):
         self._more_headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Serve the request, which ends with its client's connection."""
         arrived, ticket = time.perf_counter(), None
         self._path = scope["path"]
         self._asked_headers = scope["headers"]

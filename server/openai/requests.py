@@ -152,7 +152,6 @@ class ChatRequest(SamplingRequest):
     """Refused, as `functions`."""
     # vLLM's
     include_reasoning: bool = True
-    """Whether the answer has the reasoning."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
@@ -165,7 +164,6 @@ class ChatRequest(SamplingRequest):
 
     @property
     def most_tokens(self) -> int | None:
-        """See `SamplingRequest`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -176,10 +174,7 @@ class BatchChatRequest(ChatRequest):
 
     @cached_property
     def chats(self) -> list[ChatRequest]:
-        """The chat of each conversation.
-
-        :raises ConfigError: a field that this path does not have; vLLM refuses the same.
-        """
+        """The chat of each conversation. :raises ConfigError: a field that this path does not have; vLLM refuses the same."""
         one = "/v1/chat/completions takes one"
         for name, wanted in (("stream", False), ("use_beam_search", False), ("n", 1), ("best_of", 1)):
             if (got := getattr(self, name)) not in (None, wanted):

@@ -113,10 +113,7 @@ class ResponsesRequest(Fields):
         return [{"type": "message", "role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def check(self) -> None:
-        """Check for what this server has not got.
-
-        :raises ApiError: naming the field.
-        """
+        """Check for what this server has not got. :raises ApiError: naming the field."""
         for name, need in _NOT_BUILT.items():
             if getattr(self, name):
                 raise ApiError(400, f"{name}: needs {need}, got {str(getattr(self, name))[:60]!r}", name)
@@ -126,10 +123,7 @@ class ResponsesRequest(Fields):
             )
 
     def chat(self, before: Sequence[Item]) -> ChatRequest:
-        """The chat that this is. before: the items of the conversation that it continues.
-
-        :raises ConfigError: items or tools that chats do not have, or a value of the wrong kind.
-        """
+        """Return the chat. before: items of the continued conversation. :raises ConfigError: unsupported items or tools."""
         found: dict[str, Any] = {
             name: value for name, value in (self.model_extra or {}).items() if name in (*SHARED_FIELDS, "top_k", "stop")
         }
@@ -165,12 +159,8 @@ _ROLES: Final = ("user", "assistant", "system", "developer")
 
 
 def messages_of_items(items: Iterable[Any], first: int = 0) -> list[dict[str, Any]]:
-    """A chat's messages of items: a thought, a message of the model and calls that follow one another are one message.
-
-    first: number of the first item of the request's own, by which errors name places.
-
-    :raises PromptError: an item that chats do not have, or a value of the wrong kind.
-    """
+    """Return chat messages of items; consecutive thought, message and calls of the model are one. first: the request's own.
+    :raises PromptError: an item that chats do not have, or a value of the wrong kind."""
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         place = f"input.{number - first}"
@@ -196,7 +186,6 @@ def messages_of_items(items: Iterable[Any], first: int = 0) -> list[dict[str, An
 
 
 def _extend(message: dict[str, Any], kind: str, item: Item, place: str) -> None:
-    """Add an item to a message of the model."""
     if kind == "message":
         message["content"] += _text(item.get("content"), f"{place}.content")
     elif kind == "reasoning":
@@ -212,7 +201,6 @@ def _extend(message: dict[str, Any], kind: str, item: Item, place: str) -> None:
 
 
 def _text(content: Any, place: str) -> str:
-    """The texts of an item's content as one. Raises as `_texts`."""
     return "".join(_texts(content, place))
 
 
@@ -234,10 +222,7 @@ def _texts(content: Any, place: str) -> list[str]:
 
 
 def _function(tool: ResponseTool, place: str) -> dict[str, Any]:
-    """A tool in the form of chats.
-
-    :raises ConfigError: a tool that OpenAI's servers run themselves, or one that no model can call.
-    """
+    """Return a tool in the form of chats. :raises ConfigError: a tool of OpenAI's own servers, or one no model can call."""
     if tool.type != "function":
         raise ConfigError(f"{place}.type", "function, the one type of tools that models call here", shown(tool.type, 60))
     given = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
@@ -333,7 +318,6 @@ class ResponsesAnswer(ConvertedAnswer):
         return b"".join(self._event(f"response.{word}", {"response": response}) for word in ("created", "in_progress"))
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`."""
         pieces, reason = self.chat.read(0, new)
         self._note(reason)
         return b"".join(self._piece(each) for each in pieces)
@@ -381,7 +365,6 @@ class ResponsesAnswer(ConvertedAnswer):
         return said + self._event("response.output_item.done", {"output_index": opened.place, "item": item})
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`."""
         ((output, count),) = used
         said = self._close(self._status)
         response = self._response(self._status, usage_of(output, count))
@@ -389,12 +372,10 @@ class ResponsesAnswer(ConvertedAnswer):
         return said + self._event(f"response.{self._status}", {"response": response})
 
     def failed(self, error: ApiError) -> bytes:
-        """See `Answer`."""
         told = {"code": error.code or "server_error", "message": str(error)}
         return self._event("response.failed", {"response": {**self._response("failed"), "error": told}})
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
         (output,) = outputs
         pieces, reason = self.chat.read(0, output.outputs[0])
         self._note(reason)
@@ -468,7 +449,6 @@ class StoredResponse:
     before: Sequence[Item]
     """Items of the conversation that the request continued."""
     input: Sequence[Item]
-    """Items of the request."""
 
     @property
     def conversation(self) -> list[Item]:
@@ -498,10 +478,7 @@ class ResponseStore:
             self._bytes -= gone
 
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
-        """The response of an id. param: the field of the request that names it.
-
-        :raises ApiError: it is not stored, or is no longer.
-        """
+        """Return a stored response. param: the request's field that names it. :raises ApiError: it is not stored (any more)."""
         found = self._found.get(response_id)
         if found is None:
             kept = (
@@ -513,10 +490,7 @@ class ResponseStore:
         return found[0]
 
     def remove(self, response_id: str) -> None:
-        """Forget a response.
-
-        :raises ApiError: it is not stored.
-        """
+        """Forget a response. :raises ApiError: it is not stored."""
         self.get(response_id)
         _, size = self._found.pop(response_id)
         self._bytes -= size

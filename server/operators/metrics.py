@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client.exposition import generate_latest
@@ -18,10 +18,7 @@ from headway.outputs import RequestMetrics
 
 
 class Histogram:
-    """Counts of values by upper bound, for one thread.
-
-    Adding a value costs a fraction of a microsecond, where prometheus_client's costs several: every token of every stream is one.
-    """
+    """Counts of values by upper bound, for one thread, at a fraction of prometheus_client's microseconds: each token is one."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -51,10 +48,41 @@ class Histogram:
         return self._sum
 
 
+class Labels:
+    """Makes metric families whose every sample has the labels of one model."""
+
+    def __init__(self, model_name: str) -> None:
+        self._names = ("model_name", "engine")
+        self._values = (model_name, "0")
+
+    def gauge(self, name: str, text: str, samples: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+        """Return a gauge. samples: values by the values of `labels`."""
+        return self._filled(GaugeMetricFamily(name, text, labels=[*self._names, *labels]), samples)
+
+    def counter(self, name: str, text: str, samples: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+        """Return a counter; see `gauge`."""
+        return self._filled(CounterMetricFamily(name, text, labels=[*self._names, *labels]), samples)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[tuple[str, float]], total: float) -> Metric:
+        """Return a histogram. total: the sum of all values."""
+        family = HistogramMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, buckets, total)
+        return family
+
+    def refused(self, counts: Mapping[str, int]) -> Metric:
+        """Return the counter of errors. counts: by status."""
+        samples = {(status,): count for status, count in counts.items()}
+        return self.counter("headway:requests_refused", "Requests answered by an error.", samples, "status")
+
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Mapping[tuple[str, ...], float]) -> Metric:
+        for values, value in samples.items():
+            family.add_metric([*self._values, *values], value)
+        return family
+
+
 PROCESS: Final = ProcessCollector(registry=None)
 """`process_*`: processor time, memory, open files and the start of the server's own process; on Linux."""
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of `Metrics.page`."""
 
 _FIRST: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN: Final = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -84,7 +112,7 @@ class Metrics:
 
     def __init__(self, model_name: str, block_size: int) -> None:
         """model_name: label of every figure. block_size: tokens of a block of the cache."""
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = Labels(model_name)
         self._block_size = block_size
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._reasons: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
@@ -126,79 +154,56 @@ class Metrics:
         return exposition([*families, *PROCESS.collect()])
 
     def _engine(self, now: EngineSnapshot, queued: int) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
-
-        def gauge(name: str, text: str, value: float, prefix: str = "vllm") -> Metric:
-            family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=names)
-            family.add_metric(values, value)
-            return family
-
-        yield gauge("num_requests_running", "Sequences that steps serve.", now.num_running)
-        yield gauge("num_requests_waiting", "Requests and sequences that wait.", now.num_waiting + queued)
         used = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
-        yield gauge("kv_cache_usage_perc", "Share of the cache's blocks that sequences hold; 1 is all.", used)
-        yield gauge("gpu_cache_usage_perc", "The same, by its name in older dashboards.", used)
         states = "States that are kept for equal prefixes, of a model whose layers keep states."
-        yield gauge("num_kept_states", states, now.num_kept_states, "headway")
-        yield gauge("kept_state_bytes", "Bytes of these states.", now.kept_state_bytes, "headway")
-        yield gauge("num_offloaded_states", "States in the host's memory.", now.num_offloaded_states, "headway")
-        info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=[*names, "block_size", "num_gpu_blocks"])
-        info.add_metric([*values, str(self._block_size), str(now.num_blocks)], 1)
-        yield info
+        for name, text, value in (
+            ("vllm:num_requests_running", "Sequences that steps serve.", now.num_running),
+            ("vllm:num_requests_waiting", "Requests and sequences that wait.", now.num_waiting + queued),
+            ("vllm:kv_cache_usage_perc", "Share of the cache's blocks that sequences hold; 1 is all.", used),
+            ("vllm:gpu_cache_usage_perc", "The same, by its name in older dashboards.", used),
+            ("headway:num_kept_states", states, now.num_kept_states),
+            ("headway:kept_state_bytes", "Bytes of these states.", now.kept_state_bytes),
+            ("headway:num_offloaded_states", "States in the host's memory.", now.num_offloaded_states),
+        ):
+            yield self._labels.gauge(name, text, {(): value})
+        sizes = str(self._block_size), str(now.num_blocks)
+        yield self._labels.gauge("vllm:cache_config_info", "The cache.", {sizes: 1}, "block_size", "num_gpu_blocks")
         for name, (text, field) in COUNTERS.items():
-            family = CounterMetricFamily(f"vllm:{name}", text, labels=names)
-            family.add_metric(values, getattr(now.totals, field))
-            yield family
+            yield self._labels.counter(f"vllm:{name}", text, {(): getattr(now.totals, field)})
         yield self._step_tokens(now.totals)
         yield from self._steps(now.totals)
 
     def _step_tokens(self, totals: EngineStats) -> Metric:
         """Tokens of steps, in the engine's own buckets: it counts each step by the next power of two alone."""
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=list(self._labels))
         buckets, total = [], 0
         for bits in range(1, max(totals.steps_by_tokens, default=1) + 1):
             total += totals.steps_by_tokens[bits]
             buckets.append((repr(float(2**bits - 1)), float(total)))
         buckets.append(("+Inf", float(total)))
-        family.add_metric(list(self._labels.values()), buckets, totals.num_prefill_tokens + totals.num_decode_tokens)
-        return family
+        sum_of_all = totals.num_prefill_tokens + totals.num_decode_tokens
+        return self._labels.histogram("vllm:iteration_tokens_total", "Tokens of a step.", buckets, sum_of_all)
 
     def _steps(self, totals: EngineStats) -> Iterator[Metric]:
-        values = list(self._labels.values())
         text = "Steps in which a backend served a phase."
-        steps = CounterMetricFamily("headway:steps", text, labels=[*self._labels, "phase", "backend"])
-        for (phase, backend), count in sorted(totals.steps_by_phase.items()):
-            steps.add_metric([*values, phase, backend], count)
-        yield steps
+        yield self._labels.counter("headway:steps", text, dict(sorted(totals.steps_by_phase.items())), "phase", "backend")
         for name, text, counts in (
             ("steps_without_graph", "Steps that were launched kernel by kernel, by reason.", totals.steps_without_graph),
             ("steps_in_pieces", "Steps that were graphs with attention between them, by reason.", totals.steps_in_pieces),
             ("rows_gathered", "Rows of logits that all ranks put together, by what asked for it.", totals.rows_gathered_for),
             ("compilations", "Kernels that were compiled while requests waited, by name.", totals.compilations),
         ):
-            family = CounterMetricFamily(f"headway:{name}", text, labels=[*self._labels, "reason"])
-            for reason, count in sorted(counts.items()):
-                family.add_metric([*values, reason], count)
-            yield family
+            yield self._labels.counter(
+                f"headway:{name}", text, {(reason,): counts[reason] for reason in sorted(counts)}, "reason"
+            )
 
     def _requests(self) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
         for name, found in self._histograms.items():
-            family = HistogramMetricFamily(f"vllm:{name}", _HISTOGRAMS[name][0], labels=names)
-            family.add_metric(values, found.buckets, found.sum)
-            yield family
+            yield self._labels.histogram(f"vllm:{name}", _HISTOGRAMS[name][0], found.buckets, found.sum)
             if name == "inter_token_latency_seconds":  # its name in older dashboards
-                family = HistogramMetricFamily("vllm:time_per_output_token_seconds", "The same.", labels=names)
-                family.add_metric(values, found.buckets, found.sum)
-                yield family
-        success = CounterMetricFamily("vllm:request_success", "Completions that ended.", labels=[*names, "finished_reason"])
-        for reason, count in self._reasons.items():
-            success.add_metric([*values, reason], count)
-        yield success
-        refused = CounterMetricFamily("headway:requests_refused", "Requests answered by an error.", labels=[*names, "status"])
-        for status, count in self.refused.items():
-            refused.add_metric([*values, status], count)
-        yield refused
+                yield self._labels.histogram("vllm:time_per_output_token_seconds", "The same.", found.buckets, found.sum)
+        reasons = {(reason,): count for reason, count in self._reasons.items()}
+        yield self._labels.counter("vllm:request_success", "Completions that ended.", reasons, "finished_reason")
+        yield self._labels.refused(self.refused)
 
 
 class Figures(Collector):

@@ -104,8 +104,7 @@ class ProfileRoutes(RouteGroup):
         self._service = service
         self._llm = service.llm
         self._profiling = False
-        self._turn = asyncio.Lock()
-        """Held while a profile is started or stopped: the next begins when the trace of the last is written."""
+        self._turn = asyncio.Lock()  # Held while a profile starts or stops: the next begins after the last trace is written
 
     @answers("POST", "/start_profile", body=[ProfileRequest], required=False)
     async def start(self, request: Request) -> Response:
@@ -193,7 +192,6 @@ class OperatorRoutes(RouteGroup):
         return json_response({"status": "paused"})
 
     async def _end_all(self, mode: str) -> None:
-        """Pause, and wait until no request runs. mode: of `pause`."""
         if mode == "keep":
             raise ApiError(400, "mode: needs abort or wait, because steps are not stopped midway, got 'keep'", "mode")
         self._service.pause()

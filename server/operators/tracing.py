@@ -24,10 +24,7 @@ _INSTALL: Final = "pip install 'headway[otel]'"
 
 
 def find_exporter(endpoint: str) -> Callable[[], SpanExporter]:
-    """What makes an exporter to an endpoint, by gRPC or (see $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) HTTP; nothing is sent.
-
-    :raises ConfigError: a library is missing, or the protocol is unknown.
-    """
+    """Return the exporter class for gRPC or HTTP ($OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). :raises ConfigError: no library."""
     protocol = os.environ.get(_PROTOCOL, "grpc")
     try:
         if protocol == "grpc":
@@ -50,7 +47,6 @@ class Tracing:
     """Makes the spans of a server's requests. They are sent by a thread of the library's."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
-        """model: the name that the server answers by."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider

@@ -166,8 +166,7 @@ _HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-_FRESH: Final = 0.5
-"""Seconds for which one reading of the engine serves every page that is open."""
+_FRESH: Final = 0.5  # Seconds for which one reading of the engine serves every page that is open
 _Number = Annotated[int, Query(ge=1, le=2**31)]
 
 

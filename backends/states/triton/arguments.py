@@ -100,10 +100,8 @@ def launch(
     constants: Mapping[str, Any], num_warps: int, num_stages: int = 3, spills: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel that takes tensors, then numbers.
-
     spills: its numbers do not fit into a thread's registers. ptxas then takes 32 registers and spills 10 to 34 KB, unless it is
-    told how many there are; the driver reserves that memory for each thread that the GPU can hold, several gigabytes.
-    """
+    told how many there are; the driver reserves that memory for each thread that the GPU can hold, several gigabytes."""
     key = (
         *constants.values(), num_warps, num_stages, *(each.dtype for each in tensors),
         aligned(*(each.data_ptr() for each in tensors)), specialised(*(each for each in numbers if isinstance(each, int))),

@@ -52,7 +52,6 @@ class TritonStates(StateBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether Triton can run kernels here: a GPU with a driver, or the interpreter."""
         return can_launch()
 
     @classmethod
@@ -68,21 +67,17 @@ class TritonStates(StateBackend):
         return support
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Return what a prompt's chunks leave to one another."""
         return self._scan.workspace_bytes(max_num_tokens, max_num_seqs)
 
     def plan(self, metadata: StateMetadata) -> Plan:
-        """Plan one step's view."""
         return self._step.plan(metadata) if metadata.step.num_decodes else plan_scan(metadata, self.spec.device)
 
     def scan(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
     ) -> None:
-        """Run several new tokens per sequence."""
         self._scan(x, gates, parameters, cache, plan, out, self.tuning)
 
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
     ) -> None:
-        """Run the newest tokens of sequences that decode."""
         self._step(x, gates, parameters, cache, plan, out, self.tuning)

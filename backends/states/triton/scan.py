@@ -105,17 +105,13 @@ _COPY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class _WalkCut:
-    turned: bool
-    """Whether the state lies with its values as rows: its products then take it from registers."""
-    block_v: int
-    """Elements of the value that a program takes."""
+    turned: bool  # Whether the state lies with its values as rows: its products then take it from registers
+    block_v: int  # Elements of the value that a program takes
     warps: int
-    stages: int
-    """Chunks on their way from memory at a time."""
+    stages: int  # Chunks on their way from memory at a time
 
 
-_KNOWN_MULTIPLE = 16
-"""Elements; Triton specialises a kernel by whether a number is a multiple of 16."""
+_KNOWN_MULTIPLE = 16  # Elements; Triton specialises a kernel by whether a number is a multiple of 16
 
 
 def _whole_rows(spec: StateSpec) -> int:
@@ -125,10 +121,7 @@ def _whole_rows(spec: StateSpec) -> int:
 
 
 def _aligned(spec: StateSpec) -> bool:
-    """Return whether the rows of every head can be copied ahead: they begin at a multiple of what Triton's analysis knows of.
-
-    Heads of 72 with values of 136 or 5 begin at multiples of 16 bytes, and are computed wrong on Hopper all the same.
-    """
+    """Return whether every head's rows can be copied ahead: heads of 72 with values of 136 or 5 are computed wrong on Hopper."""
     return spec.key_dim % _KNOWN_MULTIPLE == 0 and spec.value_dim % _KNOWN_MULTIPLE == 0
 
 
@@ -283,11 +276,7 @@ class StateScan:
         dt, b, c = gates
         recurrent, _ = states(cache, x)
         _, _, a_log, dt_bias, d = weights(parameters, x)
-        constants = {
-            **channel_constants(spec, cache),
-            "BLOCK_C": tuning.token_channels,
-            "HAS_D": parameters.D is not None,
-        }
+        constants = {**channel_constants(spec, cache), "BLOCK_C": tuning.token_channels, "HAS_D": parameters.D is not None}
         tensors = x, dt, b, c, out, recurrent, a_log, dt_bias, d, plan.seqs, plan.parts
         numbers = tuple(each.stride(0) for each in (x, dt, b, c, out))
         grid = triton.cdiv(spec.num_heads, tuning.token_channels), plan.num_seqs, 1

@@ -19,10 +19,8 @@ def window_of(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,  # WIDTH rounded up to a power of two
 ):
-    """Inputs [C, BLOCK_W] under the convolution's taps at a token, oldest first, float32; those past WIDTH are zero.
-
-    Tokens before the sequence's first new one come from the conv state, which holds the last WIDTH - 1 of them.
-    """
+    """Return the inputs [C, BLOCK_W] under a token's taps, float32, oldest first, 0 past WIDTH; before the sequence's first new
+    token they come from the conv state, which holds the last WIDTH - 1 of them."""
     tap = tl.arange(0, BLOCK_W)
     token = t - (WIDTH - 1) + tap
     new = x_ptr + token.to(tl.int64)[None, :] * stride_x + channels[:, None]
@@ -47,10 +45,7 @@ def convolved(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """The convolution's output [C] at a token, float32.
-
-    Tap by tap, not by `window_of`: the layout of a tile with an axis of taps would spread over all that is computed with it.
-    """
+    """Return the convolution's output [C] at a token, float32, tap by tap: an axis of taps would spread the tile's layout."""
     y = tl.zeros([channels.shape[0]], tl.float32)
     if HAS_BIAS:
         y += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
@@ -80,10 +75,7 @@ def convolved_once(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """The convolution's output [C] at a sequence's only token, float32; the conv state goes on with the inputs that were read.
-
-    No other program may read the slot's channels.
-    """
+    """Return the convolution's output [C] at a sequence's only token and move its conv state on, which no other program reads."""
     old = conv_ptr + slot.to(tl.int64) * CONV_SLOT + channels * CONV_CHANNEL
     new = conv_ptr + target.to(tl.int64) * CONV_SLOT + channels * CONV_CHANNEL
     y = tl.zeros([channels.shape[0]], tl.float32)
@@ -161,10 +153,7 @@ def leave_windows(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the conv state after each new token to its slot, and last of all that to the slot which the others are made of.
-
-    No other program may still read the slot's channels, nor write them.
-    """
+    """Write the conv state after each new token to its slot, the source slot last; no other program may use the channels."""
     base = conv_ptr + slot.to(tl.int64) * CONV_SLOT
     for place in tl.static_range(1 if SINGLE else 2):
         for t in range(count):

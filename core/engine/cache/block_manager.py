@@ -95,15 +95,13 @@ class FreePages:
 SHORTEST_FIRST_HIT = 8
 """Fewest tokens that a prefix hit must spare where no whole page is shared. With a hit a prompt extends a context instead of
 being a plain prefill, and that costs more than the few tokens which any two prompts share by chance or through their template."""
-_NEVER = sys.maxsize
-"""A number of tokens that no sequence reaches."""
+_NEVER = sys.maxsize  # A number of tokens that no sequence reaches
 
 
 class PagesUsed(NamedTuple):
     """Counts of one group's pages."""
 
     used: int
-    """Pages that sequences hold."""
     cached: int
     """Pages that no sequence holds and whose content can be found."""
     given_back: int
@@ -141,10 +139,7 @@ class BlockManager:
         smallest_chunk: int = SMALLEST_CHUNK,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """num_pages: the null page included, where a group is windowed. smallest_chunk: see SMALLEST_CHUNK.
-
-        checkpoints: kept states, without one of which no prefix is found; None: the model has no layers with a state.
-        """
+        """num_pages: null page included if windowed. smallest_chunk: see SMALLEST_CHUNK. checkpoints: kept states, or None."""
         self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
         self._smallest_chunk = smallest_chunk
@@ -152,7 +147,6 @@ class BlockManager:
         self._unwindowed = [number for number, group in enumerate(self.groups) if group.window is None]
         first = NULL_PAGE + 1 if self._windowed else 0
         self.num_pages = num_pages - first
-        """Pages that sequences may hold."""
         self._pages = FreePages(num_pages, first)
         self.keeper: PageKeeper | None = None
         """Keeps contents of free pages beyond the pool; None: nothing does."""
@@ -255,10 +249,7 @@ class BlockManager:
         return made if state is None else made + state
 
     def _hold_state(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
-        """Give a sequence the slot of the state after its first `length` tokens; returned is what is to come into the slot.
-
-        None: every slot is needed by others.
-        """
+        """Give a sequence the slot of the state after its first `length` tokens, and return the copy; None if no slot is free."""
         assert self.checkpoints is not None
         digest = self.name_of_start(seq, length)
         here = self.checkpoints.knows(digest)
@@ -268,10 +259,7 @@ class BlockManager:
         return [] if here else [AbsentPage(STATES, 0, slot)]
 
     def longest_hit(self, seq: Sequence, partly: bool, also: KeptElsewhere | None = None) -> int:
-        """Length in tokens of the longest start of a sequence that every group holds: each group may shorten that of the others.
-
-        also: which pages and states count as held although they are not here. Where layers keep states, it ends at a checkpoint.
-        """
+        """Length in tokens of the longest prefix that every group holds. also: pages and states that count as held."""
         if self.checkpoints is None:
             length = self._longest_held(seq, seq.num_tokens - 1, partly, also)
             return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
@@ -281,9 +269,7 @@ class BlockManager:
 
     def _longest_checkpoint(self, seq: Sequence, longest: int, also: KeptElsewhere | None) -> int:
         """Length of the longest start, up to `longest` tokens, at whose end a state is kept.
-
-        longest: tokens that every group holds; where the group has a window, a shorter start need not be.
-        """
+        longest: tokens that every group holds; where the group has a window, a shorter start need not be."""
         assert self.checkpoints is not None
         windows = any(group.window is not None for group in self.groups)
         for length in range(longest, 0, -self.checkpoints.interval):
@@ -346,11 +332,7 @@ class BlockManager:
         return end - seq.num_computed if end > seq.num_computed else count
 
     def fitting(self, seq: Sequence, count: int) -> int:
-        """Tokens, up to `count`, of a sequence's next chunk.
-
-        The chunk is cut where the groups that keep every token have room for all of it and the windowed ones have not: these need
-        room for the chunk only until it is computed.
-        """
+        """Return the tokens, up to `count`, of a sequence's next chunk: fewer if only windowed groups lack room for all."""
         if not self._windowed or count <= self._smallest_chunk:
             return count
         free = self.num_free - sum(self._missing(seq, count, number) for number in self._unwindowed)

@@ -26,8 +26,7 @@ class Checkpoints:
         self._free = list(range(slots.num_slots - 1, slots.first_checkpoint - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._held: Counter[int] = Counter()
-        self._unnamed: set[int] = set()
-        """Held slots that have no name."""
+        self._unnamed: set[int] = set()  # Held slots that have no name
         self.evicted: Callable[[bytes, int], object] | None = None
         """Keeps a state, given by its name and its slot, which the next step may overwrite; None: nothing does."""
 

@@ -72,10 +72,7 @@ class PrefixIndex:
         return best, most
 
     def add(self, block: int, parent: bytes, tokens: bytes, digest: bytes | None = None) -> None:
-        """Make a block's tokens findable, in place of what the block held before. digest: its name, if it is full.
-
-        Where another block holds the same tokens and perhaps more, that one serves, and this one gets no name.
-        """
+        """Index a full block by its digest, replacing its old name; another block that holds the same tokens keeps its name."""
         self.discard(block)
         children = self._children.setdefault(parent, [])
         at = bisect_left(children, (tokens, -1))
@@ -153,10 +150,7 @@ class GroupPrefixes:
         self._blocks_per_page = group.page_size // block_size
 
     def longest(self, seq: Sequence, at_most: int, partly: bool, also: Callable[[bytes], bool] | None = None) -> int:
-        """Length in tokens of the longest start of a sequence, up to `at_most`, that is held.
-
-        partly: its last page need not be whole. also: whether a page of this digest counts as held without being in the pool.
-        """
+        """Length in tokens of the longest held prefix, up to `at_most`. partly: its last page may be partial. also: digests."""
 
         def lacks(page: int) -> bool:
             return self.find(seq, page) is None and (also is None or not also(self.digest(seq, page)))
@@ -210,10 +204,7 @@ class GroupPrefixes:
         return self.index.longest(self.digest(seq, number - 1), packed(seq.token_ids[first : first + most]))
 
     def digest(self, seq: Sequence, number: int) -> bytes:
-        """The chained hash of a sequence to the end of a full page; `prefix_root` before the first.
-
-        A block's hash is computed once: tokens of a sequence never change. 128 bits make chance collisions negligible.
-        """
+        """The chained 128-bit hash of a sequence to the end of a full page, computed once; `prefix_root` before the first."""
         return self._hash_of(seq, (number + 1) * self._blocks_per_page)
 
     def digest_of_start(self, seq: Sequence, length: int) -> bytes:

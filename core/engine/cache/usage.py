@@ -26,7 +26,6 @@ class GroupUsage(NamedTuple):
     total: int
     """Blocks that the group would have if no other group had any: all groups share the pool."""
     used: int
-    """Blocks that sequences hold."""
     cached: int
     """Blocks that no sequence holds and an equal prefix would find again."""
     given_back: int
@@ -38,7 +37,6 @@ class SequenceUsage(NamedTuple):
 
     name: str
     num_tokens: int
-    """Tokens in the cache."""
     blocks: tuple[str, ...]
     """A string for each group, with a letter for each block in the order of the tokens."""
 

@@ -41,12 +41,8 @@ class AdapterReader(Protocol):
         """See `ModelAdapters.read`; any thread may call it."""
 
     def keep(self, request: LoRARequest, adapter: HostAdapter | None = None, digest: bytes | None = None) -> HostAdapter:
-        """Return an adapter that is in host memory, or has been read (`adapter`), or is read now.
-
-        digest: what its files must hold still; None: anything.
-
-        :raises HeadwayError: it cannot be served, or its files have changed.
-        """
+        """Return an adapter from host memory, `adapter`, or its files. digest: the files' expected one, or None.
+        :raises HeadwayError: it cannot be served, or its files have changed."""
 
     def trim(self, wanted: Iterable[bytes]) -> None:
         """Forget what was used longest ago of the adapters beyond max_cpu_loras. wanted: digests of those that must stay."""

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
     from headway.core.select.backend_request import BackendRequest
 
-_MOST_SEQS = 2**20
-"""Most sequences of a step: buffers of the host and the device have a row for each."""
-_MOST_RANK = 512
-"""The largest rank of an adapter, as in vLLM."""
+_MOST_SEQS = 2**20  # Most sequences of a step: buffers of the host and the device have a row for each
+_MOST_RANK = 512  # The largest rank of an adapter, as in vLLM
 _AT_LEAST_ONE: Final = (
     "block_size",
     "max_model_len",
@@ -42,10 +40,7 @@ MAX_DRAFT_TOKENS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The engine's options; names are vLLM's where it has them.
-
-    Each option's text is written here once: `LLM`'s keywords, the command line's flags and docs/options.md come from it.
-    """
+    """The engine's options, by vLLM's names; their texts here feed `LLM`'s keywords, the flags and docs/options.md."""
 
     attn_backend: Annotated[str | BackendRequest, 'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME".'] = "auto"
     attn_options: Annotated[Mapping[str, Mapping[str, str]], "Options of backends: NAME -> key -> value."] = field(
@@ -113,10 +108,7 @@ class EngineConfig:
     seed: Annotated[int, "Seed of the requests that bring none of their own."] = 0
 
     def __post_init__(self) -> None:
-        """Check every option, and replace texts by what they mean.
-
-        :raises ConfigError: an option of another kind than its annotation says, out of its range, or at odds with another.
-        """
+        """Check every option, and replace texts by their meaning. :raises ConfigError: a wrong type, range or combination."""
         from headway.core.contract.spec import KV_DTYPES  # here, so that the command line's help needs no torch
         from headway.core.select.backend_request import BackendRequest
         from headway.core.select.selection import Workload
@@ -257,10 +249,7 @@ class EngineConfig:
         return self.max_num_batched_tokens
 
     def check_budget(self, max_model_len: int) -> None:
-        """Check that every prompt can be scheduled.
-
-        :raises ConfigError: chunked prefill is off and a prompt of max_model_len exceeds the budget.
-        """
+        """Check that every prompt can be scheduled. :raises ConfigError: no chunked prefill, max_model_len over the budget."""
         if not self.enable_chunked_prefill and self.step_tokens < max_model_len:
             raise ConfigError(
                 "max_num_batched_tokens",
@@ -272,8 +261,7 @@ class EngineConfig:
 
 _NEEDS: Final = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", NoneType: "None"}
 """Type of an option -> what the error for another value says that it needs."""
-_WORD: Final = 2**63
-"""No count or size is as large, on any machine."""
+_WORD: Final = 2**63  # No count or size is as large, on any machine
 
 
 @cache
@@ -291,10 +279,7 @@ def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
 
 
 def check_kinds(options: Any) -> None:
-    """Check the fields of a dataclass of options against their annotations. Paths become texts.
-
-    :raises ConfigError: a value of another kind, a number that is none, or one beyond 64 bits.
-    """
+    """Check options against a dataclass's annotations; paths become texts. :raises ConfigError: another type, or a bad number."""
     from pydantic import ValidationError
 
     for name, (kind, need) in _plain_options(options.__class__).items():
@@ -313,22 +298,15 @@ def check_kinds(options: Any) -> None:
 
 
 def check_block_size(size: int, option: str = "block_size") -> None:
-    """Check a number of tokens in a cache block.
-
-    :raises ConfigError: no kernel reads blocks of this size.
-    """
+    """Check a number of tokens in a cache block. :raises ConfigError: no kernel reads blocks of this size."""
     if size < 1 or size % BLOCK_MULTIPLE:
         near = max(BLOCK_MULTIPLE, round(size / BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
         raise ConfigError(option, f"a multiple of {BLOCK_MULTIPLE}", size, f"{near} is the nearest")
 
 
 def parse_bytes(what: str, value: object) -> int:
-    """Read a size in bytes: a number, or a text such as "2GiB" or "512MB", by pydantic's ByteSize (GB is 1000**3, GiB 1024**3).
-
-    what: the option's name, for the error.
-
-    :raises ConfigError: it is neither, or not positive.
-    """
+    """Return a size in bytes from a number or a text such as "2GiB" (GB is 1000**3). what: the option.
+    :raises ConfigError: it is neither, or not positive."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:

@@ -21,8 +21,7 @@ NULL_PAGE = 0
 _TYPICAL_LENGTHS = (1024, 8192)
 """Lengths of the sequences for which a page's size is chosen: a large page is filled in part, a small one leaves a rest that no
 block fits."""
-_LARGEST_PAGE = 4
-"""Largest size of a page, in blocks of the group with the most layers."""
+_LARGEST_PAGE = 4  # Largest size of a page, in blocks of the group with the most layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,6 @@ class CacheGroup:
     """Layers whose cache has one block table. The pool gives it pages of `page_size` tokens, each one or several blocks."""
 
     page_size: int
-    """Tokens of a page."""
     window: int | None = None
     """Keys that a query of these layers sees, itself included: pages behind them are given back. None: all, and no page is."""
     layers: tuple[int, ...] = ()
@@ -100,10 +98,7 @@ class PageFormat:
 def page_format(
     specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], block_size: int, max_model_len: int, give_back: bool = True
 ) -> PageFormat:
-    """Group the layers by their windows. A window that no sequence of max_model_len outgrows counts as none.
-
-    give_back: False: windowed layers keep every token, and all layers are one group.
-    """
+    """Group the layers by window; one beyond max_model_len is none. give_back: False keeps every token, in one group."""
     bytes_of = [_block_bytes(spec, layout, block_size) for spec, layout in zip(specs, layouts, strict=True)]
     total = sum(sum(each.values()) for each in bytes_of)
     windows = [_window(spec, max_model_len) if give_back else None for spec in specs]
@@ -150,10 +145,8 @@ def _shared(
     """Make groups of layers that share pages. kinds: layers by their window and the bytes of a block's key."""
     columns = math.gcd(*map(len, kinds.values()))
     unit = math.gcd(*(key for _, key in kinds))
-    widths = [key // unit for _, key in kinds]
-    """Cells that a block of one layer takes, for each kind."""
-    counts = [len(layers) // columns for layers in kinds.values()]
-    """Layers in a column, for each kind."""
+    widths = [key // unit for _, key in kinds]  # Cells that a block of one layer takes, for each kind
+    counts = [len(layers) // columns for layers in kinds.values()]  # Layers in a column, for each kind
     step, most = math.lcm(*widths), max(width * count for width, count in zip(widths, counts, strict=True))
 
     def groups(cells: int) -> tuple[CacheGroup, ...]:

@@ -19,10 +19,8 @@ from headway.core.engine.data.groups import CacheGroup, PageFormat
 GIB = 1024**3
 SMALLEST_CHUNK = 128
 """Tokens to which a prompt's chunk is cut where the windowed groups have no room for all of it."""
-_LARGEST_SHARE = 0.4
-"""Largest share of the host's free memory that a CPU's cache takes by default."""
-_DEFAULT_BYTES = 1 * GIB
-"""Bytes that a CPU's cache takes by default, unless one sequence needs more: other programs need the memory too."""
+_LARGEST_SHARE = 0.4  # Largest share of the host's free memory that a CPU's cache takes by default
+_DEFAULT_BYTES = 1 * GIB  # Bytes that a CPU's cache takes by default, unless one sequence needs more
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +48,8 @@ class PoolSize:
 
 
 def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, chunk: int, memory: int | None) -> PoolSize:
-    """Size a pool: the pages that fit in `memory` bytes (None: a share of the host's free memory), if sequences can fill them.
-
-    chunk: tokens to which a step may be cut where memory is short.
-
-    :raises ConfigError: not even one sequence of max_model_len fits.
-    """
+    """Return the pages in `memory` bytes (None: a share of free memory) that sequences can fill. chunk: smallest step.
+    :raises ConfigError: not even one sequence of max_model_len fits."""
     page_bytes, reserved = page_format.page_bytes, page_format.reserved
     one = page_format.pages_for(max_model_len, chunk)
     most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs
@@ -123,10 +117,7 @@ def allocate_layers(
 
 
 def page_memory(caches: Sequence[LayerCache], size: PoolSize) -> list[Tensor]:
-    """The memory of the pool as views uint8 [count, num_pages, bytes]: a page's content is its row in each of them.
-
-    caches: as `allocate` made them, each block of which must be one piece of memory.
-    """
+    """Return the pool's memory as views uint8 [count, num_pages, bytes], a row per page. caches: of contiguous blocks."""
     views: dict[int, Tensor] = {}
     for cache in caches:
         assert cache.layout.contiguous_blocks, "blocks in pieces"

@@ -41,11 +41,9 @@ class RequestLimits:
     max_logprobs: int = -1
     """Most tokens whose log-probabilities a request may ask for at one place; -1: the whole vocabulary."""
     by_priority: bool = False
-    """Whether requests have priorities."""
     embedding_size: int | None = None
     """Elements of a row of a prompt that is given as embeddings; None: no prompt is."""
     takes_adapters: bool = False
-    """Whether the engine has slots for adapters."""
 
     @classmethod
     def of(
@@ -76,10 +74,8 @@ class RequestLimits:
         lora_request: LoRARequest | None = None,
     ) -> CheckedRequest:
         """Check a request, once; its adapter's files are checked where the engine runs.
-
         :raises PromptError: the prompt is empty, leaves no room for one token, or has ids outside the vocabulary.
-        :raises ConfigError: parameters, a priority or an adapter that this engine or its model does not take.
-        """
+        :raises ConfigError: parameters, a priority or an adapter that this engine or its model does not take."""
         if lora_request is not None:
             self.check_adapter(lora_request)
         self.check_prompt(prompt_token_ids)
@@ -100,20 +96,14 @@ class RequestLimits:
         return self.max_model_len - (output if output < self.max_model_len else 1)  # of any larger output there is what is left
 
     def check_adapter(self, lora_request: object) -> None:
-        """Check that a request may name an adapter.
-
-        :raises ConfigError: the engine has no slots for adapters, or it is none.
-        """
+        """Check that a request may name an adapter. :raises ConfigError: the engine has no slots for adapters, or it is none."""
         if not isinstance(lora_request, LoRARequest):
             raise ConfigError("lora_request", "a LoRARequest(name, id, path)", shown(lora_request))
         if not self.takes_adapters:
             raise ConfigError("lora_request", "an engine that was started with enable_lora=True", lora_request.lora_name)
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Check a prompt.
-
-        :raises PromptError: the prompt is empty, leaves no room for one token, or has ids outside the vocabulary.
-        """
+        """Check a prompt. :raises PromptError: it is empty, leaves no room for a token, or has ids outside the vocabulary."""
         if not prompt_token_ids:
             raise PromptError("prompt", "at least one token", "an empty prompt")
         if len(prompt_token_ids) >= self.max_model_len:
@@ -129,10 +119,7 @@ class RequestLimits:
             self.check_ids(prompt_token_ids)
 
     def check_embedded(self, prompt: EmbeddedPrompt) -> None:
-        """Check a prompt of embeddings.
-
-        :raises PromptError: the engine takes none, or its model has other sizes.
-        """
+        """Check a prompt of embeddings. :raises PromptError: the engine takes none, or its model has other sizes."""
         if self.embedding_size is None:
             need = "an engine with enable_prompt_embeds=True, whose model Headway's decoder computes"
             raise PromptError("prompt_embeds", need, "another")
@@ -142,19 +129,13 @@ class RequestLimits:
             raise PromptError("prompt_embeds", "finite numbers", "NaN or infinite ones")
 
     def check_ids(self, token_ids: Sequence[int], what: str = "prompt") -> None:
-        """Check that the vocabulary has these tokens. what: the argument that brings them.
-
-        :raises PromptError: an id is outside of the vocabulary.
-        """
+        """Check token ids. what: the argument that brings them. :raises PromptError: an id is outside of the vocabulary."""
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self.vocab_size:
                 raise PromptError(what, f"token ids from 0 to {self.vocab_size - 1}", shown(token))
 
     def check_params(self, params: SamplingParams) -> None:
-        """Check the parameters that depend on the model.
-
-        :raises ConfigError: token ids outside the vocabulary, or more log-probabilities than max_logprobs.
-        """
+        """Check parameters against the model. :raises ConfigError: unknown token ids, or more logprobs than max_logprobs."""
         bad_words = [token for word in params.bad_words_token_ids or () for token in word]
         listed = {
             "logit_bias": list(params.logit_bias or ()),
@@ -174,10 +155,7 @@ class RequestLimits:
                 )
 
     def check_priority(self, priority: int) -> None:
-        """Check a request's priority.
-
-        :raises ConfigError: the priority is no whole number, or this engine serves first come, first served.
-        """
+        """Check a priority. :raises ConfigError: it is not a whole number, or this engine serves first come, first served."""
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError("priority", "a whole number; lower ones are served first", repr(priority))
         if priority and not self.by_priority:

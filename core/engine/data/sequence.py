@@ -27,10 +27,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class EmbeddedPrompt(list[int]):
-    """Token ids that are all 0, and stand for rows that the model takes in place of its embedding's.
-
-    So lengths, chunks and pages are counted as for any prompt.
-    """
+    """Token ids that are all 0, for rows given in place of embeddings, so that lengths, chunks and pages are counted as usual."""
 
     rows: Tensor
     """[num_tokens, hidden_size], on the host."""
@@ -39,10 +36,7 @@ class EmbeddedPrompt(list[int]):
 
     @classmethod
     def of(cls, given: object) -> EmbeddedPrompt:
-        """Take rows [num_tokens, hidden_size], or one batch of them.
-
-        :raises PromptError: anything else.
-        """
+        """Take rows [num_tokens, hidden_size], or one batch of them. :raises PromptError: anything else."""
         if not isinstance(given, Tensor) or given.is_nested:
             got = "a nested tensor" if isinstance(given, Tensor) else f"a {type(given).__name__}"
             raise PromptError("prompt_embeds", "a torch.Tensor [num_tokens, hidden_size]", got)
@@ -72,7 +66,6 @@ class PageTable:
     """Which pages hold a sequence's tokens in one group of layers."""
 
     page_size: int
-    """Tokens of a page."""
     pages: list[int] = field(default_factory=list)
     """Pages in the order of the tokens; the null page stands for those that were given back."""
     num_published: int = 0
@@ -93,8 +86,7 @@ class StepCount:
     taken: int = 0
 
 
-_NO_STEPS = StepCount()
-"""The count of every sequence that is not in a `DecodeBatch`: it stays 0."""
+_NO_STEPS = StepCount()  # The count of every sequence that is not in a `DecodeBatch`: it stays 0
 
 
 class PrefixCopy(NamedTuple):
@@ -281,10 +273,7 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose k and v the cache does not hold yet; 0 once the token that ends the sequence by length is on its way.
-
-        While drafts are being verified it is 0 as well, because it is not known yet where the sequence goes on.
-        """
+        """Tokens without k and v in the cache; 0 while the last token is on its way, or drafts are being verified."""
         known = len(self.token_ids) + self.num_pending
         return known - self.num_computed if known < self.max_len and not self.num_unverified else 0
 

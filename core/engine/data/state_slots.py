@@ -15,12 +15,9 @@ from headway.core.contract.model import StateLayer
 from headway.core.contract.state import StateCache, StateLayout
 from headway.core.engine.data.pool import size_text
 
-_CHECKPOINT_SHARE = 5
-"""Checkpoints take at most one part in this many of the cache's memory: a hit spares more tokens by pages than by many states."""
-_CHECKPOINTS_PER_ROW = 4
-"""Checkpoints for each row: more are seldom found again before they are the oldest."""
-_DEFAULT_BYTES = 256 * 2**20
-"""Bytes that checkpoints on a CPU take at most, where the cache has no size of its own."""
+_CHECKPOINT_SHARE = 5  # Checkpoints take at most this fraction of the cache's memory: pages spare a hit more tokens
+_CHECKPOINTS_PER_ROW = 4  # Checkpoints for each row: more are seldom found again before they are the oldest
+_DEFAULT_BYTES = 256 * 2**20  # Bytes that checkpoints on a CPU take at most, where the cache has no size of its own
 
 
 class Checkpoint(NamedTuple):
@@ -42,7 +39,6 @@ class StateSlots:
     """Slots of a row: one, and one more for each draft that a step may verify."""
     num_checkpoints: int
     bytes_per_slot: int
-    """Bytes of a slot over all layers."""
 
     @property
     def first_checkpoint(self) -> int:
@@ -103,7 +99,6 @@ class StateMemory:
     """The states of all layers. Tensors of equal shape share one piece of memory, so that a copy of slots is few launches."""
 
     caches: Sequence[StateCache]
-    """One for each layer."""
     stacks: Sequence[Tensor]
     """[layers, num_slots, ...]: each piece of memory."""
     slots: StateSlots

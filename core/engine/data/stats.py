@@ -21,7 +21,6 @@ class LaunchFacts:
     """How a step was launched."""
 
     backends: tuple[str, ...] = ()
-    """Names of the backends that serve the step."""
     graph: bool = False
     """Whether the step is the replay of one CUDA graph."""
     piecewise: bool = False
@@ -48,12 +47,10 @@ class EngineStats:
 
     num_steps: int = 0
     num_graph_steps: int = 0
-    """Steps that were one CUDA graph's replay."""
     num_prefill_tokens: int = 0
     """Tokens computed beyond those of decoding sequences."""
     num_decode_tokens: int = 0
     num_output_tokens: int = 0
-    """Tokens that completions have got."""
     num_prompt_tokens: int = 0
     """Prompt tokens of sequences that were admitted, each counted once."""
     num_cached_tokens: int = 0
@@ -66,7 +63,6 @@ class EngineStats:
     """States that gave their slot to a newer one, whether the host's memory keeps them or not."""
     num_preemptions: int = 0
     preemptions_by_kind: Counter[str] = field(default_factory=Counter)
-    """"recompute" or "swap"."""
     blocks_swapped: int = 0
     """Blocks that preempted sequences left to be swapped; blocks that no other sequence needed meanwhile stayed in the pool."""
     blocks_offloaded: int = 0
@@ -200,7 +196,6 @@ class EngineSnapshot:
     time: float
     """Seconds on the clock of time.perf_counter."""
     num_running: int
-    """Sequences that steps serve."""
     num_waiting: int
     """Sequences that have not begun, or were preempted."""
     num_blocks: int
@@ -241,7 +236,6 @@ class ProfilerRanges:
         self._open: record_function | None = None
 
     def __call__(self, part: str) -> None:
-        """See `EnterRange`."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
@@ -255,19 +249,14 @@ class ProfilerRanges:
 
 
 class StepClock:
-    """Adds up in `EngineStats` how long the host spends in each part of its steps, and shows the parts to a profiler.
-
-    One part follows the other: entering one ends the one before. The clock is called some eight times a step, never per sequence.
-    """
+    """Adds up the seconds of each part of a step in `EngineStats`, for profilers too; called some eight times a step."""
 
     def __init__(self, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
-        """now: the time in seconds."""
         self.enter_range: EnterRange = no_ranges
         """Replaced while a profiler is attached."""
         self._stats = stats
         self._now = now
-        self._seconds = dict.fromkeys(_ANY, 0.0)
-        """Seconds of each part that are not in the statistics yet."""
+        self._seconds = dict.fromkeys(_ANY, 0.0)  # Seconds of each part that are not in the statistics yet
         self._part = ""
         self._entered = self._began = 0.0
         self._waited = stats.wait_seconds
@@ -290,10 +279,7 @@ class StepClock:
         return now
 
     def leave(self) -> float:
-        """End the part under way and bring the statistics up to date; returns the time.
-
-        What `EngineStats.count` has added to `wait_seconds` was waited for while launching, and is not counted as launching.
-        """
+        """End the running part, update the statistics, and return the time. Waits counted by `EngineStats.count` are excluded."""
         now, seconds, stats = self.enter(""), self._seconds, self._stats
         stats.schedule_seconds += seconds["schedule"]
         stats.prepare_seconds += seconds["prepare"]

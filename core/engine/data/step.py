@@ -17,7 +17,7 @@ from headway.core.engine.data.sequence import Sequence, StepCount
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 
-_Counts = NDArray[numpy.int64]
+_NO_MEMBERS: NDArray[numpy.int32] = numpy.zeros((3, 0), dtype=numpy.int32)  # The arrays of a batch without members
 
 
 class DecodeBatch:
@@ -32,19 +32,13 @@ class DecodeBatch:
     def __init__(self) -> None:
         self.members: list[Sequence] = []
         """Members in the order of the arrays. The list is never changed in place: a step that was launched goes on holding it."""
-        self.rows: NDArray[numpy.int32] = numpy.zeros(0, dtype=numpy.int32)
-        """[members]: row of each. The array is never changed in place either."""
+        self.places: NDArray[numpy.int32] = _NO_MEMBERS
+        """[3, members]: `row`, `state_index` and `adapter_slot` of each, which stay while a sequence decodes without drafts. The
+        array is never changed in place either."""
         self._steps = StepCount()
-        self._offsets: _Counts = numpy.zeros(0, dtype=numpy.int64)
-        """[members]: computed tokens minus the steps that the batch has counted."""
-        self._due: _Counts = self._offsets
-        """[members]: steps after which the member's pages are full, or its last token is on its way."""
-        self._boundaries: _Counts = self._offsets
-        """[members]: steps after which a page of the member may be named or given back."""
-        self.state_indices: NDArray[numpy.int32] = numpy.zeros(0, dtype=numpy.int32)
-        """[members]: `Sequence.state_index` of each, which stays while a sequence decodes without drafts."""
-        self.adapter_slots: NDArray[numpy.int32] = numpy.zeros(0, dtype=numpy.int32)
-        """[members]: `Sequence.adapter_slot` of each, which stays while a sequence runs."""
+        self._counts: NDArray[numpy.int64] = _NO_MEMBERS.astype(numpy.int64)
+        """[3, members]: computed tokens minus the steps counted; steps after which the pages are full or the last token is on its
+        way; steps after which a page may be named or given back."""
         self._changed: list[Sequence] = []
 
     def __len__(self) -> int:
@@ -52,29 +46,29 @@ class DecodeBatch:
 
     def context_lens(self) -> NDArray[numpy.int32]:
         """int32 [members]: cached tokens of each before the next step."""
-        return (self._offsets + self._steps.taken).astype(numpy.int32)
+        return (self._counts[0] + self._steps.taken).astype(numpy.int32)
 
     def due(self) -> list[int]:
         """Indexes of the members that cannot take the next step as they are; see `Sequence.lasts_until`."""
-        places: list[int] = numpy.flatnonzero(self._due <= self._steps.taken).tolist()
+        places: list[int] = numpy.flatnonzero(self._counts[1] <= self._steps.taken).tolist()
         return places
 
     def renew(self, place: int) -> None:
         """Note that the member at this index has got pages."""
         seq = self.members[place]
-        self._due[place] = seq.lasts_until - self._offsets[place]
+        self._counts[1, place] = seq.lasts_until - self._counts[0, place]
         self._changed.append(seq)
 
     def step(self) -> list[int]:
         """Count a step that has been launched. Returns the indexes of the members whose pages may have been filled."""
         self._steps.taken += 1
-        places: list[int] = numpy.flatnonzero(self._boundaries <= self._steps.taken).tolist()
+        places: list[int] = numpy.flatnonzero(self._counts[2] <= self._steps.taken).tolist()
         return places
 
     def passed(self, place: int) -> None:
         """Note that the filled pages of the member at this index have been named."""
         seq = self.members[place]
-        self._boundaries[place] = seq.next_boundary - self._offsets[place]
+        self._counts[2, place] = seq.next_boundary - self._counts[0, place]
         if seq.table_changes:
             self._changed.append(seq)
 
@@ -92,18 +86,17 @@ class DecodeBatch:
         for seq in seqs:
             seq.join(self._steps)
         self._changed += [seq for seq in seqs if seq.table_changes]
-        offsets = numpy.array([seq.num_computed - taken for seq in seqs], dtype=numpy.int64)
-        due = numpy.array([seq.lasts_until for seq in seqs], dtype=numpy.int64) - offsets
-        boundaries = numpy.array([seq.next_boundary for seq in seqs], dtype=numpy.int64) - offsets
+        counts = (
+            [seq.num_computed - taken for seq in seqs],
+            [seq.lasts_until for seq in seqs],
+            [seq.next_boundary for seq in seqs],
+        )
+        new = numpy.array(counts, dtype=numpy.int64)
+        new[1:] -= new[0]
+        places = [seq.row for seq in seqs], [seq.state_index for seq in seqs], [seq.adapter_slot for seq in seqs]
         self.members = [*self.members, *seqs]
-        self.rows = numpy.concatenate([self.rows, numpy.array([seq.row for seq in seqs], dtype=numpy.int32)])
-        self._offsets = numpy.concatenate([self._offsets, offsets])
-        self._due = numpy.concatenate([self._due, due])
-        self._boundaries = numpy.concatenate([self._boundaries, boundaries])
-        indices = numpy.array([seq.state_index for seq in seqs], dtype=numpy.int32)
-        self.state_indices = numpy.concatenate([self.state_indices, indices])
-        slots = numpy.array([seq.adapter_slot for seq in seqs], dtype=numpy.int32)
-        self.adapter_slots = numpy.concatenate([self.adapter_slots, slots])
+        self.places = numpy.concatenate([self.places, numpy.array(places, dtype=numpy.int32)], axis=1)
+        self._counts = numpy.concatenate([self._counts, new], axis=1)
 
     def remove(self, leaving: Iterable[Sequence]) -> None:
         """Take members out; others are left alone."""
@@ -112,12 +105,8 @@ class DecodeBatch:
             return
         kept = numpy.array([seq not in gone for seq in self.members], dtype=numpy.bool_)
         self.members = [seq for seq in self.members if seq not in gone]
-        self.rows = self.rows[kept]
-        self._offsets = self._offsets[kept]
-        self._due = self._due[kept]
-        self._boundaries = self._boundaries[kept]
-        self.state_indices = self.state_indices[kept]
-        self.adapter_slots = self.adapter_slots[kept]
+        self.places = self.places.compress(kept, axis=1)
+        self._counts = self._counts.compress(kept, axis=1)
         self._changed = [seq for seq in self._changed if seq not in gone]
         for seq in gone:
             seq.leave()
@@ -153,14 +142,13 @@ class ScheduledStep:
         """individual: those that prefill or extend come first. batch: its members take the step; it moves on before that runs."""
         self.individual = individual
         self.members: list[Sequence] = [] if batch is None else batch.members
-        self.rows: NDArray[numpy.int32] = _NO_MEMBERS if batch is None else batch.rows
-        """int32 [members]: row of each."""
-        self.context_lens: NDArray[numpy.int32] = _NO_MEMBERS if batch is None else batch.context_lens()
+        places = _NO_MEMBERS if batch is None else batch.places
+        self.rows: NDArray[numpy.int32] = places[0]
+        self.state_indices: NDArray[numpy.int32] = places[1]
+        self.adapter_slots: NDArray[numpy.int32] = places[2]
+        """int32 [members] each: row, slot of the row that holds the state, and slot of the adapter."""
+        self.context_lens: NDArray[numpy.int32] = _NO_MEMBERS[0] if batch is None else batch.context_lens()
         """int32 [members]: tokens that the cache holds before the step."""
-        self.state_indices: NDArray[numpy.int32] = _NO_MEMBERS if batch is None else batch.state_indices
-        """int32 [members]: which slot of its row holds each member's state."""
-        self.adapter_slots: NDArray[numpy.int32] = _NO_MEMBERS if batch is None else batch.adapter_slots
-        """int32 [members]: the slot of each member's adapter."""
         self.changed: list[Sequence] = [] if batch is None else batch.take_changed()
         """Members whose tables have changed since the step before."""
 
@@ -181,9 +169,6 @@ class ScheduledStep:
     def sampling(self) -> list[Sequence]:
         """The sequences whose next token the step samples."""
         return [*(each.seq for each in self.individual if each.samples), *self.members] if self.individual else self.members
-
-
-_NO_MEMBERS: NDArray[numpy.int32] = numpy.zeros(0, dtype=numpy.int32)
 
 
 NEWEST = -1
@@ -210,7 +195,6 @@ class NewPages(NamedTuple):
     start: int
     pages: list[int]
     group: int = 0
-    """The cache group whose table it is."""
 
 
 class PageCopy(NamedTuple):
@@ -224,10 +208,7 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInput:
-    """Everything that the device's side must know of a step and has not learned from earlier steps.
-
-    Steps come in order. What a step says about rows and copies is done first: all copies read before any of them writes.
-    """
+    """Everything the device's side must know of a step, in order; rows and copies come first, copies read before any writes."""
 
     rows: NDArray[numpy.int32]
     """[num_seqs]: each sequence's place in the executor's per-sequence buffers. Those that prefill or extend come first."""
@@ -343,7 +324,6 @@ class OutputDelta(NamedTuple):
 
     request_id: str
     completion: int
-    """Which of the request's n completions."""
     new_token_ids: tuple[int, ...]
     """Sampled since the last delta; a stop token that ended the completion is the last."""
     finish_reason: str | None = None

@@ -86,14 +86,10 @@ class MirroredTables:
         self._mirror = mirror
         self._rows: NDArray[numpy.int64] = numpy.full(mirror.shape[1], -1, dtype=numpy.int64)
         """[batch]: the row whose block table each entry of the mirror holds; -1: none yet."""
-        self._num_updates = 0
-        """`HostBlockTables.num_updates` when the mirror was filled last."""
+        self._num_updates = 0  # `HostBlockTables.num_updates` when the mirror was filled last
 
     def fill(self, rows: NDArray[numpy.int64], tables: HostBlockTables) -> int:
-        """Make entry i the block table of `rows[i]`, in each group; returns how many had to be written.
-
-        rows: [batch]. tables: the same object in every call.
-        """
+        """Write the block table of `rows[i]` to entry i of each group; return how many. tables: always the same object."""
         if tables.last_change <= self._num_updates and (self._rows == rows).all():
             return 0
         stale = numpy.flatnonzero((self._rows != rows) | (tables.updated[rows] > self._num_updates))
@@ -107,10 +103,7 @@ class MirroredTables:
 
 
 def copy_slots(caches: Sequence[LayerCache], groups: Sequence[CacheGroup], copies: Sequence[PageCopy]) -> None:
-    """Copy the first slots of pages, in the caches of their groups' layers. No page is a source and a target.
-
-    Works on every tensor of any layout, with the same few launches for one copy as for many.
-    """
+    """Copy the first slots of pages in the groups' layers, in a few launches. No page is both source and target."""
     for number, group in enumerate(groups):
         own = [copy[1:] for copy in copies if copy.group == number]
         if not own or not group.layers:
@@ -180,18 +173,15 @@ class PagedAttention:
         alike = [spec.kind for spec in self._kinds]
         self._alike = [alike.index(each) for each in alike]
         """For each distinct spec, which is the first of its kind: they differ in sinks and scales."""
-        self._kind_of = [self._kinds.index(spec) for spec in specs]
-        """Each layer's index in `_kinds`. A spec is no key of what every layer looks up: its hash takes longer than the rest."""
+        self._kind_of = [self._kinds.index(spec) for spec in specs]  # Each layer's index in `_kinds`: a spec's hash takes longer
         self.caches = list(caches)
         self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.groups = [group_of.get(self.specs.index(spec), 0) for spec in self._kinds]
         """Cache group of each distinct spec: what groups differ in, specs differ in."""
-        self._slots: list[Tensor] = []
-        """For each kind, where k and v of the step set up last go."""
+        self._slots: list[Tensor] = []  # For each kind, where k and v of the step set up last go
         self._parts: list[_Part] = []
-        self._decode_writes: list[bool] = []
-        """For each kind, whether its backend writes k and v itself in the step set up last."""
+        self._decode_writes: list[bool] = []  # For each kind, whether its backend writes k and v itself in the step set up last
         self.debug = os.environ.get("HEADWAY_DEBUG") == "1"
         self.first_nan: str | None = None
         """With HEADWAY_DEBUG=1: what made the first NaN of the last step."""

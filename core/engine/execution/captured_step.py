@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -60,7 +61,6 @@ class CudaGraphRecorder:
         self._before: torch.cuda.Stream | None = None
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        """See GraphRecorder."""
         torch.cuda.synchronize()
         self.begin()
         try:
@@ -70,7 +70,6 @@ class CudaGraphRecorder:
         return replay
 
     def begin(self) -> None:
-        """See GraphRecorder."""
         # Not torch.cuda.graph, which collects Python's garbage before each capture: longer than the capture itself.
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.set_stream(self._stream)
@@ -83,7 +82,6 @@ class CudaGraphRecorder:
         self._before = before
 
     def end(self) -> Callable[[], None]:
-        """See GraphRecorder."""
         graph, before = self._graph, self._before
         assert graph is not None
         assert before is not None, "begin() first"
@@ -95,18 +93,19 @@ class CudaGraphRecorder:
         return graph.replay
 
 
-def explain_failure(error: BaseException, what: str) -> BaseException:
-    """The error to raise where `what` could not be captured: one that names it and a way out, unless `error` says so itself."""
-    if not isinstance(error, RuntimeError) or isinstance(error, (HeadwayError, torch.OutOfMemoryError)):
-        return error
-    return BackendError(f"CUDA graphs: {what} cannot be captured: {error}; --enforce-eager does without")
+@contextmanager
+def capturing(what: str) -> Iterator[None]:
+    """Raise errors within as one that names `what` cannot be captured and a way out, unless they say so themselves."""
+    try:
+        yield
+    except (HeadwayError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise BackendError(f"CUDA graphs: {what} cannot be captured: {error}; --enforce-eager does without") from error
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The same elements without a hold on their memory, so that what is recorded later may use the memory again.
-
-    For a tensor out of a recording that is read after the replay of that recording and before the next one's.
-    """
+    """Return a tensor over the same memory without holding it, so that later recordings may reuse the memory."""
     if tensor.device.type != "cuda":
         return tensor
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -122,10 +121,7 @@ class _Memory:
 
 
 class CapturedStep(ABC):
-    """A step of one shape over static inputs, recorded as a CUDA graph.
-
-    Where kernels filter (see ModelStep.filters), a second graph chooses the tokens of rows that filter anew.
-    """
+    """A step of one shape over static inputs as a CUDA graph; a second one filters and draws anew (ModelStep.filters)."""
 
     description: str
     """The step in words, for errors."""
@@ -140,9 +136,8 @@ class CapturedStep(ABC):
         plans: Plans,
         states: list[StateStepPart] | None = None,
     ) -> None:
-        """fields: the static inputs. size: sequences of a decode or a verification, tokens of a prefill. metadata: of the step,
-        for each cache group. plans: what `PagedAttention` has planned for it; states: what `LayersWithState` has, None: there
-        are none."""
+        """fields: static inputs. size: sequences, or tokens of a prefill. metadata: per cache group. plans: of `PagedAttention`;
+        states: of `LayersWithState`, or None."""
         self._step = step
         self._fields = fields
         self.size = size
@@ -151,7 +146,6 @@ class CapturedStep(ABC):
         self._plans = plans
         self._states = states
         self.backends = (name_of(backends),)
-        """Name of the backend."""
         self.rows = fields.rows
         """Rows of `newest` that the last replay wrote, padding included."""
         self._keys = fields.keys.view(-1)
@@ -172,19 +166,11 @@ class CapturedStep(ABC):
         self._replay_filter: Callable[[], None] | None = None
 
     def capture(self, recorder: GraphRecorder) -> None:
-        """Record the step.
-
-        :raises BackendError: something in it cannot be captured.
-        """
-        try:
+        """Record the step. :raises BackendError: something in it cannot be captured."""
+        with capturing(self.description):
             self._replay = recorder.record(self.run)
             if self._step.filters:
                 self._replay_filter = recorder.record(self.filter)
-        except Exception as error:
-            explained = explain_failure(error, self.description)
-            if explained is error:
-                raise
-            raise explained from error
 
     @abstractmethod
     def _hidden(self) -> Tensor:
@@ -267,10 +253,8 @@ class DecodeGraph(CapturedStep):
         states: NDArray[numpy.int32] | None = None,
         adapters: NDArray[numpy.int32] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run a step, see DecodeInputs.fill. Returns its logits [num_seqs, vocab_size] and tokens [num_seqs].
-
-        draws: how the tokens are chosen; None: greedily. The next replay overwrites logits and tokens.
-        """
+        """Run a step (see DecodeInputs.fill); return logits [num_seqs, vocab_size] and tokens [num_seqs], which the next
+        overwrites. draws: how the tokens are chosen; None: greedily."""
         sent = self._inputs.fill(self._shapes, rows, positions, tables, draws, states, adapters)
         tokens = self._launch(draws, sent.seq_lens, sent.tables)
         return self._logits[: len(rows)], tokens[: len(rows)]

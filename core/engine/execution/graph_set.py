@@ -29,7 +29,7 @@ from headway.core.engine.execution.captured_step import (
     PrefillGraph,
     VerifyGraph,
     borrowed,
-    explain_failure,
+    capturing,
     name_of,
 )
 from headway.core.engine.execution.static_inputs import (
@@ -78,8 +78,6 @@ class _AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class _StateCall:
-    """A layer with a state between two pieces, like `_AttentionCall`."""
-
     layer: int
     x: Tensor
     gates: Sequence[Tensor]
@@ -90,22 +88,20 @@ class _StateCall:
         attention.states.run(self.layer, self.x[:count], [gate[:count] for gate in self.gates], self.out[:count])
 
 
+@dataclass(frozen=True, slots=True)
 class _PiecewiseGraph:
-    def __init__(
-        self, size: int, calls: list[_AttentionCall | _StateCall], graphs: list[Callable[[], None]], hidden: Tensor
-    ) -> None:
-        self.size = size
-        self._calls = calls
-        self._graphs = graphs
-        self._hidden = hidden
+    size: int
+    calls: list[_AttentionCall | _StateCall]
+    graphs: list[Callable[[], None]]
+    hidden: Tensor
 
     def run(self, attention: PagedAttention, count: int) -> Tensor:
         """Hidden states of the first `count` tokens; the rows after them are padding, which attention never sees."""
-        for call, graph in zip(self._calls, self._graphs[:-1], strict=True):
+        for call, graph in zip(self.calls, self.graphs[:-1], strict=True):
             graph()
             call.run(attention, count)
-        self._graphs[-1]()
-        return self._hidden[:count]
+        self.graphs[-1]()
+        return self.hidden[:count]
 
 
 class PiecewiseGraphs:
@@ -121,18 +117,14 @@ class PiecewiseGraphs:
     ) -> None:
         """adapters: the model's, where the graphs are of steps in which rows have some; None: none has any."""
         self._adapters = adapters
-        self._slots = torch.zeros(0, dtype=torch.int32, device=device)
-        """Slots of the rows' adapters; those of padding are left from other steps."""
+        self._slots = torch.zeros(0, dtype=torch.int32, device=device)  # Slots of the rows' adapters; padding has old ones
         self._model = model
         self._attention = attention
         self._device = device
         self._ranks = ranks
-        self._by_size: list[_PiecewiseGraph] = []
-        """The smallest first."""
-        self._inputs = torch.zeros(2, 0, dtype=torch.int64, device=device)
-        """Token ids and positions; those of padding are left from other steps, hence valid ones."""
-        self._outs: dict[tuple[int, ...], Tensor] = {}
-        """Memory for the output of one attention or state, by the shape of one token's output."""
+        self._by_size: list[_PiecewiseGraph] = []  # The smallest first
+        self._inputs = torch.zeros(2, 0, dtype=torch.int64, device=device)  # Token ids and positions; padding has old, valid ones
+        self._outs: dict[tuple[int, ...], Tensor] = {}  # Memory for the output of one attention or state, by a token's shape
 
     @property
     def largest(self) -> int:
@@ -185,15 +177,13 @@ class PiecewiseGraphs:
             return out
 
         recorder.begin()
-        try:
-            hidden = self._model(ids, positions, AttentionFunctions(between, state_between))
-        except BaseException as error:
-            with suppress(Exception):  # a recording that has failed may not end well, and the first fault is the one to tell
-                recorder.end()
-            explained = explain_failure(error, f"the model over {size} tokens")
-            if explained is error:
+        with capturing(f"the model over {size} tokens"):
+            try:
+                hidden = self._model(ids, positions, AttentionFunctions(between, state_between))
+            except BaseException:
+                with suppress(Exception):  # a recording that has failed may not end well, and the first fault is the one to tell
+                    recorder.end()
                 raise
-            raise explained from error
         graphs.append(recorder.end())
         return _PiecewiseGraph(size, calls, graphs, borrowed(hidden))
 
@@ -228,8 +218,7 @@ class PiecewiseGraphs:
 
 Graph = TypeVar("Graph", bound=CapturedStep)
 
-_USUAL_LENGTH = 1024
-"""Tokens of a sequence for which the backend of a verification's graph is chosen."""
+_USUAL_LENGTH = 1024  # Tokens of a sequence for which the backend of a verification's graph is chosen
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -301,19 +290,16 @@ class DecodeGraphs:
     def __init__(self, step: ModelStep) -> None:
         self._step = step
         self._graphs: dict[tuple[int, str], DecodeGraph] = {}
-        self._size_of: list[int] = []
-        """The captured batch size for each number of sequences."""
+        self._size_of: list[int] = []  # The captured batch size for each number of sequences
         self._warned = False
 
     def capture(self, sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: GraphRecorder) -> None:
         """Capture the largest first, so that the others find their memory in its pool; log what it took.
-
         candidates: for a batch size, the backends worth a graph. Where one cannot run in a graph, or memory does not suffice,
-        steps run as single launches, which the log says once.
-        """
+        steps run as single launches, which the log says once."""
         device, most = self._step.newest.device, self._step.padding_row
         wanted = {size: candidates(size) for size in sorted(sizes, reverse=True) if size <= most}
-        inputs = self._inputs(max(wanted))
+        inputs = DecodeInputs(self._step, [decode_shapes(self._step, max(wanted))])
         started, before = time.perf_counter(), _used(device)
         refused: set[str] = set()
         too_large: list[int] = []
@@ -348,13 +334,10 @@ class DecodeGraphs:
                 ", ".join(sorted({name for _, name in self._graphs})),
             )
 
-    def _inputs(self, largest: int) -> DecodeInputs:
-        return DecodeInputs(self._step, [decode_shapes(self._step, largest)])
-
     def _explain(self, backends: Backends) -> None:
         """Say why a backend has no graphs, and what a step costs without: the host's time to launch one, measured."""
         backend, refusal = next((each, found) for each in backends.values() if not (found := each.captures()))
-        graph = DecodeGraph(self._step, self._inputs(1), 1, backends)
+        graph = DecodeGraph(self._step, DecodeInputs(self._step, [decode_shapes(self._step, 1)]), 1, backends)
         started = time.perf_counter()
         graph.run()
         log.warning(
@@ -443,10 +426,7 @@ class VerifyGraphs:
         self._refused = ""
 
     def capture(self, max_decode_len: int, selector: Selector, recorder: GraphRecorder) -> None:
-        """Record each width up to max_decode_len at the powers of two of sequences, the largest first.
-
-        The backend is the one that is fastest for a number of sequences and a width, if it can run so in a graph.
-        """
+        """Record each width up to max_decode_len at powers of two of sequences, largest first, by the fastest backend."""
         started, step = time.perf_counter(), self._step
         longest, states = step.max_model_len - PADDING_CONTEXT, step.attention.states
         widths = [WIDTHS[0], *(wider for width, wider in pairwise(WIDTHS) if width < max_decode_len)]

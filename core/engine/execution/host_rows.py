@@ -86,7 +86,6 @@ class PromptScores:
     """Log-probabilities of some of a prompt's tokens."""
 
     index: int
-    """Index of the sequence in the step."""
     first: int
     """Position of the first of these tokens."""
     k: int
@@ -189,15 +188,9 @@ class HostRows:
     """Compiles what requests need, follows their completions, and changes logits when a step's model is already under way."""
 
     def __init__(
-        self,
-        grammars: GrammarCompiler | None,
-        processors: Mapping[str, LogitsProcessorInfo],
-        batch: ProcessorBatch | None = None,
+        self, grammars: GrammarCompiler | None, processors: Mapping[str, LogitsProcessorInfo], batch: ProcessorBatch | None = None
     ) -> None:
-        """grammars: None where no form can be compiled, for want of a tokenizer. processors: those that requests may name.
-
-        batch: of the engine's own processors; None: there are none.
-        """
+        """grammars: None without a tokenizer. processors: those that requests may name. batch: the engine's own; None if none."""
         self._grammars = grammars
         self._infos = processors
         self._batch = batch
@@ -208,12 +201,8 @@ class HostRows:
         """Launched steps whose tokens have not been taken, and which of their sequences are in which row."""
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """Begin what a request needs before its first step; None: nothing.
-
-        The future fails with a GrammarError. Cancelled, it ends what it has begun.
-
-        :raises ConfigError: a logits processor that is not registered, or forms cannot be compiled here.
-        """
+        """Begin what a request needs before its first step, if anything; the future can be cancelled, or fail (GrammarError).
+        :raises ConfigError: a logits processor that is not registered, or forms cannot be compiled here."""
         for each in params.logits_processors or ():
             if isinstance(each, str) and each not in (ENGINE_PROCESSORS, *self._makers):
                 self._makers[each] = self._load(each)
@@ -285,11 +274,8 @@ class HostRows:
     def masks(
         self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]]
     ) -> tuple[list[int], NDArray[numpy.int32] | None]:
-        """Indices of the rows of logits that a grammar masks, and the masks (see `GrammarCompiler.masks`).
-
-        rows: the executor's row of each. lens: the tokens before its token. drafts: by executor's row, the guesses that a step
-        verifies, for whose logits a row stands here more than once.
-        """
+        """Return indices of logits rows that a grammar masks, and the masks (see `GrammarCompiler.masks`). rows: the executor's.
+        lens: tokens before each. drafts: by executor's row, tokens that a step verifies; such a row appears several times."""
         which, grammars = [], []
         for number, (row, length) in enumerate(zip(rows, lens, strict=True)):
             own = self._rows[row]
@@ -313,10 +299,7 @@ class HostRows:
     def process(
         self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]], logits: Tensor
     ) -> dict[int, str]:
-        """Let processors change rows of logits [rows, vocab_size] in place. Returns why some of them cannot go on.
-
-        Their logits become NaN. rows, lens, drafts: see `masks`.
-        """
+        """Apply processors to logits [rows, vocab_size] in place; return why some failed (NaN). rows, lens, drafts: `masks`."""
         failed = {}
         if self._batch is not None:
             self._process_batch(self._batch, [self._rows[row] for row in rows], logits)

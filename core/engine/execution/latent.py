@@ -43,11 +43,8 @@ def attend(
     slots: Tensor,
     writes: bool,
 ) -> None:
-    """Attention of one part of a step, whose latents are in the cache already unless the backend `writes` them.
-
-    tensors: q [n, num_heads, expanded head_dim], latent [n, 1, cached head_dim], out [n, num_heads, expanded v_head_dim];
-    slots: int64 [n], where the latents lie.
-    """
+    """Compute attention of a part of a step; latents are cached unless the backend `writes` them. q: [n, num_heads, expanded
+    head_dim]; latent: [n, 1, cached head_dim]; out: [n, num_heads, expanded v_head_dim]; slots: int64 [n] of the latents."""
     q, latent, out = tensors
     if phase is Phase.PREFILL:
         if cache.geometry.dtype != latent.dtype:  # as decode will read them, however a prompt is cut into chunks

@@ -96,23 +96,15 @@ def _name(compiled: dict[str, Any]) -> str:
 
 
 class _DeviceResults(NamedTuple):
-    """A step that has been launched, its results on the device."""
-
     chosen: Chosen
-    tokens: Tensor
-    """The tokens, in the shape of `Launched.tokens`."""
-    owners: NDArray[numpy.int64]
-    """[rows of logits]: which of the step's sampling sequences each belongs to."""
+    tokens: Tensor  # The tokens, in the shape of `Launched.tokens`
+    owners: NDArray[numpy.int64]  # [rows of logits]: which of the step's sampling sequences each belongs to
     prompts: Sequence[PromptScores] = ()
     piecewise: bool = False
 
 
 class ModelRunner:
-    """Runs steps that are plain data, on one device.
-
-    The tokens that a step samples stay on the device, one for each row, and are the next step's input there: the host need not
-    have seen them to launch it.
-    """
+    """Runs steps that are plain data on one device, where sampled tokens stay as the next step's input, unseen by the host."""
 
     def __init__(
         self,
@@ -149,8 +141,7 @@ class ModelRunner:
         self._graphs: GraphSet | None = None
         self._adapters = adapters_of(model)
         self._piecewise = PiecewiseGraphs(model, attention, self._device, ranks)
-        self._adapted_graphs: GraphSet | None = None
-        """Graphs of steps in which a sequence has an adapter; the others hold nothing of adapters."""
+        self._adapted_graphs: GraphSet | None = None  # Graphs of steps with adapters; the others hold nothing of adapters
         self._adapted_pieces = PiecewiseGraphs(model, attention, self._device, ranks, self._adapters)
         self.compilations: CompilationWatch | None = None
         """Names the kernels that were compiled for a step, with its results; None: nothing does."""
@@ -161,10 +152,7 @@ class ModelRunner:
     def capture(
         self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: GraphRecorder, max_decode_len: int = 1
     ) -> None:
-        """Capture decodes of these many sequences, and prompts and piecewise graphs of these many tokens, as CUDA graphs.
-
-        max_decode_len: query tokens of a decode, drafts included. See GraphSet for what may be refused.
-        """
+        """Capture CUDA graphs for these sequences of decodes and tokens of prompts. max_decode_len: query tokens with drafts."""
         self._piecewise.capture(token_counts, recorder)
         if self._adapters is not None:
             self._adapted_pieces.capture(token_counts, recorder)

@@ -85,7 +85,6 @@ class LayersWithState:
         return self._layers[layer].spec.out_channels
 
     def __call__(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """See `Attention.state`."""
         out = x.new_empty(x.shape[0], self.out_channels(layer))
         torch.ops.headway.state(x, list(gates), out, self._handle, layer)
         return out

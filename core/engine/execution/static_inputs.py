@@ -1,7 +1,4 @@
-"""The computation of every captured step (`ModelStep`) and its inputs: one device buffer, filled by one copy.
-
-The buffer has the layout of a decode, of a verification or of a prefill.
-"""
+"""Inputs of captured steps (`ModelStep`): one device buffer, laid out for a decode, verification or prefill, one copy."""
 
 from __future__ import annotations
 
@@ -45,11 +42,7 @@ class ModelStep:
 
     @property
     def filters(self) -> bool:
-        """Whether graphs have a second part, which `Draws.filters` asks for.
-
-        The second part is a graph of its own behind the first, so that a step in which no row filters pays for none of its
-        launches.
-        """
+        """Return whether graphs have a second part for `Draws.filters`, a graph that steps without filters do not launch."""
         return self.sampling.choose is not None and self.sampling.filter is not None
 
     @property
@@ -58,9 +51,7 @@ class ModelStep:
         return len(self.newest) - 1
 
 
-_ALIGN = 4
-"""Fields, and the planes of those that have several, begin at multiples of this many elements: of 16 bytes or more, which kernels
-may rely on."""
+_ALIGN = 4  # Fields and planes begin at multiples of this many elements, 16 bytes or more, which kernels may rely on
 PADDING_CONTEXT = 1
 """Cached tokens of a padding sequence of a verification: its lengths are legal, its blocks are the pool's first, and it writes
 nothing."""
@@ -70,10 +61,7 @@ _Ints = NDArray[numpy.int32]
 
 
 class StepFields(NamedTuple, Generic[Field]):
-    """The inputs of a captured step of n sequences in g cache groups. A field that a layout has no use for is empty.
-
-    A decode has one token per sequence, a verification w of them, and a prefill is one sequence of t tokens.
-    """
+    """Inputs of a captured step of n sequences in g cache groups, of w tokens each in a verification, or t of one prompt."""
 
     ids: Field
     """int64 [n, w] or [t]; a decode finds its tokens on the device. Drafts are made from tokens that the host has read."""
@@ -191,29 +179,20 @@ class StaticInputs:
         return host.fields
 
 
-def _empty_unless(adapters: ModelAdapters | None, *shape: int) -> tuple[int, ...]:
-    """The shape of the field `adapters`, which is empty where no sequence has any."""
-    return (0,) if adapters is None else shape
-
-
-def _table_blocks(step: ModelStep) -> int:
-    return _aligned(-(-step.max_model_len // step.block_size))
-
-
-def decode_shapes(step: ModelStep, size: int) -> Shapes:
-    """The layout of a decode of `size` sequences."""
-    groups = len(step.num_blocks)
+def decode_shapes(step: ModelStep, size: int, *width: int) -> Shapes:
+    """The layout of a decode of `size` sequences. width: query tokens of each, in a verification."""
+    groups, tokens = len(step.num_blocks), (size, *width)
     return _EMPTY._replace(
-        keys=(size,),
-        slots=(groups, size),
+        keys=tokens,
+        slots=(groups, *tokens),
         rows=(size,),
-        positions=(size,),
-        scales=(size,),
-        filters=(len(NO_FILTER), size),
+        positions=tokens,
+        scales=tokens,
+        filters=(len(NO_FILTER), *tokens),
         seq_lens=(size,),
-        tables=(groups, size, _table_blocks(step)),
+        tables=(groups, size, _aligned(-(-step.max_model_len // step.block_size))),
         states=(size,) if step.attention.states is not None else (0,),
-        adapters=_empty_unless(step.adapters, size),
+        adapters=tokens if step.adapters is not None else (0,),
     )
 
 
@@ -230,11 +209,8 @@ class DecodeInputs(StaticInputs):
         states: _Ints | None = None,
         adapters: _Ints | None = None,
     ) -> StepFields[Tensor]:
-        """Send a step to the device. Returns what is sent, in host memory.
-
-        rows, positions, states, adapters: int32 [num_seqs], of each sequence's new token. The other sequences of the layout are
-        padding: they have length 0, their slots are -1, and their token goes to the padding row.
-        """
+        """Send a step to the device; return it in host memory. rows, positions, states, adapters: int32 [num_seqs]; the rest is
+        padding: length 0, slots -1, and the padding row's token."""
         host, count = self._next(shapes), len(rows)
         to = host.arrays
         to.rows[:count], to.rows[count:] = rows, self._step.padding_row
@@ -270,7 +246,7 @@ def prefill_shapes(step: ModelStep, size: int) -> Shapes:
         scales=(1,),
         filters=(len(NO_FILTER), 1),
         tables=(groups, 1, -(-size // step.block_size)),
-        adapters=_empty_unless(step.adapters, size),
+        adapters=(size,) if step.adapters is not None else (0,),
     )
 
 
@@ -298,22 +274,11 @@ class PrefillInputs(StaticInputs):
 
 def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
     """The layout of a verification by `size` sequences of `width` query tokens each."""
-    groups, stateful = len(step.num_blocks), step.attention.states is not None
-    return _EMPTY._replace(
+    return decode_shapes(step, size, width)._replace(
         ids=(size, width),
-        keys=(size, width),
-        slots=(groups, size, width),
-        rows=(size,),
         recomputed=(size,),
-        positions=(size, width),
-        scales=(size, width),
-        filters=(len(NO_FILTER), size, width),
-        seq_lens=(size,),
         context_lens=(size,),
-        tables=(groups, size, _table_blocks(step)),
-        states=(size,) if stateful else (0,),
-        adapters=_empty_unless(step.adapters, size, width),
-        out_states=(size, width) if stateful else (0,),
+        out_states=(size, width) if step.attention.states is not None else (0,),
     )
 
 
@@ -329,10 +294,7 @@ class VerifyInputs(StaticInputs):
     def fill(
         self, shapes: Shapes, step: StepInput, rows: _Ints, positions: _Ints, tables: HostBlockTables, draws: Draws | None
     ) -> StepFields[Tensor]:
-        """Send a step to the device. Returns what is sent, in host memory.
-
-        rows, positions: int32 [num_tokens], of each new token. draws: how the tokens after these are chosen; None: greedily.
-        """
+        """Send a step to the device; return it in host memory. rows, positions: int32 [num_tokens]. draws: None for greedy."""
         assert step.token_ids.min() >= 0, "drafts follow tokens that have been read"
         host, count, (size, width) = self._next(shapes), step.num_seqs, shapes.ids
         to = host.arrays

@@ -1,7 +1,4 @@
-"""Sampling in a step: which positions are sampled, and the tokens that each row's parameters want of its logits.
-
-Prompts whose log-probabilities are wanted need logits after every token, where a step computes those of the last alone.
-"""
+"""Sampling in a step: positions and tokens; prompts whose log-probabilities are wanted need logits after every token."""
 
 from __future__ import annotations
 
@@ -133,10 +130,8 @@ class TokenSampler:
         self._needs = numpy.zeros(max_num_seqs, dtype=numpy.int32)
         self._filters = numpy.tile(numpy.array(NO_FILTER, dtype=numpy.float32)[:, None], max_num_seqs)
         """[4, max_num_seqs]: a `TokenFilter` for each row that filters."""
-        self._served = 0 if ops.filter is None else FILTERING
-        """Needs for which no logits change."""
-        self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)
-        """Prompt tokens and min_tokens: the shortest that a row's sequence may become."""
+        self._served = 0 if ops.filter is None else FILTERING  # Needs for which no logits change
+        self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)  # Prompt tokens and min_tokens: the shortest of a row
         self._num_logprobs = numpy.zeros(max_num_seqs, dtype=numpy.int64)
 
     @property
@@ -308,8 +303,7 @@ class TokenSampler:
         return upload(torch.from_numpy(numbers), self._device)
 
 
-_AT_ONCE = 64
-"""Tokens whose logits are in memory together: those of a long prompt would take more than the cache leaves."""
+_AT_ONCE = 64  # Tokens whose logits are in memory together: those of a long prompt would take more than the cache leaves
 
 
 class PromptScorer:
@@ -319,8 +313,7 @@ class PromptScorer:
         self._model = model
         self._vocabulary = vocabulary
         self._device = device
-        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}
-        """The prompt of each row that wants log-probabilities, and how many of the most likely tokens it wants."""
+        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # Each row's prompt, and its number of log-probabilities
 
     def update(self, started: Sequence[StartedRow]) -> None:
         """Sequences begin in rows."""

@@ -38,10 +38,8 @@ _SAMPLED = (
     SamplingParams(temperature=0.7, top_p=0.9, presence_penalty=0.1),
 )
 """Ways in which tokens are chosen; sequences of a step take them in turn."""
-_SMALL = 2048
-"""Tokens of a step up to which products are chosen by their number; a larger one takes the kernels of the largest."""
-_CONTEXT = 32
-"""Cached tokens of a sequence in a whole step, where attention's own choices are not the question."""
+_SMALL = 2048  # Tokens of a step up to which products are chosen by their number; a larger one takes the kernels of the largest
+_CONTEXT = 32  # Cached tokens of a sequence in a whole step, where attention's own choices are not the question
 
 
 class WarmUp:
@@ -73,8 +71,7 @@ class WarmUp:
         self._num_pages = size.num_pages
         self._adapters = adapters_of(model)
         self._failed: set[str] = set()
-        self._in_flight: Launched | None = None
-        """The step that was launched last."""
+        self._in_flight: Launched | None = None  # The step that was launched last
 
     @torch.inference_mode()
     def run(self) -> None:

@@ -14,14 +14,10 @@ from headway.core.engine.data.stats import EngineStats
 
 log = logging.getLogger("headway")
 
-_RATE = 0.2
-"""Weight of the newest time in a running mean."""
-_OUTLIER = 3.0
-"""Largest multiple of the mean that the time of one step counts as: what took longer was something else."""
-_FEWEST = 32
-"""Fewest tokens of a prompt in a step whose time tells what a token costs."""
-_LATENCY = 200e-6
-"""Seconds by which a transfer delays a request beyond the copy: the host sees the end of a copy only between steps."""
+_RATE = 0.2  # Weight of the newest time in a running mean
+_OUTLIER = 3.0  # Largest multiple of the mean that the time of one step counts as: what took longer was something else
+_FEWEST = 32  # Fewest tokens of a prompt in a step whose time tells what a token costs
+_LATENCY = 200e-6  # Seconds of delay beyond the copy: the host sees the end of a copy only between steps
 
 
 @dataclass(slots=True)
@@ -33,9 +29,7 @@ class OffloadCosts:
     step_tokens: int
     """Most tokens of one step: a longer prompt takes several steps."""
     state_bytes: int = 0
-    """Bytes of a sequence's state."""
-    _seconds: dict[int, float] = field(default_factory=dict)
-    """Octave of a step's prompt tokens -> seconds per token."""
+    _seconds: dict[int, float] = field(default_factory=dict)  # Octave of a step's prompt tokens -> seconds per token
 
     def note_step(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
         """Note how long a step took that computed this many prompt tokens beside this many decodes."""
@@ -75,22 +69,16 @@ def _octave(count: int) -> int:
 
 
 class PrefillTimer:
-    """Times steps, so that `OffloadCosts` knows what a prompt's token costs.
-
-    A step's time goes from the later of its launch and the end of the step before to its own end, as the host sees them.
-    """
+    """Times steps for `OffloadCosts`: from the later of its launch and the previous step's end to its own end, on the host."""
 
     def __init__(self, costs: OffloadCosts, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
         """stats: counts every step that is launched. now: the time in seconds."""
         self._costs = costs
         self._stats = stats
         self._now = now
-        self._counted = 0, 0
-        """Prompt tokens and decodes that were launched before the newest step."""
-        self._launched: deque[tuple[float, int, int]] = deque()
-        """Steps in flight: when each began to be launched, and its prompt tokens and decodes."""
-        self._last = 0.0
-        """When the last step ended."""
+        self._counted = 0, 0  # Prompt tokens and decodes that were launched before the newest step
+        self._launched: deque[tuple[float, int, int]] = deque()  # Steps in flight: launch time, prompt tokens and decodes
+        self._last = 0.0  # When the last step ended
 
     def launched(self, began: float) -> None:
         """Note a step that has been launched and counted. began: when its launch began."""

@@ -33,13 +33,11 @@ class DiskTier:
         self._stats = stats
         self._failures = failures
         self._names: OrderedDict[PageName, None] = OrderedDict.fromkeys(mover.stored)
-        self._unread: list[KeptPage] = []
-        """Copied out since the last flush: the step that computed them may not have been read."""
+        self._unread: list[KeptPage] = []  # Copied out since the last flush: the step that computed them may not have been read
         self._unwritten: list[KeptPage] = []
         self._storing: list[tuple[Pending[frozenset[PageName]], list[PageName]]] = []
         self._fetching: list[tuple[Pending[frozenset[PageName]], list[PageName]]] = []
-        self._abandoned: set[PageName] = set()
-        """Pages that are still being fetched although no sequence waits for them any more."""
+        self._abandoned: set[PageName] = set()  # Pages that are still being fetched although no sequence waits for them any more
 
     def __len__(self) -> int:
         return len(self._names)
@@ -171,8 +169,7 @@ class DiskTier:
 
 log = logging.getLogger("headway")
 
-_HEADER = struct.Struct("<8sIQ16s")
-"""Magic, bytes of the tokens, bytes of the content, checksum of both and of the name."""
+_HEADER = struct.Struct("<8sIQ16s")  # Magic, bytes of the tokens, bytes of the content, checksum of both and of the name
 _MAGIC = b"headwKV1"
 _NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.page")
 
@@ -194,10 +191,7 @@ class DiskStore:
         parts: Callable[[int], Sequence[memoryview]],
         wait_for_slot: Callable[[int], None],
     ) -> None:
-        """salt: a digest of everything that gives a page's bytes their meaning. parts: the memory of a slot.
-
-        :raises ConfigError: the folder cannot be made or read.
-        """
+        """salt: digest of all that gives a page its meaning. parts: a slot's memory. :raises ConfigError: an unusable folder."""
         self._folder = folder / salt
         self._parts = parts
         self._wait = wait_for_slot
@@ -214,15 +208,15 @@ class DiskStore:
         self._thread = ThreadPoolExecutor(1, "headway-offload")
 
     def store(self, pages: Sequence[KeptPage]) -> Future[frozenset[PageName]]:
-        """See PageMover."""
+        """See `PageMover.store`."""
         return self._thread.submit(self._each, pages, self._write, "written")
 
     def fetch(self, pages: Sequence[KeptPage]) -> Future[frozenset[PageName]]:
-        """See PageMover."""
+        """See `PageMover.fetch`."""
         return self._thread.submit(self._each, pages, self._read, "read")
 
     def discard(self, names: Sequence[PageName]) -> None:
-        """See PageMover."""
+        """See `PageMover.discard`."""
 
         def unlink() -> None:
             for name in names:
@@ -277,10 +271,7 @@ class DiskStore:
 
 
 def _make_folders(folder: Path, own: Path) -> None:
-    """Make the folder of all models where there is none, and the one of this model, which nobody else may read.
-
-    :raises OSError: one of them cannot be made; the one of this model belongs to another user.
-    """
+    """Make the folder of all models and this model's private one. :raises OSError: impossible, or it belongs to another user."""
     if not folder.exists():
         make_private(folder)
     elif folder.stat().st_uid not in (os.geteuid(), 0):

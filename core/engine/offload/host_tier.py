@@ -25,8 +25,7 @@ class HostTier:
         self._slots: OrderedDict[PageName, int] = OrderedDict()
         self._free = list(range(num_slots - 1, -1, -1))
         self._locks: Counter[PageName] = Counter()
-        self._orphans: dict[PageName, list[int]] = {}
-        """Slots of names that were forgotten while they were locked."""
+        self._orphans: dict[PageName, list[int]] = {}  # Slots of names that were forgotten while they were locked
 
     def __contains__(self, name: PageName) -> bool:
         return name in self._slots
@@ -127,7 +126,7 @@ class HostTiers:
         return self.of(name).find(name)
 
     def put(self, name: PageName) -> int | None:
-        """See HostTier."""
+        """See `HostTier.put`."""
         return self.of(name).put(name)
 
     def drop(self, name: PageName) -> None:
@@ -163,18 +162,14 @@ def _by_kind(names: Iterable[PageName]) -> tuple[list[PageName], list[PageName]]
     return [name for name in every if name[0] != STATES] if states else every, states
 
 
-_LARGEST_SLAB = 256 * 2**20
-"""Bytes of memory allocated at once: torch pins a power of two."""
+_LARGEST_SLAB = 256 * 2**20  # Bytes of memory allocated at once: torch pins a power of two
 
 
 class HostSlots:
     """Memory of the host with room for one page, or one state, in each slot; pinned where a GPU copies to it."""
 
     def __init__(self, memory: Sequence[Tensor], num_slots: int) -> None:
-        """memory: see `page_memory` and `StateMemory.views`.
-
-        :raises ConfigError: the host has not as much memory.
-        """
+        """memory: see `page_memory` and `StateMemory.views`. :raises ConfigError: the host has not as much memory."""
         self.num_slots = num_slots
         page_bytes = sum(view[:, 0].nbytes for view in memory)
         free = psutil.virtual_memory().available
@@ -184,8 +179,7 @@ class HostSlots:
             )
         pinned = memory[0].device.type == "cuda"
         self._per_slab = max(_LARGEST_SLAB // page_bytes, 1)
-        self._slabs: list[list[Tensor]] = []
-        """For each view of the memory: uint8 [slots of a slab, count, bytes]."""
+        self._slabs: list[list[Tensor]] = []  # For each view of the memory: uint8 [slots of a slab, count, bytes]
         try:
             for view in memory:
                 shape = view.shape[0], view.shape[2]

@@ -14,11 +14,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.page_mover import STATES, KeptPage, PageMover, PageName, Pending
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
-from headway.core.engine.offload.costs import (
-    OffloadCosts,
-    OffloadFailures,
-    PrefillTimer,
-)
+from headway.core.engine.offload.costs import OffloadCosts, OffloadFailures, PrefillTimer
 from headway.core.engine.offload.disk_tier import DiskTier
 from headway.core.engine.offload.host_tier import HostTiers
 from headway.core.engine.offload.pending_restores import PendingRestores
@@ -30,8 +26,7 @@ RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 
 
 class _Swapped(NamedTuple):
-    length: int
-    """Tokens that it holds: pages and, where layers keep states, a state."""
+    length: int  # Tokens that it holds: pages and, where layers keep states, a state
     names: list[PageName]
 
 
@@ -72,12 +67,10 @@ class Offloader:
         self._disk = DiskTier(mover, self.tier, stats, self._failures)
         self._mode = mode
         self._lookahead = blocks.num_pages if mover.max_stored else lookahead
-        self._dirty: OrderedDict[int, int] = OrderedDict()
-        """Free pages that are to be copied out, in the order in which they were freed, and their cache groups."""
+        self._dirty: OrderedDict[int, int] = OrderedDict()  # Free pages to be copied out, in the order freed -> cache group
         self._out: dict[PageName, tuple[int, int]] = {}
         """What is to be copied out before the next step: page of the pool, or slot of the device, and slot of the tier."""
-        self._copying: list[tuple[Pending[object], list[PageName]]] = []
-        """Copies under way into slots of the tier."""
+        self._copying: list[tuple[Pending[object], list[PageName]]] = []  # Copies under way into slots of the tier
         self.restores = PendingRestores(blocks, self.tier, self._disk, stats, self._failures)
         """Sequences that wait for pages, beside the scheduler's queues."""
         self._swapped: dict[Sequence, _Swapped] = {}
@@ -88,17 +81,14 @@ class Offloader:
     # Calls of the block manager (`PageKeeper`).
 
     def freed(self, page: int, group: int) -> None:
-        """See PageKeeper."""
         digest = self._blocks.prefixes[group].index.digest_of(page)
         if digest is not None and (group, digest) not in self.tier:
             self._dirty[page] = group
 
     def taken(self, page: int) -> None:
-        """See PageKeeper."""
         self._dirty.pop(page, None)
 
     def handed_out(self, page: int) -> None:
-        """See PageKeeper."""
         group = self._dirty.pop(page, None)
         if group is not None:
             self._keep(page, group)
@@ -174,10 +164,7 @@ class Offloader:
     # Calls of the loop.
 
     def flush(self, idle: bool = False, wait: bool = False) -> None:
-        """Hand the mover what must be copied before the next step.
-
-        idle: every step has been read, and none follows. wait: wait for pages that come back: there is nothing else to do.
-        """
+        """Start the copies due before the next step. idle: no step is left to read. wait: wait for pages that come back."""
         ready = self._blocks.num_free - len(self._dirty)
         if ready < self._lookahead:  # then enough for some steps: one move of many pages costs the host less than many moves
             for _ in range(min(self._lookahead - ready + self._lookahead // 4, len(self._dirty))):
@@ -251,10 +238,7 @@ class Offloader:
         return swapped.length if all(self._pool_holds(name) or self._keeps(*name) for name in swapped.names) else 0
 
     def _put_state(self, seq: Sequence, length: int) -> None:
-        """Copy out before the next step what no name finds in the pool: a sequence's state, and last pages that are not whole.
-
-        Room must have been locked for all of it.
-        """
+        """Copy out, into locked room, what no name finds in the pool: a sequence's state and its last, partly filled pages."""
         kept = self._blocks.checkpoints
         assert kept is not None
         assert seq.row is not None

@@ -84,10 +84,7 @@ class CopyEvents:
         return _distinct([*map(self._of_page.get, pages), *map(self._of_slot.get, slots)])
 
     def wait_for_slot(self, slot: int) -> None:
-        """Wait, on the host, until what was copied into a slot is there and what was copied out of it has left.
-
-        :raises RuntimeError: the last copy has failed.
-        """
+        """Wait, on the host, until copies into and out of a slot have ended. :raises RuntimeError: the last copy has failed."""
         event = self._of_slot.get(slot)
         if event is not None:
             event.synchronize()
@@ -120,7 +117,6 @@ class Transfers:
     """
 
     def __init__(self, memory: Sequence[Tensor], slots: HostSlots) -> None:
-        """memory: see `page_memory` and `StateMemory.views`."""
         self._device = memory[0].device
         self._slots = slots
         wide = all(view.shape[-1] % 8 == 0 for view in memory)
@@ -149,7 +145,6 @@ class Transfers:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def _copy(self, lane: _Lane, moves: Sequence[tuple[int, int]], out: bool) -> torch.cuda.Event | None:
-        """Copy pages, given as (page, slot), after the steps that have been launched."""
         if not moves:
             return None
         self._events.forget_done()
@@ -209,8 +204,7 @@ class _Lane:
             view.index_copy_(0, index, staged[: len(index)])
 
 
-_VERSION = 1
-"""Counts changes of what a page's bytes on disk mean."""
+_VERSION = 1  # Counts changes of what a page's bytes on disk mean
 
 
 class PageCopier:
@@ -219,10 +213,8 @@ class PageCopier:
     def __init__(
         self, caches: Sequence[LayerCache], size: PoolSize, states: StateMemory | None, config: EngineConfig, weights: str
     ) -> None:
-        """states: of layers that keep them. weights: identifies the model's weights among all others; needed for a folder alone.
-
-        :raises ConfigError: caches whose blocks are not one piece of memory, or a tier that the host has no room for.
-        """
+        """states: of layers that keep them. weights: digest of the model's weights, for a folder.
+        :raises ConfigError: caches whose blocks are not one piece of memory, or a tier that the host has no room for."""
         scattered = {cache.layout.name for cache in caches if not cache.layout.contiguous_blocks}
         if scattered:
             raise ConfigError(
@@ -265,36 +257,28 @@ class PageCopier:
             self._states.before([*rows, *begun_with, *step.checkpoints[:, 2].tolist()])
 
     def move_out(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
-        """See PageMover."""
         pages = self._transfers.move_out(moves)
         return CopyInFlight(pages, self._states.move_out(states) if self._states is not None else None)
 
     def move_back(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
-        """See PageMover."""
         pages = self._transfers.move_back(moves)
         return CopyInFlight(pages, self._states.move_back(states) if self._states is not None else None)
 
     def store(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
-        """See PageMover."""
         assert self._disk is not None
         return self._disk.store(pages)
 
     def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
-        """See PageMover."""
         assert self._disk is not None
         return self._disk.fetch(pages)
 
     def discard(self, names: Sequence[PageName]) -> None:
-        """See PageMover."""
         assert self._disk is not None
         self._disk.discard(names)
 
 
 def _shares(num_bytes: int, size: PoolSize, states: StateSlots | None) -> tuple[int, int]:
-    """The pages and the states for which the host's memory has room: as many states to a page as the device has.
-
-    :raises ConfigError: the memory is too small for one of each, or the device has no room for a checkpoint.
-    """
+    """Divide host memory into pages and states in the device's ratio. :raises ConfigError: no room for one of each."""
     page_bytes = size.page_format.page_bytes
     if states is None:
         if num_bytes < page_bytes:

@@ -54,8 +54,7 @@ class PendingRestores:
         self._stats = stats
         self._failures = failures
         self._restores: list[Restore] = []
-        self._returned: list[Sequence] = []
-        """Sequences that have stopped waiting since they were last asked for."""
+        self._returned: list[Sequence] = []  # Sequences that have stopped waiting since they were last asked for
         self.failed: set[Sequence] = set()
         """Sequences whose restore failed; they are recomputed, and leave the set when they run."""
 
@@ -70,10 +69,7 @@ class PendingRestores:
         return [restore.seq for restore in self._restores]
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
-        """Bring the pages and the state `names` of a sequence's first `length` tokens back; False: there is no room.
-
-        spared: see Restore.
-        """
+        """Restore pages and the state `names` of a sequence's first `length` tokens; False: no room. spared: see Restore."""
         kept = self._blocks.checkpoints
         if kept is not None and not kept.has_slot_for(self._blocks.name_of_start(seq, length)):
             self._failures.count("without a free slot for their state", len(names))
@@ -131,10 +127,7 @@ class PendingRestores:
                 self._fail(restore, "not read from disk", len(restore.to_fetch), error)
 
     def update(self, copying: Set[PageName]) -> None:
-        """Take note of the pages that have come back.
-
-        copying: pages on their way into their slots: until these copies have ended nobody knows whether the slots hold them.
-        """
+        """Note the pages that have come back. copying: pages whose copies have not ended, so their slots cannot be judged yet."""
         for restore in list(self._restores):
             if restore.fetching is not None and restore.fetching.done():
                 if self._disk.end_fetch(restore.fetching):
@@ -225,7 +218,6 @@ class PendingRestores:
         self._release(restore)
 
     def _release(self, restore: Restore) -> None:
-        """Take the pages back from a sequence, and end its restore."""
         for page in restore.to_fetch:
             self._tier.drop(page.name)
         if restore.fetching is not None:
@@ -234,7 +226,6 @@ class PendingRestores:
         self._end(restore)
 
     def _end(self, restore: Restore) -> None:
-        """Let a restore's sequence and its followers go back to the queue."""
         self._restores.remove(restore)
         self._tier.unlock(restore.names)
         self._returned += [seq for seq in (restore.seq, *restore.followers) if not seq.finished]

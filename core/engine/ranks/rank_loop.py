@@ -29,20 +29,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-_BEAT: Final = 0.5
-"""Seconds between two signs of life."""
-_SPIN: Final = {"cuda": 0.005, "cpu": 0.0002}
-"""Seconds that a rank looks for the next step before it sleeps, by type of device: on a CPU others need the core."""
-_AHEAD: Final = 1
-"""Steps that are launched and not yet done when another one is launched, as in the engine's loop: graphs have memory for two."""
+_BEAT: Final = 0.5  # Seconds between two signs of life
+_SPIN: Final = {"cuda": 0.005, "cpu": 0.0002}  # Seconds that a rank polls before it sleeps: on a CPU others need the core
+_AHEAD: Final = 1  # Launched steps not done when another one is launched, as in the engine's loop: graphs have memory for two
 
 
 def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], None], stepped: Callable[[], None]) -> None:
-    """Run a rank's process, until rank 0 closes the wire or ends.
-
-    wire_fd, memory_fd, wake_fd: descriptors of the wire to rank 0, the ring's memory, and the pipe that wakes its reader.
-    ready: called when the executor is made. stepped: called after each step.
-    """
+    """Run a rank until rank 0 closes the wire or ends. wire_fd, memory_fd, wake_fd: the wire, the ring, the reader's pipe.
+    ready: called when the executor is made. stepped: called after each step."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a service manager signals rank 0, too, which ends this process
     open_closed_streams()

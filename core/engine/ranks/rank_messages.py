@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from headway.core.engine.ranks.torch_ranks import TorchRanks
 
 _DECODE: Final = 1
-_PICKLED: Final = 2
-"""First number of a message: which kind it is."""
-_ELSEWHERE: Final = "rank 0 has it"
-"""Stands for logits processors, which rank 0 alone calls; they need not be picklable."""
+_PICKLED: Final = 2  # First number of a message: which kind it is
+_ELSEWHERE: Final = "rank 0 has it"  # Stands for logits processors, which rank 0 alone calls; they need not be picklable
 
 
 def encode(step: StepInput) -> bytes:
@@ -80,7 +78,6 @@ class RankStart(NamedTuple):
 
     ranks: TorchRanks
     device: str
-    """The rank's device, as in torch.device."""
     choices: Callable[[], Any]
     """Waits for what rank 0 has chosen for all, and returns it."""
 
@@ -99,7 +96,6 @@ class StartRank(NamedTuple):
     port: int
     """The port of rank 0's store."""
     device: str
-    """The rank's device, as in torch.device."""
     num_threads: int | None
     """torch's threads; None: as many as torch takes."""
     log_level: int
@@ -132,8 +128,5 @@ class RankFailed(NamedTuple):
 
 
 def pickled(make: MakeRank) -> bytes:
-    """Pickle a maker.
-
-    :raises pickle.PicklingError, AttributeError, TypeError: it, or what it holds, cannot be handed to another process.
-    """
+    """Pickle a maker. :raises pickle.PicklingError, AttributeError, TypeError: it cannot be handed to another process."""
     return pickle.dumps(make, pickle.HIGHEST_PROTOCOL)

@@ -34,12 +34,9 @@ SILENT_SECONDS: Final = 6.0
 """Seconds without a sign of life, or at one place while rank 0 waits, after which a rank counts as stuck."""
 START_SILENT_SECONDS: Final = 60.0
 """Seconds without a sign of life after which a rank that starts counts as stuck: a library may keep Python's lock for long."""
-_TICK: Final = 0.25
-"""Seconds between two looks at the signs of life."""
-_GRACE: Final = 1.0
-"""Seconds in which a rank that has ended may show up as the reason for which another one has failed."""
-_END_SECONDS: Final = 2.0
-"""Seconds for a rank to end by itself when its wire is closed."""
+_TICK: Final = 0.25  # Seconds between two looks at the signs of life
+_GRACE: Final = 1.0  # Seconds in which a rank that has ended may show up as the reason for which another one has failed
+_END_SECONDS: Final = 2.0  # Seconds for a rank to end by itself when its wire is closed
 
 _WAS_ENDED: Final = "the ranks were ended"
 _AT_START: Final = "at its start"
@@ -68,14 +65,11 @@ class RankWatch:
         """ranks: all but rank 0. own: rank 0's signs of life."""
         self._ranks = ranks
         self._own = own
-        self._heard: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        """(rank, message), with None for the end of a rank's wire."""
-        self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
-        """What of it the start waits for; None: a rank is lost."""
+        self._heard: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # (rank, message), with None for the end of a rank's wire
+        self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()  # What the start waits for; None: a rank is lost
         self._guard = Lock()
         self._lost: str | None = None
-        self._settled = Event()
-        """Set when a fault has been told, or the ranks were ended."""
+        self._settled = Event()  # Set when a fault has been told, or the ranks were ended
         self._ended = False
         self._tell: list[Callable[[ExecutorLostError], None]] = []
         self.abort: Callable[[], None] | None = None
@@ -92,10 +86,7 @@ class RankWatch:
         return None if self._lost is None else ExecutorLostError(self._lost)
 
     def next_message(self) -> tuple[int, Any]:
-        """Wait for the next message of a rank's start.
-
-        :raises ExecutorLostError: a rank has ended or failed.
-        """
+        """Wait for the next message of a rank's start. :raises ExecutorLostError: a rank has ended or failed."""
         found = self._messages.get()
         if found is None:
             raise self.lost or ExecutorLostError(_WAS_ENDED)
@@ -131,10 +122,7 @@ class RankWatch:
             tell(lost)
 
     def explain(self, error: BaseException, of_another: bool) -> ExecutorLostError:
-        """Rank 0 has failed: end the ranks, and return why, which may be another rank.
-
-        of_another: `error` tells that another rank is gone, as a rule.
-        """
+        """End the ranks after a failure of rank 0; return the first cause. of_another: `error` says that another rank is gone."""
         self._settled.wait(_GRACE + _END_SECONDS if of_another else _TICK)
         self._lose(_Fault(0, self._where(self._own), f"{type(error).__name__}: {error}"))
         return self.lost or ExecutorLostError(_WAS_ENDED)
@@ -239,10 +227,7 @@ class RankWatch:
 
 
 class _Silence:
-    """How long each rank has given no sign of life, or has stood still while rank 0 was ahead of it.
-
-    Time counts in ticks of the watch, so that a machine or a process that is stopped as a whole wakes with nothing counted.
-    """
+    """Ticks of the watch since each rank's last sign of life or progress behind rank 0; a stopped machine counts none."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         self._ranks = ranks
@@ -319,16 +304,12 @@ class RankProcesses:
         ]
         self._wires = [wire for _, wire in started]
         self.pids = [process.pid for process, _ in started]
-        """Process ids of ranks 1 and above."""
         self._watch = RankWatch(listed, self.progress)
         self._end = weakref.finalize(self, _end, self._watch, wake_pipes)
 
     def join(self, make: MakeRank) -> TorchRanks:
-        """Have each process make its rank's executor, and meet them. make: picklable.
-
-        :raises ConfigError: `make` cannot be handed to another process.
-        :raises ExecutorLostError: a rank has ended or failed.
-        """
+        """Make each process's executor and meet them. make: picklable.
+        :raises ConfigError: `make` cannot be handed to another process. :raises ExecutorLostError: a rank has ended or failed."""
         try:
             made = pickled(make)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -365,12 +346,7 @@ class RankProcesses:
                 wire.send(RankChoices(choices))
 
     def wait_ready(self, facts: object) -> None:
-        """Wait until every rank waits for steps, and begin to look for signs of life.
-
-        facts: what must be equal on all ranks.
-
-        :raises HeadwayError: a rank has ended or failed, or differs.
-        """
+        """Wait until every rank is ready with equal `facts`, then watch it. :raises HeadwayError: a rank ended or differs."""
         for rank, ready in self._await(RankReady).items():
             if ready.facts != facts:
                 raise HeadwayError(f"rank {rank} differs from rank 0: {ready.facts}, not {facts}; this is a fault of Headway")
@@ -390,10 +366,7 @@ class RankProcesses:
         return self._watch.ready
 
     def send(self, step: bytes) -> None:
-        """Hand all ranks a step.
-
-        :raises ExecutorLostError: a rank is lost.
-        """
+        """Hand all ranks a step. :raises ExecutorLostError: a rank is lost."""
         self.check()
         self._ring.write(step, self.check)
 
@@ -404,10 +377,7 @@ class RankProcesses:
             raise lost
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Rank 0 has failed: end all ranks.
-
-        :raises ExecutorLostError: always: with the rank, step and cause of the first failure.
-        """
+        """End all ranks after a failure of rank 0. :raises ExecutorLostError: always; the first failure's rank and cause."""
         from headway.core.engine.ranks.torch_ranks import MeetingError
 
         if isinstance(error, ExecutorLostError):

@@ -29,7 +29,6 @@ class RankedExecutor(LocalExecutor):
     """
 
     def __init__(self, parts: DeviceParts, processes: RankProcesses) -> None:
-        """processes: the other ranks, which have joined."""
         super().__init__(parts)
         self._processes = processes
         self._shows_logits = False
@@ -40,7 +39,6 @@ class RankedExecutor(LocalExecutor):
         return self._processes.pids
 
     def capture(self, recorder: GraphRecorder | None = None) -> None:
-        """Capture as one device does, and wait until all ranks are ready."""
         super().capture(recorder)
         self._processes.wait_ready(self.facts)
 
@@ -50,10 +48,7 @@ class RankedExecutor(LocalExecutor):
         super().observe(look)
 
     def launch(self, step: StepInput) -> Launched:
-        """Start a step on all ranks.
-
-        :raises ExecutorLostError: a rank is lost, or this one has failed.
-        """
+        """Start a step on all ranks. :raises ExecutorLostError: a rank is lost, or this one has failed."""
         if self._shows_logits:
             step = replace(step, shows_logits=True)
         progress = self._processes.progress
@@ -81,9 +76,7 @@ class RankedExecutor(LocalExecutor):
         self._processes.fail(error)
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
-        """Call a bound method when a rank is lost."""
         self._processes.call_when_lost(tell)
 
     def shutdown(self) -> None:
-        """End the other ranks."""
         self._processes.end()

@@ -51,14 +51,11 @@ def describe_sums(times: AxisTimes) -> str:
 
 
 LOOPBACK: Final = "127.0.0.1"
-"""All ranks are processes of one machine."""
-_FOREVER: Final = timedelta(days=7)
-"""The group's own limit of a call: none, for a logits processor may take its time, and a rank that hangs is found otherwise."""
+_FOREVER: Final = timedelta(days=7)  # The group's own limit of a call: none, since logits processors may be slow, hangs are found
 _NCCL: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_NVLS_ENABLE": "0"}
 """Environment variables unless they are set: torch leaves it to the engine to end a process whose other ranks are gone, and NCCL
 asks for no multicast of NVLink, which not every machine's fabric lets a process have."""
-_JOIN: Final = timedelta(seconds=60)
-"""The longest that ranks wait for one another when the group is made."""
+_JOIN: Final = timedelta(seconds=60)  # The longest that ranks wait for one another when the group is made
 
 
 class MeetingError(HeadwayError):
@@ -77,12 +74,11 @@ class GroupAllReduce:
         return True
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See AllReduce."""
         _meet(lambda: self._group.allreduce([x]))
         return x if onto is None else onto.add_(x)
 
     def abort(self) -> None:
-        """See AllReduce."""
+        """See `AllReduce.abort`."""
         self._group.abort()
 
 
@@ -90,13 +86,8 @@ class TorchRanks:
     """`Ranks` over a process group that is this engine's own: another group of the process, or another engine, is left alone."""
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, progress: LifeSigns) -> None:
-        """Join the group, and wait for all ranks to do so.
-
-        store: of a `torch.distributed.TCPStore` on rank 0. device: gloo serves a CPU, NCCL a CUDA device, one for each rank.
-        progress: where this rank counts the calls in which ranks meet.
-
-        :raises RuntimeError: a rank has not come.
-        """
+        """Join the group of all ranks. store: a `torch.distributed.TCPStore` on rank 0. device: gloo for a CPU, NCCL for a GPU.
+        progress: counts this rank's collective calls. :raises RuntimeError: a rank has not come."""
         self._rank = rank
         self._size = size
         self._device = device
@@ -110,12 +101,10 @@ class TorchRanks:
 
     @property
     def rank(self) -> int:
-        """See `Ranks`."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """See `Ranks`."""
         return self._size
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -141,14 +130,12 @@ class TorchRanks:
         return self._sums
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
         self._progress.call()
         out = x.new_empty((self._size, *x.shape))
         _meet(lambda: self._group._allgather_base(out.view(-1), x.reshape(-1)))
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
         from torch.distributed import BroadcastOptions
 
         self._progress.call()

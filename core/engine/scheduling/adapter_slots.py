@@ -21,13 +21,10 @@ class AdapterTable:
     def __init__(self, reader: AdapterReader) -> None:
         self.reader = reader
         self._by_id: dict[int, KnownAdapter] = {}
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
-        """Digest of each adapter that a slot holds -> the slot; the one that was used last stands last."""
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # Digest of each adapter in a slot -> the slot; the last used last
         self._free = list(range(reader.num_slots))
-        self._running: dict[bytes, int] = {}
-        """Digest -> sequences that run with it."""
-        self._unfinished: Counter[bytes] = Counter()
-        """Digest -> sequences that want it and have not ended, also those of an adapter that another has replaced."""
+        self._running: dict[bytes, int] = {}  # Digest -> sequences that run with it
+        self._unfinished: Counter[bytes] = Counter()  # Digest -> unfinished sequences that want it, also of replaced adapters
         self._loads: list[AdapterLoad] = []
 
     @property
@@ -41,10 +38,7 @@ class AdapterTable:
         return len(self._slot_of)
 
     def add(self, request: LoRARequest, adapter: HostAdapter | None = None) -> KnownAdapter:
-        """Come to know an adapter. adapter: what was read of it before; None: it is read now.
-
-        :raises ConfigError: its number is another adapter's, or it cannot be served.
-        """
+        """Register an adapter. adapter: contents; None: read it. :raises ConfigError: a taken number, or an unsupported one."""
         known = self._find(request) or self._remember(request, adapter)
         self._trim()
         return known

@@ -28,10 +28,7 @@ log = logging.getLogger("headway")
 def prepare_deterministic(
     source: BackendSource, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig
 ) -> EngineConfig:
-    """The options with one backend pinned and the prefix cache off. states: the model's layers with a state.
-
-    :raises ConfigError: the model's layers do not ask to be batch invariant, or keep states.
-    """
+    """Pin one backend and turn the prefix cache off. states: the layers with a state. :raises ConfigError: unsuitable layers."""
     if states:
         need = "layers with keys and values alone: no state backend keeps a sequence's bits in any batch"
         raise ConfigError("deterministic", need, states[0].spec, "leave deterministic out")
@@ -58,12 +55,7 @@ def pin(source: BackendSource, layers: LayerSpecs, config: EngineConfig) -> Back
         pinned = BackendRequest(prefill, decode)
         try:
             Selector(
-                source,
-                layers,
-                pinned,
-                kv_layout=config.kv_layout,
-                block_size=config.block_size,
-                options=config.attn_options,
+                source, layers, pinned, kv_layout=config.kv_layout, block_size=config.block_size, options=config.attn_options
             )
         except UnsupportedError:
             continue

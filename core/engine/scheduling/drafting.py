@@ -19,28 +19,23 @@ log = logging.getLogger("headway")
 
 FIRST_ACCEPTANCE = 0.8
 """Share of guesses expected to hold before any was verified: so high that some are verified, since only these teach anything."""
-_HOPE = 0.5
-"""Share of guesses expected to hold, at least, in a trial after a rest."""
+_HOPE = 0.5  # Share of guesses expected to hold, at least, in a trial after a rest
 _PRIOR, _MEMORY, _LONG_MEMORY = 4, 20, 50
 """Number of its own guesses that count as much for a sequence as the mean of all sequences; guesses that the running mean of a
 sequence reaches back, and that of all sequences: enough that chance alone seldom makes good guesses look bad."""
 _SHORT_REST, _LONG_REST = 4, 64
 """Steps without guesses after which guesses are tried again: the first number, doubled up to the second while they do not pay. A
 trial expects half of its guesses to hold, so it takes at most twice as long as a step without: one in 64 costs less than 2 %."""
-_REFUSED = 32
-"""Trials refused because of the times of steps, after which these times are measured anew."""
+_REFUSED = 32  # Trials refused because of the times of steps, after which these times are measured anew
 
 COSTLY, NO_GUESS, MEASURING = "costs more than it gains", "no guess", "measuring steps without"
 
 
 @dataclass(slots=True)
 class _GuessRecord:
-    proposer: SequenceProposer | None
-    """The proposer of this sequence; None: it has raised."""
-    share: float = 0.0
-    """Running mean of how often a guess holds whose predecessors have held. A guess that was not found counts as not holding."""
-    seen: int = 0
-    """Guesses in that mean."""
+    proposer: SequenceProposer | None  # The proposer of this sequence; None: it has raised
+    share: float = 0.0  # Running mean of how often a guess holds after held ones; one not found counts as not holding
+    seen: int = 0  # Guesses in that mean
 
     def acceptance(self, of_all: float) -> float:
         """Probability that a guess holds: from the sequence's own guesses, and while these are few, from those of all."""
@@ -65,8 +60,7 @@ class Drafting:
         self._widths = sorted({*(width for width in WIDTHS if width <= most), most + 1})
         self._known: dict[Sequence, _GuessRecord] = {}
         self._acceptance = FIRST_ACCEPTANCE
-        self._seen = _PRIOR
-        """Acceptance over all sequences, which is what a new one is expected to have; and the guesses in that mean."""
+        self._seen = _PRIOR  # Acceptance over all sequences, expected of a new one; and the guesses in that mean
         self._resting = 0
         self._rest = _SHORT_REST
         self._rest_class = -1
@@ -77,8 +71,7 @@ class Drafting:
         step after a rest takes longer than one after its like; and the trials that the times of steps have refused."""
         self._reason = ""
         self._rest_reason = COSTLY
-        self._last: tuple[float, int, int] | None = None
-        """When the last step was launched, its number of sequences, and its width."""
+        self._last: tuple[float, int, int] | None = None  # The last step's launch time, number of sequences, and width
 
     @property
     def rests(self) -> bool:
@@ -86,10 +79,7 @@ class Drafting:
         return self._resting > 0
 
     def plan(self, running: Items[Sequence]) -> bool:
-        """Set the drafts of the next step; returns whether there are any.
-
-        running: sequences that may get drafts; none while steps are in flight.
-        """
+        """Set the next step's drafts; return whether there are any. running: sequences that may get drafts; none in flight."""
         ready = [seq for seq in running if not seq.num_pending and seq.num_to_compute == 1 and seq.num_computed]
         if self._resting and ready and size_class(len(ready)) != self._rest_class:
             self._resting = 0  # guesses that did not pay may pay at another number of sequences

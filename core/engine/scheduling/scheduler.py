@@ -25,23 +25,17 @@ from headway.core.engine.scheduling.drafting import Drafting
 log = logging.getLogger("headway")
 
 _turn = attrgetter("turn")
-_FARTHEST = 1024
-"""Waiting sequences that are looked at, where those before them find no slot for their adapters."""
+_FARTHEST = 1024  # Waiting sequences that are looked at, where those before them find no slot for their adapters
 
 
 @dataclass(slots=True)
 class _StepPlan:
-    budget: int
-    """Tokens that may still be added."""
-    has_members: bool
-    """Whether the decode batch has members, which take a token each of this step."""
-    prompts: list[ScheduledSequence] = field(default_factory=list)
-    """Sequences that prefill or extend, first come, first served; so are the next two lists."""
+    budget: int  # Tokens that may still be added
+    has_members: bool  # Whether the decode batch has members, which take a token each of this step
+    prompts: list[ScheduledSequence] = field(default_factory=list)  # Prefill or extend, first come, first served; so the next two
     decodes: list[ScheduledSequence] = field(default_factory=list)
-    joining: list[Sequence] = field(default_factory=list)
-    """Sequences that become members of the decode batch with this step."""
-    admits: bool = True
-    """Whether waiting sequences may be admitted: not after a running one was preempted, or got fewer tokens than it could use."""
+    joining: list[Sequence] = field(default_factory=list)  # Sequences that become members of the decode batch with this step
+    admits: bool = True  # Whether waiting sequences may be admitted: not after a preemption or a shortened chunk
 
     @property
     def empty(self) -> bool:
@@ -76,11 +70,8 @@ class Scheduler:
         stats: EngineStats | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """by_priority: both queues are kept in the order of `Sequence.turn`, else in that of arrival.
-
-        offloader: keeps pages beyond their time in the pool. stats: where admitted tokens and preemptions are counted. adapters:
-        those that sequences may run with; None: there are none.
-        """
+        """by_priority: order by `Sequence.turn`, else arrival. offloader: keeps pages beyond the pool. stats: of admissions and
+        preemptions. adapters: those that sequences may run with; None: there are none."""
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
@@ -135,11 +126,7 @@ class Scheduler:
         self._batch.clear()
 
     def schedule(self, all_read: bool = True) -> ScheduledStep:
-        """Choose the next step: sequences that prefill or extend first, then those that decode.
-
-        The step is empty if all running sequences only wait for a token under way, and all waiting ones for pages. all_read:
-        whether every launched step has been read, so that tokens may be guessed.
-        """
+        """Choose the next step: prefill and extend first, then decode; empty if all only wait. all_read: no step is in flight."""
         if self.drafting is not None and self.drafting.plan(self.running if all_read else ()):
             self.dissolve_batch()
         if self.offloader is not None:
@@ -168,11 +155,8 @@ class Scheduler:
         return True
 
     def _fill_step(self, batching: bool) -> ScheduledStep | None:
-        """Fill a step up to the token budget: running sequences first, then waiting ones.
-
-        batching: sequences that only decode do so as the batch's members; None if that leaves another one without pages, because
-        the sequence to be preempted for it may be a member.
-        """
+        """Fill a step up to the token budget: running sequences, then waiting ones. batching: decodes form the batch; None if
+        that leaves another one without pages, because the sequence to be preempted for it may be a member."""
         plan = _StepPlan(self.max_num_batched_tokens - len(self._batch), bool(self._batch.members))
         if len(self._batch) < len(self.running) and not self._continue_running(plan, batching):
             return None
@@ -208,10 +192,8 @@ class Scheduler:
         return True
 
     def _make_room(self, plan: _StepPlan, seq: Sequence, count: int, batching: bool) -> ScheduledSequence | None:
-        """Reserve pages for `count` tokens of a running sequence, and for its drafts where there is room.
-
-        Others give their pages up for it, unless batching. None: no pages; without batching the sequence itself was preempted.
-        """
+        """Reserve pages for `count` tokens of a running sequence, preempting others unless batching; drafts if there is room.
+        None: no pages; without batching the sequence itself was preempted."""
         drafts = seq.num_drafts(plan.budget - count) if seq.draft_token_ids else 0
         while not self.blocks.reserve(seq, self._tokens_to_hold(seq, count + drafts)):
             if drafts:
@@ -227,10 +209,7 @@ class Scheduler:
         return ScheduledSequence(seq, count + drafts, seq.num_computed, count == seq.num_to_compute, drafts)
 
     def _admit_waiting(self, plan: _StepPlan) -> None:
-        """Admit waiting sequences in their order, as long as there are tokens, rows and pages for the next one.
-
-        Those that find no slot for their adapter are passed over.
-        """
+        """Admit waiting sequences in order while tokens, rows and pages suffice; skip those without a free adapter slot."""
         took_pages, place, passed = False, 0, None
         while place < min(len(self.waiting), _FARTHEST) and plan.budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[place]
@@ -253,10 +232,7 @@ class Scheduler:
                 took_pages = True  # so that what was freed is not taken to restore anything
 
     def _admit(self, seq: Sequence, budget: int) -> int:
-        """Reserve pages for a waiting sequence, beside the pages that the prefix cache already holds.
-
-        Returns the tokens that it gets in this step; 0 if there is no room, and then it holds nothing.
-        """
+        """Reserve pages for a waiting sequence beyond its cached prefix; return its tokens in this step, 0 if there is none."""
         for partly in (True, False):  # what is copied is held beside the copy: perhaps there is room without
             spared = seq.num_computed if seq.tables else self.blocks.attach_prefix(seq, partly)
             count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
@@ -275,11 +251,8 @@ class Scheduler:
         return 0
 
     def _has_slot(self, seq: Sequence, passed: Sequence | None) -> bool:
-        """Whether a sequence's adapter has a slot or finds one.
-
-        passed: the first sequence in the queue that has found none. A batch of others may go before it; from then on only those
-        without an adapter may, so that a slot becomes free.
-        """
+        """Return whether a sequence's adapter has or finds a slot. passed: the first waiting one without; a batch of others may
+        go before it; from then on only those without an adapter may, so that a slot becomes free."""
         assert self.adapters is not None
         assert seq.adapter is not None
         return (passed is None or passed.num_passed < self.max_num_seqs) and self.adapters.has_slot_for(seq.adapter)
@@ -375,11 +348,8 @@ class Scheduler:
                     self._batch.passed(place)
 
     def append_sampled(self, seq: Sequence, tokens: list[int]) -> list[int]:
-        """Append what a launched step has sampled for a sequence: the verified drafts, and the token after them.
-
-        Returns the tokens that were appended: fewer where one of them ends the sequence. The k and v of drafts that were refused
-        count as not computed; the next step overwrites them.
-        """
+        """Append a step's verified drafts and next token; return them, fewer if one ends the sequence. The k and v of refused
+        drafts count as not computed; the next step overwrites them."""
         if not seq.in_decode_batch:
             seq.num_pending -= 1
         if seq.num_unverified:  # else there were no drafts, or the sequence was preempted meanwhile and is computed again
@@ -405,8 +375,7 @@ class Scheduler:
         self.waiting = deque(seq for seq in self.waiting if not seq.finished)
 
 
-_LONGEST_WAIT = 0.02
-"""Seconds that an idle engine waits for a request's preparation before it looks for new requests again."""
+_LONGEST_WAIT = 0.02  # Seconds that an idle engine waits for a request's preparation before it looks for new requests again
 
 
 class AdmissionQueue:
@@ -445,10 +414,7 @@ class AdmissionQueue:
             self._siblings[seqs[0].request_id] = seqs[ahead:]
 
     def poll(self, idle: bool) -> list[tuple[list[Sequence], str]]:
-        """Hand prepared requests on; returns the completions of requests that cannot be prepared, with the reason.
-
-        idle: there is nothing else to do, so wait for the first request, for a moment at most: new ones may come.
-        """
+        """Hand prepared requests on; return those that cannot be prepared, with reasons. idle: wait a moment for the first."""
         if not self._preparing:
             return []
         if idle:

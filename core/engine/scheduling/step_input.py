@@ -51,10 +51,7 @@ class StepResults:
     def take(
         self, step: Items[Sequence], sampling: Items[Sequence], sampled: Sampled, first_nan: str | None
     ) -> tuple[list[OutputDelta], list[Sequence]]:
-        """Append a step's tokens to the sequences that sample and have not ended.
-
-        first_nan: which layer made the first NaN. Returns the deltas, and the sequences that the tokens have ended.
-        """
+        """Append a step's tokens to its sequences; return deltas and ended sequences. first_nan: layer of the first NaN."""
         if sampled.extras is not None:
             _keep_prompt_logprobs(step, sampled.extras)
         plain = sampled.plain_tokens()
@@ -161,10 +158,7 @@ def _keep_prompt_logprobs(step: Items[Sequence], extras: SampledExtras) -> None:
 
 
 def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bool) -> int | None:
-    """Most tokens of a step from now on, after one for which memory was too small; None: nothing smaller would help.
-
-    chunked: whether a prompt may be cut.
-    """
+    """Return a smaller token budget after a step ran out of memory; None if none helps. chunked: True if prompts may be split."""
     tokens = sum(scheduled.num_new_tokens for scheduled in step)
     smallest = 1 if chunked else max(scheduled.num_new_tokens for scheduled in step)
     if not isinstance(error, torch.OutOfMemoryError) or tokens <= smallest:
@@ -183,10 +177,7 @@ def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bo
 def prepare(
     step: ScheduledStep, groups: Items[CacheGroup], states: bool = False, adapters: AdapterTable | None = None
 ) -> StepInput:
-    """Turn a step into the executor's input. Changes of pages are reported once, so every prepared step must be launched.
-
-    states: whether layers of the model keep states. adapters: of the engine; None: there are none.
-    """
+    """Return the executor's input of a step, which must be launched: page changes are reported once. states: layers keep some."""
     found = _without_states(step, groups)
     if adapters is not None:
         slots = _joined([each.seq.adapter_slot for each in step.individual], step.adapter_slots)

@@ -29,19 +29,15 @@ class GgufBlocks(StoredFormat):
 
     @property
     def label(self) -> str:
-        """The format in words."""
         return "GGUF blocks"
 
     def holds(self, module: QuantizedModule) -> bool:
-        """See StoredFormat."""
         return any(module.elements(PREFIX + name) for name in BLOCK_TYPES)
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
-        """See StoredFormat."""
         return 1, BLOCK_TYPES[self._type(module)].columns
 
     def read(self, module: QuantizedModule) -> GgufWeight:
-        """See StoredFormat."""
         name = self._type(module)
         kind = BLOCK_TYPES[name]
         shape = module.rows, module.columns.units(kind.columns), kind.num_bytes
@@ -57,10 +53,7 @@ FOLDER = "gguf_blocks"
 
 
 def write_blocks(path: Path, folder: Path) -> None:
-    """Write those tensors of a .gguf file of which the converted folder has a plain weight with the same numbers.
-
-    The rows may lie in another order: llama.cpp turns those of q and k for its rotation.
-    """
+    """Write tensors of a .gguf file that the converted folder has as plain weights, in any row order (llama.cpp's of q, k)."""
     from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 
     reader = GGUFReader(path)

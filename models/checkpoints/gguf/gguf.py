@@ -1,7 +1,4 @@
-""".gguf files: dequantised once and kept as a safetensors folder, so that the second start takes seconds.
-
-Those of models whose layers keep a state are read by the `hybrid_*` modules, all others by transformers.
-"""
+""".gguf files, dequantised once into a safetensors folder: with states by the `hybrid_*` modules, others by transformers."""
 
 from __future__ import annotations
 
@@ -40,14 +37,10 @@ from headway.models.families.families import read_decoder_config
 
 log = logging.getLogger("headway")
 _MEMMAP: Any = numpy.memmap
-_READING = Lock()
-"""Held while functions of gguf and transformers are replaced: one conversion at a time in a process."""
-_ABANDONED = 3600.0
-"""Seconds after which nobody goes on with a conversion."""
-_UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
-"""Errors of writing: the file that is read is not to blame for them."""
-_TEXTS = ([8], [9, 8])
-"""Types of a key in a .gguf file that is a text, or an array of texts."""
+_READING = Lock()  # Held while functions of gguf and transformers are replaced: one conversion at a time in a process
+_ABANDONED = 3600.0  # Seconds after which nobody goes on with a conversion
+_UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))  # Errors of writing, not of the file that is read
+_TEXTS = ([8], [9, 8])  # Types of a key in a .gguf file that is a text, or an array of texts
 _FORM = "with blocks, scaled positions and ends"
 """What a converted folder holds: before 2026-11-25 plain weights alone, before 2026-11-27 no scaling of positions, before
 2026-11-28 no ends of turns and messages."""
@@ -193,10 +186,7 @@ def _replaced(module: Any, **functions: Any) -> Iterator[None]:
 
 @contextmanager
 def _read_by(reader: str, path: Path, architecture: str = "") -> Iterator[None]:
-    """Errors of a library that reads a file, told as the file's.
-
-    :raises ModelError: whatever went wrong.
-    """
+    """Errors of a library that reads a file, told as the file's. :raises ModelError: whatever went wrong."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

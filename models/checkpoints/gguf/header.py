@@ -1,7 +1,4 @@
-"""What a .gguf file says of its model, and its tensors by name.
-
-What transformers leaves unread of it and changes what the model computes is put into the configuration, or refused.
-"""
+"""A .gguf file's model and its tensors by name; what transformers leaves unread goes into the configuration, or is refused."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ from headway.models.families.rope import read_rope
 
 
 class Header:
-    """A .gguf file: its keys, read as they are asked for, and its tensors, dequantised as they are asked for.
-
-    :raises ModelError: it names no architecture.
-    """
+    """A .gguf file: keys and dequantised tensors, read on request. :raises ModelError: it names no architecture."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -55,10 +49,7 @@ class Header:
         return {name: value for name, value in values.items() if type(value) is int}
 
     def size(self, key: str, default: int | None = None, least: int = 0) -> int:
-        """A whole number; the largest, where a list has one for each layer (0: the layer has no such part).
-
-        :raises ModelError: there is none, and no default.
-        """
+        """Return a whole number, or the largest of one per layer (0: no such part). :raises ModelError: none, and no default."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             value = max(value)
@@ -75,10 +66,7 @@ class Header:
         return float(value)
 
     def per_layer(self, key: str) -> list[int]:
-        """A whole number for each layer; a single one counts for all.
-
-        :raises ModelError: there is none, or there are too few.
-        """
+        """A whole number for each layer; a single one counts for all. :raises ModelError: there is none, or there are too few."""
         value, layers = self.get(key), self.num_layers
         if type(value) is int:
             value = [value] * layers
@@ -89,10 +77,7 @@ class Header:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model: without those that propose drafts, which come last.
-
-        :raises ModelError: none, or more than the file has tensors.
-        """
+        """Layers, without those that propose drafts, which come last. :raises ModelError: none, or more than the tensors have."""
         count, most = self.size("block_count") - self.size("nextn_predict_layers", 0), len(self._tensors)
         if not 1 <= count <= most:
             raise self.refuse(f"{self.architecture}.block_count", f"1 to {most} layers (the file's tensors)", str(count))
@@ -132,12 +117,10 @@ class Header:
         )
 
 
-_ROPE_KEYS = frozenset(("type", "factor", "original_context_length", "finetuned"))
-"""Keys below `rope.scaling` that are read; others change the frequencies or the scores as well."""
+_ROPE_KEYS = frozenset(("type", "factor", "original_context_length", "finetuned"))  # Keys below `rope.scaling` that are read
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The settings of every published Llama 3; a file has but the divisors that follow from them and from `factor`."""
-_READS_ITS_OWN = ("gpt-oss", "gemma4")
-"""Architectures whose scaling transformers reads or has in its code."""
+_READS_ITS_OWN = ("gpt-oss", "gemma4")  # Architectures whose scaling transformers reads or has in its code
 
 
 def refuse_part(header: Header) -> None:
@@ -147,10 +130,7 @@ def refuse_part(header: Header) -> None:
 
 
 def require_keys(header: Header) -> None:
-    """Check that a file has what every converter writes, for which transformers would take another model's numbers.
-
-    :raises ModelError: naming the first key that is missing.
-    """
+    """Check that no key is missing that transformers would invent. :raises ModelError: naming the first missing key."""
     _ = header.num_layers
     for key in ("context_length", "embedding_length", "attention.head_count"):
         header.size(key, least=1)
@@ -164,10 +144,7 @@ def require_keys(header: Header) -> None:
 
 
 def take_rope_scaling(header: Header, config: Any) -> None:
-    """Put the file's scaling of rotary embeddings into transformers' configuration, which has none of it.
-
-    :raises ModelError: a scaling that cannot be told from what the file has.
-    """
+    """Put the file's RoPE scaling into transformers' configuration. :raises ModelError: a scaling that the file leaves open."""
     if header.architecture in _READS_ITS_OWN:
         return
     for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
@@ -218,12 +195,8 @@ def _by_divisors(header: Header, config: Any, nested: bool) -> dict[str, Any]:
 
 
 def refuse_unread_tensors(header: Header, state: Mapping[str, Tensor]) -> None:
-    """Check that each tensor of a file is one of the model's. state: transformers' model, by name.
-
-    Files with experts are not checked: transformers merges and stacks theirs.
-
-    :raises ModelError: naming the first that is none.
-    """
+    """Check that each tensor is the model's, except for experts, which transformers merges. state: its tensors by name.
+    :raises ModelError: naming the first that is none."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = {name: number for number, name in MODEL_ARCH_NAMES.items()}

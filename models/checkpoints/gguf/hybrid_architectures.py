@@ -312,10 +312,7 @@ def bamba_rules(header: Header) -> list[Rule]:
 
 
 def falcon_h1_config(header: Header) -> dict[str, Any]:
-    """All factors are in the file's weights; so an embedding that serves as the head too would give other logits.
-
-    :raises ModelError: no head of its own.
-    """
+    """Factors are in the weights, so a tied embedding would give other logits. :raises ModelError: no head of its own."""
     if "output.weight" not in header:
         raise header.refuse("falcon-h1", "a tensor output.weight (token_embd.weight has the embedding's factor in it)", "none")
     return {
@@ -422,10 +419,7 @@ def jamba_config(header: Header) -> dict[str, Any]:
 
 
 def _every(header: Header, what: str, kinds: list[bool]) -> tuple[int, int]:
-    """The period and the offset of the layers of a kind.
-
-    :raises ModelError: they do not follow one another at one distance, as transformers' JambaConfig would have it.
-    """
+    """Return period and offset of a kind of layer, as JambaConfig has them. :raises ModelError: the distances differ."""
     places = [layer for layer, kind in enumerate(kinds) if kind]
     period = places[1] - places[0] if len(places) > 1 else len(kinds) + 1
     offset = places[0] if places else len(kinds)
@@ -453,7 +447,6 @@ def jamba_rules(header: Header) -> list[Rule]:
 
 
 def _mamba2_sizes(header: Header) -> dict[str, Any]:
-    """Sizes and biases of Mamba 2 as Bamba, Granite 4 and Falcon-H1 spell them."""
     heads, inner = max(header.size("ssm.time_step_rank"), 1), header.size("ssm.inner_size")
     return {
         "num_key_value_heads": header.size("attention.head_count_kv"),
@@ -509,9 +502,7 @@ class GgufArchitecture:
     config: Callable[[Header], dict[str, Any]]
     """What a configuration has beside what all have."""
     rules: Callable[[Header], list[Rule]]
-    """Rules of the tensors of layers."""
     norm: str = "output_norm"
-    """The last norm in the file."""
     make_norm: Callable[[Tensor], Tensor] = as_it_is
     scoring: int = 1
     """How experts are scored, if there are any, as `expert_gating_func` has it: 1 by a softmax, 2 by a sigmoid."""
@@ -520,8 +511,7 @@ class GgufArchitecture:
 _GRANITE = GgufArchitecture("granitemoehybrid", granite_config, granite_rules)
 _BAMBA = GgufArchitecture("bamba", bamba_config, bamba_rules)
 _NEMOTRON = GgufArchitecture("nemotron_h", nemotron_h_config, nemotron_h_rules, scoring=2)
-_SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
-"""What every Granite states and no Bamba."""
+_SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")  # What every Granite states and no Bamba
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "falcon-h1": GgufArchitecture("falcon_h1", falcon_h1_config, falcon_h1_rules),

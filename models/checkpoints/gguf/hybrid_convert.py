@@ -53,15 +53,11 @@ _SPLITS = {
 """How a text is cut into words before they are merged; None: as GPT-2 does."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens that a text is searched for before all else."""
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What stands for a space in a sentencepiece vocabulary."""
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # What stands for a space in a sentencepiece vocabulary
 
 
 def build_tokenizer(header: Header) -> Any:
-    """transformers' tokenizer; None where the file has no vocabulary.
-
-    :raises ModelError: a kind of tokenizer that Headway does not build.
-    """
+    """Return transformers' tokenizer, or None without a vocabulary. :raises ModelError: an unsupported kind of tokenizer."""
     import transformers
     from tokenizers import AddedToken
 
@@ -108,7 +104,6 @@ def _byte_level(header: Header, tokens: list[str]) -> Any:
 
 
 def _sentencepiece(header: Header, tokens: list[str]) -> Any:
-    """Pairs merge in the order of the scores of what they make."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = header.general("tokenizer.ggml.scores", [])
@@ -148,26 +143,19 @@ def _set_ends(header: Header, built: Any, roles: dict[str, str], default: bool) 
         )
 
 
-_SHARD = 4 << 30
-"""Bytes of a safetensors file, beyond which another is begun."""
+_SHARD = 4 << 30  # Bytes of a safetensors file, beyond which another is begun
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One tensor of the checkpoint."""
-
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
-    expert: int | None = None
-    """The expert's number along the first axis of what is made; None: all of it."""
+    expert: int | None = None  # The expert's number along the first axis of what is made; None: all of it
 
 
 def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -> None:
-    """Write configuration, tokenizer and float32 weights.
-
-    :raises ModelError: the file says or lacks something that makes another model of it than Headway would compute.
-    """
+    """Write configuration, tokenizer and float32 weights. :raises ModelError: anything that would make it another model."""
     from transformers import AutoConfig
 
     _check(header, architecture)
@@ -212,7 +200,6 @@ def _check_experts(header: Header, config: DecoderConfig) -> None:
 
 
 def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:
-    """What a configuration of any family has."""
     return {
         "model_type": architecture.model_type,
         "architectures": [FAMILIES[architecture.model_type].architecture],
@@ -239,16 +226,13 @@ class _Names(WeightSource):
         return name in self._known
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Note one tensor."""
         self.shapes[name] = whole_sizes(shape)
         return torch.empty(held_sizes(shape), device=self.device)
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
-        """Note each of them."""
         return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
-        """Note one tensor."""
         return self.take(name, shape).to(dtype)
 
     def take_number(self, name: str) -> float:
@@ -260,10 +244,7 @@ class _Names(WeightSource):
 
 
 def _asked(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, tuple[_Piece, tuple[int, ...]]]:
-    """What the decoder asks for, with its shape and what it is made of.
-
-    :raises ModelError: a tensor that the file lacks, or one that the decoder has no use for.
-    """
+    """Return the decoder's tensors, with shapes and sources. :raises ModelError: the file lacks one, or has one too many."""
     possible = _pieces(header, architecture, config)
     known = {name: piece for name, piece in possible.items() if all(source in header for source in piece.sources)}
     names = _Names(known)

@@ -100,9 +100,7 @@ def by_key_head(num_key_heads: int, key_dim: int, qkv: Tensor, z: Tensor) -> Ten
 
 def grouped(num_key_heads: int, head_rows: int, start: int, tiled: Tensor) -> Tensor:
     """Value heads by key head, of heads in turn: the first of each key head, then the second of each (Qwen3.5).
-
-    head_rows: rows of a value head; start: the first of them, behind queries and keys.
-    """
+    head_rows: rows of a value head; start: the first of them, behind queries and keys."""
     head, tail = tiled[:start], tiled[start:]
     shape = (-1, num_key_heads, head_rows, *tiled.shape[1:])
     return torch.cat([head, tail.reshape(shape).transpose(0, 1).reshape(tail.shape)])

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 _MAGIC = b"GGUF"
-_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a value of each scalar type of a key, by the type's number."""
+_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # Bytes of a value of each scalar type's number
 _UINT32, _STRING, _ARRAY = 4, 8, 9
-_LEAST = {**_SCALARS, _STRING: 8}
-"""Fewest bytes of an element of an array: a string has at least its length."""
+_LEAST = {**_SCALARS, _STRING: 8}  # Fewest bytes of an element of an array: a string has at least its length
 _LEAST_KEY, _LEAST_TENSOR = 13, 24
 """Fewest bytes that describe one key, and one tensor."""
 _MOST_AXES = 4
@@ -47,10 +45,8 @@ class _Place:
 
     name: str
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    """The axis that lies close in memory first, as the file has it."""
-    offset: int
-    """Bytes after the beginning of the data."""
+    shape: tuple[int, ...]  # The axis that lies close in memory first, as the file has it
+    offset: int  # Bytes after the beginning of the data
     num_bytes: int
 
 

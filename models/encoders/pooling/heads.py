@@ -55,16 +55,12 @@ class SentenceModules:
     pooling: PoolingType
     dense: tuple[DenseModule, ...]
     normalize: bool
-    """Whether vectors are divided by their length."""
     max_seq_length: int | None
     """Tokens of the longest text; None: the files do not say."""
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
-    """Read modules.json and what it names; None where there is none.
-
-    :raises ModelError: a file that cannot be read, or a module that Headway does not compute.
-    """
+    """Read modules.json and its files; None if absent. :raises ModelError: an unreadable file, or an unsupported module."""
     if not (folder / "modules.json").is_file():
         return None
     listed = _read(folder / "modules.json", list)
@@ -157,10 +153,8 @@ TORCH_ACTIVATIONS: dict[str, Activation] = {
 
 
 def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType | Literal["all"]) -> Tensor:
-    """Pool the states of each text: float32 [texts, hidden_size], or [num_tokens, hidden_size] where all are wanted.
-
-    hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token and the end of the last.
-    """
+    """Pool texts: float32 [texts, hidden_size], or [num_tokens, hidden_size] for `all`. hidden: [num_tokens, hidden_size];
+    starts: int64 [texts + 1], each text's first token and the end of the last."""
     if kind == "all":
         return hidden.float()
     if kind == "cls":
@@ -280,5 +274,5 @@ class PooledModel:
         return self._body(input_ids, positions, attention)
 
     def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row. starts: int64 [texts + 1]."""
+        """See `PooledNetwork.pool`."""
         return self.head(hidden, starts, each_token)

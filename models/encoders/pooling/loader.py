@@ -83,10 +83,8 @@ QWEN3_RERANKER = ScorePrompt(
 """As the card of Qwen/Qwen3-Reranker-0.6B has it."""
 
 
-_STEP = "<extra_0>"
-"""What ends a step, as the card of Qwen/Qwen2.5-Math-PRM-7B has it."""
-_NO_HEAD = "no language-model head"
-"""A name that no checkpoint has: a decoder then ties its head to its embedding, which takes no memory."""
+_STEP = "<extra_0>"  # What ends a step, as the card of Qwen/Qwen2.5-Math-PRM-7B has it
+_NO_HEAD = "no language-model head"  # A name that no checkpoint has: a decoder then ties its head to its embedding
 
 
 @dataclass(frozen=True)
@@ -98,11 +96,9 @@ class LoadedPoolingModel:
     task: PoolingTask
     network: PooledModel
     implementation: str
-    """What computes it, in words."""
     tokenizer: Any
     """transformers' tokenizer; None where it was not wanted: token ids in."""
     max_length: int
-    """Tokens of the longest text."""
     dimensions: Sequence[int] | None
     """Lengths to which an embedding may be cut (Kusupati et al. 2022); none: any; None: it may not be."""
     score_prompt: ScorePrompt | None = None
@@ -141,11 +137,7 @@ def load_pooling_model(
     load_format: str = "auto",
     skip_tokenizer_init: bool = False,
 ) -> LoadedPoolingModel:
-    """Load a model whose folder `locate` has found. Options as those of `load_model`.
-
-    :raises ModelError: unreadable or unsupported model.
-    :raises ConfigError: unknown dtype or load_format.
-    """
+    """Load a model from a located folder; options as `load_model`'s. :raises ModelError, ConfigError: unsupported."""
     check_load_options(dtype, load_format)
     stated = check_folder(folder, generates=False)
     config = config_of(folder, stated)
@@ -291,7 +283,6 @@ def _activation(name: str, where: str) -> Activation:
 def _classifier(
     config: Any, read: EncoderConfig, family: EncoderFamily, weights: WeightSource, of_tokens: bool = False
 ) -> ScoringHead:
-    """The head of a classifier of sequences, or of tokens."""
     names, size = family.token_head if of_tokens else family.head, read.hidden_size
     activation = family.head_activation(config)
     dense = None
@@ -304,9 +295,7 @@ def _classifier(
 
 
 def _token_head(config: Any, stated: Any, read: DecoderConfig, weights: WeightSource) -> ScoringHead:
-    """The head of a decoder that rewards tokens: two products of a reward model, whose reward is the logit; of one that judges
-    steps the probabilities of bad and good; one product of a classifier of tokens.
-    """
+    """Return the head of a decoder that rewards tokens: two products (reward models, or probabilities of steps), or one."""
     named, size = architectures_of(stated), read.hidden_size
     if any(name.endswith("ForTokenClassification") for name in named):
         return ScoringHead("all", _score_layer(config, "score", size, True, weights))

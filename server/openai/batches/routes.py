@@ -23,8 +23,7 @@ from headway.server.routing import RouteGroup, answers, json_response, read_body
 T = TypeVar("T")
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
 _MOST_FIELDS: Final = 8
-_FORM_BYTES: Final = 64 * 1024
-"""Bytes of a form beside its file."""
+_FORM_BYTES: Final = 64 * 1024  # Bytes of a form beside its file
 
 
 class BatchRequest(Fields):
@@ -41,10 +40,7 @@ class BatchRoutes(RouteGroup):
     """Files and batches of one server; 404 unless a folder for them is named."""
 
     def __init__(self, options: ServerOptions, answers: LineAnswers, concurrency: int) -> None:
-        """concurrency: lines of a batch that are answered at a time.
-
-        :raises ConfigError: the folder cannot be used.
-        """
+        """concurrency: lines of a batch that are answered at a time. :raises ConfigError: the folder cannot be used."""
         self._options = options
         self._answers = answers
         self._worker: BatchWorker | None = None

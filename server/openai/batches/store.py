@@ -62,17 +62,12 @@ class Journal:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open the file, or begin one. name: the batch's; letters and digits.
-
-        :raises ConfigError: the file is another batch's.
-        :raises OSError: it cannot be opened.
-        """
+        """Open or create the file. name: the batch's, letters and digits. :raises ConfigError, OSError: another's, unreadable."""
         self.path = path
         self._name = name
         self._start = f'{{"id":"batch_req_{name}_'.encode()
         self._places: dict[int, Place] = {}
         self.num_failed = 0
-        """Lines whose answer is an error."""
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             self._lock()
@@ -130,10 +125,7 @@ class Journal:
         return len(self._places) - self.num_failed
 
     def add(self, number: int, custom_id: str | None, response: Mapping[str, Any] | None, error: object = None) -> None:
-        """Write an answer.
-
-        :raises OSError: it cannot be written; nothing is left of it.
-        """
+        """Write an answer. :raises OSError: it cannot be written; nothing is left of it."""
         told = {"id": f"batch_req_{self._name}_{number}", "custom_id": custom_id, "response": response, "error": error}
         failed = error is not None or response is None or response["status_code"] >= 400
         line = orjson.dumps(told) + b"\n"
@@ -148,12 +140,8 @@ class Journal:
         self._end += len(line)
 
     def write(self, path: Path, failed: bool | None = None) -> int:
-        """Write answers to a file that appears whole, in the order of their lines. failed: those alone, or the others alone.
-
-        Returns their number; for none no file is written.
-
-        :raises OSError: the file cannot be written.
-        """
+        """Write answers whole, in line order. failed: only those, or only the others. Return their number; no file for none.
+        :raises OSError: the file cannot be written."""
         wanted = [place for _, place in sorted(self._places.items()) if failed is None or place.failed == failed]
         if wanted:
             with mmap.mmap(self._handle, self._end, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
@@ -246,17 +234,11 @@ class Records:
         return f"{self._kind}-{secrets.token_hex(16)}"
 
     def save(self, record: dict[str, Any]) -> None:
-        """Write an object; it is on the disk when this returns.
-
-        :raises OSError: it cannot be written; the old one is as it was.
-        """
+        """Write an object durably. :raises OSError: it cannot be written; the old one is unchanged."""
         write_whole(self.folder / f"{record['id']}.json", orjson.dumps(record), durable=True, private=True)
 
     def get(self, record_id: str, param: str | None = None) -> dict[str, Any]:
-        """The object of an id. param: the field of the request that names it.
-
-        :raises ApiError: there is none, or no longer.
-        """
+        """The object of an id. param: the field of the request that names it. :raises ApiError: there is none, or no longer."""
         found = self._read(self.folder / f"{record_id}.json") if _ID.fullmatch(record_id) else None
         if found is not None:
             return found
@@ -304,10 +286,7 @@ class FileStore(Records):
         return self.folder / f"{file_id}.jsonl"
 
     def add(self, source: BinaryIO, filename: str, purpose: str) -> dict[str, Any]:
-        """Store a file; it is on the disk when this returns.
-
-        :raises OSError: it cannot be written; nothing is left of it.
-        """
+        """Store a file; it is on the disk when this returns. :raises OSError: it cannot be written; nothing is left of it."""
         file_id = self.new_id()
         part = self.folder / f"{file_id}{_UNFINISHED}"
         try:
@@ -363,10 +342,7 @@ class BatchStore(Records):
         return record
 
     def move(self, record: dict[str, Any], status: str, **more: object) -> None:
-        """Give a batch another status, at this time.
-
-        :raises OSError: it cannot be written.
-        """
+        """Give a batch another status, at this time. :raises OSError: it cannot be written."""
         record.update(status=status, **{f"{status}_at": int(time.time())}, **more)
         self.save(record)
 
@@ -380,10 +356,7 @@ def page_of(records: Sequence[dict[str, Any]], after: str | None, limit: int) ->
 
 
 def open_stores(folder: Path) -> tuple[FileStore, BatchStore]:
-    """The files and the batches in a folder, which is made where there is none.
-
-    :raises ConfigError: it cannot be used.
-    """
+    """The files and the batches in a folder, which is made where there is none. :raises ConfigError: it cannot be used."""
     try:
         make_private(folder)
         return FileStore(folder / "files"), BatchStore(folder / "batches")

@@ -29,12 +29,10 @@ from headway.server.routing import DirectMiddleware, Endpoint
 
 log = logging.getLogger("headway")
 
-_AGAIN: Final = frozenset((429, 503))
-"""Statuses that say nothing about a request: the queue is full, or the engine is being started again."""
+_AGAIN: Final = frozenset((429, 503))  # Statuses that say nothing about a request: a full queue, or an engine that restarts
 LONGEST_END: Final = 10.0
 """Seconds that the requests of a batch that ends may take to notice."""
-_PAUSE: Final = 0.5
-"""Seconds after which such a request is made again."""
+_PAUSE: Final = 0.5  # Seconds after which such a request is made again
 
 
 class BatchRun:
@@ -52,18 +50,12 @@ class BatchRun:
         self._ids: set[str] = set()
 
     def count(self) -> int:
-        """The number of lines. Reads the whole file.
-
-        :raises OSError: it cannot be read.
-        """
+        """The number of lines. Reads the whole file. :raises OSError: it cannot be read."""
         return sum(1 for _ in lines_of(self._source, self._most_bytes))
 
     async def answer_all(self, concurrency: int, after_each: Callable[[], None] = lambda: None) -> None:
-        """Answer every line that has no answer yet. concurrency: requests at a time. after_each: called after each answer.
-
-        :raises OSError: the file cannot be read, or the journal not written.
-        :raises EngineDeadError: the engine has ended for good.
-        """
+        """Answer every line without an answer. concurrency: requests at a time. after_each: called after each answer.
+        :raises OSError: the file cannot be read, or the journal not written. :raises EngineDeadError: for good."""
         lines = lines_of(self._source, self._most_bytes)
         tasks = [asyncio.ensure_future(self._work(lines, after_each)) for _ in range(concurrency)]
         try:
@@ -114,8 +106,7 @@ class BatchRun:
         self.journal.add(raw.number, line.custom_id, response)
 
 
-_LONGEST_ID: Final = 512
-"""Characters of a custom_id, which results and errors repeat."""
+_LONGEST_ID: Final = 512  # Characters of a custom_id, which results and errors repeat
 
 
 class RawLine(NamedTuple):
@@ -147,10 +138,7 @@ class LineError(Exception):
 
 
 def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
-    """The lines of a file that are not empty. most_bytes: of a line; of a longer one only the number is told.
-
-    :raises OSError: the file cannot be read.
-    """
+    """Yield the lines that are not empty; longer than most_bytes: only the number. :raises OSError: the file cannot be read."""
     with path.open("rb") as file:
         number = 0
         while text := file.readline(most_bytes + 1):
@@ -165,10 +153,7 @@ def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
 
 
 def parse_line(line: RawLine, urls: Mapping[str, Any]) -> BatchLine:
-    """Read a line. urls: the paths that a line may name.
-
-    :raises LineError: it is no request for one of these.
-    """
+    """Read a line. urls: the paths that a line may name. :raises LineError: it is no request for one of these."""
     place = f"line {line.number}"
     if line.text is None:
         raise LineError("line_too_long", f"{place}: needs at most as many bytes as a request's body may have (max_body)")
@@ -264,10 +249,8 @@ class BatchWorker:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, tuple[dict[str, Any], BatchRun | None]] = {}
         """The objects of batches that go on, as they are now, and the run of the one whose turn it is."""
-        self._answering: set[str] = set()
-        """Batches that wait for their turn or are answered, whose tasks a cancellation ends; files are written to the end."""
-        self._unsaved: dict[str, dict[str, Any]] = {}
-        """The objects of batches that have ended while the disk could not be written."""
+        self._answering: set[str] = set()  # Batches that wait or are answered, whose tasks a cancellation ends
+        self._unsaved: dict[str, dict[str, Any]] = {}  # Objects of batches that ended while the disk was not writable
 
     def resume(self) -> None:
         """Go on with the batches that an earlier server has left, the oldest first."""
@@ -287,10 +270,7 @@ class BatchWorker:
         self._answering.discard(batch_id)
 
     def now(self, batch_id: str) -> dict[str, Any]:
-        """A batch with its counts at this moment.
-
-        :raises ApiError: there is none of this id.
-        """
+        """A batch with its counts at this moment. :raises ApiError: there is none of this id."""
         record, run = self._running.get(batch_id, (None, None))
         if record is not None:
             return record if run is None else {**record, "request_counts": _counts(record, run.journal)}
@@ -312,10 +292,7 @@ class BatchWorker:
         return next((own for own, (record, _) in self._running.items() if record["input_file_id"] == file_id), None)
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        """End a batch after what it has answered; one that has ended stays as it is.
-
-        :raises ApiError: there is none of this id, or it is over.
-        """
+        """End a batch after its answers so far; an ended one stays as it is. :raises ApiError: it is unknown, or over."""
         record, _ = self._running.get(batch_id, (None, None))
         if record is None:
             status = self.now(batch_id)["status"]
@@ -337,7 +314,6 @@ class BatchWorker:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _process(self, record: dict[str, Any]) -> None:
-        """Run a batch to its end, which whatever is raised on the way is too."""
         try:
             if record["status"] != "cancelling":
                 self._answering.add(record["id"])
@@ -357,7 +333,6 @@ class BatchWorker:
             self._fail(record, error)
 
     async def _answer(self, record: dict[str, Any]) -> None:
-        """Answer the lines that have no answer yet."""
         with Journal(self.batches.journal(record["id"]), _name(record)) as journal:
             source = self.files.content(record["input_file_id"])
             if record["endpoint"] not in self._answers.urls:
