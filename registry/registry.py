@@ -174,6 +174,7 @@ class KernelRegistry(Generic[B, L]):
         except (Exception, SystemExit) as error:
             log_traceback(f"supports() of {self._word} {name}", error)
             return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
+        return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
 
     def _with_known_layout(self, reason: Reason) -> Reason:
         """A reason whose hint is no layout that nobody registered: a backend may read those of another plugin."""

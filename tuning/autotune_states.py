@@ -14,8 +14,8 @@ from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.operation import STATE
 from headway.core.contract.state import StateSpec
 from headway.core.select.backend_request import BackendRequest
-from headway.core.select.candidates import VERBS, StateCandidates
 from headway.core.select.costs import CostTable
+from headway.core.select.selector import VERBS, StateCandidates
 from headway.core.system.files import clean
 from headway.registry import Registry
 from headway.tuning.autotune import TIMER, TableRequest, mended

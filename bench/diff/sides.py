@@ -19,9 +19,8 @@ from headway.core.contract.spec import DTYPE_NAMES, AttentionSpec
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.oracle.cases import Case, reference
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
-from headway.core.select.candidates import BackendSource
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import Selector, check_names
+from headway.core.select.selector import BackendSource, Selector, check_names
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING

@@ -186,8 +186,7 @@ def explain_states(
     :raises HeadwayError: what was asked for cannot be had, with every reason.
     """
     from headway.core.select.backend_request import ALL_AUTO, BackendRequest
-    from headway.core.select.candidates import VERBS, StateCandidates
-    from headway.core.select.selector import KernelSelector
+    from headway.core.select.selector import VERBS, KernelSelector, StateCandidates
     from headway.tuning.autotune import TableRequest
     from headway.tuning.autotune_states import state_costs_for
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import CacheLayout
 from headway.core.contract.kernel import CompileAhead
+from headway.core.contract.layout import CacheLayout
 from headway.core.contract.model import Model, embedding_size, state_layers
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer
@@ -44,10 +44,10 @@ from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import AdmissionQueue, Scheduler
 from headway.core.engine.scheduling.step_input import StepResults, delta_of, prepare, smaller_budget
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, seed_of
-from headway.core.select.candidates import BackendSource
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import Selection
+from headway.core.select.selector import BackendSource
 from headway.core.speculation.proposers import StepTimes
 
 log = logging.getLogger("headway")

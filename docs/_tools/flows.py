@@ -26,13 +26,13 @@ from headway.core.engine.scheduling.step_input import StepResults, prepare
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
 from headway.core.select.selection import MeasuredChoice, Selection, StepChooser
-from headway.core.select.selector import Selector, StartupChoice
+from headway.core.select.selector import KernelSelector, Selector
 from headway.core.system.json_files import write_bytes
 from headway.hosting.assembly import assemble
 from headway.registry.isolation import verdicts
 from headway.registry.plugin_sources import given_plugins, installed_plugins
 from headway.registry.registry import Registry
-from headway.registry.validate import check_backend_info
+from headway.registry.validate import check_kernel_info
 from headway.requests.request_state import OutputProcessor
 from headway.requests.validation import RequestValidator
 from headway.tuning.autotune import costs_for
@@ -98,7 +98,7 @@ AUTO = [
     Step("table", costs_for, "the table of this device and layer"),
     Step("table", run_kernel_level, "measured where there is none"),
     Step("table", CostTable, "times by phase, batch and lengths"),
-    Step("start", StartupChoice, "layouts and block sizes that serve all"),
+    Step("start", KernelSelector, "layouts and block sizes that serve all"),
     Step("start", MeasuredChoice.select, "least expected cost of the workload"),
     Step("start", Selection, "what was chosen, and why"),
     Step("each step", Selector.backends_for, "phase, batch, query_len, kv_len"),
@@ -111,7 +111,7 @@ PLUGIN = [
     Step("trial", try_plugins, "a process for each plugin"),
     Step("trial", run, "import, hooks, availability, self-test"),
     Step("registry", Registry.add_plugin, "whole or not at all, or recorded"),
-    Step("registry", check_backend_info, "what it registers keeps the contract"),
+    Step("registry", check_kernel_info, "what it registers keeps the contract"),
     Step("use", check_named, "named: right for this model's layers?"),
     Step("use", measure_in_child, "auto: measured in a child process"),
     Step("use", Selector.backends_for, "called in a step, like any other"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headway.core.select.costs import CountAxis
 from headway.core.contract.experts import ExpertsConfig
+from headway.core.select.costs import CountAxis
 
 TOKEN_COUNTS = tuple(2**n for n in range(14))
 """Numbers of tokens that are measured; any other takes the nearest one's choice, by ratio."""

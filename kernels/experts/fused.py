@@ -12,7 +12,6 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.select.costs import AxisTimes
 from headway.kernels.experts import cuda_lots
 from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS, rules
-from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.cuda_lots import CudaLots, computes_lots
 from headway.kernels.experts.cuda_rows import LOTS, CudaRows, computes_experts
 from headway.kernels.experts.methods import (

@@ -17,15 +17,13 @@ from torch import Tensor
 from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateLayout, StateSpec
-from headway.core.contract.state import StateCapabilities
+from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateCapabilities, StateLayout, StateSpec
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
-from headway.core.select.candidates import StateCandidates
 from headway.core.select.costs import NO_BLOCKS, CostTable, state_shape
 from headway.core.select.selection import Selection
-from headway.core.select.selector import KernelSelector
+from headway.core.select.selector import KernelSelector, StateCandidates
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import Registry, create_registry
 from headway.tuning import autotune_states

@@ -23,7 +23,7 @@ from headway.core.contract.state import StateBackend, StateLayout, StateSpec
 from headway.core.contract.support import Reason
 from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
 from headway.core.oracle.state_reference import SequenceState, StateAnswer, advance, answer, state_of
-from headway.core.select.candidates import VERBS, StateCandidates
+from headway.core.select.selector import VERBS, StateCandidates
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.core.system.terminal import progress_bar

@@ -42,11 +42,10 @@ from headway.core.engine.execution.model_runner import CompilationWatch, ModelRu
 from headway.core.engine.execution.warmup import WarmUp
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
-from headway.core.select.candidates import BackendSource
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import Selection, Workload
-from headway.core.select.selector import Selector
+from headway.core.select.selector import BackendSource, Selector
 from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")

@@ -21,8 +21,7 @@ from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import AttentionFunctions, Model, StateLayer, latent_layers, state_layers
 from headway.core.contract.ranks import Ranks
-from headway.core.contract.state import StateLayout, StateSpec
-from headway.core.contract.state import StateBackend, StateBackends
+from headway.core.contract.state import StateBackend, StateBackends, StateLayout, StateSpec
 from headway.core.engine.data import pool
 from headway.core.engine.data.config import MAX_DRAFT_TOKENS, EngineConfig
 from headway.core.engine.data.groups import PageFormat, page_format
@@ -33,11 +32,10 @@ from headway.core.engine.execution.latent import GATHERED_BYTES
 from headway.core.engine.execution.states import LayersWithState
 from headway.core.sampling.filtering import keep_top
 from headway.core.sampling.sampler import Draws, sample
-from headway.core.select.candidates import KernelSource, StateCandidates
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import Workload
-from headway.core.select.selector import KernelSelector, Selector
+from headway.core.select.selector import KernelSelector, KernelSource, Selector, StateCandidates
 
 log = logging.getLogger("headway")
 

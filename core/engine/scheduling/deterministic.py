@@ -18,9 +18,8 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.select.backend_request import AUTO, BackendRequest
-from headway.core.select.candidates import BackendSource
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import Selector
+from headway.core.select.selector import BackendSource, Selector
 
 log = logging.getLogger("headway")
 
