@@ -210,7 +210,8 @@ class WeightStage(Grid[Subject, W]):
 
     def launches(self, cell: W) -> tuple[str, Callable[[], object]]:
         """Return a function that makes a call."""
-        kernel, call = self.make(cell), GuardedCall(self.case(cell, self.rows_of(cell)[0]))
+        kernel = self.make(cell)
+        call: GuardedCall = GuardedCall(self.case(cell, self.rows_of(cell)[0]))
         prepared = kernel.prepare(call.case.weight)
         call.run(kernel, prepared)  # compiles
         return "apply", lambda: kernel.apply(*(*call.case.given, prepared, call.out))
