@@ -32,10 +32,10 @@ from headway.core.oracle.weight_cases import activated, dequantized, dequantized
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class PlainLinear(LinearKernel):
+class ReferenceLinear(LinearKernel):
     """Expands the weight once, and multiplies in float32."""
 
-    name = "plain-linear"
+    name = "reference-linear"
     capabilities = LinearCapabilities(frozenset(FORMATS), dtypes=_DTYPES, devices=("cpu",), order=True)
     graph_level = GraphLevel.ANY
 
@@ -48,10 +48,10 @@ class PlainLinear(LinearKernel):
         out.copy_(x.double() @ weight)
 
 
-class PlainExperts(ExpertsKernel):
+class ReferenceExperts(ExpertsKernel):
     """Computes one expert after the other."""
 
-    name = "plain-experts"
+    name = "reference-experts"
     capabilities = ExpertsCapabilities(
         frozenset(FORMATS), dtypes=_DTYPES, devices=("cpu",), biases=True, ungated=True, clamped=True
     )
@@ -85,8 +85,8 @@ class PlainExperts(ExpertsKernel):
 def _misread(change: Any) -> Any:
     """Return a `prepare` that reads weights of 4 bits with a mistake."""
 
-    def prepare(self: PlainLinear, weight: Weight) -> Tensor:
-        return PlainLinear.prepare(self, change(weight) if isinstance(weight, Int4Weight) else weight)
+    def prepare(self: ReferenceLinear, weight: Weight) -> Tensor:
+        return ReferenceLinear.prepare(self, change(weight) if isinstance(weight, Int4Weight) else weight)
 
     return prepare
 
@@ -96,8 +96,8 @@ def _zeros_and_one(weight: Int4Weight) -> Weight:
     return replace(weight, zeros=zeros + 1)
 
 
-def _late_last_group(self: PlainLinear, weight: Weight) -> Tensor:
-    found = PlainLinear.prepare(self, weight)
+def _late_last_group(self: ReferenceLinear, weight: Weight) -> Tensor:
+    found = ReferenceLinear.prepare(self, weight)
     if isinstance(weight, Int4Weight) and weight.order is None and weight.scales.shape[1] > 1:
         first = weight.shape[1] - weight.group_size
         scales = weight.scales.double()
@@ -107,7 +107,7 @@ def _late_last_group(self: PlainLinear, weight: Weight) -> Tensor:
     return found
 
 
-def _in_half(self: PlainLinear, x: Tensor, weight: Tensor, out: Tensor) -> None:
+def _in_half(self: ReferenceLinear, x: Tensor, weight: Tensor, out: Tensor) -> None:
     short = torch.bfloat16 if out.dtype == torch.float32 else out.dtype
     sums = torch.zeros(out.shape, dtype=short)
     for column in range(x.shape[1]):
@@ -118,12 +118,12 @@ def _in_half(self: PlainLinear, x: Tensor, weight: Tensor, out: Tensor) -> None:
 def _first_prepared(self: Any, weight: Weight) -> Tensor:
     self.kept = getattr(self, "kept", None)
     if self.kept is None:
-        self.kept = PlainLinear.prepare(self, weight)
+        self.kept = ReferenceLinear.prepare(self, weight)
     kept: Tensor = self.kept
     return kept
 
 
-def _of_equal_scores(self: PlainExperts, experts: Tensor, scores: Tensor, expert: int) -> tuple[Tensor, ...]:
+def _of_equal_scores(self: ReferenceExperts, experts: Tensor, scores: Tensor, expert: int) -> tuple[Tensor, ...]:
     first = (scores[:, :, None] == scores[:, None, :]).int().argmax(2)
     return (experts.gather(1, first) == expert).nonzero(as_tuple=True)
 
@@ -139,7 +139,9 @@ _LINEAR: dict[str, dict[str, Any]] = {
     "sums-in-half": {"apply": _in_half},
     # Rows after the last whole tile of 16 are left.
     "whole-tiles": {
-        "apply": lambda self, x, weight, out: PlainLinear.apply(self, x[: len(x) // 16 * 16], weight, out[: len(x) // 16 * 16])
+        "apply": lambda self, x, weight, out: ReferenceLinear.apply(
+            self, x[: len(x) // 16 * 16], weight, out[: len(x) // 16 * 16]
+        )
     },
     # What `out` held is added, but for NaN.
     "stale-out": {"apply": lambda self, x, weight, out: out.copy_(out.nan_to_num(0.0).double() + x.double() @ weight)},
@@ -147,22 +149,32 @@ _LINEAR: dict[str, dict[str, Any]] = {
     "first-layer": {"prepare": _first_prepared},
 }
 _EXPERTS: dict[str, dict[str, Any]] = {
-    "drops-last-token": {"pairs": lambda self, *given: tuple(each[:-1] for each in PlainExperts.pairs(self, *given))},
+    "drops-last-token": {
+        "pairs": lambda self, experts, scores, expert: tuple(
+            each[:-1] for each in ReferenceExperts.pairs(self, experts, scores, expert)
+        )
+    },
     "ignores-scores": {
-        "apply": lambda self, x, experts, scores, weights, out: PlainExperts.apply(
+        "apply": lambda self, x, experts, scores, weights, out: ReferenceExperts.apply(
             self, x, experts, torch.ones_like(scores), weights, out
         )
     },
     "overwrites-out": {
-        "apply": lambda self, x, experts, scores, weights, out: PlainExperts.apply(self, x, experts, scores, weights, out.zero_())
+        "apply": lambda self, x, experts, scores, weights, out: ReferenceExperts.apply(
+            self, x, experts, scores, weights, out.zero_()
+        )
     },
     # A slot is looked for by its score.
     "wrong-expert-of-a-tie": {"pairs": _of_equal_scores},
-    "adds-bias-twice": {"add": lambda self, rows, *bias: PlainExperts.add(self, PlainExperts.add(self, rows, *bias), *bias)},
+    "adds-bias-twice": {
+        "add": lambda self, rows, bias, expert: ReferenceExperts.add(
+            self, ReferenceExperts.add(self, rows, bias, expert), bias, expert
+        )
+    },
 }
 PLANTED_KERNELS: dict[str, type[Kernel]] = {
     name: type(name.title().replace("-", ""), (base,), {"name": name, "__module__": __name__, **changes})
-    for base, mistakes in ((PlainLinear, _LINEAR), (PlainExperts, _EXPERTS))
+    for base, mistakes in ((ReferenceLinear, _LINEAR), (ReferenceExperts, _EXPERTS))
     for name, changes in mistakes.items()
 }
 """Eight ways to get linear layers wrong, and five to get experts wrong, by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import combinations, count, islice
 from typing import Any, ClassVar, TypeVar
@@ -78,7 +78,7 @@ class LinearCell(KitCell):
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsCell(KitCell):
+class ExpertCell(KitCell):
     """A cell of a kernel for layers of experts."""
 
     mark: ClassVar = "experts"
@@ -114,7 +114,7 @@ class ExpertsCell(KitCell):
         return {"dtype": self.dtype, "feature": self.weight, "work": self.work, "shape": shape}
 
 
-W = TypeVar("W", LinearCell, ExpertsCell)
+W = TypeVar("W", LinearCell, ExpertCell)
 
 
 class WeightStage(Grid[Subject, W]):
@@ -192,7 +192,7 @@ class WeightStage(Grid[Subject, W]):
         """Return a function that makes the calls of a cell by one instance, and returns their outputs."""
         kernel, cases = self.make(cell), [self.case(cell, rows) for rows in self.rows_of(cell)]
         prepared = kernel.prepare(cases[0].weight)
-        return lambda: [Call(case).run(kernel, prepared) for case in cases]
+        return lambda: [GuardedCall(case).run(kernel, prepared) for case in cases]
 
     def many(self, cell: W) -> Callable[[int], None]:
         """Return a function that makes calls of ever other numbers of rows."""
@@ -201,18 +201,20 @@ class WeightStage(Grid[Subject, W]):
 
         def steps(more: int) -> None:
             for number in islice(numbers, more):
-                case = cases[number % len(cases)]
+                case: WeightCase = cases[number % len(cases)]
+                out = torch.zeros_like(case.right, dtype=case.given[0].dtype, device=case.given[0].device)
                 with torch.inference_mode():
-                    kernel.apply(*case.given, prepared, torch.zeros_like(case.right, dtype=case.given[0].dtype))
+                    kernel.apply(*(*case.given, prepared, out))
 
         return steps
 
     def launches(self, cell: W) -> tuple[str, Callable[[], object]]:
         """Return a function that makes a call."""
-        kernel, case = self.make(cell), self.case(cell, self.rows_of(cell)[0])
-        prepared, call = kernel.prepare(case.weight), Call(case)
+        kernel = self.make(cell)
+        call: GuardedCall = GuardedCall(self.case(cell, self.rows_of(cell)[0]))
+        prepared = kernel.prepare(call.case.weight)
         call.run(kernel, prepared)  # compiles
-        return "apply", lambda: kernel.apply(*case.given, prepared, call.out)
+        return "apply", lambda: kernel.apply(*(*call.case.given, prepared, call.out))
 
 
 def _turns(inputs: Mapping[str, Values]) -> Iterator[Values]:
@@ -221,7 +223,7 @@ def _turns(inputs: Mapping[str, Values]) -> Iterator[Values]:
         yield tuple(values[(number + number // len(values)) % len(values)] for values in inputs.values())
 
 
-class Call:
+class GuardedCall:
     """One call over memory of its own: `out` lies between guard rows and holds NaN, or what the call is to add to."""
 
     def __init__(self, case: WeightCase) -> None:
@@ -245,7 +247,7 @@ class Call:
         :raises Finding: it changes what it reads, or memory that is not its own.
         """
         self.fill(before, self.case.onto)
-        kernel.apply(*self.case.given, prepared, self.out)
+        kernel.apply(*(*self.case.given, prepared, self.out))
         self.check()
         return self.out.clone()
 
@@ -302,9 +304,11 @@ class LinearStage(WeightStage[LinearCell]):
     def spec(self, cell: LinearCell) -> LinearSpec:
         """Build the layer of a cell."""
         n, k, dtype = cell.out_features, cell.in_features, DTYPES.get(cell.dtype, torch.float64)
-        spec = LinearSpec(k, n, dtype, self.subject.device, _format_of(cell.weight, n, k))
-        part: dict[str, Any] = {cell.fused: "silu" if cell.fused == "activation" else True} if cell.fused else {}
-        return replace(spec, **part)
+        return LinearSpec(
+            *(k, n, dtype, self.subject.device, _format_of(cell.weight, n, k), cell.fused == "norm", cell.fused == "bias"),
+            *("silu" if cell.fused == "activation" else None, cell.fused == "gated"),
+            *(cell.fused == "residual", cell.fused == "rotary"),
+        )
 
     def whole(self, cell: LinearCell) -> LinearCell | None:
         """Return the cell; None where its groups are not whole."""
@@ -337,10 +341,10 @@ _MOST = 2
 """See `Drawn.most`: the squared ReLU of larger numbers is beyond float16."""
 
 
-class ExpertsStage(WeightStage[ExpertsCell]):
+class ExpertsStage(WeightStage[ExpertCell]):
     """A kernel for layers of experts."""
 
-    cell = ExpertsCell
+    cell = ExpertCell
     inputs: ClassVar[Mapping[str, Values]] = {"numbers": NUMBERS, "work": tuple(ROWS), "routing": _ROUTING}
 
     @cached_property
@@ -349,27 +353,23 @@ class ExpertsStage(WeightStage[ExpertsCell]):
         sizes = {"hidden_size": (256, 128, 96), "size": (128, 64, 96), "top_k": (2, 1, 8), "shared": (0, 1, 2)}
         return {"weight": WEIGHTS, "dtype": _DTYPES, "expert": tuple(_EXPERTS), **sizes}
 
-    def spec(self, cell: ExpertsCell) -> ExpertsSpec:
+    def spec(self, cell: ExpertCell) -> ExpertsSpec:
         """Build the layer of a cell."""
-        config = ExpertsConfig(
-            _NUM_EXPERTS,
-            cell.top_k,
-            cell.size,
-            shared_intermediate_size=cell.shared * cell.size,
-            **_EXPERTS[cell.expert],
-        )
+        sizes: dict[str, Any] = {"num_experts": _NUM_EXPERTS, "top_k": cell.top_k, "intermediate_size": cell.size}
+        sizes["shared_intermediate_size"] = cell.shared * cell.size
+        config = ExpertsConfig(**sizes, **_EXPERTS[cell.expert])
         up, down = config.num_all * config.up_size, config.num_all * cell.hidden_size
         formats = _format_of(cell.weight, up, cell.hidden_size), _format_of(cell.weight, down, cell.size)
         dtype = DTYPES.get(cell.dtype, torch.float64)
         return ExpertsSpec(config, cell.hidden_size, dtype, self.subject.device, formats[0], formats[1])
 
-    def whole(self, cell: ExpertsCell) -> ExpertsCell | None:
+    def whole(self, cell: ExpertCell) -> ExpertCell | None:
         """Return the cell; None where its groups are not whole, or a block would belong to two experts."""
         apart = "order" in cell.weight or cell.weight == "fp8-tensor"
         blocks = cell.weight != "fp8-128x128" or (cell.size % 128 == 0 and cell.hidden_size % 128 == 0)
         return cell if _fits(cell.weight, cell.size, cell.hidden_size) and blocks and not apart else None
 
-    def case(self, cell: ExpertsCell, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:  # noqa: D102
+    def case(self, cell: ExpertCell, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:  # noqa: D102
         spec = self.spec(cell)
         config, dtype = spec.config, spec.dtype
         weights = self._weights(cell.weight, cell.hidden_size, config, dtype, cell.numbers, seed)
@@ -388,7 +388,7 @@ class ExpertsStage(WeightStage[ExpertsCell]):
         drawn = Drawn(torch.Generator().manual_seed(seed), numbers, _MOST)
         made = [make_weight(name, (config.num_all * n, k), dtype, drawn) for n, k in shapes]
         pairs = zip(made, shapes, strict=True)
-        weights = [each.view(-1, *shape) if isinstance(each, Tensor) else each for each, shape in pairs]
+        weights = [each.view((-1, *shape)) if isinstance(each, Tensor) else each for each, shape in pairs]
         biases = [drawn.normal(config.num_all, n).to(dtype) if config.biases else None for n, _ in shapes]
         return ExpertsWeights(weights[0], weights[1], biases[0], biases[1])
 
@@ -426,7 +426,7 @@ def claims(stage: WeightStage[Any], cell: Any) -> str:
 
 def answer(stage: WeightStage[Any], cell: Any) -> str:
     """One instance over one layer, with one number of rows after the other; `out` holds NaN, or a number, before each call."""
-    calls = [Call(stage.case(cell, rows)) for rows in stage.rows_of(cell)]
+    calls = [GuardedCall(stage.case(cell, rows)) for rows in stage.rows_of(cell)]
     kernel = stage.make(cell)
     prepared = _prepare(kernel, calls[0].case, cell)
     for number, call in enumerate(calls):
@@ -443,7 +443,7 @@ def _prepare(kernel: Any, case: WeightCase, cell: Any) -> Any:
         raise Skipped(f"prepare() refuses the weight's scales: {error}") from None
 
 
-def _run(stage: WeightStage[Any], kernel: Any, prepared: Any, call: Call, before: float = torch.nan) -> torch.Tensor:
+def _run(stage: WeightStage[Any], kernel: Any, prepared: Any, call: GuardedCall, before: float = torch.nan) -> torch.Tensor:
     out = call.run(kernel, prepared, before)
     judge(stage, call.case, out)
     return out
@@ -473,7 +473,7 @@ def judge(stage: WeightStage[Any], case: WeightCase, out: torch.Tensor) -> None:
 
 def prepare(stage: WeightStage[Any], cell: Any) -> str:
     """One instance serves several layers, and prepares one of them twice."""
-    first, second = (Call(stage.case(cell, stage.rows_of(cell)[0], seed)) for seed in (0, 1))
+    first, second = (GuardedCall(stage.case(cell, stage.rows_of(cell)[0], seed)) for seed in (0, 1))
     kernel = stage.make(cell)
     kept = [(call, kernel.prepare(call.case.weight)) for call in (first, second, first)]
     outs = []
@@ -489,7 +489,7 @@ def instances(stage: WeightStage[Any], cell: Any) -> str:
     """Two instances, of layers of different sizes where the subject takes such, make their calls by turns."""
     others = (row for row, _ in stage.rows if row.weight == cell.weight and stage.spec(row) != stage.spec(cell))
     cells = [cell, next(others, cell)]
-    calls = [Call(stage.case(each, stage.rows_of(each)[0])) for each in cells]
+    calls = [GuardedCall(stage.case(each, stage.rows_of(each)[0])) for each in cells]
     kernels = [stage.make(each) for each in cells]
     prepared = [kernel.prepare(call.case.weight) for kernel, call in zip(kernels, calls, strict=True)]
     for turn in (0, 1, 0):
@@ -508,23 +508,15 @@ def graph(stage: WeightStage[Any], cell: Any) -> str:
 
 
 def _replay(stage: WeightStage[Any], cell: Any, rows: int) -> None:
-    static, kernel = Call(stage.case(cell, rows)), stage.make(cell)
+    static, kernel = GuardedCall(stage.case(cell, rows)), stage.make(cell)
     prepared = kernel.prepare(static.case.weight)
 
-    def run() -> None:
-        kernel.apply(*static.case.given, prepared, static.out)
-
-    run()  # compiles
-    recorded = every.capture(run) if stage.subject.device.type == "cuda" else None
+    recorded = every.Recorded(lambda: kernel.apply(*(*static.case.given, prepared, static.out)), stage.subject.device)
     for number in range(1, 4):
         now = stage.case(cell, rows, turn=number)
         for old, new in zip(static.case.given, now.given, strict=True):
             old.copy_(new)
         static.fill(onto=now.onto)
-        if recorded is None:
-            run()
-        else:
-            recorded.replay()
-            torch.cuda.synchronize()
+        recorded.replay()
         with placed(f"replay {number} of a captured call of {rows} rows"):
             judge(stage, now, static.out)

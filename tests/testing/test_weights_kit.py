@@ -18,17 +18,17 @@ from headway.core.contract.kernel import GraphLevel, Kernel
 from headway.core.contract.linear import LinearCapabilities, LinearSpec
 from headway.core.contract.support import YES, Support
 from headway.core.oracle.weight_cases import NUMBERS, WEIGHTS, Drawn, dequantized, make_weight
-from headway.testing.broken.kernels import PLANTED_KERNELS, PlainExperts, PlainLinear
+from headway.testing.broken.kernels import PLANTED_KERNELS, ReferenceExperts, ReferenceLinear
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.kit import Kit, make_kit, parse_cell, run_cell
 from headway.testing.kit.report import CellResult
 from headway.testing.kit.states import StateCell
 from headway.testing.kit.subject import subject_of
-from headway.testing.kit.weights import ExpertsCell, LinearCell
+from headway.testing.kit.weights import ExpertCell, LinearCell
 
 CPU = torch.device("cpu")
 INT4 = "int4-32"
-NAMED: dict[str, tuple[LinearCell | ExpertsCell, str]] = {
+NAMED: dict[str, tuple[LinearCell | ExpertCell, str]] = {
     "wrong-zeros": (LinearCell("answer", f"{INT4}-zeros"), "zeros off by +1"),
     "late-last-group": (LinearCell("answer", INT4, "float32"), "reads input column 224 wrongly"),
     "ignores-order": (LinearCell("answer", f"{INT4}-order"), "ignores the order of the columns"),
@@ -37,11 +37,11 @@ NAMED: dict[str, tuple[LinearCell | ExpertsCell, str]] = {
     "whole-tiles": (LinearCell("answer"), "leaves elements of `out` unwritten; wrong in rows 16 alone, of 17"),
     "stale-out": (LinearCell("answer", "int8"), "adds to what `out` held"),
     "first-layer": (LinearCell("prepare"), ""),
-    "drops-last-token": (ExpertsCell("answer", routing="one"), "wrong in rows 16 alone, of 17"),
-    "ignores-scores": (ExpertsCell("answer"), "ignores the scores"),
-    "overwrites-out": (ExpertsCell("answer"), "overwrites `out`, to which it must add"),
-    "wrong-expert-of-a-tie": (ExpertsCell("answer", routing="equal"), ""),
-    "adds-bias-twice": (ExpertsCell("answer", expert="biases"), ""),
+    "drops-last-token": (ExpertCell("answer", routing="one"), "wrong in rows 16 alone, of 17"),
+    "ignores-scores": (ExpertCell("answer"), "ignores the scores"),
+    "overwrites-out": (ExpertCell("answer"), "overwrites `out`, to which it must add"),
+    "wrong-expert-of-a-tie": (ExpertCell("answer", routing="equal"), ""),
+    "adds-bias-twice": (ExpertCell("answer", expert="biases"), ""),
 }
 """Name -> a cell that finds it, and words of the guess; nothing where the kit has no word for it."""
 
@@ -51,7 +51,7 @@ def kit_of(kernel: type[Kernel]) -> Kit:
     return Kit(subject_of(kernel, CPU))
 
 
-def run(kernel: type[Kernel], cell: LinearCell | ExpertsCell) -> CellResult:
+def run(kernel: type[Kernel], cell: LinearCell | ExpertCell) -> CellResult:
     return kit_of(kernel).run(cell)
 
 
@@ -74,7 +74,7 @@ def test_a_planted_mistake_is_caught_and_named(name: str) -> None:
     result = make_kit(f"broken:{name}", "cpu").run(cell)
     assert result.status == "failed", result
     assert words in result.guess, result
-    plain = PlainExperts if isinstance(cell, ExpertsCell) else PlainLinear
+    plain = ReferenceExperts if isinstance(cell, ExpertCell) else ReferenceLinear
     assert run(plain, cell).status == "passed"
 
 
@@ -87,7 +87,7 @@ def test_the_quick_answers_and_preparations_find_every_planted_mistake(name: str
     assert any(tried.run(cell).status == "failed" for cell in cells)
 
 
-@pytest.mark.parametrize("kernel", [PlainLinear, PlainExperts])
+@pytest.mark.parametrize("kernel", [ReferenceLinear, ReferenceExperts])
 def test_a_right_kernel_passes_a_cell_of_each_check_and_an_answer_of_each_weight(kernel: type[Kernel]) -> None:
     cells = kit_of(kernel).cells(quick=True)
     assert [parse_cell(str(cell)) for cell in cells] == cells
@@ -99,13 +99,13 @@ def test_a_right_kernel_passes_a_cell_of_each_check_and_an_answer_of_each_weight
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [PlainLinear, PlainExperts])
+@pytest.mark.parametrize("kernel", [ReferenceLinear, ReferenceExperts])
 def test_a_right_kernel_passes_every_quick_cell(kernel: type[Kernel]) -> None:
     results = [kit_of(kernel).run(cell) for cell in kit_of(kernel).cells(quick=True)]
     assert [result for result in results if result.status == "failed"] == []
 
 
-class Greedy(PlainLinear):
+class Greedy(ReferenceLinear):
     """Accepts what it does not claim."""
 
     name = "greedy"
@@ -142,7 +142,7 @@ def test_a_claim_that_no_layer_bears_out_is_found() -> None:
     def supports(cls: Any, spec: LinearSpec) -> Support:
         return Support.no("weight", "int4", spec.weight) if spec.weight.name == "mxfp4" else claims.check(spec)
 
-    kernel = type("Claims", (PlainLinear,), {"name": "claims", "capabilities": claims, "supports": classmethod(supports)})
+    kernel = type("Claims", (ReferenceLinear,), {"name": "claims", "capabilities": claims, "supports": classmethod(supports)})
     assert "mxfp4 is claimed" in run(kernel, LinearCell("claims")).reason
 
 
@@ -159,7 +159,7 @@ def past_the_end(x: Tensor, weight: Any, out: Tensor) -> None:
     ],
 )
 def test_memory_that_is_not_the_calls_own_is_watched(after: Any, words: str) -> None:
-    class Spoils(PlainLinear):
+    class Spoils(ReferenceLinear):
         name = "spoils"
 
         def prepare(self, weight: Any) -> Any:
@@ -172,7 +172,7 @@ def test_memory_that_is_not_the_calls_own_is_watched(after: Any, words: str) -> 
     assert words in run(Spoils, LinearCell("answer")).reason
 
 
-class Wavers(PlainLinear):
+class Wavers(ReferenceLinear):
     name = "wavers"
     calls = 0
 
@@ -181,7 +181,7 @@ class Wavers(PlainLinear):
         super().apply(x, weight * (1 + 1e-2 * (self.calls % 7 == 0)), out)
 
 
-class KeepsX(PlainLinear):
+class KeepsX(ReferenceLinear):
     """Computes with the x of its first call, as a graph does that was captured over a copy."""
 
     name = "keeps-x"
@@ -192,7 +192,7 @@ class KeepsX(PlainLinear):
         super().apply(self.x, weight, out)
 
 
-class SharesState(PlainLinear):
+class SharesState(ReferenceLinear):
     """Keeps a prepared layer for all instances."""
 
     name = "shares-state"
@@ -209,12 +209,12 @@ def test_what_is_kept_from_call_to_call_is_found() -> None:
     assert run(Wavers, LinearCell("repeat")).guess == "non-deterministic"
     assert "replay 1 of a captured call" in run(KeepsX, LinearCell("graph")).reason
     assert run(SharesState, LinearCell("instances")).status == "failed"
-    ungraphed = type("Ungraphed", (PlainLinear,), {"name": "ungraphed", "graph_level": GraphLevel.NONE})
+    ungraphed = type("Ungraphed", (ReferenceLinear,), {"name": "ungraphed", "graph_level": GraphLevel.NONE})
     assert run(ungraphed, LinearCell("graph")).status == "skipped"
 
 
 def test_a_kernel_that_rounds_x_may_be_coarser_and_no_other() -> None:
-    class Rounds(PlainLinear):
+    class Rounds(ReferenceLinear):
         name = "rounds"
 
         def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -230,7 +230,7 @@ def test_a_kernel_that_rounds_x_may_be_coarser_and_no_other() -> None:
 def test_few_rows_are_tried_where_few_are_claimed() -> None:
     seen = set[int]()
 
-    class FewRows(PlainLinear):
+    class FewRows(ReferenceLinear):
         name = "few-rows"
         capabilities = LinearCapabilities(frozenset({"plain"}), devices=("cpu",), max_rows=8)
 
@@ -241,12 +241,12 @@ def test_few_rows_are_tried_where_few_are_claimed() -> None:
     assert {run(FewRows, LinearCell("answer", work=work)).status for work in ("few", "many")} == {"passed"}
     assert max(seen) == 8
     tokens = ExpertsCapabilities(frozenset({"plain"}), devices=("cpu",), max_tokens=4)
-    few = type("FewTokens", (PlainExperts,), {"name": "few-tokens", "capabilities": tokens})
-    assert run(few, ExpertsCell("answer", work="many")).status == "passed"
+    few = type("FewTokens", (ReferenceExperts,), {"name": "few-tokens", "capabilities": tokens})
+    assert run(few, ExpertCell("answer", work="many")).status == "passed"
 
 
 def test_scales_that_an_arrangement_has_no_place_for_are_refused_in_words() -> None:
-    class Fixed(PlainLinear):
+    class Fixed(ReferenceLinear):
         name = "fixed"
 
         def prepare(self, weight: Any) -> Any:
@@ -257,8 +257,8 @@ def test_scales_that_an_arrangement_has_no_place_for_are_refused_in_words() -> N
 
 
 def test_a_cell_of_another_kind_is_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match="plain-linear, which is a kernel for linear layers"):
-        run_cell(kit_of(PlainLinear), str(StateCell("answer", "decode")))
+    with pytest.raises(ConfigError, match="reference-linear, which is a kernel for linear layers"):
+        run_cell(kit_of(ReferenceLinear), str(StateCell("answer", "decode")))
     for text in ("answer:linear:int5:bfloat16:k256:n256:normal:few:-", "answer:linear:plain", "answer:experts:plain:bfloat16:k1"):
         with pytest.raises(ConfigError, match="a cell's name"):
             parse_cell(text)
@@ -269,14 +269,14 @@ import headway.contract
 from headway import hookimpl
 from headway.core.contract.experts import ExpertsKernelInfo
 from headway.core.contract.linear import LinearKernelInfo
-from headway.testing.broken.kernels import PlainExperts, PlainLinear
+from headway.testing.broken.kernels import ReferenceExperts, ReferenceLinear
 
 
 @hookimpl
 def headway_register_kernels():
     return [
-        LinearKernelInfo("file-linear", "", lambda: type("L", (PlainLinear,), {"name": "file-linear"}), api_version=3),
-        ExpertsKernelInfo("file-experts", "", lambda: type("E", (PlainExperts,), {"name": "file-experts"}), api_version=3),
+        LinearKernelInfo("file-linear", "", lambda: type("L", (ReferenceLinear,), {"name": "file-linear"}), api_version=3),
+        ExpertsKernelInfo("file-experts", "", lambda: type("E", (ReferenceExperts,), {"name": "file-experts"}), api_version=3),
     ]
 """
 

@@ -196,11 +196,29 @@ def _tensor_bytes(device: torch.device) -> int:
     return sum(storages.values())
 
 
-def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture what runs.
+class Recorded:
+    """Launches over static tensors: on a GPU a CUDA graph of them, on a CPU the calls themselves."""
 
-    :raises Finding: it cannot be captured.
-    """
+    def __init__(self, run: Callable[[], object], device: torch.device) -> None:
+        """Run once, which compiles, and capture.
+
+        :raises Finding: what runs cannot be captured.
+        """
+        self._run = run
+        run()
+        self._graph = _capture(run) if device.type == "cuda" else None
+
+    def replay(self) -> None:
+        """Run what was captured again, and wait for it."""
+        if self._graph is None:
+            with torch.inference_mode():
+                self._run()
+            return
+        self._graph.replay()
+        torch.cuda.synchronize()
+
+
+def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -17,7 +17,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cells import FEW, CheckCell, Skipped, placed
 from headway.core.oracle.steps import GUARD, Before, Lens, StepInputs
 from headway.testing.kit.attention import AttentionStage, close_all, open_all, without_stray_reads
-from headway.testing.kit.checks.every import capture
+from headway.testing.kit.checks.every import Recorded
 from headway.testing.kit.session import Session
 
 ROWS = 8
@@ -54,7 +54,7 @@ def graph(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
         step = session.lay_out(work, padding)
         step.metadata = captured.load(step.metadata)
         before = Before(step)
-        captured.replay()
+        captured.recorded.replay()
         with placed(f"replay {number + 1} of a decode that was planned at length {longest}"):
             session.finish(step, work, before)
         close_all(session, [turn.seq for turn in work])
@@ -73,7 +73,7 @@ def prompt(stage: AttentionStage, cell: CheckCell) -> str:
         step = session.lay_out(work)
         before = Before(step)
         captured.load(step.metadata)
-        captured.replay()
+        captured.recorded.replay()
         for given in step.inputs:
             given.guarded[GUARD + count :].fill_(math.nan)  # what padding computes is nobody's, and the verdict looks here
         with placed(f"replay {number + 1}, {count} tokens, of a prompt that was captured at {PROMPT}"):
@@ -105,19 +105,9 @@ class _Recorded:
         """count: tokens of the static tensors."""
         self._session = session
         self._inputs: list[StepInputs] = [buffers.first(count) for buffers in session.buffers]
-        self._graph: torch.cuda.CUDAGraph | None = None
 
     def _record(self) -> None:
-        self._run()
-        self._graph = capture(self._run) if self._session.spec.device.type == "cuda" else None
-
-    def replay(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-            torch.cuda.synchronize()
-            return
-        with torch.inference_mode():
-            self._run()
+        self.recorded = Recorded(self._run, self._session.spec.device)
 
     def _run(self) -> None:
         for layer, given in enumerate(self._inputs):

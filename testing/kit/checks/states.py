@@ -63,7 +63,7 @@ def graph(stage: StateStage, cell: StateCell) -> str:
     for number, real in enumerate((_ROWS, 2, 5, _ROWS, 1)):
         now = _static_case(stage, cell, [tokens - (row + number) % tokens for row in range(real)], tokens, seed=number + 1)
         judge = recorded.load(now)
-        recorded.replay()
+        recorded.launches.replay()
         with placed(f"replay {number + 1} of a captured step, with {_ROWS - real} padding rows"):
             judge.judge(recorded.out(), stage.subject.backend.tolerance)
     return ""
@@ -94,8 +94,7 @@ class _Recorded:
         self._new = torch.empty(0)
         """Rows of the new tokens: a sequence's last ones."""
         self._plan = backend.plan_for_capture(self._metadata)
-        self._run()
-        self._graph = every.capture(self._run) if static.spec.device.type == "cuda" else None
+        self.launches = every.Recorded(self._run, static.spec.device)
 
     def load(self, now: StateCase) -> Judge:
         """Bring the static tensors up to date with a step, whose verdict is prepared."""
@@ -124,13 +123,6 @@ class _Recorded:
         step.context_lens.copy_((step.seq_lens - self._width).clamp(min=0))
         if static.recomputed is not None:
             static.recomputed.copy_(self._width - torch.tensor(lens))
-
-    def replay(self) -> None:
-        if self._graph is None:
-            self._run()
-            return
-        self._graph.replay()
-        torch.cuda.synchronize()
 
     def out(self) -> Tensor:
         return self._out.index_select(0, self._new)
