@@ -132,7 +132,9 @@ class Replica:
         self._measured = measured
         self._left = len(measured)
         while self._left:
-            while coming and self._arrived(coming[0], now, concurrency):
+            while coming and (
+                coming[0].arrival + self.request_seconds <= now if concurrency is None else self._num_live < concurrency
+            ):
                 if len(self._seqs) in (measured[0], measured[-1]):
                     marks.append((now, self._tokens))
                 self._add(coming.popleft(), None if concurrency is None else now)
@@ -149,11 +151,6 @@ class Replica:
                 now = max(now, coming[0].arrival + self.request_seconds)
         window = (marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]) if len(measured) < len(self._seqs) else None
         return self._latencies(measured, begin, window)
-
-    def _arrived(self, request: SimulatedRequest, now: float, concurrency: int | None) -> bool:
-        if concurrency is None:
-            return request.arrival + self.request_seconds <= now
-        return self._num_live < concurrency
 
     def _add(self, request: SimulatedRequest, arrival: float | None) -> None:
         name = str(len(self._seqs))

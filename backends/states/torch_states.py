@@ -192,7 +192,7 @@ class TorchStates(StateBackend):
     ) -> None:
         rows, layer = (len(plan.metadata.slots), plan.length), _Layer(parameters, cache)
         tokens, places = plan.order()
-        x, *gates = (torch.unflatten(_unpacked(part, tokens), 0, rows) for part in (x, *gates))
+        x, *gates = (torch.unflatten(part if tokens is None else part.index_select(0, tokens), 0, rows) for part in (x, *gates))
         result = torch.unflatten(out, 0, rows) if tokens is None else out.new_empty((*rows, out.shape[-1]))
         if len(plan.blocks) == 1:
             self._step_block(plan, plan.blocks[0], x, gates, layer, result)
@@ -273,10 +273,6 @@ class _StepStates:
 def _taken(rows: Tensor, segment: Segment) -> Tensor:
     """Rows [num_tokens, ...] as [n, L, ...] of a segment."""
     return torch.unflatten(rows.index_select(0, segment.tokens), 0, (-1, segment.length))
-
-
-def _unpacked(rows: Tensor, tokens: Tensor | None) -> Tensor:
-    return rows if tokens is None else rows.index_select(0, tokens)
 
 
 def _by_element(state: Tensor) -> Tensor:

@@ -402,14 +402,12 @@ class Occupancy(NamedTuple):
     """Sequences whose prompt has been computed."""
     num_decoding_tokens: int
     """Tokens in the cache of those sequences together."""
-    num_offloaded_blocks: int
-    """Blocks that the host's memory keeps."""
 
 
 def occupancy(engine: EngineLoop, most: int) -> Occupancy:
     """Return an engine's occupancy in about 1 us per running sequence and 30 ns per cached page. most: sequences listed."""
     scheduler = engine.scheduler
-    holders, offloader = scheduler.holders, scheduler.offloader
+    holders = scheduler.holders
     decoding = [tokens for seq in scheduler.running if (tokens := seq.num_computed) >= seq.num_prompt_tokens]
     return Occupancy(
         engine=engine.snapshot(),
@@ -417,7 +415,6 @@ def occupancy(engine: EngineLoop, most: int) -> Occupancy:
         num_holding=len(holders),
         num_decoding=len(decoding),
         num_decoding_tokens=sum(decoding),
-        num_offloaded_blocks=0 if offloader is None else offloader.num_blocks,
     )
 
 

@@ -82,33 +82,29 @@ class RowTable:
     def __init__(self, fill: float, dtype: torch.dtype, device: torch.device, dimensions: int = 1) -> None:
         """dimensions: of a row's list; 2 is a list of lists."""
         self._fill = fill
-        self._tensor = torch.full((0,) * (dimensions + 1), fill, dtype=dtype, device=device)
-
-    @property
-    def tensor(self) -> Tensor:
+        self.tensor = torch.full((0,) * (dimensions + 1), fill, dtype=dtype, device=device)
         """All rows; a new object after the table has grown."""
-        return self._tensor
 
     def set(self, row: int, values: Sequence[float] | Sequence[Sequence[float]]) -> None:
         """Replace a row's list."""
-        if self._tensor.ndim == 2:
-            listed = torch.tensor(values, dtype=self._tensor.dtype)
+        if self.tensor.ndim == 2:
+            listed = torch.tensor(values, dtype=self.tensor.dtype)
         else:
-            lists = [torch.tensor(each, dtype=self._tensor.dtype) for each in values]
+            lists = [torch.tensor(each, dtype=self.tensor.dtype) for each in values]
             listed = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True, padding_value=self._fill)
         self.reserve(row + 1, *listed.shape)
-        entry = self._tensor[row]
+        entry = self.tensor[row]
         entry.fill_(self._fill)
         entry[tuple(slice(size) for size in listed.shape)] = upload(listed, entry.device)
 
     def reserve(self, *shape: int) -> None:
         """Grow to at least this shape; a dimension that is too small at least doubles."""
-        old = self._tensor
+        old = self.tensor
         if all(have >= want for have, want in zip(old.shape, shape, strict=True)):
             return
         grown = [have if have >= want else max(want, 2 * have) for have, want in zip(old.shape, shape, strict=True)]
-        self._tensor = torch.full(grown, self._fill, dtype=old.dtype, device=old.device)
-        self._tensor[tuple(slice(size) for size in old.shape)] = old
+        self.tensor = torch.full(grown, self._fill, dtype=old.dtype, device=old.device)
+        self.tensor[tuple(slice(size) for size in old.shape)] = old
 
 
 _FOREVER = 2**62

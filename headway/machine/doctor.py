@@ -239,7 +239,7 @@ def advise(extra: str, support: Support, devices: Collection[str] | None, machin
             f"{name} is not released for {machine.system}, only for {' and '.join(package.systems)}; nothing to install"
         )
     broken = name in machine.installed
-    if broken and not _does_not_load(support):
+    if broken and not any(reason.what == "import" or "Error" in reason.got for reason in support.reasons):
         return Advice(f"{name} {machine.installed[name]} is installed; nothing to install", note=hints)
     if not machine.installer:
         return Advice("this Python has neither pip nor uv: first install pip", (f"python -m ensurepip{_AGAIN}",))
@@ -303,10 +303,6 @@ def _gpu_in_the_way(package: Package | None, machine: Machine) -> Advice | None:
         text = f"first a torch for this driver: {machine.driver} is too old for CUDA {machine.torch_cuda}"
         return Advice(text, commands, note)
     return Advice(f"torch {machine.torch} cannot use the GPU: see what nvidia-smi and torch.cuda.init() say; nothing to install")
-
-
-def _does_not_load(support: Support) -> bool:
-    return any(reason.what == "import" or "Error" in reason.got for reason in support.reasons)
 
 
 def _compiled(name: str, package: Package, machine: Machine, again: str, force: str) -> Advice:

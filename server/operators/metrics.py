@@ -20,18 +20,18 @@ from headway.outputs import RequestMetrics
 class Histogram:
     """Counts of values by upper bound, for one thread, at a fraction of prometheus_client's microseconds: each token is one."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """bounds: rising; a value above all of them counts under infinity."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
+        self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         """Add a value."""
         self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+        self.sum += value * times
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
@@ -41,11 +41,6 @@ class Histogram:
             total += count
             listed.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
         return listed
-
-    @property
-    def sum(self) -> float:
-        """Sum of all values."""
-        return self._sum
 
 
 Samples = Iterable[tuple[Sequence[str], float]]

@@ -101,7 +101,7 @@ def state_of(driver: EngineDriver, now: Occupancy, queued: int) -> dict[str, Any
             "total": engine.num_blocks,
             "used": engine.num_used_blocks,
             "cached": engine.num_cached_blocks,
-            "offloaded": now.num_offloaded_blocks,
+            "offloaded": engine.num_offloaded_blocks,
         },
         "totals": {name: getattr(engine.totals, name) for name in _TOTALS},
         "steps": [{"phase": phase, "backend": name, "steps": count} for (phase, name), count in steps],
