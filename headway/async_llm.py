@@ -256,8 +256,7 @@ class AsyncLLM:
         return await self.query(EngineLoop.snapshot)
 
     async def query(self, function: Callable[[EngineLoop], T]) -> T:
-        """Call a function with the engine between two steps, where the engine runs: in another process it must be picklable.
-        :raises EngineDeadError: the engine has ended."""
+        """Call a picklable function with the engine between steps, and return its result. :raises EngineDeadError: it ended."""
         return await self.run_task(query(function))
 
     async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:

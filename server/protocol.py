@@ -115,8 +115,7 @@ _BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))  # H
 _MOST_PIPELINED: Final = 64  # Most requests of a connection that wait for the answers before theirs
 _READ_GRACE: Final = 0.02  # Seconds in which the event loop reads bytes that have arrived
 LINGER: Final = 1.0
-"""Seconds that a refused client has to send its request, to read the answer and to close. A connection closed with unread bytes
-is reset, and the client may lose the answer."""
+"""Seconds that a refused client has to send, read and close; closing with unread bytes resets and may lose the answer."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -301,8 +300,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """End with the server: complete requests go on, one that is still being sent is refused, and an answer that was
-        given has a moment to be read."""
+        """End with the server: complete requests go on, partial ones are refused, and a given answer may still be read."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self._refuse(ApiError(503, "the server is shutting down", retry_after=1))

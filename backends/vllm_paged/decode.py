@@ -62,8 +62,7 @@ class PagedDecodePlan:
     reduction: Launch | None
     """... and the second; None where contexts have one partition."""
     attention_arguments: Arguments
-    """A layer sets those of q, cache and out, which come first. The others point into the metadata's tensors: a captured graph
-    reads what is copied into these."""
+    """A layer sets q, cache and out, which come first; the others point into the metadata's tensors, as captured graphs need."""
     reduction_arguments: Arguments
     kept: tuple[Tensor, ...]
     """What the arguments point to."""

@@ -171,8 +171,7 @@ class Draws(NamedTuple):
     keys: NDArray[numpy.int64]
     """[rows]: what decides the random numbers, see `keys_of`."""
     filters: NDArray[numpy.float32] | None = None
-    """[4, rows]: a `TokenFilter` each, of scale 0 for rows that filter nothing; None: no row does, or no `SamplingOps.filter`
-    is there."""
+    """[4, rows]: a `TokenFilter` each, of scale 0 for rows without one; None: no row filters, or no `SamplingOps.filter`."""
 
 
 def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best: Tensor | None = None) -> Tensor:

@@ -188,8 +188,7 @@ def _part_name(path: Path) -> Path:
 
 @contextmanager
 def _part_file(path: Path, mode: int) -> Iterator[tuple[Path, int]]:
-    """Yield a new file beside another, locked while being written, and removed afterwards unless renamed. mode: of the file,
-    but for what the umask takes from it."""
+    """Yield a new file beside another, locked meanwhile, then removed unless renamed. mode: the file's, less the umask."""
     while True:
         part = _part_name(path)
         handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)

@@ -193,8 +193,7 @@ PACKAGES: Final = {
 """Library -> the package to install. A backend names its library by BackendInfo.extra."""
 
 FA3_WHEELS: Final = {"2.11": "0.24.0", "2.14": "0.33.0"}
-"""torch -> the release of vLLM that was built for it and CUDA 13. Its wheel holds FlashAttention 3 as one file that needs only
-torch."""
+"""torch -> the release of vLLM built for it and CUDA 13, whose wheel holds FlashAttention 3 as one file that needs only torch."""
 
 STABLE_WHEEL: Final = "0.33.0"
 """Release of vLLM whose `_C_stable_libtorch` is built for CUDA 13 and torch's stable interface, for any other torch."""

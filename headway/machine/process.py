@@ -21,8 +21,7 @@ from headway.core.contract.errors import ConfigError
 log = logging.getLogger("headway")
 
 SWITCH_INTERVAL: Final = 0.0005
-"""Interval in seconds of sys.setswitchinterval where a thread steps an engine: threads wait this long for one another at most.
-Python's own 5 ms are longer than a step."""
+"""Seconds of sys.setswitchinterval where a thread steps an engine; Python's own 5 ms are longer than a step."""
 _SAMPLE_SECONDS = 0.1
 _BUSY_PERCENT = 50.0  # Load of a core above which it is not free: two torch threads on one core are several times slower
 

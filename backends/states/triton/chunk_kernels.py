@@ -8,8 +8,7 @@ import triton.language as tl
 from headway.backends.states.triton.window_kernels import activated, softplus, store_window, window_of
 
 CHUNK_FIELDS = tl.constexpr(4)
-"""int32 numbers of a chunk: its sequence's slot (-1: it begins with zeros), its first packed token, the sequence's new tokens
-before it, and its own."""
+"""int32 numbers of a chunk: its sequence's slot (-1: from zeros), first packed token, new tokens before it, and its own."""
 
 
 @triton.jit(do_not_specialize=["scale"])

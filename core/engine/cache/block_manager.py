@@ -33,8 +33,7 @@ class PageKeeper(Protocol):
         """Note that a free page is about to be overwritten; its content can be found until this returns."""
 
     def forgotten(self, everywhere: bool) -> None:
-        """Forget every content: none can be found any more once this returns, and what was kept in memory must not be used;
-        everywhere: nor what is on disk."""
+        """Forget every content: none can be found or used any more once this returns; everywhere: nor what is on disk."""
 
 
 class FreePages:
@@ -345,8 +344,7 @@ class BlockManager:
         return max(bisect_right(range(count + 1), free, key=missing) - 1, self._smallest_chunk)
 
     def has_room(self, seq: Sequence, num_new_tokens: int, beside: int = 0) -> bool:
-        """Whether there are pages for this many more tokens of a sequence, if they are computed in the smallest chunks, and
-        `beside` further pages."""
+        """Return whether there are pages for these tokens of a sequence, in the smallest chunks, and `beside` further pages."""
         missing = beside
         for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             most = group.most_pages(seq.num_computed + num_new_tokens, self._smallest_chunk) - len(table.held)
