@@ -25,25 +25,10 @@ from headway.kernels.runtime.probe import has_gpu
 FORWARD: Final = "fwd"
 SCHEDULE: Final = "get_scheduler_metadata"
 NEEDED: Final = frozenset(
-    {
-        "q",
-        "k",
-        "v",
-        "out",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "seqused_k",
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "page_table",
-        "softmax_scale",
-        "is_causal",
-        "window_size_left",
-        "window_size_right",
-        "softcap",
-        "scheduler_metadata",
-        "num_splits",
-    }
+    (
+        *("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table"),
+        *("softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap", "scheduler_metadata", "num_splits"),
+    )
 )
 """Arguments of the forward operator without which this backend cannot work."""
 GIVEN: Final = NEEDED | {"batch_size", "num_heads", "num_heads_k", "headdim", "headdim_v", "qkv_dtype"}

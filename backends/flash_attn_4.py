@@ -21,21 +21,10 @@ from headway.kernels.runtime.probe import HALF_DTYPES, capability, find, has_gpu
 MODULE = "flash_attn.cute.interface"
 ENTRY = "_flash_attn_fwd"
 PARAMETERS = frozenset(
-    [
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "seqused_k",
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "page_table",
-        "softmax_scale",
-        "causal",
-        "window_size_left",
-        "learnable_sink",
-        "num_splits",
-        "score_mod",
-        "out",
-    ]
+    (
+        *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table", "softmax_scale", "causal"),
+        *("window_size_left", "learnable_sink", "num_splits", "score_mod", "out"),
+    )
 )
 HINT = "pip install --pre flash-attn-4 (no compiler needed; unpack it after flash-attn 2, whose folder holds an old copy)"
 MAJORS = (9, 10)

@@ -18,8 +18,7 @@ from headway.tuning.table.convert import to_costs
 from headway.tuning.table.schema import CrossoverTable, SpecRecord
 
 Source = Literal["table", "like", "data sheet", "none"]
-"""table: measured for this layer; like: for another one, and scaled; data sheet: no table of this kind of GPU is like it;
-none: no layer has attention."""
+"""table: measured for this layer; like: scaled from another one; data sheet: no such table; none: no layer has attention."""
 _BLOCK_SIZES = (16, 256)  # Block sizes whose times are taken, the first that has one: `auto` chooses among them
 
 

@@ -20,8 +20,7 @@ class Utilisation:
     product_read: float = 0.84
     """Share of the read rate at which a product's weights are read."""
     product_matrix: float = 0.748
-    """Share of the matrix rate of a product of many rows: 740 of 989 TFLOP/s, the median of `matrix_tflops` in the files of
-    bench/results/h200."""
+    """Share of the matrix rate of many rows: 740 of 989 TFLOP/s, the median `matrix_tflops` in bench/results/h200."""
     product_depth: float = 220.0
     """Columns of the weights that a tile's first reads and its end cost as much time as: short sums reach less of the rate."""
     product_us: float = 1.07

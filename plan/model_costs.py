@@ -38,8 +38,7 @@ _SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_attention_heads": (),
     "vocab_size": (),
 }
-"""Sizes by transformers' names -> what may stand in their place. A missing one would be a default of transformers', which is the
-size of another model."""
+"""Sizes by transformers' names -> what may replace them; a missing one would be transformers' default, another model's."""
 
 
 class PlannedModel(NamedTuple):

@@ -118,11 +118,9 @@ class Replica:
         self, requests: Iterable[SimulatedRequest], concurrency: int | None = None, measured: range | None = None
     ) -> Latencies:
         """Serve requests until all that are measured have ended.
-
         requests: in the order of their arrivals. concurrency: a request arrives when an earlier one has ended, so that this many
         are served at any time; their own times of arrival count for nothing. measured: numbers of the requests whose latencies
-        count; None: all. Tokens are counted from the arrival of the first of them to that of the last, where they are not all.
-        """
+        count; None: all. Tokens are counted from the arrival of the first of them to that of the last, where they are not all."""
         coming = deque(requests)
         measured = range(len(coming)) if measured is None else measured
         begin = coming[0].arrival if coming and concurrency is None else 0.0
@@ -132,7 +130,9 @@ class Replica:
         self._measured = measured
         self._left = len(measured)
         while self._left:
-            while coming and self._arrived(coming[0], now, concurrency):
+            while coming and (
+                coming[0].arrival + self.request_seconds <= now if concurrency is None else self._num_live < concurrency
+            ):
                 if len(self._seqs) in (measured[0], measured[-1]):
                     marks.append((now, self._tokens))
                 self._add(coming.popleft(), None if concurrency is None else now)
@@ -149,11 +149,6 @@ class Replica:
                 now = max(now, coming[0].arrival + self.request_seconds)
         window = (marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]) if len(measured) < len(self._seqs) else None
         return self._latencies(measured, begin, window)
-
-    def _arrived(self, request: SimulatedRequest, now: float, concurrency: int | None) -> bool:
-        if concurrency is None:
-            return request.arrival + self.request_seconds <= now
-        return self._num_live < concurrency
 
     def _add(self, request: SimulatedRequest, arrival: float | None) -> None:
         name = str(len(self._seqs))

@@ -63,17 +63,17 @@ class PoolingMetrics:
         return Response(exposition(self._families(stats, queued)), media_type=CONTENT_TYPE)
 
     def _families(self, stats: PoolingStats, queued: int) -> Iterator[Metric]:
-        yield self._labels.gauge("vllm:num_requests_waiting", "Requests without an answer.", {(): queued})
+        yield self._labels.gauge("vllm:num_requests_waiting", "Requests without an answer.", [((), queued)])
         for name, text, value in (
             ("vllm:prompt_tokens", "Tokens of texts that were answered.", self._tokens),
             ("vllm:request_success", "Requests that were answered.", self._requests),
             ("headway:pooled_texts", "Texts that were run.", stats.num_texts),
             ("headway:pooled_batches", "Batches that were run.", stats.num_batches),
         ):
-            yield self._labels.counter(name, text, {(): value})
+            yield self._labels.counter(name, text, [((), value)])
         name, text = "vllm:e2e_request_latency_seconds", "Seconds from arrival to answer."
         yield self._labels.histogram(name, text, self._seconds.buckets, self._seconds.sum)
-        steps = {("prefill", backend): count for backend, count in sorted(stats.batches_by_backend.items())}
+        steps = ((("prefill", backend), count) for backend, count in sorted(stats.batches_by_backend.items()))
         yield self._labels.counter("headway:steps", "Batches that a backend served.", steps, "phase", "backend")
         yield self._labels.refused(self.refused)
 

@@ -115,8 +115,7 @@ _BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))  # H
 _MOST_PIPELINED: Final = 64  # Most requests of a connection that wait for the answers before theirs
 _READ_GRACE: Final = 0.02  # Seconds in which the event loop reads bytes that have arrived
 LINGER: Final = 1.0
-"""Seconds that a refused client has to send its request, to read the answer and to close. A connection closed with unread bytes
-is reset, and the client may lose the answer."""
+"""Seconds that a refused client has to send, read and close; closing with unread bytes resets and may lose the answer."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -268,10 +267,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _read_owed_body(self) -> None:
         """Read on with a new parser, which is told of the body alone.
-
         Clients that would rather speak HTTP/2, Java's among them, ask for it in the head of any request (`Upgrade: h2c`), which a
-        server may ignore (RFC 9110, 7.8). But httptools' parser takes the body for another protocol's.
-        """
+        server may ignore (RFC 9110, 7.8). But httptools' parser takes the body for another protocol's."""
         self._owes_body = False
         self._told_again = True
         known = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _BODY_HEADERS)
@@ -301,8 +298,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """End with the server: complete requests go on, one that is still being sent is refused, and an answer that was
-        given has a moment to be read."""
+        """End with the server: complete requests go on, partial ones are refused, and a given answer may still be read."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self._refuse(ApiError(503, "the server is shutting down", retry_after=1))

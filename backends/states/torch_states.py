@@ -50,11 +50,9 @@ def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
 
 def remembered(history: Tensor, x: Tensor, at: Tensor, from_history: Tensor) -> Tensor:
     """Return the inputs that a convolution's state holds after some tokens, for each of M states.
-
     history: [num_seqs, conv_width - 1, channels], what was remembered before the step; x: [num_tokens, channels];
     at: int64 [M, conv_width - 1], rows of x, or of history seen as [num_seqs * (conv_width - 1), channels] where
-    from_history, bool [M, conv_width - 1], says so. Returns [M, channels, conv_width - 1].
-    """
+    from_history, bool [M, conv_width - 1], says so. Returns [M, channels, conv_width - 1]."""
     flat = at.flatten()
     new = x.index_select(0, flat.clamp(max=x.shape[0] - 1))
     old = history.flatten(0, 1)
@@ -83,10 +81,8 @@ def write_slots(states: Tensor, slots: Tensor, values: Tensor) -> None:
 
 def write_known_later(states: Tensor, slots: Tensor, values: Tensor) -> None:
     """Write values to slots, int [n], where those below 0 write nothing and the host does not know which these are.
-
     A row without a slot writes what the first row with one writes, to the same place; where no row has one, slot 0 is written
-    with what it holds.
-    """
+    with what it holds."""
     rows = slots.shape[0]
     wanted = slots >= 0
     first = wanted.int().argmax()
@@ -192,7 +188,7 @@ class TorchStates(StateBackend):
     ) -> None:
         rows, layer = (len(plan.metadata.slots), plan.length), _Layer(parameters, cache)
         tokens, places = plan.order()
-        x, *gates = (torch.unflatten(_unpacked(part, tokens), 0, rows) for part in (x, *gates))
+        x, *gates = (torch.unflatten(part if tokens is None else part.index_select(0, tokens), 0, rows) for part in (x, *gates))
         result = torch.unflatten(out, 0, rows) if tokens is None else out.new_empty((*rows, out.shape[-1]))
         if len(plan.blocks) == 1:
             self._step_block(plan, plan.blocks[0], x, gates, layer, result)
@@ -273,10 +269,6 @@ class _StepStates:
 def _taken(rows: Tensor, segment: Segment) -> Tensor:
     """Rows [num_tokens, ...] as [n, L, ...] of a segment."""
     return torch.unflatten(rows.index_select(0, segment.tokens), 0, (-1, segment.length))
-
-
-def _unpacked(rows: Tensor, tokens: Tensor | None) -> Tensor:
-    return rows if tokens is None else rows.index_select(0, tokens)
 
 
 def _by_element(state: Tensor) -> Tensor:

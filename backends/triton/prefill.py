@@ -22,11 +22,9 @@ from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, aligned, launches_early
 
 FEW_TOKENS = 1024
-"""Prompts of up to this many tokens in all are read through pointers: a launch with descriptors costs the host 6 us more, which a
-kernel of 20 us does not hide."""
+"""Prompts of up to this many tokens are read through pointers: descriptors cost the host 6 us, too much for a 20 us kernel."""
 MERGE_ELEMENTS = 256
-"""Elements of partial results that one program of one warp merges: few, so that many programs share the work and none waits for
-another warp."""
+"""Elements of partial results that one program of one warp merges: few, so that many programs share the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +238,8 @@ class Prefill:
 
 def rereads(spec: AttentionSpec) -> bool:
     """Whether a prompt without context is read back from the cache.
-
     That of an fp8 cache is, or the answer would depend on how a prompt was cut into chunks; and a batch invariant one, since it
-    depends on all sequences of a step whether the step is PREFILL or EXTEND.
-    """
+    depends on all sequences of a step whether the step is PREFILL or EXTEND."""
     return not spec.dense and (spec.cache_dtype != spec.dtype or spec.batch_invariant)
 
 

@@ -62,8 +62,7 @@ class PagedDecodePlan:
     reduction: Launch | None
     """... and the second; None where contexts have one partition."""
     attention_arguments: Arguments
-    """A layer sets those of q, cache and out, which come first. The others point into the metadata's tensors: a captured graph
-    reads what is copied into these."""
+    """A layer sets q, cache and out, which come first; the others point into the metadata's tensors, as captured graphs need."""
     reduction_arguments: Arguments
     kept: tuple[Tensor, ...]
     """What the arguments point to."""
@@ -250,10 +249,8 @@ def cache_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, bloc
 
 def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write k, v [num_tokens, num_kv_heads, head_dim] to slot_mapping int64 [num_tokens]; -1 is skipped.
-
     One launch, no synchronisation: it can be captured in a CUDA graph. An fp8 cache gets k / k_scale and v / v_scale, saturated.
-    The rows of a head must be contiguous, at addresses that are multiples of 16 bytes.
-    """
+    The rows of a head must be contiguous, at addresses that are multiples of 16 bytes."""
     geometry = cache.geometry
     reshape_and_cache(k, v, cache.key, cache.value, slot_mapping, geometry.block_size, cache.k_scale, cache.v_scale)
 

@@ -20,63 +20,55 @@ if TYPE_CHECKING:
     from headway.core.contract.capabilities import Capabilities
     from headway.core.contract.state import StateCapabilities
     from headway.core.contract.support import Support
-    from headway.registry import KernelEntry, Registry
+    from headway.registry.registry import KernelRegistry
 
 Row = dict[str, Any]
 """A backend as plain data; what is claimed is lacking where its module does not load."""
 
 
-def _describe(registry: Registry, name: str) -> Row:
-    row = _identity(name, registry.backends[name], registry.availability(name))
-    try:
-        claims = registry.backend(name).capabilities
-    except Exception:  # its reason is already in the row
-        return row
-    return row | {
-        **_shared_claims(claims, registry.layouts),
-        "block_multiple": claims.block_multiple,
-        "head_dims": claims.head_dims,
-        "features": sorted(claims.features),
-    }
+def _described(kernels: KernelRegistry[Any, Any], name: str, own: Callable[[Any], Row]) -> Row:
+    """Describe a backend. own: makes what only its kind claims of its capabilities."""
+    from headway.core.contract.metadata import Phase
 
-
-def _describe_states(registry: Registry, name: str) -> Row:
-    from headway.core.contract.state import STATE_KINDS
-
-    row = _identity(name, registry.states.entries[name], registry.states.availability(name))
-    try:
-        claims = registry.states.backend(name).capabilities
-    except Exception:  # its reason is already in the row
-        return row
-    return row | {
-        **_shared_claims(claims, registry.states.layouts),
-        "state_kinds": [kind for kind in STATE_KINDS if kind in claims.kinds],
-        "convolution": claims.convolution,
-        "state_dtypes": _names(claims.state_dtypes),
-        "key_dims": claims.key_dims,
-        "value_dims": claims.value_dims,
-        "max_draft_tokens": claims.max_draft_tokens,
-    }
-
-
-def _identity(name: str, entry: KernelEntry, available: Support) -> Row:
-    return {
+    entry, available = kernels.entries[name], kernels.availability(name)
+    row = {
         "name": name,
         "kind": entry.owner,
         "summary": entry.info.summary,
         "available": bool(available),
         "reasons": [str(reason) for reason in available.reasons],
     }
-
-
-def _shared_claims(claims: Capabilities | StateCapabilities, layouts: Iterable[str]) -> Row:
-    from headway.core.contract.metadata import Phase
-
-    return {
+    try:
+        claims = kernels.backend(name).capabilities
+    except Exception:  # its reason is already in the row
+        return row
+    return row | {
         "phases": [phase.value for phase in Phase if phase in claims.phases],
-        "layouts": [layout.name for layout in claims.layouts] if claims.layouts is not None else list(layouts),
+        "layouts": [layout.name for layout in claims.layouts] if claims.layouts is not None else list(kernels.layouts),
         "dtypes": _names(claims.dtypes),
         "devices": list(claims.devices),
+        **own(claims),
+    }
+
+
+def _attention_claims(claims: Capabilities) -> Row:
+    return {
+        "block_multiple": claims.block_multiple,
+        "head_dims": claims.head_dims,
+        "features": sorted(claims.features),
+    }
+
+
+def _state_claims(claims: StateCapabilities) -> Row:
+    from headway.core.contract.state import STATE_KINDS
+
+    return {
+        "state_kinds": [kind for kind in STATE_KINDS if kind in claims.kinds],
+        "convolution": claims.convolution,
+        "state_dtypes": _names(claims.state_dtypes),
+        "key_dims": claims.key_dims,
+        "value_dims": claims.value_dims,
+        "max_draft_tokens": claims.max_draft_tokens,
     }
 
 
@@ -106,8 +98,8 @@ def backends(
     from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())
-    rows = [_describe(registry, name) for name in registry.backends]
-    states = [_describe_states(registry, name) for name in registry.states.entries]
+    rows = [_described(registry.attention, name, _attention_claims) for name in registry.backends]
+    states = [_described(registry.states, name, _state_claims) for name in registry.states.entries]
     if as_json:
         failures = [
             {"plugin": failure.name, "owner": failure.owner, "error": str(failure.error)} for failure in registry.failures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +16,10 @@ from headway.cli.options import PluginFiles
 from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
-    from headway.core.contract.backend import AttentionBackend
-    from headway.core.contract.state import StateBackend
     from headway.core.contract.support import Support
     from headway.machine.doctor import Advice, Machine
     from headway.registry import KernelEntry, Registry
+    from headway.registry.registry import KernelRegistry
 
 _NAME = 16  # Columns of the names
 _REASON_CHARACTERS = 160
@@ -57,8 +56,8 @@ def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
     return {
         "headway": __version__,
         "machine": asdict(machine),
-        "backends": _diagnosed(registry.backends, registry.availability, registry.backend, machine),
-        "state_backends": _diagnosed(registry.states.entries, registry.states.availability, registry.states.backend, machine),
+        "backends": _diagnosed(registry.attention, machine),
+        "state_backends": _diagnosed(registry.states, machine),
         "libraries": [_vllm_library(machine)],
         "failures": failures,
     }
@@ -74,23 +73,18 @@ def _vllm_library(machine: Machine) -> dict[str, Any]:
     return {"name": "vllm", "summary": "GEMM over quantized weights: marlin, cutlass", **_finding(support, "", advice)}
 
 
-def _diagnosed(
-    entries: Mapping[str, KernelEntry],
-    availability: Callable[[str], Support],
-    load: Callable[[str], type[AttentionBackend | StateBackend]],
-    machine: Machine,
-) -> list[dict[str, Any]]:
-    """Each backend of one shelf, whether it is available, and what to do where it is not."""
+def _diagnosed(kernels: KernelRegistry[Any, Any], machine: Machine) -> list[dict[str, Any]]:
+    """Each backend of one kind, whether it is available, and what to do where it is not."""
     from headway.machine.doctor import advise
 
     found = []
-    for name, entry in entries.items():
-        support, advice, origin = availability(name), None, ""
+    for name, entry in kernels.entries.items():
+        support, advice, origin = kernels.availability(name), None, ""
         if support:
-            origin = load(name).origin()
+            origin = kernels.backend(name).origin()
         else:
             loads = all(reason.what != "import" for reason in support.reasons)  # one that does not is not tried a second time
-            advice = advise(entry.info.extra, support, load(name).capabilities.devices if loads else None, machine)
+            advice = advise(entry.info.extra, support, kernels.backend(name).capabilities.devices if loads else None, machine)
         own = {"name": name, "kind": entry.owner, "summary": entry.info.summary}
         found.append({**own, **_finding(support, origin, advice)})
     return found

@@ -30,18 +30,8 @@ _RANDOM_LENGTHS = (7, 64, 300, 1000)  # Tokens of the prompts where the model ha
 
 
 @takes_engine_options(
-    *(
-        "model",
-        "attn_options",
-        "kv_layout",
-        "block_size",
-        "load_format",
-        "model_impl",
-        "dtype",
-        "device",
-        "num_threads",
-        "plugins",
-    )
+    *("model", "attn_options", "kv_layout", "block_size", "load_format", "model_impl", "dtype", "device"),
+    *("num_threads", "plugins"),
 )
 def diff(
     a: Annotated[str, typer.Argument(help="The side in question: a backend, prefill=NAME,decode=NAME, or reference.")],

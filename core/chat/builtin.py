@@ -182,7 +182,8 @@ class TaggedCalls:
                 continue
             source.kept()
             writer.call(name)
-            yield from self._parameters(source, writer, _properties(self._tools.get(name)), mark)
+            known = (self._tools.get(name) or {}).get("properties")
+            yield from self._parameters(source, writer, known if isinstance(known, Mapping) else {}, mark)
 
     def _name(self, source: TextSource) -> Generator[None, None, tuple[str, str]]:
         """The function's name, and the mark that was read behind it; an empty name: there is none."""
@@ -251,11 +252,6 @@ def _value_of(text: str) -> str:
         return words.get(text.strip()) or json.dumps(text, ensure_ascii=False)
 
 
-def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    found = (schema or {}).get("properties")
-    return found if isinstance(found, Mapping) else {}
-
-
 def _is_text(schema: Any) -> bool:
     """Whether a schema takes texts alone, so that a value needs no reading to be known for one."""
     if not isinstance(schema, Mapping):
@@ -287,10 +283,6 @@ _DSML: Final = "｜DSML｜"
 def _mistral_id(name: str, number: int) -> str:
     """An id as Mistral's templates demand it: 9 letters and digits."""
     return "".join(secrets.choice(_SIGNS) for _ in range(9))
-
-
-def _kimi_id(name: str, number: int) -> str:
-    return f"functions.{name}:{number}"
 
 
 def _has(*words: str) -> Callable[[str], bool]:
@@ -417,7 +409,7 @@ def _harmony(name: str, reads: str) -> ChatParserInfo:
 
 BUILTIN: Final[tuple[ChatParserInfo, ...]] = (
     _harmony("openai", "calls"),
-    _calls("kimi_k2", "Kimi K2", _kimi, _KIMI, _has(_KIMI[0]), (_K2,), _kimi_id),
+    _calls("kimi_k2", "Kimi K2", _kimi, _KIMI, _has(_KIMI[0]), (_K2,), lambda name, number: f"functions.{name}:{number}"),
     _tagged("deepseek_v32", "DeepSeek V3.2: parameters in tags", _dsml, _has(_DSML)),
     _calls("deepseek_v3", "DeepSeek V3 and R1", _deepseek, _DEEPSEEK, _has(_DEEPSEEK[0], "```json"), (_V3,)),
     _calls("deepseek_v31", "DeepSeek V3.1", _deepseek, _DEEPSEEK, _has(_DEEPSEEK[0]), (_V31,)),

@@ -212,12 +212,9 @@ class EngineLoop:
 
     def step(self) -> list[OutputDelta]:
         """Launch the next step and read the one before it, or the same one without async_scheduling.
-
         Returns what it added to completions that got a token or failed. A backend that raises ends the completions of its step
         with finish_reason "error" and the reason in `error`; the others go on.
-
-        :raises ExecutorLostError: no step can run any more.
-        """
+        :raises ExecutorLostError: no step can run any more."""
         self.clock.begin_step()
         drafting = self.scheduler.drafting  # which guesses from tokens that have been read
         self._read_until(1 if drafting is None or drafting.rests else 0)  # more than one are left only by an interrupt
@@ -404,14 +401,12 @@ class Occupancy(NamedTuple):
     """Sequences whose prompt has been computed."""
     num_decoding_tokens: int
     """Tokens in the cache of those sequences together."""
-    num_offloaded_blocks: int
-    """Blocks that the host's memory keeps."""
 
 
 def occupancy(engine: EngineLoop, most: int) -> Occupancy:
     """Return an engine's occupancy in about 1 us per running sequence and 30 ns per cached page. most: sequences listed."""
     scheduler = engine.scheduler
-    holders, offloader = scheduler.holders, scheduler.offloader
+    holders = scheduler.holders
     decoding = [tokens for seq in scheduler.running if (tokens := seq.num_computed) >= seq.num_prompt_tokens]
     return Occupancy(
         engine=engine.snapshot(),
@@ -419,7 +414,6 @@ def occupancy(engine: EngineLoop, most: int) -> Occupancy:
         num_holding=len(holders),
         num_decoding=len(decoding),
         num_decoding_tokens=sum(decoding),
-        num_offloaded_blocks=0 if offloader is None else offloader.num_blocks,
     )
 
 

@@ -21,11 +21,9 @@ ANY_TOKEN = -1
 
 def penalize(logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:
     """Apply the three penalties, as vLLM and OpenAI define them; the first is transformers' too.
-
     logits: float32 [rows, columns], of which the last column belongs to no token. tokens: int64 [rows, length], of which a row's
     first `lens` are its prompt and output, and the first `prompt_lens` of these its prompt. penalties: float32 [rows, 3],
-    repetition, presence and frequency. A row without penalties, 1, 0 and 0, keeps its bits.
-    """
+    repetition, presence and frequency. A row without penalties, 1, 0 and 0, keeps its bits."""
     rows, columns = logits.shape
     positions = torch.arange(tokens.shape[1], device=logits.device)
     inside = positions < lens[:, None]
@@ -82,33 +80,29 @@ class RowTable:
     def __init__(self, fill: float, dtype: torch.dtype, device: torch.device, dimensions: int = 1) -> None:
         """dimensions: of a row's list; 2 is a list of lists."""
         self._fill = fill
-        self._tensor = torch.full((0,) * (dimensions + 1), fill, dtype=dtype, device=device)
-
-    @property
-    def tensor(self) -> Tensor:
+        self.tensor = torch.full((0,) * (dimensions + 1), fill, dtype=dtype, device=device)
         """All rows; a new object after the table has grown."""
-        return self._tensor
 
     def set(self, row: int, values: Sequence[float] | Sequence[Sequence[float]]) -> None:
         """Replace a row's list."""
-        if self._tensor.ndim == 2:
-            listed = torch.tensor(values, dtype=self._tensor.dtype)
+        if self.tensor.ndim == 2:
+            listed = torch.tensor(values, dtype=self.tensor.dtype)
         else:
-            lists = [torch.tensor(each, dtype=self._tensor.dtype) for each in values]
+            lists = [torch.tensor(each, dtype=self.tensor.dtype) for each in values]
             listed = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True, padding_value=self._fill)
         self.reserve(row + 1, *listed.shape)
-        entry = self._tensor[row]
+        entry = self.tensor[row]
         entry.fill_(self._fill)
         entry[tuple(slice(size) for size in listed.shape)] = upload(listed, entry.device)
 
     def reserve(self, *shape: int) -> None:
         """Grow to at least this shape; a dimension that is too small at least doubles."""
-        old = self._tensor
+        old = self.tensor
         if all(have >= want for have, want in zip(old.shape, shape, strict=True)):
             return
         grown = [have if have >= want else max(want, 2 * have) for have, want in zip(old.shape, shape, strict=True)]
-        self._tensor = torch.full(grown, self._fill, dtype=old.dtype, device=old.device)
-        self._tensor[tuple(slice(size) for size in old.shape)] = old
+        self.tensor = torch.full(grown, self._fill, dtype=old.dtype, device=old.device)
+        self.tensor[tuple(slice(size) for size in old.shape)] = old
 
 
 _FOREVER = 2**62

@@ -108,14 +108,11 @@ class RankedVocabulary:
         self._gathers = Gathers()
         self.sampling = replace(
             sampling,
-            greedy=self._greedy,
+            greedy=lambda logits: self._agree(self._best(logits, None, None, self._first)),
             draw=self._draw,
             choose=None if sampling.choose is None else self._draw,
             filter=None if sampling.filter is None else self._filter,
         )
-
-    def _greedy(self, logits: Tensor) -> Tensor:
-        return self._agree(self._best(logits, None, None, self._first))
 
     def _draw(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
         return self._agree(self._best(logits, scales, keys, self._first))

@@ -47,8 +47,8 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     """No properties in objects that a JSON schema does not name, where it does not say whether there may be others."""
     whitespace_pattern: str | None = None
-    """A regular expression for the whitespace between two parts of JSON. None means at most one space, tab or line break;
-    r"[ \\t\\n\\r]*" allows any number."""
+    """A regular expression for the whitespace within JSON. None: at most one space, tab or line break; r"[ \t
+    \r]*": any."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:

@@ -121,12 +121,9 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False,
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to fill, which appears as `target` when the block ends without an exception; else nothing is left of it.
-
     Incomplete folders that a killed process has left beside it are removed. Where another process has made `target` meanwhile,
     that one stays.
-
-    :raises OSError: the folder cannot be made.
-    """
+    :raises OSError: the folder cannot be made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     clean(target.parent)
     part = _part_name(target)
@@ -188,8 +185,7 @@ def _part_name(path: Path) -> Path:
 
 @contextmanager
 def _part_file(path: Path, mode: int) -> Iterator[tuple[Path, int]]:
-    """Yield a new file beside another, locked while being written, and removed afterwards unless renamed. mode: of the file,
-    but for what the umask takes from it."""
+    """Yield a new file beside another, locked meanwhile, then removed unless renamed. mode: the file's, less the umask."""
     while True:
         part = _part_name(path)
         handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)

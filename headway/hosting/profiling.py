@@ -33,8 +33,7 @@ class ProfileRequest(BaseModel):
     """Steps before the trace begins, so that the trace shows the middle of a load and not its start."""
     num_steps: int = Field(default=20, ge=1, le=MOST_STEPS)
     nvtx: bool = False
-    """Mark the parts of those steps for Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`), and write no trace: only
-    one program at a time can trace a GPU."""
+    """Mark these steps for Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`) instead of writing a trace."""
 
 
 class StepsProfile(BaseModel):

@@ -193,8 +193,7 @@ PACKAGES: Final = {
 """Library -> the package to install. A backend names its library by BackendInfo.extra."""
 
 FA3_WHEELS: Final = {"2.11": "0.24.0", "2.14": "0.33.0"}
-"""torch -> the release of vLLM that was built for it and CUDA 13. Its wheel holds FlashAttention 3 as one file that needs only
-torch."""
+"""torch -> the release of vLLM built for it and CUDA 13, whose wheel holds FlashAttention 3 as one file that needs only torch."""
 
 STABLE_WHEEL: Final = "0.33.0"
 """Release of vLLM whose `_C_stable_libtorch` is built for CUDA 13 and torch's stable interface, for any other torch."""
@@ -239,7 +238,7 @@ def advise(extra: str, support: Support, devices: Collection[str] | None, machin
             f"{name} is not released for {machine.system}, only for {' and '.join(package.systems)}; nothing to install"
         )
     broken = name in machine.installed
-    if broken and not _does_not_load(support):
+    if broken and not any(reason.what == "import" or "Error" in reason.got for reason in support.reasons):
         return Advice(f"{name} {machine.installed[name]} is installed; nothing to install", note=hints)
     if not machine.installer:
         return Advice("this Python has neither pip nor uv: first install pip", (f"python -m ensurepip{_AGAIN}",))
@@ -303,10 +302,6 @@ def _gpu_in_the_way(package: Package | None, machine: Machine) -> Advice | None:
         text = f"first a torch for this driver: {machine.driver} is too old for CUDA {machine.torch_cuda}"
         return Advice(text, commands, note)
     return Advice(f"torch {machine.torch} cannot use the GPU: see what nvidia-smi and torch.cuda.init() say; nothing to install")
-
-
-def _does_not_load(support: Support) -> bool:
-    return any(reason.what == "import" or "Error" in reason.got for reason in support.reasons)
 
 
 def _compiled(name: str, package: Package, machine: Machine, again: str, force: str) -> Advice:

@@ -14,8 +14,7 @@ from headway.core.engine.data.sequence import EmbeddedPrompt
 from headway.core.system.text import shown
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids (also as a numpy array or a torch tensor), {"prompt": text}, {"prompt_token_ids": ids}, or what a tokenizer
-returns."""
+"""A text, token ids (also as an array or tensor), {"prompt": text}, {"prompt_token_ids": ids}, or a tokenizer's output."""
 
 
 class TextPrompt(TypedDict):

@@ -302,8 +302,7 @@ class RequestName(NamedTuple):
     request_id: str
     """The caller's name, which may be taken again as soon as the request has ended."""
     key: str
-    """The engine's name, never used again: a step that ran while the caller gave the request up still brings a token, which must
-    not reach the next request of the same id."""
+    """The engine's name, never used again: late tokens of an abandoned request must not reach the next one of its id."""
 
 
 class RequestNames:

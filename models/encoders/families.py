@@ -63,6 +63,11 @@ def _activation(config: Any, name: str) -> Any:
     return ACTIVATION_NAMES[value]
 
 
+def _config_of(config: Any, **options: Any) -> EncoderConfig:
+    same = {name: getattr(config, name) for name in ("model_type", "vocab_size", "hidden_size", "intermediate_size")}
+    return EncoderConfig(**{**same, "num_heads": config.num_attention_heads, **options})
+
+
 def _bert(prefix: str, offset: Callable[[Any], int]) -> Callable[[Any], EncoderConfig]:
     """Make the reading of BERT and its kin, whose checkpoints differ in a prefix and in the first position."""
 
@@ -75,12 +80,8 @@ def _bert(prefix: str, offset: Callable[[Any], int]) -> Callable[[Any], EncoderC
         first = offset(config)
         if config.max_position_embeddings <= first:
             raise ModelError(f"max_position_embeddings: needs more than {first}, got {config.max_position_embeddings}")
-        return EncoderConfig(
-            model_type=config.model_type,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_attention_heads,
+        return _config_of(
+            config,
             norm_eps=config.layer_norm_eps,
             max_position_embeddings=config.max_position_embeddings - first,
             layers=(LayerConfig(rope=None),) * config.num_hidden_layers,
@@ -121,12 +122,8 @@ def _modernbert(config: Any) -> EncoderConfig:
     layers = tuple(
         LayerConfig(window if kind == "sliding_attention" else None, ropes.index(found[kind])) for kind in config.layer_types
     )
-    return EncoderConfig(
-        model_type=config.model_type,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
+    return _config_of(
+        config,
         norm_eps=config.norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         layers=layers,

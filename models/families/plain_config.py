@@ -10,12 +10,7 @@ from headway.core.contract.spec import DTYPES
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # Model types whose config.json is read without transformers
 _SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     "max_position_embeddings",
 )
 _EXPERTS: dict[str, type] = {

@@ -21,16 +21,8 @@ from headway.server.service import Ticket
 
 _ONE_BY_ONE: Final = (
     *("best_of", "stop", "stop_token_ids", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "presence_penalty"),
-    *(
-        "frequency_penalty",
-        "prompt_logprobs",
-        "response_format",
-        "structured_outputs",
-        "suffix",
-        "tools",
-        "prompt_embeds",
-        "echo",
-    ),
+    *("frequency_penalty", "prompt_logprobs", "response_format", "structured_outputs", "suffix", "tools"),
+    *("prompt_embeds", "echo"),
 )
 """Fields that say how tokens are drawn one by one, or what stands around them; a search reads none of them."""
 

@@ -105,8 +105,7 @@ class SamplingRequest(Fields):
     request_id: str | None = None
     """What the answer's id is made of, where the header X-Request-Id gives none."""
     split_special_tokens: bool | None = None
-    """Whether the names of control tokens in a prompt, or in a chat's messages of users and tools, are text. None: in chats what
-    the server's option says, in prompts no."""
+    """True to read control token names in prompts and contents as text. None: in chats the server's option, in prompts no."""
     return_token_ids: bool = False
     """Add `token_ids` to every choice, and the prompt's to the first."""
     return_tokens_as_token_ids: bool = False

@@ -20,18 +20,18 @@ from headway.outputs import RequestMetrics
 class Histogram:
     """Counts of values by upper bound, for one thread, at a fraction of prometheus_client's microseconds: each token is one."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """bounds: rising; a value above all of them counts under infinity."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
+        self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         """Add a value."""
         self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+        self.sum += value * times
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
@@ -42,10 +42,8 @@ class Histogram:
             listed.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
         return listed
 
-    @property
-    def sum(self) -> float:
-        """Sum of all values."""
-        return self._sum
+
+Samples = Iterable[tuple[Sequence[str], float]]
 
 
 class Labels:
@@ -55,11 +53,11 @@ class Labels:
         self._names = ("model_name", "engine")
         self._values = (model_name, "0")
 
-    def gauge(self, name: str, text: str, samples: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
-        """Return a gauge. samples: values by the values of `labels`."""
+    def gauge(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
+        """Return a gauge. samples: values of `labels`, and the gauge's with these."""
         return self._filled(GaugeMetricFamily(name, text, labels=[*self._names, *labels]), samples)
 
-    def counter(self, name: str, text: str, samples: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    def counter(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
         """Return a counter; see `gauge`."""
         return self._filled(CounterMetricFamily(name, text, labels=[*self._names, *labels]), samples)
 
@@ -71,11 +69,11 @@ class Labels:
 
     def refused(self, counts: Mapping[str, int]) -> Metric:
         """Return the counter of errors. counts: by status."""
-        samples = {(status,): count for status, count in counts.items()}
+        samples = (((status,), count) for status, count in counts.items())
         return self.counter("headway:requests_refused", "Requests answered by an error.", samples, "status")
 
-    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Mapping[tuple[str, ...], float]) -> Metric:
-        for values, value in samples.items():
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+        for values, value in samples:
             family.add_metric([*self._values, *values], value)
         return family
 
@@ -125,8 +123,7 @@ class Metrics:
     def finished(
         self, times: RequestMetrics, prompt_tokens: int, output_tokens: int, reasons: list[str], longest: int, most: int | None
     ) -> None:
-        """Add a request that has ended. reasons: finish_reason of each of its completions. longest: tokens of the longest. most:
-        its max_tokens, where it says so."""
+        """Add an ended request. reasons: finish_reason of each completion. longest: most tokens of one. most: max_tokens."""
         self._reasons.update(reasons)
         found = self._histograms
         found["request_prompt_tokens"].observe(prompt_tokens)
@@ -165,11 +162,11 @@ class Metrics:
             ("headway:kept_state_bytes", "Bytes of these states.", now.kept_state_bytes),
             ("headway:num_offloaded_states", "States in the host's memory.", now.num_offloaded_states),
         ):
-            yield self._labels.gauge(name, text, {(): value})
+            yield self._labels.gauge(name, text, [((), value)])
         sizes = str(self._block_size), str(now.num_blocks)
-        yield self._labels.gauge("vllm:cache_config_info", "The cache.", {sizes: 1}, "block_size", "num_gpu_blocks")
+        yield self._labels.gauge("vllm:cache_config_info", "The cache.", [(sizes, 1)], "block_size", "num_gpu_blocks")
         for name, (text, field) in COUNTERS.items():
-            yield self._labels.counter(f"vllm:{name}", text, {(): getattr(now.totals, field)})
+            yield self._labels.counter(f"vllm:{name}", text, [((), getattr(now.totals, field))])
         yield self._step_tokens(now.totals)
         yield from self._steps(now.totals)
 
@@ -185,23 +182,22 @@ class Metrics:
 
     def _steps(self, totals: EngineStats) -> Iterator[Metric]:
         text = "Steps in which a backend served a phase."
-        yield self._labels.counter("headway:steps", text, dict(sorted(totals.steps_by_phase.items())), "phase", "backend")
+        yield self._labels.counter("headway:steps", text, sorted(totals.steps_by_phase.items()), "phase", "backend")
         for name, text, counts in (
             ("steps_without_graph", "Steps that were launched kernel by kernel, by reason.", totals.steps_without_graph),
             ("steps_in_pieces", "Steps that were graphs with attention between them, by reason.", totals.steps_in_pieces),
             ("rows_gathered", "Rows of logits that all ranks put together, by what asked for it.", totals.rows_gathered_for),
             ("compilations", "Kernels that were compiled while requests waited, by name.", totals.compilations),
         ):
-            yield self._labels.counter(
-                f"headway:{name}", text, {(reason,): counts[reason] for reason in sorted(counts)}, "reason"
-            )
+            samples = (((reason,), count) for reason, count in sorted(counts.items()))
+            yield self._labels.counter(f"headway:{name}", text, samples, "reason")
 
     def _requests(self) -> Iterator[Metric]:
         for name, found in self._histograms.items():
             yield self._labels.histogram(f"vllm:{name}", _HISTOGRAMS[name][0], found.buckets, found.sum)
             if name == "inter_token_latency_seconds":  # its name in older dashboards
                 yield self._labels.histogram("vllm:time_per_output_token_seconds", "The same.", found.buckets, found.sum)
-        reasons = {(reason,): count for reason, count in self._reasons.items()}
+        reasons = (((reason,), count) for reason, count in self._reasons.items())
         yield self._labels.counter("vllm:request_success", "Completions that ended.", reasons, "finished_reason")
         yield self._labels.refused(self.refused)
 

@@ -69,8 +69,7 @@ class Tracing:
     def finished(
         self, output: RequestOutput, written: int, params: SamplingParams, headers: Sequence[tuple[bytes, bytes]]
     ) -> None:
-        """Add the span of a prompt that has ended. written: tokens of its completions. headers: of its request, whose trace it
-        belongs to where they name one."""
+        """Add the span of an ended prompt. written: tokens of its completions. headers: may name the trace it belongs to."""
         from opentelemetry.trace import SpanKind
 
         named = {name.decode(): value.decode("latin-1") for name, value in headers if name in _HEADERS}

@@ -8,8 +8,7 @@ import triton.language as tl
 from headway.backends.states.triton.window_kernels import activated, softplus, store_window, window_of
 
 CHUNK_FIELDS = tl.constexpr(4)
-"""int32 numbers of a chunk: its sequence's slot (-1: it begins with zeros), its first packed token, the sequence's new tokens
-before it, and its own."""
+"""int32 numbers of a chunk: its sequence's slot (-1: from zeros), first packed token, new tokens before it, and its own."""
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -186,10 +185,8 @@ def channel_products(
     K: tl.constexpr,
 ):
     """Products k k^T and q k^T [64, 64] of a chunk whose every channel decays by itself, with exp(sum_i - sum_j) inside.
-
     A decay over many tokens has no inverse in float32. Between blocks of 16 both factors are taken from where the later block
-    begins, so that neither grows; within a block each pair has its own.
-    """
+    begins, so that neither grows; within a block each pair has its own."""
     row = tl.arange(0, 64)
     kk = tl.zeros([64, 64], tl.float32)
     qk = tl.zeros([64, 64], tl.float32)

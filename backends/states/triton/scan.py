@@ -114,12 +114,6 @@ class _WalkCut:
 _KNOWN_MULTIPLE = 16  # Elements; Triton specialises a kernel by whether a number is a multiple of 16
 
 
-def _whole_rows(spec: StateSpec) -> int:
-    """Elements of a row of convolved inputs: each row begins at a multiple of 16 bytes, which a copy ahead needs."""
-    unit = _COPY_BYTES // spec.dtype.itemsize
-    return -(-spec.input_channels // unit) * unit
-
-
 def _aligned(spec: StateSpec) -> bool:
     """Return whether every head's rows can be copied ahead: heads of 72 with values of 136 or 5 are computed wrong on Hopper."""
     return spec.key_dim % _KNOWN_MULTIPLE == 0 and spec.value_dim % _KNOWN_MULTIPLE == 0
@@ -148,7 +142,8 @@ class StateScan:
         whole = spec.dtype == torch.float32  # products without matrix units keep both operands in registers: they take 8 warps
         exact = whole or INTERPRETED
         self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
-        self._row = _whole_rows(spec)
+        unit = _COPY_BYTES // spec.dtype.itemsize
+        self._row = -(-spec.input_channels // unit) * unit  # each row begins at a multiple of 16 bytes, for copies ahead
         self._aligned = _aligned(spec)
         self._hopper = spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device)[0] == 9
         self._sum = torch.float64 if whole else torch.float32

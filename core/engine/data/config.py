@@ -25,13 +25,8 @@ if TYPE_CHECKING:
 _MOST_SEQS = 2**20  # Most sequences of a step: buffers of the host and the device have a row for each
 _MOST_RANK = 512  # The largest rank of an adapter, as in vLLM
 _AT_LEAST_ONE: Final = (
-    "block_size",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "tensor_parallel_size",
-    "max_loras",
-    "max_lora_rank",
+    *("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"),
+    *("max_loras", "max_lora_rank"),
 )
 
 MAX_DRAFT_TOKENS = 7

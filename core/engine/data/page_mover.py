@@ -91,8 +91,7 @@ class PageMover(Protocol):
         """Copy pages and states back, given as (slot, page) and (slot, slot of the device); fails as `move_out` does."""
 
     def store(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
-        """Write slots to the disk; the result names the pages that could not be written, those included whose copy into the
-        slot has failed at its end."""
+        """Write slots to the disk; the result names pages that could not be written, or whose copy into the slot failed."""
 
     def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
         """Read slots from the disk; the result names the pages that are missing there or damaged."""
@@ -102,5 +101,4 @@ class PageMover(Protocol):
 
 
 MakePageMover = Callable[[Sequence[LayerCache], PoolSize, StateMemory | None], PageMover]
-"""Makes the mover of a pool's caches, and of the states of layers that keep them; handed to the executor, so that the device's
-rooms import nothing of the host's."""
+"""Makes the mover of a pool's caches and states; given to the executor, so that the device's side imports nothing of it."""

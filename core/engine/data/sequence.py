@@ -249,8 +249,7 @@ class Sequence:
         self._newest_at = position
 
     def join(self, steps: StepCount) -> None:
-        """Become a member of the decode batch that counts these steps, with one token to compute: the newest, which the executor
-        holds."""
+        """Join the decode batch that counts these steps, with one token to compute: the newest, which the executor holds."""
         assert self.goes_on()
         assert self.newest_at == self.num_computed
         self._num_computed -= steps.taken

@@ -120,8 +120,7 @@ class EngineStats:
     steps_by_tokens: Counter[int] = field(default_factory=Counter)
     """Steps by the bits of their number of tokens: under n those of 2^(n-1) to 2^n - 1 tokens."""
     steps_waiting: Counter[str] = field(default_factory=Counter)
-    """Steps whose tokens could not be chosen before the host had read the step before, by what requests asked for. The model
-    itself was under way meanwhile."""
+    """Steps whose tokens waited for the host to read the step before, by what requests asked for; the model ran meanwhile."""
     rows_gathered: int = 0
     """Rows of logits that all ranks put together whole: those whose tokens depend on the whole distribution."""
     rows_of_candidates: int = 0

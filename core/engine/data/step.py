@@ -46,7 +46,8 @@ class DecodeBatch:
 
     def context_lens(self) -> NDArray[numpy.int32]:
         """int32 [members]: cached tokens of each before the next step."""
-        return (self._counts[0] + self._steps.taken).astype(numpy.int32)
+        lens: NDArray[numpy.int32] = (self._counts[0] + self._steps.taken).astype(numpy.int32)
+        return lens
 
     def due(self) -> list[int]:
         """Indexes of the members that cannot take the next step as they are; see `Sequence.lasts_until`."""

@@ -34,8 +34,7 @@ class HostBlockTables:
         """max_blocks: of the longest sequence."""
         shape = max_num_seqs + 1, max_blocks
         self.tables: list[NDArray[numpy.int32]] = [numpy.zeros(shape, dtype=numpy.int32) for _ in groups]
-        """The block table of each row, for each cache group; what is beyond a sequence's blocks is left from others. The last row
-        belongs to padding and stays zero."""
+        """The block table of each row, per cache group, with old entries beyond its blocks; the last row is padding and zero."""
         self.num_updates = self.last_change = 0
         """How many updates there have been, and the number of the last one that has changed a table."""
         self.updated: NDArray[numpy.int64] = numpy.zeros(max_num_seqs + 1, dtype=numpy.int64)
@@ -156,11 +155,9 @@ class PagedAttention:
         states: LayersWithState | None = None,
     ) -> None:
         """writer: of every layer's cache, or one for each, where their layouts differ.
-
         groups: the cache groups of the layers, in the order in which a step's metadata come; none: one of all.
         latents: the latent layers by their numbers; gathering: see `Selector.gathering`. states: the layers that keep a state,
-        whose step is set up apart; None: the model has none.
-        """
+        whose step is set up apart; None: the model has none."""
         self.states = states
         specs = layers.cached
         assert len(specs) == len(caches)

@@ -348,8 +348,7 @@ class DecodeGraphs:
         )
 
     def for_step(self, step: StepInput, backends: Callable[[int], Backends]) -> tuple[DecodeGraph | None, str]:
-        """The graph that runs a step, or None and the reason. backends: for a captured batch size, those that are fastest at the
-        step's lengths."""
+        """Return the graph that runs a step, or None and the reason. backends: the fastest for a captured batch size."""
         if not step.goes_on:
             decodes = (step.query_lens == 1) & (step.context_lens > 0)
             return None, "a token that the device does not hold" if decodes.all() else "a prompt in the step"

@@ -146,8 +146,7 @@ class ModelRunner:
         self.compilations: CompilationWatch | None = None
         """Names the kernels that were compiled for a step, with its results; None: nothing does."""
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
-        """Function that every step calls with the rows that sample and their logits, which the next step overwrites. On several
-        ranks those are shown of steps that say so."""
+        """Called in every step with the sampling rows and their logits, until the next step; with ranks, of steps that say so."""
 
     def capture(
         self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: GraphRecorder, max_decode_len: int = 1

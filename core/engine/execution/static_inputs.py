@@ -53,8 +53,7 @@ class ModelStep:
 
 _ALIGN = 4  # Fields and planes begin at multiples of this many elements, 16 bytes or more, which kernels may rely on
 PADDING_CONTEXT = 1
-"""Cached tokens of a padding sequence of a verification: its lengths are legal, its blocks are the pool's first, and it writes
-nothing."""
+"""Cached tokens of a padding sequence of a verification: legal lengths, the pool's first blocks, nothing written."""
 
 Field = TypeVar("Field")
 _Ints = NDArray[numpy.int32]
@@ -153,8 +152,7 @@ class HostInputs:
 
 
 class StaticInputs:
-    """One device buffer for the inputs of all graphs of a kind, and two in pinned memory: one may be on its way while one is
-    filled."""
+    """One device buffer for the inputs of a kind's graphs, and two in pinned memory: one to send while one is filled."""
 
     def __init__(self, step: ModelStep, shapes: Iterable[Shapes]) -> None:
         device, length = step.newest.device, max(map(_length, shapes))

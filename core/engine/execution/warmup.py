@@ -97,8 +97,7 @@ class WarmUp:
                     logical[: pages * group.page_stride].zero_()
 
     def _steps(self) -> Iterator[StepInput]:
-        """Prompts of every number of tokens that products and norms may choose by, then decodes, mixed steps and
-        verifications."""
+        """Prompts of all token counts that kernels are chosen by, then decodes, mixed steps and verifications."""
         limits = self._limits
         small = min(limits.max_num_tokens, _SMALL)
         numbers = {*powers(small), *(3 * 2**n for n in range(32) if 3 * 2**n <= small), limits.max_num_tokens}
@@ -216,8 +215,7 @@ class WarmUp:
             self._note("step", error)
 
     def _note(self, where: str, error: Exception) -> None:
-        """Log what failed, once; no request is there that could end with the error. With several ranks it is raised: the others
-        are in the middle of the step."""
+        """Log a failure that no request can end with, once; with several ranks it is raised, since the others are in the step."""
         if self._ranks.size > 1:
             raise error
         if where not in self._failed:

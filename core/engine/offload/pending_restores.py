@@ -32,8 +32,7 @@ class Restore:
     names: list[PageName]
     """The same pages and the state by name, locked until the restore ends."""
     to_fetch: list[KeptPage]
-    """Pages to be read from the disk. A slot may be one that a page is yet to be copied into, so this comes after the step's
-    copies."""
+    """Pages to be read from the disk, after the step's copies, since a slot may be one that a page is yet copied into."""
     fetching: Pending[frozenset[PageName]] | None = None
     """The read from the disk, while it is under way."""
     moving: Pending[object] | None = None

@@ -88,24 +88,17 @@ class TorchRanks:
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, progress: LifeSigns) -> None:
         """Join the group of all ranks. store: a `torch.distributed.TCPStore` on rank 0. device: gloo for a CPU, NCCL for a GPU.
         progress: counts this rank's collective calls. :raises RuntimeError: a rank has not come."""
-        self._rank = rank
-        self._size = size
+        self.rank = rank
+        self.size = size
         self._device = device
         self._progress = progress
         self._group = _joined(store, rank, size, device)
         self.store = store
         self.device = device
-        self._sums: Sequence[AllReduce] = [GroupAllReduce(self._group, "gloo" if device.type == "cpu" else "nccl")]
+        self.sums: Sequence[AllReduce] = [GroupAllReduce(self._group, "gloo" if device.type == "cpu" else "nccl")]
+        """Ways of summing, the process group's last: the first that takes a tensor sums it, unless `times` know a faster one."""
         self.times: AxisTimes | None = None
         self._chosen: dict[tuple[int, torch.dtype], AllReduce] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See `Ranks`; x is overwritten."""
@@ -113,25 +106,20 @@ class TorchRanks:
         kind = x.nbytes, x.dtype
         way = self._chosen.get(kind)
         if way is None:
-            able = {each.name: each for each in self._sums if each.takes(x)}
+            able = {each.name: each for each in self.sums if each.takes(x)}
             names = list(able)
             way = self._chosen[kind] = able[names[0] if self.times is None else fastest_sum(self.times, x.nbytes, names)]
         return way(x, onto)
 
     def sum_by(self, sums: Sequence[AllReduce], times: AxisTimes | None) -> None:
         """Sum in these ways from now on, before any graph is captured. sums: see `sums`; times: None: in their order."""
-        self._sums = sums
+        self.sums = sums
         self.times = times
         self._chosen.clear()
 
-    @property
-    def sums(self) -> Sequence[AllReduce]:
-        """Ways of summing, the process group's last: the first that takes a tensor sums it, unless `times` know a faster one."""
-        return self._sums
-
     def all_gather(self, x: Tensor) -> Tensor:
         self._progress.call()
-        out = x.new_empty((self._size, *x.shape))
+        out = x.new_empty((self.size, *x.shape))
         _meet(lambda: self._group._allgather_base(out.view(-1), x.reshape(-1)))
         return out
 
@@ -146,7 +134,7 @@ class TorchRanks:
 
     def abort(self) -> None:
         """Have calls that wait for other ranks fail; any thread may do so."""
-        for each in self._sums:
+        for each in self.sums:
             each.abort()
 
 

@@ -146,8 +146,7 @@ class Drafting:
         return max(seconds, key=rate)
 
     def _trial_width(self, times: StepTimes, seconds: dict[int, float], likely: list[float]) -> int:
-        """The width of a trial that the times speak against: PLAIN, unless some of them are estimates, which only a step shows to
-        be wrong."""
+        """The width of a trial that the times speak against: PLAIN, unless some are estimates, which only a step can refute."""
         count = len(likely)
         unknown = {width: seconds[width] for width in self._widths if not times.is_measured(count, width)}
         if unknown:

@@ -187,8 +187,7 @@ class LineAnswers:
         refuse: Callable[[Request, Exception], Awaitable[Response]],
         is_lost: Callable[[], bool],
     ) -> None:
-        """endpoints: path -> what answers it. refuse: answers where an endpoint raises. is_lost: whether the engine has ended
-        for good."""
+        """endpoints: path -> what answers it. refuse: answers if an endpoint raises. is_lost: the engine has ended for good."""
         self.urls = endpoints
         self.is_lost = is_lost
         self._app = DirectMiddleware(_nothing_there, endpoints, refuse)
