@@ -238,8 +238,10 @@ class FlashAttention3(AttentionBackend):
 
     def num_splits(self, metadata: AttentionMetadata, lengths_hold: bool) -> int:
         """What to ask the library for: 0, its own rule; 1 where it would split no sequence; the most that WORKSPACE holds.
+
         Its plan cuts a sequence that takes one multiprocessor longer than all work takes all of them. Where there is none, the
-        merge of partial results would be launched in vain. lengths_hold: whether the host knows this step's lengths."""
+        merge of partial results would be launched in vain. lengths_hold: whether the host knows this step's lengths.
+        """
         kv_lens, starts = metadata.seq_lens_cpu.long().numpy(), metadata.query_start_loc_cpu.numpy()  # products beyond 2**31
         tiles = -(-(starts[1:] - starts[:-1]) * self.spec.group_size // TILE)
         if lengths_hold and metadata.max_seq_len * self._multiprocessors <= int(tiles @ kv_lens) * self.spec.num_kv_heads:

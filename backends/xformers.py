@@ -246,8 +246,10 @@ def operator_works(name: str) -> Support:
 
 def _refusals(operator: Any, inputs: Any) -> list[str]:
     """The library's objections to a call, without those that do not concern our use of the operator.
+
     A C++ part that does not load makes xformers refuse every operator, and ours do not use it: CUTLASS is torch's own kernel,
-    flash is the package flash-attn's or torch's, split-K is Triton."""
+    flash is the package flash-attn's or torch's, split-K is Triton.
+    """
     return [reason for reason in operator.not_supported_reasons(inputs) if reason != WITHOUT_CPP]
 
 

@@ -27,8 +27,10 @@ _INTERRUPTED: Final = 130  # Exit code by which shells report SIGINT
 
 def main() -> None:
     """Run the command line.
+
     A mistake of the user's and an error of the system (a full disk, a folder in a file's place, too little memory) end with one
-    message and exit code 2, Ctrl-C with 130 or by SIGINT. Only a fault of Headway's own shows a traceback."""
+    message and exit code 2, Ctrl-C with 130 or by SIGINT. Only a fault of Headway's own shows a traceback.
+    """
     open_closed_streams()
     outlive_stderr()
     escape_unencodable(sys.stdout, sys.stderr)

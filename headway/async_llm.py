@@ -64,10 +64,12 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, own_process: bool = False, **_: object) -> Self:
         """Make an AsyncLLM with these options.
+
         own_process: run the engine in a process of its own, as `headway serve` does. Its steps then do not share Python's lock
         with the work for each token here, and a fault that ends that process leaves this one alone. Options and parameters must
         be picklable; `engine`, `driver` and functions as logits processors need a thread. Keywords beside it concern vLLM's
-        processes and reports, and are not read."""
+        processes and reports, and are not read.
+        """
         return cls.over(EngineProcess(partial(driver_of, engine_args)) if own_process else EngineThread(driver_of(engine_args)))
 
     @classmethod
@@ -189,9 +191,12 @@ class AsyncLLM:
 
     def submit(self, request: CheckedRequest, request_id: str | None = None) -> RequestStream:
         """Queue a request that `check` returned, and return the stream of its outputs; call it on an event loop.
+
         The stream must be read to its end or closed; `generate` sees to that.
+
         :raises ConfigError: the id is taken, or a step of the engine makes this call and would wait for itself.
-        :raises EngineDeadError: the engine has ended or is being drained."""
+        :raises EngineDeadError: the engine has ended or is being drained.
+        """
         self.host.check_caller()
         if self._draining:
             raise EngineDeadError("the engine takes no more requests, because it is being drained")

@@ -159,10 +159,13 @@ class LLM(EngineAccess):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> Iterator[tuple[str | int, RequestOutput]]:
         """Complete one prompt, or several at once, and yield an output of each whenever a step has added tokens.
+
         Yields (new text of completion 0, output) for one prompt, and (index of the prompt, output) for a list of them. An output
         holds all completions so far, or what SamplingParams.output_kind says. A request ends where the iterator is closed, and by
         `abort`, between two outputs or from another thread.
-        :raises ConfigError: best_of is larger than n, so that only the end shows which completions are returned."""
+
+        :raises ConfigError: best_of is larger than n, so that only the end shows which completions are returned.
+        """
         requests, progress = self._add(prompts, sampling_params, priority, lora_request, streamed=True)
         one, shown = len(requests) == 1 and is_one(prompts), 0
         with self._ended(requests):
@@ -202,10 +205,13 @@ class LLM(EngineAccess):
         **others: object,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the model's own chat template; the outputs come in their order.
+
         messages: a list of {"role": ..., "content": ...}, or a list of such lists. lora_request: see `generate`.
         continue_final_message: continue the last message instead of answering it. chat_template: replaces the model's. tools,
         chat_template_kwargs: for the template. split_special_tokens: the names of control tokens in messages are text.
-        :raises HeadwayError: the model has no chat template, or a message has another form."""
+
+        :raises HeadwayError: the model has no chat template, or a message has another form.
+        """
         template: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -229,9 +235,12 @@ class LLM(EngineAccess):
         **others: object,
     ) -> list[BeamSearchOutput]:
         """Find the likeliest continuations of prompts; the outputs come in their order.
+
         prompts, lora_request, others: as in `generate`, one adapter for all.
+
         :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a keyword that cannot work, or twice the beam_width is more than max_logprobs."""
+        :raises ConfigError: a keyword that cannot work, or twice the beam_width is more than max_logprobs.
+        """
         check_keywords("LLM.beam_search", others, ("prompts", "params", "use_tqdm", "concurrency_limit"))
         driver, limits = self.driver, self.driver.validator.limits
         wanted = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width)
@@ -275,10 +284,13 @@ class LLM(EngineAccess):
         **others: object,
     ) -> list[ScoringRequestOutput]:
         """Say how well documents fit queries: one output for each document.
+
         data_1: a query for all documents, or one for each. data_2: a document or several. A classifier of one label reads both
         texts; of an embedding model the score is the cosine of their vectors. truncate_prompt_tokens, others: see `embed`.
+
         :raises PromptError: two texts that are too long together.
-        :raises ConfigError: a model that generates, or a parameter that cannot work."""
+        :raises ConfigError: a model that generates, or a parameter that cannot work.
+        """
         check_keywords("LLM.score", others, ("data_1", "data_2", "truncate_prompt_tokens", "use_tqdm"))
         return self.pooling.run(self.pooling.jobs.score(data_1, data_2, truncate_prompt_tokens), use_tqdm)
 
@@ -306,9 +318,12 @@ class LLM(EngineAccess):
         **others: object,
     ) -> list[PoolingRequestOutput]:
         """Give each token of a prompt, or each step of it, what a reward model or a classifier of tokens says.
+
         Each output's data is float32 [tokens, labels], or [steps, labels] of a model that rewards steps. Arguments: see `embed`.
+
         :raises PromptError: an empty or too long prompt; it is found before anything runs.
-        :raises ConfigError: a model that rewards no tokens."""
+        :raises ConfigError: a model that rewards no tokens.
+        """
         check_keywords("LLM.reward", others, ("prompts", "use_tqdm", "pooling_params"))
         return self.pooling.run(
             self.pooling.jobs.reward(prompts, (pooling_params or PoolingParams()).truncate_prompt_tokens), use_tqdm

@@ -77,9 +77,12 @@ class EngineAccess(ABC):
 
     def sleep(self, level: int = 1) -> None:
         """Give the memory of weights and cache back until `wake_up`; requests are refused meanwhile.
+
         level: 1 keeps the weights in the host's memory, 2 reads them from the model's files on waking. The prompts in the cache
         are forgotten. On a GPU, waking captures CUDA graphs anew; on a CPU the weights of level 1 stay where they are.
-        :raises ConfigError: a request is unfinished, the engine has several ranks, or level 2 of quantised weights or experts."""
+
+        :raises ConfigError: a request is unfinished, the engine has several ranks, or level 2 of quantised weights or experts.
+        """
         with self.driver.lock:
             live_model.sleep(self.driver, level)
 
@@ -100,9 +103,12 @@ class EngineAccess(ABC):
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Call a function with the engine's worker, or a method of the worker, between two steps; a list of the one result.
+
         The worker has `model_runner.model.load_weights(pairs of name and tensor)`, `device`, `rank`, `reload_weights`, and the
         methods of the class that worker_extension_cls names. timeout is not read: the call is made in this process.
-        :raises ConfigError: the engine has several ranks, or the worker no such method."""
+
+        :raises ConfigError: the engine has several ranks, or the worker no such method.
+        """
         with self.driver.lock:
             return live_model.collective_rpc(self.driver, method, args, kwargs)
 
@@ -197,10 +203,13 @@ class LLMEngine(EngineAccess):
         **others: object,
     ) -> str:
         """Queue a request; `step` returns its outputs. Returns the id.
+
         prompt, params, lora_request: see LLM.generate. priority: see scheduling_policy. arrival_time is not read: a request
         arrives now. others, positional: arguments of vLLM's; those that ask for something are refused.
+
         :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: the id is taken, or a parameter or a keyword cannot work."""
+        :raises ConfigError: the id is taken, or a parameter or a keyword cannot work.
+        """
         adapters = [each for each in positional if isinstance(each, LoRARequest)]  # vLLM has it after arrival_time
         lora_request = lora_request or next(iter(adapters), None)
         if any(each is not None and not isinstance(each, float | LoRARequest) for each in positional):

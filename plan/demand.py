@@ -109,9 +109,11 @@ class Demand:
 
     def full_load(self, concurrency: int) -> tuple[list[SimulatedRequest], range]:
         """Requests for one replica that always serves this many, and the numbers of those to be measured.
+
         The first ones stand for requests at every stage of their output, so that the replica is in its steady state from the
         beginning: later ones follow one by one, as they do in life, and not all at once. Those with most left come first, so that
-        none ends, and is followed by one to be measured, before all of them have begun."""
+        none ends, and is followed by one to be measured, before all of them have begun.
+        """
         window = max(_LEAST_MEASURED, min(concurrency, _MOST_TOKENS // self.output_len))
         begun = []
         for number in range(concurrency):
@@ -124,9 +126,11 @@ class Demand:
 
     def arrivals(self, replicas: int, count: int) -> list[SimulatedRequest]:
         """The first `count` requests that one replica of a fleet sees; of those of a file, all.
+
         All replicas are alike, so one stands for thousands. Round-robin hands every `replicas`-th request of a Poisson process
         on, which makes the gaps gamma-distributed; prefix-aware routing keeps each beginning on one replica, whose arrivals are a
-        Poisson process again."""
+        Poisson process again.
+        """
         assert self.rate is not None
         if self.given:
             return list(self.given[::replicas])

@@ -118,9 +118,11 @@ class Replica:
         self, requests: Iterable[SimulatedRequest], concurrency: int | None = None, measured: range | None = None
     ) -> Latencies:
         """Serve requests until all that are measured have ended.
+
         requests: in the order of their arrivals. concurrency: a request arrives when an earlier one has ended, so that this many
         are served at any time; their own times of arrival count for nothing. measured: numbers of the requests whose latencies
-        count; None: all. Tokens are counted from the arrival of the first of them to that of the last, where they are not all."""
+        count; None: all. Tokens are counted from the arrival of the first of them to that of the last, where they are not all.
+        """
         coming = deque(requests)
         measured = range(len(coming)) if measured is None else measured
         begin = coming[0].arrival if coming and concurrency is None else 0.0

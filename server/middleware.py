@@ -203,8 +203,10 @@ AUDIO: Final = "/v1/audio/"
 
 def check_json(scope: Any) -> ApiError | None:
     """Check that a body is declared to be JSON; for servers without a key.
+
     A browser lets any page post texts and forms to any address, this machine's included. JSON it sends to another host only
-    where that host has agreed, which this server does to pages of `allowed_origins` alone."""
+    where that host has agreed, which this server does to pages of `allowed_origins` alone.
+    """
     if scope["method"] != "POST" or _is_json(scope):
         return None
     got = _header(scope, b"content-type")[:100]

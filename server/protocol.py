@@ -267,8 +267,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _read_owed_body(self) -> None:
         """Read on with a new parser, which is told of the body alone.
+
         Clients that would rather speak HTTP/2, Java's among them, ask for it in the head of any request (`Upgrade: h2c`), which a
-        server may ignore (RFC 9110, 7.8). But httptools' parser takes the body for another protocol's."""
+        server may ignore (RFC 9110, 7.8). But httptools' parser takes the body for another protocol's.
+        """
         self._owes_body = False
         self._told_again = True
         known = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _BODY_HEADERS)

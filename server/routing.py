@@ -72,8 +72,10 @@ class DirectMiddleware:
 
 def endpoint(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
     """Make a function that calls a bound method as long as somebody else holds the method's object.
+
     FastAPI keeps the endpoints that it has classified in a cache of its module. A bound method there would hold the engine, its
-    weights and its cache after the application is gone."""
+    weights and its cache after the application is gone.
+    """
     held = WeakMethod(method)
 
     async def answer(*arguments: Any, **named: Any) -> Answer:

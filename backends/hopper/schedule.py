@@ -158,7 +158,9 @@ class Problem:
 
 def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, run: int) -> Schedule:
     """Cut every query tile into items of at most `run` key tiles, as even as can be; the longest items come first.
-    Where not even one head's keys fit the L2 cache, items stay sequence by sequence, so that programs side by side share keys."""
+
+    Where not even one head's keys fit the L2 cache, items stay sequence by sequence, so that programs side by side share keys.
+    """
     lengths, seq = rows.lengths, rows.seq
     whole = numpy.zeros((len(seq), ITEM_INTS), dtype=numpy.int32)
     whole[:, 0] = problem.starts[seq]

@@ -132,8 +132,10 @@ def scan_selective(
     chunk: int, inputs: SelectiveOperands, state: Tensor, after: Callable[[int, Tensor], None]
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over J chunks of L / J tokens, all chunks at once, and return the output [n, L, H] and the last state.
+
     Each chunk runs from a state of zeros; what the state before it adds is linear in that state, and is added once it is known.
-    A single chunk begins with its state. state: [n, K, H]; after(j, state): see `scan_chunks`."""
+    A single chunk begins with its state. state: [n, K, H]; after(j, state): see `scan_chunks`.
+    """
     x, dt, B, C = (torch.unflatten(part, 1, (-1, chunk)) for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
     chunks = x.shape[1]
     own = state[:, None].clone() if chunks == 1 else state.new_zeros((state.shape[0], chunks, *state.shape[1:]))  # [n, J, K, H]

@@ -50,9 +50,11 @@ def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
 
 def remembered(history: Tensor, x: Tensor, at: Tensor, from_history: Tensor) -> Tensor:
     """Return the inputs that a convolution's state holds after some tokens, for each of M states.
+
     history: [num_seqs, conv_width - 1, channels], what was remembered before the step; x: [num_tokens, channels];
     at: int64 [M, conv_width - 1], rows of x, or of history seen as [num_seqs * (conv_width - 1), channels] where
-    from_history, bool [M, conv_width - 1], says so. Returns [M, channels, conv_width - 1]."""
+    from_history, bool [M, conv_width - 1], says so. Returns [M, channels, conv_width - 1].
+    """
     flat = at.flatten()
     new = x.index_select(0, flat.clamp(max=x.shape[0] - 1))
     old = history.flatten(0, 1)
@@ -81,8 +83,10 @@ def write_slots(states: Tensor, slots: Tensor, values: Tensor) -> None:
 
 def write_known_later(states: Tensor, slots: Tensor, values: Tensor) -> None:
     """Write values to slots, int [n], where those below 0 write nothing and the host does not know which these are.
+
     A row without a slot writes what the first row with one writes, to the same place; where no row has one, slot 0 is written
-    with what it holds."""
+    with what it holds.
+    """
     rows = slots.shape[0]
     wanted = slots >= 0
     first = wanted.int().argmax()

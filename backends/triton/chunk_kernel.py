@@ -39,8 +39,10 @@ def cut_sequences(
     FENCED: tl.constexpr,  # decode reads the chunks before it waits for the kernels before it
 ):
     """Grid (cdiv(max_chunks, CHUNKS),). Every program makes the whole cut and writes its part of it.
+
     Chunks are as even as sequences allow: each gets one for every `share` tiles that it has, rounded to the nearest, where
-    share is all tiles over num_seqs * splits. One long sequence among short ones is cut often, equal ones `splits` times."""
+    share is all tiles over num_seqs * splits. One long sequence among short ones is cut often, equal ones `splits` times.
+    """
     i = tl.arange(0, SEQS)
     kv_lens = tl.load(seq_lens_ptr + i, mask=i < num_seqs, other=0)
     live = kv_lens > 0

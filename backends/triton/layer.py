@@ -104,8 +104,10 @@ class KernelSetup:
 
 def _row(spec: AttentionSpec) -> tuple[int, int]:
     """How a key row is read: (elements of the first tile, elements of the tile for the rest; 0: there is none).
+
     A value inside the key is a tile of its own, if tiles can be of its length. Else long rows that are no power of two
-    (DeepSeek's 192) take two tiles, since one would be half empty."""
+    (DeepSeek's 192) take two tiles, since one would be half empty.
+    """
     head_dim, value = spec.head_dim, spec.v_head_dim
     if spec.value_in_key and value < head_dim and value == max(triton.next_power_of_2(value), 16):
         return value, max(triton.next_power_of_2(head_dim - value), 16)

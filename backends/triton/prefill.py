@@ -238,8 +238,10 @@ class Prefill:
 
 def rereads(spec: AttentionSpec) -> bool:
     """Whether a prompt without context is read back from the cache.
+
     That of an fp8 cache is, or the answer would depend on how a prompt was cut into chunks; and a batch invariant one, since it
-    depends on all sequences of a step whether the step is PREFILL or EXTEND."""
+    depends on all sequences of a step whether the step is PREFILL or EXTEND.
+    """
     return not spec.dense and (spec.cache_dtype != spec.dtype or spec.batch_invariant)
 
 

@@ -77,10 +77,12 @@ def schedule_tiles(
     causal: bool = True,
 ) -> TileSchedule:
     """Cut a step into query tiles of block_m rows, and their keys into runs of tiles of block_n keys.
+
     starts: [num_seqs + 1], first query token of each sequence, and the end of the last; kv_lens: [num_seqs], 0 marks padding.
     group: query heads per kv head, which are the rows of one token. cut: takes the number of key tiles that each query tile sees;
     returns how many query tiles, from the first of the list, keep all their key tiles, and the most key tiles that one program of
-    the other query tiles reads. causal: see AttentionSpec."""
+    the other query tiles reads. causal: see AttentionSpec.
+    """
     rows = _query_tiles(starts, kv_lens, group, block_m, block_n, window, causal)
     if len(rows) == 0:
         return TileSchedule(rows, 0, 0)
@@ -175,9 +177,11 @@ def expected_us(
     config: DecodeConfig, splits: int, items: int, keys: int, key_bytes: int, rows: int, multiprocessors: int
 ) -> float:
     """Microseconds of a launch, less what is the same for every cut.
+
     A multiprocessor runs `residents` programs at a time. They take their tiles at the rate of the memory, or at that of their own
     latency where they are too few, and near the crossing of the two at neither; the multiprocessor with most programs at no more
-    than its own rate. Fitted on an H200 (docs/kernels.md)."""
+    than its own rate. Fitted on an H200 (docs/kernels.md).
+    """
     tiles = -(-keys // config.block_n)
     each = -(-tiles // splits)
     shared_us = multiprocessors * config.block_n * key_bytes / config.bytes_per_us  # a tile of every multiprocessor at once

@@ -40,8 +40,10 @@ def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl
 @triton.jit
 def peeked_blocks(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """As `block_numbers`, read by an instruction that the software pipeliner does not take for a load.
+
     It would give half of a loop's stages to the block numbers and half to the rows that they address, which leaves too few rows
-    under way. The table lies in the L1 cache after its first use, so that a read at once costs little."""
+    under way. The table lies in the L1 cache after its first use, so that a read at once costs little.
+    """
     if BLOCK_SIZE % BLOCK_N == 0:
         entries = table_ptr + first // BLOCK_SIZE
     elif BLOCK_N % BLOCK_SIZE == 0:  # the same numbers, most of which the loop then need not reckon
@@ -76,8 +78,10 @@ def cached_rows(
     STEP: tl.constexpr = 1,  # stride_block is a multiple of it
 ):
     """Rows [BLOCK_N, BLOCK_D] of a paged key or value.
+
     A mask with a step inside 16 slots would cost a layout with neighbouring slots its 16-byte reads, so such a one is zeroed
-    after it is read; the others are zeroed by the mask itself."""
+    after it is read; the others are zeroed by the mask itself.
+    """
     n = tl.arange(0, BLOCK_N)
     stride_slot = stride_slot // X * X  # changes nothing (x is the innermost axis) but tells the compiler that pieces are aligned
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -119,8 +123,10 @@ def split_rows(
     DOT: tl.constexpr,
 ):
     """Rows [BLOCK_N, BLOCK_D] of a key in pieces of X elements, those of neighbouring slots side by side; no row is masked.
+
     It is read as it lies, [pieces, slots * X], and turned by addressing shared memory. Read row by row, neighbouring threads
-    would take pieces that lie apart, and the reads would reach three quarters of the bandwidth."""
+    would take pieces that lie apart, and the reads would reach three quarters of the bandwidth.
+    """
     piece = tl.arange(0, BLOCK_D // X)
     within = (first % BLOCK_SIZE) // BLOCK_N * BLOCK_N * X
     ptrs = base_ptr + block * stride_block + within + (piece * stride_dim)[:, None] + tl.arange(0, BLOCK_N * X)[None, :]

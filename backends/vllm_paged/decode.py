@@ -249,8 +249,10 @@ def cache_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, bloc
 
 def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write k, v [num_tokens, num_kv_heads, head_dim] to slot_mapping int64 [num_tokens]; -1 is skipped.
+
     One launch, no synchronisation: it can be captured in a CUDA graph. An fp8 cache gets k / k_scale and v / v_scale, saturated.
-    The rows of a head must be contiguous, at addresses that are multiples of 16 bytes."""
+    The rows of a head must be contiguous, at addresses that are multiples of 16 bytes.
+    """
     geometry = cache.geometry
     reshape_and_cache(k, v, cache.key, cache.value, slot_mapping, geometry.block_size, cache.k_scale, cache.v_scale)
 

@@ -14,8 +14,11 @@ _LARGEST: Final = 1_000_000  # Largest number beside a multiplication: `"a" * 10
 
 def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
     """Render a conversation. options: of transformers' apply_chat_template, whose errors come through.
+
     Jinja's sandbox bounds each `range` of a template; nothing bounds its time, nor what nested loops write.
-    :raises PromptError: the template computes with numbers that no text needs, or its macros call each other without end."""
+
+    :raises PromptError: the template computes with numbers that no text needs, or its macros call each other without end.
+    """
     _check_arithmetic(tokenizer.get_chat_template(options.get("chat_template"), options.get("tools")))
     try:
         return str(tokenizer.apply_chat_template(messages, **options, tokenize=False))
@@ -53,8 +56,10 @@ _ANSWER: Final = "wordsofananswer"  # Content of an assistant's message that tem
 
 def token_after_answer(tokenizer: Any, chat_template: str | None = None) -> int | None:
     """Return the control token that a chat template writes after the content of an assistant's message.
+
     In a conversation that ends with the message, or else in one that goes on: some templates end a turn with the next one's
-    beginning. chat_template: the tokenizer's own by default. None if there is no such token, or the template fails."""
+    beginning. chat_template: the tokenizer's own by default. None if there is no such token, or the template fails.
+    """
     template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     controls: dict[str, int] = {

@@ -212,9 +212,12 @@ class EngineLoop:
 
     def step(self) -> list[OutputDelta]:
         """Launch the next step and read the one before it, or the same one without async_scheduling.
+
         Returns what it added to completions that got a token or failed. A backend that raises ends the completions of its step
         with finish_reason "error" and the reason in `error`; the others go on.
-        :raises ExecutorLostError: no step can run any more."""
+
+        :raises ExecutorLostError: no step can run any more.
+        """
         self.clock.begin_step()
         drafting = self.scheduler.drafting  # which guesses from tokens that have been read
         self._read_until(1 if drafting is None or drafting.rests else 0)  # more than one are left only by an interrupt

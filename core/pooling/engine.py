@@ -144,9 +144,12 @@ class PoolingEngine:
     @torch.inference_mode()
     def run(self, texts: Sequence[EncodedText], finished: Callable[[int], None] = lambda count: None) -> list[Tensor]:
         """Return what each text becomes, on the CPU: float32 [size], or [tokens, size] of a text with `each_token`.
+
         texts: each of 1 to `limits.max_model_len` tokens; the answers come in their order.
         finished: called after each batch with its number of texts.
-        :raises BackendError: a backend raised."""
+
+        :raises BackendError: a backend raised.
+        """
         found: dict[int, Tensor] = {}
         in_flight: list[tuple[list[int], Tensor]] = []  # a batch is read after the next one was launched
         for batch in self._batches(texts):

@@ -90,8 +90,10 @@ def torch_filter(logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) 
 
 def verified_filter(candidate: Filter, vocab_size: int, device: torch.device, ahead: CompileAhead | None = None) -> Filter | None:
     """Return the candidate filter if its choices equal those of torch's operations; else None, and the log says why.
+
     Versions of compilers and drivers are many, and a token drawn from the wrong ones goes unnoticed. ahead: context in which the
-    kernels are compiled at the same time."""
+    kernels are compiled at the same time.
+    """
     generator = torch.Generator(device).manual_seed(0)
     logits = 3 * torch.randn(len(_CASES), vocab_size, device=device, generator=generator)
     filters = torch.tensor(_CASES, dtype=torch.float32, device=device).T.contiguous()

@@ -143,9 +143,12 @@ class GrammarCompiler:
 
     def compile(self, form: StructuredOutputsParams, text: str | None = None) -> None:
         """Compile a form, once for equal forms, which takes a millisecond to seconds; `find` then has the grammar.
+
         text: the form in llguidance's notation, where it is known. A form that is not known to be harmless may take the process
         along, unless it was tried: see `GrammarQueue`, which calls this method in threads with large stacks.
-        :raises GrammarError: llguidance cannot compile it, or has no first token for it."""
+
+        :raises GrammarError: llguidance cannot compile it, or has no first token for it.
+        """
         if self.has(form):
             return
         from llguidance import LLMatcher

@@ -89,8 +89,11 @@ _LAZY: Final = r"/(.|\n)*/"
 
 def structural_tag_text(tag: Mapping[str, Any], options: Mapping[str, Any], closed: bool = False) -> str:
     """A structural tag as a grammar in llguidance's notation.
+
     tag: {"format": {...}}, or the older {"structures": [...], "triggers": [...]}. options, closed: see `guidance_json`.
-    :raises ValueError: a part of it is of an unknown type, lacks a field, or holds a pattern that is no regular expression."""
+
+    :raises ValueError: a part of it is of an unknown type, lacks a field, or holds a pattern that is no regular expression.
+    """
     return _TagGrammar(options, closed).text(format_of(tag))
 
 

@@ -21,9 +21,11 @@ ANY_TOKEN = -1
 
 def penalize(logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:
     """Apply the three penalties, as vLLM and OpenAI define them; the first is transformers' too.
+
     logits: float32 [rows, columns], of which the last column belongs to no token. tokens: int64 [rows, length], of which a row's
     first `lens` are its prompt and output, and the first `prompt_lens` of these its prompt. penalties: float32 [rows, 3],
-    repetition, presence and frequency. A row without penalties, 1, 0 and 0, keeps its bits."""
+    repetition, presence and frequency. A row without penalties, 1, 0 and 0, keeps its bits.
+    """
     rows, columns = logits.shape
     positions = torch.arange(tokens.shape[1], device=logits.device)
     inside = positions < lens[:, None]

@@ -212,8 +212,10 @@ LANES = 128
 
 def exponential(keys: Tensor, num_tokens: int, first: int = 0) -> Tensor:
     """Exp(1) numbers, float32 [rows, num_tokens], from counters instead of a generator's state (Salmon et al. 2011).
+
     Each depends on its row's key and its token alone, so that a draw can be repeated, dropped, or made beside others without
-    changing any other. first: token of the first column."""
+    changing any other. first: token of the first column.
+    """
     before, skipped = divmod(first, 4 * LANES)
     groups = -(-(skipped + num_tokens) // (4 * LANES))
     zero = torch.zeros((), dtype=torch.int64, device=keys.device)
@@ -232,8 +234,10 @@ _Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
     """Philox4x32-7 (Salmon et al. 2011): 7 rounds are the fewest that its authors found to pass every test of BigCrush.
+
     A counter gives four numbers with two products of 32 bits a round, which a GPU multiplies at once. Words are int64 from 0 to
-    2^32 - 1, for torch has no arithmetic of uint32; a product wraps around, but the bits that are read of it are right."""
+    2^32 - 1, for torch has no arithmetic of uint32; a product wraps around, but the bits that are read of it are right.
+    """
     (a, b, c, d), (left, right) = counter, key
     for _ in range(7):
         first, third = a * 0xD2511F53, c * 0xCD9E8D57

@@ -39,9 +39,11 @@ def accept_drafts(sampled: Tensor, ids: Tensor, recomputed: Tensor, rows: Tensor
 
 def verify(tokens: Tensor, drafts: Sequence[Sequence[int]]) -> Verified:
     """Compare drafts with the tokens sampled in their positions, without waiting for the device.
+
     tokens: int64 [sum of drafts + 1], row by row. A draw depends on seed and position alone, so a draft that equals what is drawn
     in its position is what would have been drawn without drafts: neither greedy nor drawn tokens change, and no draft is accepted
-    by chance (compare Leviathan et al. 2023, who accept more of them and keep the distribution only)."""
+    by chance (compare Leviathan et al. 2023, who accept more of them and keep the distribution only).
+    """
     most = max(map(len, drafts))
     # One copy: where each row's tokens begin, and its drafts; what fills up a row equals no token.
     starts = torch.tensor([0, *(len(guessed) + 1 for guessed in drafts)])[:-1].cumsum(0)

@@ -66,8 +66,10 @@ class StepTimes:
 
     def of(self, num_seqs: int, widths: Iterable[int], kv_len: int = 1) -> dict[int, float]:
         """Seconds of a step by its width, PLAIN among them; empty where steps of its size without guesses have not been measured.
+
         PLAIN comes first. A width that has not been measured takes as long as a step without guesses, plus the additional time of
-        attention by the crossover table; without a table it counts as equally long until it has been tried."""
+        attention by the crossover table; without a table it counts as equally long until it has been tried.
+        """
         plain = self._measured(num_seqs, PLAIN)
         if plain is None:
             return {}

@@ -121,9 +121,12 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False,
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to fill, which appears as `target` when the block ends without an exception; else nothing is left of it.
+
     Incomplete folders that a killed process has left beside it are removed. Where another process has made `target` meanwhile,
     that one stays.
-    :raises OSError: the folder cannot be made."""
+
+    :raises OSError: the folder cannot be made.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     clean(target.parent)
     part = _part_name(target)

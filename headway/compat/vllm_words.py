@@ -177,9 +177,12 @@ VALUES: Final[Mapping[str, Mapping[object, str]]] = {
 
 def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]:
     """The options of a call in Headway's names: those of vLLM's translated, and those left out that ask for nothing.
+
     An option that is None asks for its default. own: names that Headway has. What is in none of the tables is
     returned as it is, to be refused.
-    :raises ConfigError: an option of vLLM's with a value that Headway has no equal of."""
+
+    :raises ConfigError: an option of vLLM's with a value that Headway has no equal of.
+    """
     kept: dict[str, Any] = {}
     for name, value in options.items():
         if value is None or (name not in own and (name in ANY_VALUE or _is_neutral(name, value))):

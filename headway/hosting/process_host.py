@@ -53,10 +53,13 @@ class EngineProcess(EngineHost):
 
     def __init__(self, make: Callable[[], EngineDriver], spawned: SpawnedEngine | None = None, restarts: int = 0) -> None:
         """Have the child load the model, and wait for that.
+
         make: makes the engine, in the child; `partial(driver_of, args)`. spawned: the child, if it was started already. restarts:
         how often another engine is started.
+
         :raises HeadwayError: anything the caller can put right.
-        :raises EngineDeadError: the process has ended."""
+        :raises EngineDeadError: the process has ended.
+        """
         self._make = make
         self._restarts = self._left = restarts
         self._guard = Lock()  # Protects `error`, `is_restarting`, `_stopped` and `_waiting`

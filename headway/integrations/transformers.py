@@ -252,9 +252,12 @@ def names() -> dict[str, str]:
 
 def register(request: str) -> str:
     """Register a request of Headway's --attn-backend, such as "prefill=hopper,decode=triton"; returns its name.
+
     transformers reserves names that contain "flash", "sdpa" and the like, in small letters alone; each request is therefore
     registered in capitals as well, and that name is returned where the other is reserved.
-    :raises HeadwayError: the request has another form, or names a backend that is not registered."""
+
+    :raises HeadwayError: the request has another form, or names a backend that is not registered.
+    """
     parsed = BackendRequest.parse(request)
     check_names(registry(), {ATTENTION: parsed.names})
     plain, capital = (NAME, NAME) if request == "auto" else (f"{NAME}:{request}", f"{NAME}:{request.upper()}")

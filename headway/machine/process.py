@@ -60,9 +60,11 @@ GIVE_BACK_INTERVAL: Final = 10.0
 
 def freeze_heap() -> None:
     """Exclude every object that is alive now from later garbage collections.
+
     A full collection walks all objects that imports have made, for 60 to 100 ms in the middle of a generation (vLLM's engine
     freezes its heap for the same reason). Objects are still freed with their last reference. Only cycles among those alive now
-    stay until the next call, which collects first: a program that loads one model after the other keeps the remains of one."""
+    stay until the next call, which collects first: a program that loads one model after the other keeps the remains of one.
+    """
     if gc.get_freeze_count():
         gc.unfreeze()
         gc.collect()
@@ -73,8 +75,10 @@ def freeze_heap() -> None:
 
 def give_back() -> None:
     """Have the C library return freed memory to the system, on Linux with glibc; elsewhere nothing happens.
+
     glibc keeps freed pieces that lie between others: activations and compiled products of many sizes leave hundreds of MiB
-    in its arenas, and the thread of the next engine begins another arena. Takes about 0.1 ms for each MiB that is returned."""
+    in its arenas, and the thread of the next engine begins another arena. Takes about 0.1 ms for each MiB that is returned.
+    """
     trim = _malloc_trim()
     if trim is not None and os.environ.get(KEEP) != "1":
         trim(0)
@@ -114,10 +118,12 @@ shape: 256 serve a decoder's four or five shapes at 50 numbers of rows."""
 
 def bound_kernel_caches() -> None:
     """Have torch and oneDNN keep at most CAPACITY compiled products, unless the environment says how many.
+
     One is compiled for each number of rows that a step has, so with 1,024 in each of two caches resident memory grows by
     hundreds of MiB in the first minutes (docs/reliability.md has figures). A product that was dropped is compiled again in less
     than a millisecond. Both libraries read their variable at their first product: in a process that has multiplied
-    before, this changes nothing."""
+    before, this changes nothing.
+    """
     for name in VARIABLES:
         os.environ.setdefault(name, str(CAPACITY))
     log.info("compiled products kept: %s", ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES))
@@ -125,8 +131,10 @@ def bound_kernel_caches() -> None:
 
 def interrupt_command(number: int, frame: FrameType | None) -> None:
     """Handle SIGINT as Python does, but end the process by the signal where modules are being loaded.
+
     A KeyboardInterrupt in the middle of an import becomes another error in C extensions, aborts the process, or is dropped; and
-    nothing is to be saved yet. Shells show both ends as exit code 130."""
+    nothing is to be saved yet. Shells show both ends as exit code 130.
+    """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             signal.signal(number, signal.SIG_DFL)

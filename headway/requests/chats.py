@@ -59,8 +59,11 @@ def text_field(part: Mapping[str, Any], name: str, place: str, optional: bool = 
 
 def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
     """Messages for a template: content that is null becomes empty, arguments of calls objects, and reasoning has both its names.
+
     A developer's messages are the system's where the template does not know developers.
-    :raises PromptError: a message, or a part of one, of the wrong kind; the error names its place."""
+
+    :raises PromptError: a message, or a part of one, of the wrong kind; the error names its place.
+    """
     as_text = _WRITES_TEXT.search(template) is not None
     role = "developer" if "developer" in template else "system"
     return [_prepared(message, f"messages.{number}", as_text, role) for number, message in enumerate(messages)]

@@ -18,10 +18,13 @@ log = logging.getLogger("headway")
 
 def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest: int | None = None) -> RopeConfig:
     """The rotary embedding of a transformers configuration; rare scaled types are computed by transformers.
+
     layer_type: of the layers that it is for, where `rope_parameters` has an entry for each type. longest: tokens of the longest
     sequence, by which `longrope` takes its short or long factors for all positions; None means max_position_embeddings.
+
     :raises ModelError: an impossible base.
-    :raises BeyondDecoderError: a type that changes with the length of the sequence."""
+    :raises BeyondDecoderError: a type that changes with the length of the sequence.
+    """
     parameters = config.rope_parameters or {}
     parameters = parameters if layer_type is None else parameters[layer_type]
     theta = _above_zero(parameters, "rope_theta", 1.0)
@@ -54,9 +57,12 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest
 
 def original_length(config: Any) -> int | None:
     """Tokens up to which `longrope` (Phi-3, Phi-4) takes its short factors; None if no layer has RoPE of this type.
+
     A cache holds keys that were rotated by one set of factors, so one set serves all sequences, whatever their length: the short
     factors if no sequence may be longer than this, else the long ones (as vLLM does).
-    :raises ModelError: the configuration does not say."""
+
+    :raises ModelError: the configuration does not say.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     listed = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
     found = [_above_zero(each, "original_max_position_embeddings") for each in listed if each.get("rope_type") == "longrope"]
@@ -108,8 +114,10 @@ def rope_tables(ropes: tuple[RopeConfig, ...], device: torch.device) -> tuple[to
 
 def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
     """The order of a head's elements in which a rotation of halves of the head rotates halves of its first `rotary_dim` ones.
+
     Queries and keys that are both put in one order have the same products, so that a head that is rotated in part runs on the
-    kernels of a whole one: what is not rotated lies behind each half, where the frequency is 0."""
+    kernels of a whole one: what is not rotated lies behind each half, where the frequency is 0.
+    """
     half, still = rotary_dim // 2, (head_dim - rotary_dim) // 2
     first, second = range(half), range(half, rotary_dim)
     return [*first, *range(rotary_dim, rotary_dim + still), *second, *range(rotary_dim + still, head_dim)]

@@ -49,8 +49,10 @@ class Choices:
 
     def look_up(self, shape: Shape) -> dict[str, Any]:
         """The time of each backend for a step, fastest first, from the measurements that `auto` obeys.
+
         `backends`: those that the engine may use for the step, its usual one first. `ranking` is empty where nothing was
-        measured. `covered`: whether the shape lies within the measured grid; beyond it the nearest measured edge decides."""
+        measured. `covered`: whether the shape lies within the measured grid; beyond it the nearest measured edge decides.
+        """
         shape = as_run(shape, self._device_type)
         costs, candidates = self.selector.costs, self.selector.candidates_for(shape.phase, shape.batch)
         ranking = [] if costs is None else costs.ranking(shape, dict.fromkeys([*candidates, *self._able(shape.phase)]))

@@ -185,8 +185,10 @@ def channel_products(
     K: tl.constexpr,
 ):
     """Products k k^T and q k^T [64, 64] of a chunk whose every channel decays by itself, with exp(sum_i - sum_j) inside.
+
     A decay over many tokens has no inverse in float32. Between blocks of 16 both factors are taken from where the later block
-    begins, so that neither grows; within a block each pair has its own."""
+    begins, so that neither grows; within a block each pair has its own.
+    """
     row = tl.arange(0, 64)
     kk = tl.zeros([64, 64], tl.float32)
     qk = tl.zeros([64, 64], tl.float32)

@@ -77,10 +77,13 @@ def step_heads(
     PDL: tl.constexpr,
 ):
     """Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program keeps a tile [BLOCK_K, BLOCK_V] of a state in registers.
+
     Both products with the state, S^T k and S^T q, are taken of the state as it was read: with decay a, S' = aS + k d^T, so
     S'^T q = S^T (aq) + (k . q) d. Nothing waits for one before the other begins.
+
     The programs of a key head all read its channels' conv state, which may be written in place: each adds 1 to the key head's
-    counter once it has read, and the one that finds itself the last writes, for all."""
+    counter once it has read, and the one that finds itself the last writes, for all.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -176,9 +176,11 @@ class BlockManager:
 
     def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:
         """Give a sequence without pages those that already hold its start. Returns the number of tokens spared.
+
         A prefix must be held in every group. partly: the part of a further page that agrees counts as well; it is noted in
         `seq.prefix_copies` and must be copied before the step that computes the rest; the sequence holds the source until then.
-        At least the last token is left to compute, since its logits are wanted."""
+        At least the last token is left to compute, since its logits are wanted.
+        """
         assert not seq.tables, "a sequence is given its prefix before anything else"
         seq.tables = [PageTable(group.page_size) for group in self.groups]
         hits = self.enable_prefix_caching and not seq.computes_whole_prompt
@@ -210,9 +212,11 @@ class BlockManager:
 
     def attach_pages(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
         """Give a sequence without pages those of its first `length` tokens, and where layers keep states, the slot of one.
+
         Pages that the pool holds are shared; the others are new and returned, for the caller to fill. A last page that is not
         whole, which only a sequence with a state has, and the state are among them, the state being the last. Until the caller
-        sets `num_computed` to length, nothing of the sequence counts as computed. None, and nothing changed: there is no room."""
+        sets `num_computed` to length, nothing of the sequence counts as computed. None, and nothing changed: there is no room.
+        """
         seq.tables = [PageTable(group.page_size) for group in self.groups]
         seq.num_computed = length
         taken: list[int] = []

@@ -70,9 +70,12 @@ def plan_slots(
     pages: bool = True,
 ) -> StateSlots | None:
     """Plan the slots of a model's layers with a state; None: there are no such layers.
+
     memory: bytes that states and pages share; None: what a CPU has to spare. checkpoints: whether there is a prefix cache.
     pages: False if no layer has keys and values, so that states may take all of the memory.
-    :raises ConfigError: the states of max_num_seqs sequences leave less than half of the memory to pages, or do not fit."""
+
+    :raises ConfigError: the states of max_num_seqs sequences leave less than half of the memory to pages, or do not fit.
+    """
     if not layers:
         return None
     size = sum(layout.bytes_per_slot(layer.spec) for layer in layers)

@@ -155,9 +155,11 @@ class PagedAttention:
         states: LayersWithState | None = None,
     ) -> None:
         """writer: of every layer's cache, or one for each, where their layouts differ.
+
         groups: the cache groups of the layers, in the order in which a step's metadata come; none: one of all.
         latents: the latent layers by their numbers; gathering: see `Selector.gathering`. states: the layers that keep a state,
-        whose step is set up apart; None: the model has none."""
+        whose step is set up apart; None: the model has none.
+        """
         self.states = states
         specs = layers.cached
         assert len(specs) == len(caches)

@@ -73,8 +73,10 @@ def attend(
 
 def gathers(view: AttentionMetadata, cached: AttentionSpec, expanded: AttentionSpec) -> bool:
     """Whether an EXTEND is computed sooner with its contexts expanded than absorbed, and their keys and values find room.
+
     Absorbed, a query and a key cost as many products as a latent is long; expanded, fewer, once each key was expanded: the more
-    new tokens, the better. Elements of the latent are those of the absorbed value."""
+    new tokens, the better. Elements of the latent are those of the absorbed value.
+    """
     heads, latent = expanded.num_heads, cached.v_head_dim
     elements = expanded.head_dim + expanded.v_head_dim
     keys = sum(-(-kv_len // view.block_size) * view.block_size for kv_len in view.kv_lens)

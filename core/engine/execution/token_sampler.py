@@ -212,9 +212,11 @@ class TokenSampler:
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> Chosen:
         """Choose a token for each row of logits, [rows, vocab_size] or a rank's part of it.
+
         rows, positions: the sequence of each, and where in it the token will stand. best: tokens that a graph has chosen: as
         `draws` says if drawn, else greedily. drafts: by row, the guesses that a step verifies, for whose logits a row stands more
-        than once."""
+        than once.
+        """
         needs = self._needs_at(rows, positions) & ~self._served
         tokens = best if drawn and best is not None else self.vocabulary.sample(logits, self.draws(rows, positions), best=best)
         if not needs.any():

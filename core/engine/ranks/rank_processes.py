@@ -94,9 +94,12 @@ class RankWatch:
 
     def unless_lost(self, meet: Callable[[], Result]) -> Result:
         """Return what a call returns in which the ranks of a start meet.
+
         It runs in a thread of its own, which is left behind where a rank is lost: until the group is made, nothing can end a
         library's wait for a process that is gone.
-        :raises ExecutorLostError: a rank has ended or failed."""
+
+        :raises ExecutorLostError: a rank has ended or failed.
+        """
         outcome: Future[Result] = Future()
 
         def run() -> None:
@@ -265,9 +268,12 @@ class RankProcesses:
 
     def __init__(self, size: int, module: str, devices: list[str], num_threads: int | None = None) -> None:
         """Start the processes.
+
         size: ranks, rank 0 among them. module: what each process runs, with the arguments of `rank_loop.run_rank`.
         devices: of each rank. num_threads: torch's threads of each; None: torch's own number.
-        :raises OSError: the system starts no more processes."""
+
+        :raises OSError: the system starts no more processes.
+        """
         self.size = size
         self._devices = devices
         self._num_threads = num_threads

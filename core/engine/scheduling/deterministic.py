@@ -41,8 +41,10 @@ def prepare_deterministic(
 
 def pin(source: BackendSource, layers: LayerSpecs, config: EngineConfig) -> BackendRequest:
     """--attn-backend with each auto replaced by one backend, the first by rank in decode that declares to be batch invariant.
+
     PREFILL and EXTEND always get the same one: whether a step of prompts counts as the one or the other depends on what else is
-    in the step. Where no backend will do, the request stays as it is: the selector's refusal has the reasons."""
+    in the step. Where no backend will do, the request stays as it is: the selector's refusal has the reasons.
+    """
     asked = config.backend_request
     if not asked.auto_phases or not layers.cached:
         return asked

@@ -53,10 +53,13 @@ def missing_readers() -> list[str]:
 
 def convert(path: Path) -> Path:
     """Folder with the model's float32 weights and tokenizer; made if it is not there yet (SmolLM2-135M: about 20 s).
+
     The folder appears whole or not at all, so two first starts at once do no harm. One whose files were cut short since is made
     again, and what a killed conversion has left is removed. Each release of transformers has a folder of its own: 5.4 and
     5.5 wrote tokenizers that cut texts in other places.
-    :raises ModelError: no such file, no gguf reader, or a file transformers cannot read."""
+
+    :raises ModelError: no such file, no gguf reader, or a file transformers cannot read.
+    """
     if not path.is_file():
         raise ModelError(f"model {path}: no such file")
     stat = path.stat()

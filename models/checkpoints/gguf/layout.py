@@ -26,8 +26,11 @@ _MOST_AXES = 4
 
 def check_layout(path: Path) -> None:
     """Check that the header of a .gguf file fits the file, and that each tensor has the bytes that its type and shape need.
+
     Reads the header only: what it claims is compared with the bytes that are left before anything is made of it.
-    :raises ModelError: it does not; the message names the key or the tensor, with needed and found bytes."""
+
+    :raises ModelError: it does not; the message names the key or the tensor, with needed and found bytes.
+    """
     with path.open("rb") as file:
         size = path.stat().st_size
         if size < 24 or file.read(4) != _MAGIC:

@@ -21,10 +21,13 @@ _REWARDING: Final = ("ForTokenClassification", "ForRewardModel", "ForProcessRewa
 
 def pooling_task(folder: Path, runner: str = "auto", task: str = "auto") -> PoolingTask | None:
     """Tell for what a model is pooled; None: it generates text.
+
     runner, task: what the user asked for, of RUNNERS and TASKS. auto: a sequence classifier scores; reward models and
     classifiers of tokens reward; an encoder, attention in both directions and the files of sentence-transformers embed;
     everything else generates.
-    :raises ConfigError: runner and task contradict each other."""
+
+    :raises ConfigError: runner and task contradict each other.
+    """
     pools, generates = runner == "pooling", runner == "generate"
     if (generates and task in ("embed", "score", "reward")) or (pools and task == "generate"):
         raise ConfigError("task", f"one that runner={runner} has", task, "leave one of the two out")
