@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -23,85 +24,23 @@ from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
-from headway.tuning.isolated.measure_in_child import CRASHED, HUNG, can_measure_in_child, measure_in_child, third_party_files
+from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.find_table import TunedLayer, find_table, misfits, suffices, tell_left_out, used_table
 from headway.tuning.measure.points import Point, grid
-from headway.tuning.measure.prior_check import Extent, adopt, check_points
+from headway.tuning.measure.prior_check import Extent
 from headway.tuning.measure.run import BLOCK_SIZES, CrossoverOptions, run_kernel_level
-from headway.tuning.measure.self_test import FAILED, owners, plugin_digest
-from headway.tuning.measure.timing import MOST_COMPILING, InterleavedTimer, SharedBudget
-from headway.tuning.table.compare import differences, remarks
+from headway.tuning.measure.self_test import owners, plugin_digest
+from headway.tuning.measure.timing import InterleavedTimer, SharedBudget
 from headway.tuning.table.convert import CORE_PHASE, to_costs
-from headway.tuning.table.files import Prior, TableError, find_prior, read_table, table_folder, table_path
-from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, SpecRecord, StateTable, points
+from headway.tuning.table.files import Prior, TableError, read_table, table_folder, table_path
+from headway.tuning.table.schema import CrossoverTable, SpecRecord
 
 log = logging.getLogger("headway")
-
-Measure = Callable[[Sequence[Point], float, CrossoverTable | None], CrossoverTable | None]
-"""(points, seconds, the table at the path that they are added to, or None for a new one) -> the table; None where nothing could
-be measured."""
-
-
-def prior_for(device: DeviceIdentity, spec: SpecRecord, owners: Mapping[str, tuple[str, str]]) -> Prior | None:
-    """The shipped table of a kind of layer on a kind of device; None where there is none that can be read.
-
-    What was other where it was measured is logged. owners: as in `find_prior`.
-    """
-    try:
-        prior = find_prior(device, spec, owners)
-    except TableError as error:
-        log.warning("shipped table not used: %s", error)
-        return None
-    if prior is not None:
-        differs = f"; it differs in {'; '.join(prior.differs)}" if prior.differs else ""
-        log.info("auto: %s: found the %s%s", spec, prior.record().made, differs)
-    return prior
-
-
-def check_prior(
-    prior: Prior, wanted: Sequence[Point], available: Collection[str], path: Path, budget: float, measure: Measure
-) -> CrossoverTable | None:
-    """Measure a few points of a shipped table, take what agrees with them, and measure the rest as far as time allows.
-
-    wanted: all points of the grid. available: the backends that can run here. path: where the table is kept, each time that
-    `measure` adds to it, too. budget: seconds.
-    """
-    asked = check_points(prior.table, wanted, available)
-    if not asked:
-        log.warning("auto: %s has no times of what can run here: it is not used", prior.path.name)
-        return measure(wanted, budget, None)
-    text = "auto: checking the shipped table for %s at %d points, some seconds, once; --no-autotune does without"
-    log.warning(text, prior.table.spec, len(asked))
-    began = time.perf_counter()
-    here = measure(asked, budget, None)
-    took = time.perf_counter() - began
-    if here is None:
-        return None
-    table = adopt(prior, here, asked, wanted)
-    try:
-        write_json(table, path)
-    except ConfigError as error:
-        log.warning("auto: the crossover table is not kept: %s", error)
-        return table
-    assert table.prior is not None
-    for line in table.prior.disagreed:
-        log.info("auto: the shipped table is not used around %s", line)
-    for line in table.prior.corrected:
-        log.info("auto: the shipped table is corrected around %s", line)
-    known = {cell.point for cell in table.cells}
-    missing = [point for point in wanted if (point.phase, point.case) not in known]
-    taken = len({cell.point for cell in table.cells if cell.prior})
-    log.info("auto: %d points are the shipped table's, %d were measured here, %d lack", taken, len(known) - taken, len(missing))
-    # What is missing of a whole measurement takes its part of the time of one, or all that the check has left.
-    left = max(budget * len(missing) / len(wanted), budget - took)
-    return measure(missing, left, table) if missing else table
-
 
 DEFAULT_BUDGET = {"cpu": 3.0, "cuda": 20.0}
 """Seconds of measuring in a start, by device type."""
 TIMER = InterleavedTimer(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
-_NEEDED_LEVEL = 1
-"""Level of the grid up to which points are needed: a table that lacks one of them is completed at the next start."""
 
 
 @dataclass(frozen=True)
@@ -175,218 +114,121 @@ def tables_for(
     if not table_request.paths and len(available) < 2:
         return None  # nothing to choose from
     named_tables = [(path, table) for path in table_request.paths if (table := _read(path)) is not None]
-    tables = _Tables(registry, available, identify_device(layers.device), table_request, named_tables, compile_ahead)
+    device = identify_device(layers.device)
     if budget is None:
         budget = SharedBudget(0.0 if table_request.paths else table_request.seconds(layers.device), len(layers.counts))
     clean(table_folder())
     found: dict[AttentionSpec, CrossoverTable] = {}
     for spec in layers.counts:
+        wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in layers.phases_of(spec)]
+        layer = RegisteredLayer(SpecRecord.of(spec), device, available, wanted, registry, spec, compile_ahead)
         with budget.part() as seconds:
-            table = tables.find(spec, layers.phases_of(spec), seconds)
+            table = layer.named(named_tables) if table_request.paths else find_table(layer, seconds)
         if table is None:
             return None
         found[spec] = table
     return found
 
 
-def mended(
-    table: CrossoverTable | StateTable, registry: Registry, available: Sequence[str], kind: OperationKind = ATTENTION
-) -> list[str]:
+def mended(table: CrossoverTable, registry: Registry, available: Sequence[str], kind: OperationKind = ATTENTION) -> list[str]:
     """Backends that failed in a table, or in some cell of it, and whose plugin has other files now (and the same version)."""
-    failed = {record.name for record in table.backends if record.available and record.reason}
-    failed |= {cell.backend for cell in table.cells if cell.status in ("error", "incorrect")}
+    failed = {record.name for record in table.kernels if record.available and record.reason}
+    failed |= {cell.kernel for cell in table.cells if cell.status in ("error", "incorrect")}
     digests = {name: plugin_digest(registry, name, kind) for name in available if name in failed}
-    records = {record.name: record for record in table.backends}
+    records = {record.name: record for record in table.kernels}
     return [name for name, digest in digests.items() if digest and digest != records[name].digest]
 
 
 @dataclass(frozen=True)
-class _Tables:
-    """The tables of one start: the one that was named, or those that are kept for this machine."""
+class RegisteredLayer(TunedLayer):
+    """A layer whose kernels are backends of the registry."""
 
     registry: Registry
-    available: Sequence[str]
-    """Names of the backends that can run here."""
-    device: DeviceIdentity
-    request: TableRequest
-    named: Sequence[tuple[Path, CrossoverTable]]
-    """The tables of the request that can be read."""
+    spec: AttentionSpec
     compile_ahead: CompileAhead | None
 
-    def find(self, spec: AttentionSpec, phases: Collection[Phase], budget: float) -> CrossoverTable | None:
-        """The table of a kind of layer, measured or completed where needed and the budget allows; None where there is none.
+    @cached_property
+    def owners(self) -> Mapping[str, tuple[str, str]]:
+        """See `TunedLayer`."""
+        return owners(self.registry)
 
-        phases: those in which layers ask for the spec. budget: seconds that may be measured.
-        """
-        if self.request.paths:
-            return self._named(spec)
-        path = table_path(self.device, SpecRecord.of(spec))
-        table = self._kept(path, spec)
-        wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
-        repaired = mended(table, self.registry, self.available) if table is not None and budget > 0 else []
-        if table is not None and not table.cut_short and not repaired and _suffices(table, wanted, spec.device.type):
-            return self._used(path, table)
-        if table is None:
-            return self._first(spec, wanted, path, budget)
-        if repaired:
-            text = "crossover table %s: %s failed in it, and its plugin's files are others now: it is measured again"
-            log.warning(text, path, ", ".join(repaired))
-        if budget > 0:
-            _announce(spec, budget, None if repaired else table)
-            return self._measure(spec, wanted, path, budget, table, resume=not repaired)
-        return self._used(path, table)
+    def repaired(self, table: CrossoverTable) -> list[str]:
+        """See `TunedLayer`."""
+        return mended(table, self.registry, self.kernels)
 
-    def _first(self, spec: AttentionSpec, wanted: Sequence[Point], path: Path, budget: float) -> CrossoverTable | None:
-        """The table of a kind of layer of which nothing is kept: a shipped one that was checked, or one measured in full."""
-        prior = prior_for(self.device, SpecRecord.of(spec), owners(self.registry))
-        if budget <= 0:
-            if prior is None:
-                return None
-            missed = self._missed(spec, prior.unknown(self.available))
-            if missed:
-                log.info("auto: the shipped table is not used unchecked: %s not in it", ", ".join(missed))
-            return None if missed else prior.unchecked()
-        if prior is not None:
-
-            def measure(points: Sequence[Point], seconds: float, known: CrossoverTable | None) -> CrossoverTable | None:
-                if known is not None:
-                    return self._measure(spec, points, path, seconds, known, resume=True)
-                return self._measure(spec, points, path, seconds, None, resume=False, prior=prior)
-
-            return check_prior(prior, wanted, self.available, path, budget, measure)
-        _announce(spec, budget, None)
-        return self._measure(spec, wanted, path, budget, None, resume=False)
-
-    def _missed(self, spec: AttentionSpec, unknown: Collection[str]) -> list[str]:
-        """Which of the backends that a table does not know a start without a table might choose, by rank."""
-        ranks = [self.registry.rank(spec, phase, self.available) for phase in Phase]
+    def missed(self, unknown: Collection[str]) -> list[str]:
+        """See `TunedLayer`: backends that a start without a table might choose, by rank."""
+        ranks = [self.registry.rank(self.spec, phase, self.kernels) for phase in Phase]
         known = [next((place for place, name in enumerate(rank) if name not in unknown), len(rank)) for rank in ranks]
         return [name for name in unknown if any(rank.index(name) < first for rank, first in zip(ranks, known, strict=True))]
 
-    def _named(self, spec: AttentionSpec) -> CrossoverTable | None:
-        """The first of the tables that the user named that fits a layer; the log says why none does."""
-        refused = [(path, table, self._reasons(table, spec)) for path, table in self.named]
+    def named(self, tables: Sequence[tuple[Path, CrossoverTable]]) -> CrossoverTable | None:
+        """Return the first of the tables that the user named that fits the layer; the log says why none does."""
+        refused = [(path, table, misfits(table, self.device, self.record, self.owners)) for path, table in tables]
         for path, table, reasons in refused:
             if not reasons:
-                return self._used(path, table)
-        kind = SpecRecord.of(spec).kind
-        of_layer = [refusal for refusal in refused if refusal[1].spec.kind == kind]
+                return used_table(self, table, path)
+        of_layer = [refusal for refusal in refused if refusal[1].spec.key == self.record.key]
         for path, _, reasons in of_layer:  # the others are meant for other layers
             log.warning("crossover table %s not used: %s", path, "; ".join(reasons))
         if refused and not of_layer:
             got = " and ".join(f"one for {table.spec}" for _, table, _ in refused)
-            log.warning("auto takes the rank order: crossover_table needs a table for %s, got %s", spec, got)
+            log.warning("auto takes the rank order: crossover_table needs a table for %s, got %s", self.spec, got)
         return None
-
-    def _kept(self, path: Path, spec: AttentionSpec) -> CrossoverTable | None:
-        """The table at a path if it can be used here; the log says why not."""
-        if not os.path.exists(path):  # a folder that may not be read counts as empty
-            return None
-        table = _read(path)
-        if table is None:
-            return None
-        reasons = self._reasons(table, spec)
-        known = {record.name for record in table.backends if record.available}
-        new = [name for name in self.available if name not in known]
-        if new:  # a backend installed since then: the table would never let it be chosen
-            reasons.append(f"backends: {', '.join(new)} not in it")
-        if reasons:
-            log.warning("crossover table %s not used: %s", path, "; ".join(reasons))
-            return None
-        return table
-
-    def _reasons(self, table: CrossoverTable, spec: AttentionSpec) -> list[str]:
-        """Why a table's times are not those of a layer here."""
-        found = differences(table, self.device, SpecRecord.of(spec), owners(self.registry))
-        reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in found]
-        return reasons if table.level == "kernel" else [*reasons, "level: auto needs a table of level kernel"]
-
-    def _used(self, path: Path, table: CrossoverTable) -> CrossoverTable:
-        """A table that is used as it is; the log says what is worth knowing of it."""
-        self._tell_left_out(table, kept=True)
-        for line in remarks(table, self.device, self.available):
-            log.info("crossover table %s: %s", path, line)
-        if table.cut_short:
-            log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
-        return table
-
-    def _tell_left_out(self, table: CrossoverTable, kept: bool = False) -> None:
-        """Log which backends that can run here take no part.
-
-        kept: the table was measured by an earlier start: those that failed are told of at each, those that do not serve the layer
-        once.
-        """
-        for record in table.backends:
-            failed = record.reason.startswith((CRASHED, HUNG, FAILED))
-            if record.name in self.available and not record.usable and (failed or not kept):
-                log.warning("auto leaves out %s: %s", record.name, record.reason)
 
     def _without_missing(self, table: CrossoverTable, path: Path) -> CrossoverTable:
         """A table that is about to be completed, and its file, without the backends that cannot run here any more."""
-        here = set(self.available)
-        if all(record.name in here for record in table.backends):
+        here = set(self.kernels)
+        if all(record.name in here for record in table.kernels):
             return table
-        gone = [f"{record.name} of {record.owner}" for record in table.backends if record.usable and record.name not in here]
+        gone = [f"{record.name} of {record.owner}" for record in table.kernels if record.usable and record.name not in here]
         if gone:  # others have never run here, or have failed
             log.warning("crossover table %s is completed without what is not here any more: %s", path, ", ".join(gone))
-        backends = [record for record in table.backends if record.name in here]
-        cells = [cell for cell in table.cells if cell.backend in here]
-        left = table.model_copy(update={"backends": backends, "cells": cells})
+        backends = [record for record in table.kernels if record.name in here]
+        cells = [cell for cell in table.cells if cell.kernel in here]
+        left = table.model_copy(update={"kernels": backends, "cells": cells})
         write_json(left, path)
         return left
 
-    def _measure(
-        self,
-        spec: AttentionSpec,
-        wanted: Sequence[Point],
-        path: Path,
-        budget: float,
-        old: CrossoverTable | None,
-        *,
-        resume: bool,
-        prior: Prior | None = None,
+    def measure(
+        self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
     ) -> CrossoverTable | None:
-        """Measure a table in `budget` seconds.
-
-        old: the table that is at `path` and fits: it is returned as it is where nothing can be measured. resume: complete it.
-        prior: what the points are to check; None: nothing, and all backends are measured, refined between points.
-        """
+        """See `TunedLayer`."""
+        spec, path = self.spec, table_path(self.device, self.record)
         started = time.perf_counter()
-        layouts = preferred_layouts(self.registry, self.available, spec)
+        layouts = preferred_layouts(self.registry, self.kernels, spec)
         options = CrossoverOptions(
             spec=spec,
-            backends=self.available,
+            backends=self.kernels,
             layouts=layouts,
             grid=wanted,
             turns=TIMER,
-            budget=budget,
+            budget=seconds,
             output=path,
             resume=resume,
             interruptible=False,
-            command=f"autotune {budget:g} s",
+            command=f"autotune {seconds:g} s",
             compile_ahead=self.compile_ahead,
         )
         if prior is not None:
             pairs = [(self.registry.layout(name).layout, size) for size in BLOCK_SIZES for name in layouts]
-            extent = Extent.of(prior.table, pairs, self.available)
+            extent = Extent.of(prior.table, pairs, self.kernels)
             options = replace(options, refine=0, layouts=extent.layouts, block_sizes=extent.block_sizes, given_up=extent.given_up)
         try:
             if resume and old is not None:
                 old = self._without_missing(old, path)
                 # What failed fails again: it is tried when its plugin has another version, or other files.
-                failed = {
-                    record.name: record.reason for record in old.backends if record.name in self.available and record.reason
-                }
+                failed = {record.name: record.reason for record in old.kernels if record.name in self.kernels and record.reason}
                 options = replace(options, excluded=failed)
-            apart = third_party_files(self.registry, self.available) and can_measure_in_child(self.registry, self.available)
+            apart = third_party_files(self.registry, self.kernels) and can_measure_in_child(self.registry, self.kernels)
             table = (measure_in_child if apart else run_kernel_level)(options, self.registry)
         except (HeadwayError, OSError) as error:
             instead = "rank order instead" if old is None else "the old one is used as it is"
             log.warning("auto: no crossover table could be measured, %s: %s", instead, _without_option(error))
             return old
-        self._tell_left_out(table)
+        tell_left_out(self, table)
         log.info("auto: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
-        if not _suffices(table, wanted, spec.device.type):
+        if not suffices(table, replace(self, wanted=wanted)):
             log.info(
                 "auto: the time did not suffice for every point that the choice needs; the next start goes on with the others"
             )
@@ -418,23 +260,3 @@ def _read(path: Path) -> CrossoverTable | None:
     except TableError as error:
         log.warning("crossover table not used: %s", error)
         return None
-
-
-def _suffices(table: CrossoverTable, wanted: Sequence[Point], device_type: str) -> bool:
-    """Return whether later starts measure nothing more: what the choice needs is there, or, on a CPU, some of each phase.
-
-    A CPU's first start measures for its budget and no later one does, however few points a busy machine reached.
-    """
-    measured = {cell.point for cell in table.cells}
-    if device_type == "cpu":
-        return table.complete or {phase for phase, _ in measured} >= {point.phase for point in wanted}
-    needed = [point for point in wanted if point.level <= _NEEDED_LEVEL]
-    return table.complete or all((point.phase, point.case) in measured for point in needed)
-
-
-def _announce(spec: AttentionSpec, budget: float, old: CrossoverTable | None) -> None:
-    lacks = "was cut short" if old is not None and old.cut_short else "lacks others"
-    what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and {lacks}: measuring"
-    compiling = f", and up to {MOST_COMPILING * budget:.0f} s more where kernels must be compiled"
-    text = "auto: %s the attention backends for %s, about %.0f s%s, once; --no-autotune does without"
-    log.warning(text, what, spec, budget, compiling if spec.device.type == "cuda" else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +25,9 @@ from headway.tuning.measure.self_test import owners
 from headway.tuning.measure.state_run import StateOptions, run_state_level
 from headway.tuning.measure.timing import SharedBudget
 from headway.tuning.table.compare import differences
-from headway.tuning.table.convert import to_state_costs
-from headway.tuning.table.files import TableError, read_state_table, state_table_path
-from headway.tuning.table.schema import DeviceIdentity, StateSpecRecord, StateTable
+from headway.tuning.table.convert import to_costs
+from headway.tuning.table.files import TableError, stored_table, table_path
+from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, StateSpecRecord
 
 log = logging.getLogger("headway")
 
@@ -63,7 +62,7 @@ def state_costs_for(
             table = tables.find(spec, seconds)
         if table is None:
             return None
-        found[spec] = to_state_costs(table)
+        found[spec] = to_costs(table)
     return found
 
 
@@ -82,12 +81,12 @@ class _StateTables:
     device: DeviceIdentity
     compile_ahead: CompileAhead | None
 
-    def find(self, spec: StateSpec, budget: float) -> StateTable | None:
+    def find(self, spec: StateSpec, budget: float) -> CrossoverTable | None:
         """The table of a kind of layer, measured or completed where needed and the budget allows; None where there is none.
 
         budget: seconds that may be measured.
         """
-        path = state_table_path(self.device, StateSpecRecord.of(spec))
+        path = table_path(self.device, StateSpecRecord.of(spec))
         clean(path.parent)
         table = self._kept(path, spec)
         if (table is not None and _suffices(table, spec)) or budget <= 0:
@@ -96,24 +95,24 @@ class _StateTables:
             return table
         return self._measure(spec, path, budget, table)
 
-    def _tell_left_out(self, table: StateTable) -> None:
+    def _tell_left_out(self, table: CrossoverTable) -> None:
         """Log which backends that can run here failed when the table was measured, at every start: nothing else says so."""
-        for record in table.backends:
+        for record in table.kernels:
             if record.name in self.available and record.available and record.reason:
                 log.warning("auto leaves out state backend %s: %s", record.name, record.reason)
 
-    def _kept(self, path: Path, spec: StateSpec) -> StateTable | None:
+    def _kept(self, path: Path, spec: StateSpec) -> CrossoverTable | None:
         """The table at a path if it can be used here; the log says why not."""
-        if not os.path.exists(path):  # a folder that may not be read counts as empty
-            return None
         try:
-            table = read_state_table(path)
+            table = stored_table(self.device, StateSpecRecord.of(spec))
         except TableError as error:
             log.warning("table of states not used: %s", error)
             return None
+        if table is None:
+            return None
         found = differences(table, self.device, StateSpecRecord.of(spec), owners(self.registry, STATE))
         reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in found]
-        known = {record.name for record in table.backends if record.available}
+        known = {record.name for record in table.kernels if record.available}
         new = [name for name in self.available if name not in known]
         reasons += [f"backends: {', '.join(new)} not in it"] if new else []
         others = mended(table, self.registry, self.available, STATE)
@@ -122,7 +121,7 @@ class _StateTables:
             log.warning("table of states %s not used: %s", path, "; ".join(reasons))
         return None if reasons else table
 
-    def _measure(self, spec: StateSpec, path: Path, budget: float, old: StateTable | None) -> StateTable | None:
+    def _measure(self, spec: StateSpec, path: Path, budget: float, old: CrossoverTable | None) -> CrossoverTable | None:
         """Measure a table in `budget` seconds, or complete the old one, which is returned where nothing can be measured."""
         log.warning("auto: measuring the state backends for %s, about %.0f s, once; --no-autotune does without", spec, budget)
         started = time.perf_counter()
@@ -137,7 +136,7 @@ class _StateTables:
             compile_ahead=self.compile_ahead,
         )
         if old is not None:  # what failed fails again
-            failed = {record.name: record.reason for record in old.backends if record.available and record.reason}
+            failed = {record.name: record.reason for record in old.kernels if record.available and record.reason}
             options = replace(options, excluded={name: why for name, why in failed.items() if name in self.available})
         names = self.available
         try:
@@ -154,7 +153,7 @@ class _StateTables:
         return table
 
 
-def _suffices(table: StateTable, spec: StateSpec) -> bool:
+def _suffices(table: CrossoverTable, spec: StateSpec) -> bool:
     """Whether a table holds the points that the choice cannot do without."""
     measured = {cell.point for cell in table.cells}
     return table.complete or all(point.key in measured for point in state_grid(spec.device.type) if point.level == 0)

@@ -98,14 +98,13 @@ def _on_gpu(products: Sequence[tuple[Linear, bool]], device: torch.device) -> li
     """Kept times choose, or the rule."""
     from headway.kernels.linear.quantized_ways import QuantizedWays
     from headway.tuning.measure.device import identify_device
-    from headway.tuning.measure.products import obey_kept, obey_shipped
+    from headway.tuning.measure.products import linear_layer
 
     ways = QuantizedWays(device)
     kinds = Counter(kind for linear, gated in products if (kind := ways.kind(linear, linear.dtype, gated)) is not None)
     identity = identify_device(device)
     for kind in kinds:
-        if not obey_kept(kind, identity):
-            obey_shipped(kind, identity)
+        linear_layer(kind, identity).obey(0.0)
     return [
         {
             "product": kind.name,
@@ -282,7 +281,7 @@ def print_explanation(found: Explanation, console: Console, all_backends: bool) 
         where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
         checked = "" if found.prior is None else ", prior, checked here" if found.prior.checked else ", prior, not checked here"
         source = checked if cell.prior or found.prior is None else ", measured here"
-        row = f"{cell.phase}, {_in_words(cell)}, {cell.backend}, {where}: {time}, {cell.status}{source}"
+        row = f"{cell.phase}, {_in_words(cell)}, {cell.kernel}, {where}: {time}, {cell.status}{source}"
         console.print(Text(f"nearest row of the table: {row}"))
         console.print(Text(f"table: {found.table}, {found.age}", "dim"))
     if found.prior is not None:
@@ -376,7 +375,7 @@ def explain(
     from headway.core.select.selection import Workload
     from headway.core.select.selector import Selector
     from headway.tuning.isolated.trial import create_registry
-    from headway.tuning.measure.all_reduce import describe_kept
+    from headway.tuning.measure.all_reduce import describe_sums
 
     if block_size is not None:
         check_block_size(block_size, "--block-size")
@@ -402,7 +401,7 @@ def explain(
         times = None if costs is None else _step_costs(selector, kind, costs)
         found = explanation(selector, registry, spec, shape, len(kind.cached), tables[spec], times)
     states = explain_states(kind.states, registry, state_backend, Workload.parse(workload)) if kind.states else None
-    sums = None if tensor_parallel_size == 1 else describe_kept(kind.device, tensor_parallel_size)
+    sums = None if tensor_parallel_size == 1 else describe_sums(kind.device, tensor_parallel_size)
     if as_json:
         more = {"states": states, "all_reduce": sums}
         plain = {"selection": str(selector.selection)} if found is None else _plain(found)
@@ -436,7 +435,7 @@ def explanation(
     shape = as_run(shape, spec.device.type)
     choice = next(iter(selector.backends_of(shape).values())).name
     chosen = selector.selection
-    failed = {} if table is None else {record.name: record.reason for record in table.backends if record.available}
+    failed = {} if table is None else {record.name: record.reason for record in table.kernels if record.available}
     candidates, able = [], registry.able(spec.device)
     for name in registry.backends:
         support = registry.supports(name, spec, selector.layout_of(spec), chosen.block_size, shape.phase)
@@ -509,7 +508,7 @@ def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> Crosso
 
     if paths:
         tables = [read_table(path) for path in paths]
-        found = next((table for table in tables if table.spec.kind == SpecRecord.of(spec).kind), None)
+        found = next((table for table in tables if table.spec.key == SpecRecord.of(spec).key), None)
         if found is None:
             got = " and ".join(f"one for {table.spec}" for table in tables)
             raise ConfigError("--crossover-table", f"a table for {spec}", got, "say --geometry and --dtype")
@@ -536,7 +535,7 @@ def _unmeasured(name: str, shape: Shape, table: CrossoverTable | None) -> str:
     """Why a backend that could serve a step has no time."""
     if table is None:
         return "no crossover table: headway bench crossover measures one"
-    known = [cell for cell in table.cells if cell.backend == name and cell.phase == _table_phase(shape)]
+    known = [cell for cell in table.cells if cell.kernel == name and cell.phase == _table_phase(shape)]
     reason = next((cell.reason for cell in known if cell.reason and cell.median_us is None), "")
     return f"not measured around here{f' ({reason})' if reason else ''}"
 
@@ -550,7 +549,7 @@ def _nearest(table: CrossoverTable, shape: Shape, name: str, layout: str, block_
     """The measured row nearest to a step, in octaves."""
     phase, places = _table_phase(shape), ((layout, block_size), (None, None))
     rows = [
-        cell for cell in table.cells if (cell.backend, cell.phase) == (name, phase) and (cell.layout, cell.block_size) in places
+        cell for cell in table.cells if (cell.kernel, cell.phase) == (name, phase) and (cell.layout, cell.block_size) in places
     ]
 
     def far(cell: Cell) -> float:

@@ -169,7 +169,7 @@ def diff(
         where = f"{cell.layout} {cell.block_size}" if cell.layout else "any"
         before, after = (f"{us:.1f}" if us is not None else "-" for us in (change.before_us, change.after_us))
         factor = f"{change.factor:.2f}" if change.factor is not None else ""
-        shown.add_row(cell.phase, cell.case, cell.backend, where, before, after, factor, change.status)
+        shown.add_row(cell.phase, cell.case, cell.kernel, where, before, after, factor, change.status)
     if changes:
         console.print(shown)
     console.print(Text(f"{len(changes)} cells differ, of {len(tables[0].cells)} and {len(tables[1].cells)}"))

@@ -31,7 +31,7 @@ def test_the_table_of_a_gpu_has_graphs_and_host_times(registry: Registry) -> Non
     for cell in table.cells:
         assert cell.median_us is not None, cell.reason
         assert cell.relative_error <= cell.tolerance
-        assert cell.graph == (cell.backend == "triton" and cell.phase in ("decode", "verify"))
+        assert cell.graph == (cell.kernel == "triton" and cell.phase in ("decode", "verify"))
         assert cell.graph or cell.status == "dropped" or cell.host_us > 0
 
 

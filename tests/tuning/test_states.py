@@ -32,9 +32,9 @@ from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.isolated.measure_in_child import CRASHED, STATES, measure_in_child
 from headway.tuning.measure.points import StatePoint
 from headway.tuning.measure.state_run import StateOptions, run_state_level
-from headway.tuning.table.convert import to_state_costs
-from headway.tuning.table.files import TableError, read_state_table, read_table, state_table_path, stored_tables
-from headway.tuning.table.schema import StateSpecRecord, StateTable
+from headway.tuning.table.convert import to_costs
+from headway.tuning.table.files import TableError, read_table, stored_tables, table_path
+from headway.tuning.table.schema import CrossoverTable, StateSpecRecord
 from stateful_model import MODELS
 from tables import QUICK, a_device
 
@@ -100,7 +100,7 @@ def registry_of(*backends: object) -> Registry:
     return create_registry(backends, load_entry_points=False)
 
 
-def measure(*backends: type[TorchStates], **changes: Any) -> StateTable:
+def measure(*backends: type[TorchStates], **changes: Any) -> CrossoverTable:
     options = StateOptions(**{"spec": LAYER, "grid": GRID, "turns": QUICK, **changes})
     return run_state_level(options, registry_of(*backends))
 
@@ -111,7 +111,7 @@ def test_every_backend_over_every_layout_is_checked_and_timed() -> None:
     assert len(table.cells) == len(GRID) * 2 * 2
     assert {(cell.status, cell.layout) for cell in table.cells} == {("ok", "key_value"), ("ok", "value_key")}
     assert all(cell.relative_error is not None and cell.relative_error < 2e-5 for cell in table.cells)
-    costs = to_state_costs(table)
+    costs = to_costs(table)
     scan = state_shape(Phase.EXTEND, 1, 70)
     assert costs.at(scan, "twin", "key_value", NO_BLOCKS)[0] > 30_000
     assert StateSelector(registry_of(Twin).states, [LAYER], costs={LAYER: costs}).selection.scan == "torch"
@@ -127,26 +127,26 @@ def test_other_kinds_of_layers_can_be_measured(kind: str) -> None:
 @pytest.mark.parametrize(("backend", "words"), [(Wrong, "relative error 0.001"), (Stray, "relative error inf")])
 def test_a_wrong_backend_takes_no_part(backend: type[TorchStates], words: str) -> None:
     table = measure(backend)
-    record = next(record for record in table.backends if record.name == backend.name)
+    record = next(record for record in table.kernels if record.name == backend.name)
     assert record.reason.startswith(f"self-test, step of {backend.name} over key_value: {words}")
-    assert {cell.backend for cell in table.cells} == {"torch"}
+    assert {cell.kernel for cell in table.cells} == {"torch"}
     with pytest.raises(UnsupportedError, match="a backend that runs and passes its self-test"):
         measure(backend, backends=[backend.name])
 
 
 def test_a_point_at_which_a_backend_fails_has_no_time_and_is_never_chosen() -> None:
     table = measure(FailsLate)
-    late = [cell for cell in table.cells if cell.backend == "late" and cell.verb == "scan"]
+    late = [cell for cell in table.cells if cell.kernel == "late" and cell.phase == "scan"]
     assert {(cell.status, cell.reason) for cell in late} == {("error", "RuntimeError: too long for me")}
-    assert StateSelector(registry_of(FailsLate).states, [LAYER], costs={LAYER: to_state_costs(table)}).selection.scan == "torch"
+    assert StateSelector(registry_of(FailsLate).states, [LAYER], costs={LAYER: to_costs(table)}).selection.scan == "torch"
 
 
 def test_the_first_start_measures_and_the_next_one_reads(caplog: pytest.LogCaptureFixture) -> None:
     registry = registry_of(Twin)
     first = state_costs_for([LAYER] * 3, registry, ALL_AUTO, TableRequest(budget=60))
     assert "measuring the state backends for gated_delta" in caplog.text
-    path = state_table_path(a_device(), StateSpecRecord.of(LAYER))
-    assert read_state_table(path).complete
+    path = table_path(a_device(), StateSpecRecord.of(LAYER))
+    assert read_table(path, "state").complete
     assert stored_tables() == [], "tables of attention are files of their own"
     caplog.clear()
     second = state_costs_for([LAYER], registry, ALL_AUTO, TableRequest(budget=60))
@@ -167,9 +167,9 @@ def test_nothing_is_measured_without_a_budget_a_choice_or_states(cache: Path) ->
 
 
 def test_a_table_that_does_not_fit_is_measured_again(caplog: pytest.LogCaptureFixture) -> None:
-    path = state_table_path(a_device(), StateSpecRecord.of(LAYER))
+    path = table_path(a_device(), StateSpecRecord.of(LAYER))
     path.parent.mkdir(parents=True)
-    for content, word in (("nonsense", "line 1"), ('{"schema": "headway.states/2"}', "newer release")):
+    for content, word in (("nonsense", "line 1"), ('{"schema": "headway.table/2"}', "newer release")):
         path.write_text(content)
         assert state_costs_for([LAYER], registry_of(Twin), ALL_AUTO, TableRequest(budget=0)) is None
         assert word in caplog.text
@@ -177,8 +177,8 @@ def test_a_table_that_does_not_fit_is_measured_again(caplog: pytest.LogCaptureFi
     caplog.clear()
     state_costs_for([LAYER], registry_of(Twin, Bare), ALL_AUTO, TableRequest(budget=60))
     assert "backends: bare not in it" in caplog.text
-    assert "bare" in {cell.backend for cell in read_state_table(path).cells}
-    with pytest.raises(TableError, match=r"needs a file of schema headway\.crossover/1, got line 2: schema 'headway\.states/1'"):
+    assert "bare" in {cell.kernel for cell in read_table(path, "state").cells}
+    with pytest.raises(TableError, match=r"needs a table of attention, got one of state"):
         read_table(path)
 
 
@@ -186,14 +186,14 @@ def test_a_start_that_ran_out_of_time_is_gone_on_with(monkeypatch: pytest.Monkey
     more = [*GRID, StatePoint("scan", 2, 40), StatePoint("step", 3, 1)]
     monkeypatch.setattr(autotune_states, "state_grid", lambda device: more)
     monkeypatch.setattr(autotune_states, "StateOptions", lambda **options: StateOptions(**options, grid=more))
-    path, counts = state_table_path(a_device(), StateSpecRecord.of(LAYER)), []
+    path, counts = table_path(a_device(), StateSpecRecord.of(LAYER)), []
     for _ in range(2):
         state_costs_for([LAYER], registry_of(Twin), ALL_AUTO, TableRequest(budget=1e-9))
-        counts.append(len({cell.point for cell in read_state_table(path).cells}))
+        counts.append(len({cell.point for cell in read_table(path, "state").cells}))
     assert counts[0] == 2, "a point of each verb"
     assert counts[1] > 2
     state_costs_for([LAYER], registry_of(Twin), ALL_AUTO, TableRequest(budget=60))
-    assert read_state_table(path).complete
+    assert read_table(path, "state").complete
 
 
 def test_an_engine_takes_what_was_measured(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,9 +213,9 @@ def test_steps_on_a_gpu_are_replays_of_graphs_and_scans_are_launched() -> None:
     layer = replace(LAYER, key_dim=64, value_dim=64, conv_channels=512, dtype=torch.bfloat16, device=torch.device("cuda"))
     table = measure(spec=layer, compile_ahead=compile_ahead(layer.device))
     assert {cell.status for cell in table.cells} == {"ok"}
-    assert "triton" in {cell.backend for cell in table.cells}
+    assert "triton" in {cell.kernel for cell in table.cells}
     for cell in table.cells:
-        assert cell.graph is (cell.verb == "step")
+        assert cell.graph is (cell.phase == "step")
         assert (cell.host_us is None) is cell.graph
 
 
@@ -240,8 +240,8 @@ def test_a_plugin_that_crashes_ends_its_process_and_no_start(tmp_path: Path) -> 
     registry = create_registry([f"{file}:Filed"], load_entry_points=False)
     options = StateOptions(LAYER, ["filed", "torch"], GRID, QUICK, budget=60.0, output=tmp_path / "states.json")
     table = measure_in_child(options, registry, STATES)
-    reason = {record.name: record.reason for record in table.backends}
+    reason = {record.name: record.reason for record in table.kernels}
     assert reason["filed"].startswith(f"{CRASHED} in scan 1x70")
     assert reason["torch"] == ""
-    assert {cell.backend for cell in table.cells} == {"torch"}
+    assert {cell.kernel for cell in table.cells} == {"torch"}
     assert table.complete

@@ -26,30 +26,27 @@ from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.isolated.trial import CHILD
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
 from headway.tuning.measure.state_run import StateOptions, run_state_level
-from headway.tuning.table.files import read_state_table, read_table
-from headway.tuning.table.schema import CrossoverTable, StateTable
+from headway.tuning.table.files import read_table
+from headway.tuning.table.schema import CRASHED, HUNG, CrossoverTable
 
 log = logging.getLogger("headway")
 
 O = TypeVar("O", CrossoverOptions, StateOptions)
-T = TypeVar("T", CrossoverTable, StateTable)
 
 
 @dataclass(frozen=True)
-class MeasuredKind(Generic[O, T]):
+class MeasuredKind(Generic[O]):
     """One kind of measurement, and whose backends take part in it."""
 
-    run: Callable[..., T]
+    run: Callable[..., CrossoverTable]
     """(options, registry, tell=...) -> table."""
-    read: Callable[[Path], T]
-    """Reads the table that `run` has written."""
     of: OperationKind
     """Whose kernels take part; a child process finds this under its name."""
 
 
-ATTENTION: MeasuredKind[CrossoverOptions, CrossoverTable] = MeasuredKind(run_kernel_level, read_table, operation.ATTENTION)
-STATES: MeasuredKind[StateOptions, StateTable] = MeasuredKind(run_state_level, read_state_table, operation.STATE)
-KINDS: Mapping[str, MeasuredKind[Any, Any]] = {kind.of.name: kind for kind in (ATTENTION, STATES)}
+ATTENTION: MeasuredKind[CrossoverOptions] = MeasuredKind(run_kernel_level, operation.ATTENTION)
+STATES: MeasuredKind[StateOptions] = MeasuredKind(run_state_level, operation.STATE)
+KINDS: Mapping[str, MeasuredKind[Any]] = {kind.of.name: kind for kind in (ATTENTION, STATES)}
 
 
 _START = 120.0
@@ -57,14 +54,12 @@ _START = 120.0
 ANSWER_SECONDS = {"cpu": 15.0, "cuda": 180.0}
 """Seconds that one backend may take at one point. On a GPU all kernels of the grid may be compiled in one go."""
 _DUMP = 'File "'
-CRASHED, HUNG = "crashed the measuring process", "hung the measuring process"
-"""How the reason of a backend begins that ended that process, or gave it no answer."""
 
 
 def third_party_files(
     registry: Registry,
     names: Collection[str],
-    kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
+    kind: MeasuredKind[O] = ATTENTION,  # type: ignore[assignment]
 ) -> dict[str, str]:
     """Map each of some backends that an installed plugin or a file brings to where the plugin's files lie."""
     return {
@@ -79,7 +74,7 @@ def third_party_files(
 def can_measure_in_child(
     registry: Registry,
     names: Collection[str],
-    kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
+    kind: MeasuredKind[O] = ATTENTION,  # type: ignore[assignment]
 ) -> bool:
     """Whether another process finds all of some backends; an object that a program hands in exists in that program alone."""
     entries = registry.of(kind.of).entries
@@ -90,8 +85,8 @@ def can_measure_in_child(
 def measure_in_child(
     options: O,
     registry: Registry,
-    kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
-) -> T:
+    kind: MeasuredKind[O] = ATTENTION,  # type: ignore[assignment]
+) -> CrossoverTable:
     """Run a measurement in a child process, and in another one after each crash, without the backends at fault.
 
     options: with the names of its backends, and the file of its table. kind: what is measured.
@@ -124,7 +119,7 @@ def measure_in_child(
                     answer = child.answer(ANSWER_SECONDS[options.spec.device.type])
             if "error" in answer:
                 raise HeadwayError(str(answer["error"]))
-            return kind.read(output)
+            return read_table(output, kind.of.name)
         except OSError as error:
             raise ConfigError("auto", "a process to measure in", "none", str(error)) from error
         except ChildDied as died:

@@ -38,7 +38,7 @@ def new_cell(point: Point, name: str, pair: tuple[CacheLayout, int] | None, stat
         batch=point.batch,
         query_len=point.query_len,
         kv_len=point.kv_len,
-        backend=name,
+        kernel=name,
         layout=pair[0].name if pair else None,
         block_size=pair[1] if pair else None,
         status=status,  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def wrong_answer(
     """The cell of a backend whose relative error exceeds its tolerance. when: in which run, if not the first."""
     reason = f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}{when}"
     shown = error if math.isfinite(error) else None
-    found = {"relative_error": shown, "tolerance": contender.tolerance, "kernel": contender.kernel}
+    found = {"relative_error": shown, "tolerance": contender.tolerance, "variant": contender.kernel}
     return new_cell(point, name, pair, "incorrect", reason=reason, **found)
 
 
@@ -147,10 +147,10 @@ def measure_point(
         else:
             found, best_us = _measure_pair(point, bench, here, pair, case, GuardedInputs(case, make), expected, best_us)
             cells += found
-            slower = {cell.backend: (cell.median_us or 0.0) / best_us for cell in found if cell.status == "dropped"}
+            slower = {cell.kernel: (cell.median_us or 0.0) / best_us for cell in found if cell.status == "dropped"}
             where = f"times the fastest on {layout.name} {size}"
             hopeless |= {name: f"{factor:.0f} {where}" for name, factor in slower.items() if factor > _HOPELESS}
-            hopeless |= {cell.backend: f"out of memory on {layout.name} {size}" for cell in found if cell.status == "oom"}
+            hopeless |= {cell.kernel: f"out of memory on {layout.name} {size}" for cell in found if cell.status == "oom"}
         large = case is None or case.cache.key.nbytes > _LARGE
         case = None
         if large and bench.spec.device.type == "cuda":
@@ -282,7 +282,7 @@ def _timed(point: Point, runner: _Runner, status: str, timing: Timing, reason: s
         runner.place,
         status,
         reason=reason,
-        kernel=runner.contender.kernel,
+        variant=runner.contender.kernel,
         graph=runner.graph,
         median_us=timing.median_us,
         p20_us=timing.p20_us,

@@ -12,10 +12,12 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import Shape
 from headway.tuning.measure.workloads import AttentionWork, Geometry, make_work
-from headway.tuning.table.convert import CORE_PHASE, VERB_PHASE
-from headway.tuning.table.schema import Cell, PhaseName, PointKey, Verb, points
+from headway.tuning.table.convert import CORE_PHASE
+from headway.tuning.table.schema import Cell, PhaseName, PointKey, points
 
 PHASES: tuple[PhaseName, ...] = ("decode", "prefill", "extend", "verify")
+COUNTED: tuple[PhaseName, ...] = ("rows", "tokens", "bytes")
+"""Phases whose points are one number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,16 @@ class Point:
 
     @property
     def case(self) -> str:
-        """The point as a case of the grammar of headway.core.oracle.cases."""
+        """The point as a case of the grammar of headway.core.oracle.cases; the number of rows, tokens or bytes."""
+        if self.phase in COUNTED or self.mixed:
+            return self.mixed or str(self.batch)
         query, kv = _text(self.query_len), _text(self.kv_len)
-        return self.mixed or (f"{self.batch}q{query}" if self.phase == "prefill" else f"{self.batch}q{query}s{kv}")
+        return f"{self.batch}q{query}" if self.phase == "prefill" else f"{self.batch}q{query}s{kv}"
+
+    @property
+    def key(self) -> PointKey:
+        """What `Cell.point` is."""
+        return self.phase, self.case
 
     @property
     def shape(self) -> Shape:
@@ -80,6 +89,11 @@ class Point:
         """The step that the point stands for."""
         geometry = Geometry.of(spec)
         return make_work("decode" if self.phase in ("decode", "verify") else "prefill", self.case, geometry, spec)
+
+
+def counted_points(phase: PhaseName, counts: Sequence[int]) -> list[Point]:
+    """Return the points of numbers of rows, tokens or bytes."""
+    return [Point(phase, count, 1, 1) for count in counts]
 
 
 def grid(
@@ -200,12 +214,12 @@ def place_of(cell: Cell) -> Coordinates:
 def rival_times(rivals: Sequence[Cell]) -> Times:
     """The times of one point's cells. One without a layout holds over all of them."""
     timed = [(cell, cell.layer_us) for cell in rivals if cell.layer_us is not None]
-    everywhere = {cell.backend: us for cell, us in timed if cell.layout is None}
+    everywhere = {cell.kernel: us for cell, us in timed if cell.layout is None}
     pairs = dict.fromkeys((cell.layout, cell.block_size) for cell, _ in timed)
     if len(pairs) > 1:
         pairs.pop((None, None), None)
     return {
-        pair: everywhere | {cell.backend: us for cell, us in timed if (cell.layout, cell.block_size) == pair} for pair in pairs
+        pair: everywhere | {cell.kernel: us for cell, us in timed if (cell.layout, cell.block_size) == pair} for pair in pairs
     }
 
 
@@ -254,7 +268,7 @@ _CONTEXT = 1024
 class StatePoint:
     """Sequences of equal lengths in one verb."""
 
-    verb: Verb
+    verb: PhaseName
     batch: int
     query_len: int
     """New tokens of each: of a step one, or one and its drafts."""
@@ -264,12 +278,17 @@ class StatePoint:
     @property
     def phase(self) -> Phase:
         """PREFILL for scan, DECODE for step."""
-        return VERB_PHASE[self.verb]
+        return CORE_PHASE[self.verb]
 
     @property
-    def key(self) -> tuple[Verb, int, int]:
-        """What `MeasuredState.point` is."""
-        return self.verb, self.batch, self.query_len
+    def case(self) -> str:
+        """The point as a case of the grammar of headway.core.oracle.cases."""
+        return f"{self.batch}q{self.query_len}"
+
+    @property
+    def key(self) -> PointKey:
+        """What `Cell.point` is."""
+        return self.verb, self.case
 
     @property
     def lens(self) -> list[tuple[int, int]]:
@@ -280,7 +299,7 @@ class StatePoint:
         return f"{self.verb} {self.batch}x{self.query_len}"
 
 
-def _state_points(verb: Verb, *sizes: tuple[int, int, int]) -> list[StatePoint]:
+def _state_points(verb: PhaseName, *sizes: tuple[int, int, int]) -> list[StatePoint]:
     return [StatePoint(verb, batch, query_len, level) for batch, query_len, level in sizes]
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -22,12 +20,11 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
 from headway.core.oracle.cases import Case
 from headway.core.system.json_files import write_json
-from headway.core.system.provenance import Origin
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry
 from headway.tuning.measure import self_test as selftest
 from headway.tuning.measure.contender import run_layer
-from headway.tuning.measure.device import crowding, identify_device
+from headway.tuning.measure.device import crowding, identify_device, new_table
 from headway.tuning.measure.graph_replay import captures, worst_case
 from headway.tuning.measure.measure_point import Bench, Pair, measure_point
 from headway.tuning.measure.points import ROUNDS, Point, grid, midpoints
@@ -170,13 +167,13 @@ def run_kernel_level(
         done = set() if old is None else {cell.point for cell in old.cells}
         if options.compile_ahead is not None:
             first = [point for point in todo if options.budget is None or point.level <= _FIRST]
-            missing = [point for point in first if (point.phase, point.case) not in done]
+            missing = [point for point in first if point.key not in done]
             able = [name for name in names if name not in options.excluded and registry.availability(name)]
             compile_points(missing, bench, able, pairs, options.compile_ahead, options.given_up)
         table = _begin(options, registry, names, pairs, old)
-        takers = [record.name for record in table.backends if record.usable]
+        takers = [record.name for record in table.kernels if record.usable]
         bench.budget.begin()
-        progress.update(task, description="crossover", completed=sum((p.phase, p.case) in done for p in todo))
+        progress.update(task, description="crossover", completed=sum(p.key in done for p in todo))
         search = _Search(bench, takers, pairs, options.given_up)
         try:
             for turn in range(1 + options.refine):
@@ -193,7 +190,7 @@ def run_kernel_level(
                     _save(table, options.output)
                     progress.update(task, advance=1, description=f"{point.phase} {point.case}")
                 measured = {cell.point for cell in table.cells}
-                table.complete = all((point.phase, point.case) in measured for point in todo)
+                table.complete = all(point.key in measured for point in todo)
         except KeyboardInterrupt:
             if options.interruptible:
                 return table
@@ -236,7 +233,7 @@ class _Search:
                     self._pairs = surviving_pairs(cells, self._pairs)
                     found = {phase: losers(cells, phase, self._names) for phase in {cell.phase for cell in cells}}
                     self._dropped = {phase: {**lost, **self._given_up.get(phase, {})} for phase, lost in found.items()}
-            if (point.phase, point.case) in done:
+            if point.key in done:
                 continue
             before = bench.budget.spent
             yield point, measure_point(point, bench, self._names, self._pairs, self._dropped.get(point.phase, {}))
@@ -267,20 +264,9 @@ def _begin(
     graphs = options.spec.device.type == "cuda" and any(
         registry.backend(record.name).captures() for record in records if record.usable
     )
-    table = CrossoverTable(
-        level="kernel",
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=options.command or " ".join(sys.argv),
-        origin=Origin.here(),
-        busy=crowding(),
-        complete=False,
-        device=identify_device(options.spec.device),
-        spec=SpecRecord.of(options.spec),
-        graph_len=options.graph_len if graphs else None,
-        noise=0.0,
-        backends=records,
-        cells=[],
-    )
+    graph_len = options.graph_len if graphs else None
+    table = new_table(SpecRecord.of(options.spec), identify_device(options.spec.device), records, options.command, graph_len)
+    table.busy = crowding()
     return table if old is None else _resumed(table, old, options)
 
 
@@ -302,10 +288,10 @@ def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptio
     :raises UnsupportedError: the old one is of another machine, layer, or set of backends.
     """
     excluded = options.excluded
-    reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.backends})
-    cells = [cell for cell in old.cells if cell.backend not in excluded]
-    before = [record.name for record in old.backends if record.usable and record.name not in excluded]
-    now = [record.name for record in table.backends if record.usable]
+    reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.kernels})
+    cells = [cell for cell in old.cells if cell.kernel not in excluded]
+    before = [record.name for record in old.kernels if record.usable and record.name not in excluded]
+    now = [record.name for record in table.kernels if record.usable]
     if before != now:
         reasons += [Reason("backends", ", ".join(before), ", ".join(now))]
     if reasons:
@@ -357,7 +343,7 @@ def losers(cells: Sequence[Cell], phase: str, names: Sequence[str]) -> dict[str,
     """Backends to drop in a phase, each with the reason; never all of them."""
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for (found, _), rivals in points(cells).items():
-        timed = [(cell.backend, cell.layer_us) for cell in rivals if cell.layer_us is not None]
+        timed = [(cell.kernel, cell.layer_us) for cell in rivals if cell.layer_us is not None]
         if found != phase or not timed:
             continue
         best = min(us for _, us in timed)

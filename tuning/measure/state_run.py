@@ -36,8 +36,9 @@ from headway.tuning.measure.points import StatePoint, state_grid
 from headway.tuning.measure.self_test import record_of, told
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, host_us, on_device
 from headway.tuning.table.compare import differences
-from headway.tuning.table.files import read_state_table
-from headway.tuning.table.schema import MeasuredState, StateSpecRecord, StateTable
+from headway.tuning.table.files import read_table
+from headway.tuning.table.noise import LEAST_DIFFERENCE
+from headway.tuning.table.schema import Cell, CrossoverTable, StateSpecRecord
 
 _SELF_TEST = {
     Phase.PREFILL: ((70, 70), (20, 50), (5, 5)),
@@ -240,7 +241,7 @@ class StateOptions:
 
 def run_state_level(
     options: StateOptions, registry: Registry, console: Console | None = None, tell: Tell = lambda names, point: None
-) -> StateTable:
+) -> CrossoverTable:
     """Measure the grid. What a backend does wrong is in the table, never an exception.
 
     console: where the progress bar goes; None shows none.
@@ -276,7 +277,7 @@ def run_state_level(
     return table
 
 
-def _todo(options: StateOptions, table: StateTable, budget: Budget) -> Iterator[StatePoint]:
+def _todo(options: StateOptions, table: CrossoverTable, budget: Budget) -> Iterator[StatePoint]:
     """The points that a table lacks, until the time is up; at least one of each verb, so that every start gets on."""
     done, slowest = {cell.point for cell in table.cells}, 0.0
     tried = set[str]()
@@ -324,9 +325,9 @@ def _self_tests(contenders: Sequence[StateContender], tests: Mapping[Any, SelfTe
             yield contender.name, f"self-test, {contender}: {why}"
 
 
-def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[StateContender], tell: Tell) -> list[MeasuredState]:
+def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[StateContender], tell: Tell) -> list[Cell]:
     tell(",".join(dict.fromkeys(contender.name for contender in rivals)), str(point))
-    device, cells, ready = options.spec.device, list[MeasuredState](), list[tuple[StateContender, TimedState, float, float]]()
+    device, cells, ready = options.spec.device, list[Cell](), list[tuple[StateContender, TimedState, float, float]]()
     if not rivals:
         return cells
     try:
@@ -371,15 +372,17 @@ def _cell(
     error: float | None = None,
     timing: Timing | None = None,
     options: StateOptions | None = None,
-) -> MeasuredState:
+) -> Cell:
     """What became of one contender. options: the host's times are taken, too."""
     found: dict[str, Any] = {
-        "verb": point.verb,
+        "phase": point.verb,
+        "case": point.case,
         "batch": point.batch,
         "query_len": point.query_len,
-        "backend": contender.name,
+        "kv_len": point.query_len,
+        "kernel": contender.name,
         "layout": contender.layout.name,
-        "convolution": contender.convolution,
+        "variant": f"convolution by {contender.convolution}" if contender.convolution else "",
         "status": status,
         "reason": reason,
         "relative_error": error,
@@ -391,10 +394,10 @@ def _cell(
             device, seconds = options.spec.device, options.turns.host_seconds
             found["plan_us"] = host_us(timed.plan, device, seconds)
             found["host_us"] = host_us(timed.call, device, seconds) if device.type == "cuda" else None
-    return MeasuredState.model_validate(found)
+    return Cell.model_validate(found)
 
 
-def _begin(options: StateOptions, registry: Registry, asked: Sequence[str], wrong: Mapping[str, str]) -> StateTable:
+def _begin(options: StateOptions, registry: Registry, asked: Sequence[str], wrong: Mapping[str, str]) -> CrossoverTable:
     records = []
     for name in asked:
         here = registry.states.availability(name)
@@ -404,7 +407,8 @@ def _begin(options: StateOptions, registry: Registry, asked: Sequence[str], wron
     if not serving:
         reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]
         raise UnsupportedError(f"a table of states for {options.spec}", reasons)
-    table = StateTable(
+    table = CrossoverTable(
+        kind="state",
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=options.command or " ".join(sys.argv),
         origin=Origin.here(),
@@ -412,13 +416,14 @@ def _begin(options: StateOptions, registry: Registry, asked: Sequence[str], wron
         complete=False,
         device=identify_device(options.spec.device),
         spec=StateSpecRecord.of(options.spec),
-        backends=records,
+        noise=LEAST_DIFFERENCE,
+        kernels=records,
         cells=[],
     )
     return _resumed(table, options) if options.resume else table
 
 
-def _resumed(table: StateTable, options: StateOptions) -> StateTable:
+def _resumed(table: CrossoverTable, options: StateOptions) -> CrossoverTable:
     """The new table with the cells of the old one, as far as their backends may still be called.
 
     :raises UnsupportedError: the old one is of another machine or layer.
@@ -426,15 +431,15 @@ def _resumed(table: StateTable, options: StateOptions) -> StateTable:
     path = options.output
     if path is None or not path.exists():
         return table
-    old = read_state_table(path)
-    reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.backends})
+    old = read_table(path, "state")
+    reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.kernels})
     if reasons:
         raise UnsupportedError(f"the table of states {path}", reasons, "measure anew, or into another file")
-    usable = {record.name for record in table.backends if record.usable}
-    table.cells = [cell for cell in old.cells if cell.backend in usable]
+    usable = {record.name for record in table.kernels if record.usable}
+    table.cells = [cell for cell in old.cells if cell.kernel in usable]
     return table
 
 
-def _save(table: StateTable, path: Path | None) -> None:
+def _save(table: CrossoverTable, path: Path | None) -> None:
     if path is not None:
         write_json(table, path)
