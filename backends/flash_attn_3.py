@@ -12,9 +12,10 @@ from torch import Tensor
 
 from headway.backends.flash_attn_3_library import GENERATION, find_library
 from headway.backends.options import Options
-from headway.core.contract.backend import AttentionBackend, GraphLevel, Lengths, StepLimits, fits
+from headway.core.contract.backend import AttentionBackend, Lengths, StepLimits, fits
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import BackendError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec

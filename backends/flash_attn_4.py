@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headway.backends.options import Options
 from headway.backends.varlen import VarlenAttention, VarlenStep
-from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import NHD, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from headway.backends.options import Options
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec

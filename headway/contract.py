@@ -3,10 +3,9 @@
 They change only with `API_VERSION`. `headway.core` and everything else is Headway's own and may change in any release.
 """
 
-from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, GraphLevel, Lengths, Plan, StepLimits
+from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, Lengths, Plan, StepLimits
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.chat_parsers import CallSyntax, ChatContext, ChatParser, ChatParserInfo, ChatPiece, ReasoningSyntax
-from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.errors import (
     BackendError,
     ConfigError,
@@ -17,6 +16,15 @@ from headway.core.contract.errors import (
     UnknownBackendError,
     UnsupportedError,
 )
+from headway.core.contract.experts import (
+    ExpertsCapabilities,
+    ExpertsConfig,
+    ExpertsKernel,
+    ExpertsKernelInfo,
+    ExpertsSpec,
+    ExpertsWeights,
+)
+from headway.core.contract.kernel import GraphLevel, Kernel, KernelInfo, announce_compilation
 from headway.core.contract.layout import (
     HND,
     LATENT,
@@ -29,6 +37,7 @@ from headway.core.contract.layout import (
     LayerCache,
     LayoutInfo,
 )
+from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearKernelInfo, LinearSpec
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, Proposer, ProposerInfo, ProposerOptions, SequenceProposer
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
@@ -37,14 +46,17 @@ from headway.core.contract.state import (
     KEY_VALUE,
     STATE_KINDS,
     VALUE_KEY,
+    StateBackend,
+    StateBackendInfo,
     StateCache,
+    StateCapabilities,
     StateLayout,
     StateMetadata,
     StateParameters,
     StateSpec,
 )
-from headway.core.contract.state_backend import StateBackend, StateBackendInfo, StateCapabilities
 from headway.core.contract.support import YES, Reason, Support
+from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight, WeightFormat
 
 __all__ = [
     "ALL_PHASES",
@@ -66,16 +78,32 @@ __all__ = [
     "ChatPiece",
     "ConfigError",
     "DTYPES",
+    "ExpertsCapabilities",
+    "ExpertsConfig",
+    "ExpertsKernel",
+    "ExpertsKernelInfo",
+    "ExpertsSpec",
+    "ExpertsWeights",
     "FEATURES",
+    "Float4Weight",
+    "Float8Weight",
     "GraphLevel",
     "HND",
     "HeadwayError",
+    "Int4Weight",
+    "Int8Weight",
     "KEY_VALUE",
     "KV_DTYPES",
+    "Kernel",
+    "KernelInfo",
     "LATENT",
     "LayerCache",
     "LayoutInfo",
     "Lengths",
+    "LinearCapabilities",
+    "LinearKernel",
+    "LinearKernelInfo",
+    "LinearSpec",
     "LogitsProcessorInfo",
     "ModelError",
     "NHD",
@@ -105,6 +133,8 @@ __all__ = [
     "UnsupportedError",
     "VALUE_KEY",
     "VLLM_5D",
+    "Weight",
+    "WeightFormat",
     "YES",
     "announce_compilation",
 ]

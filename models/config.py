@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.step.config import Activation, GateActivation, LatentConfig
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.model import StateLayer
 from headway.core.contract.spec import KV_DTYPES, AttentionSpec
 from headway.core.contract.state import KEY_VALUE, StateParameters
@@ -21,7 +22,6 @@ from headway.core.engine.data.groups import PageFormat, page_format
 from headway.core.engine.data.pool import SMALLEST_CHUNK, pool_size, size_text
 from headway.core.engine.data.state_slots import StateSlots, plan_slots
 from headway.core.select.layer_specs import LayerSpecs
-from headway.kernels.experts.config import ExpertsConfig
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.locate import locate
 from headway.models.config import DecoderConfig
@@ -84,7 +84,7 @@ bench/results/h200/experts-vllm.json (70.2 and 108.6 of 128 by 16 and 64 tokens,
 
 
 @dataclass(frozen=True)
-class WeightFormat:
+class WeightPrecision:
     """How the matrices of products and experts are kept; embedding, head, routers and norms stay in the model's element type."""
 
     name: str
@@ -109,19 +109,19 @@ class WeightFormat:
         return self.rate if self.of_experts is None else self.of_experts[1]
 
 
-WEIGHT_FORMATS: Final[Mapping[str, WeightFormat]] = {
+WEIGHT_FORMATS: Final[Mapping[str, WeightPrecision]] = {
     each.name: each
     for each in (
-        WeightFormat("model", None),
-        WeightFormat("fp8", 8, 0.84, "--quantization fp8", of_experts=(8, 0.8)),
-        WeightFormat("int4", 4 + 16 / 128, 0.64, None),
-        WeightFormat("mxfp4", None, 1.0, None, of_experts=(4 + 8 / 32, 0.6)),
+        WeightPrecision("model", None),
+        WeightPrecision("fp8", 8, 0.84, "--quantization fp8", of_experts=(8, 0.8)),
+        WeightPrecision("int4", 4 + 16 / 128, 0.64, None),
+        WeightPrecision("mxfp4", None, 1.0, None, of_experts=(4 + 8 / 32, 0.6)),
     )
 }
 """model: as the checkpoint has them. fp8: a scale a row. int4: groups of 128 with a 16-bit scale. mxfp4: of experts alone."""
 
 
-def weight_format(name: str) -> WeightFormat:
+def weight_format(name: str) -> WeightPrecision:
     """The format of a name.
 
     :raises ConfigError: there is none.
@@ -182,7 +182,7 @@ class RankCosts:
     """Ranks: the tensor-parallel size."""
     layers: LayerSpecs
     """The rank's own; caches have the element type that was asked for."""
-    weights: WeightFormat
+    weights: WeightPrecision
     products: tuple[ProductShape, ...]
     """Products of every token; experts' and the head's are not among them."""
     head: ProductShape
@@ -238,7 +238,7 @@ def rank_costs(
     dtype: torch.dtype,
     size: int = 1,
     kv_cache_dtype: str = "auto",
-    weights: WeightFormat = WEIGHT_FORMATS["model"],
+    weights: WeightPrecision = WEIGHT_FORMATS["model"],
 ) -> RankCosts:
     """The costs of one of `size` ranks: of rank 0, which none has more of. config: of the whole model; dtype: its element type.
 

@@ -18,7 +18,7 @@ from headway.plan.model_costs import (
     EngineLimits,
     EngineMemory,
     RankCosts,
-    WeightFormat,
+    WeightPrecision,
     check_cache_dtype,
     engine_memory,
     rank_costs,
@@ -45,7 +45,7 @@ class Layout:
     size: int
     """Tensor-parallel size: GPUs of the engine."""
     kv_cache_dtype: str
-    weights: WeightFormat
+    weights: WeightPrecision
 
     def __str__(self) -> str:
         cache = "" if self.kv_cache_dtype == "auto" else f", {self.kv_cache_dtype} cache"
@@ -124,7 +124,7 @@ class FleetSearch:
         self._attention = AttentionTimes(self.gpu, self.reached, self.measured)
 
     @staticmethod
-    def layouts(sizes: Sequence[int], caches: Sequence[str], formats: Sequence[WeightFormat]) -> list[Layout]:
+    def layouts(sizes: Sequence[int], caches: Sequence[str], formats: Sequence[WeightPrecision]) -> list[Layout]:
         """All layouts of these tensor-parallel sizes, element types of caches and formats of weights."""
         return [Layout(size, cache, weights) for size in sizes for cache in caches for weights in formats]
 

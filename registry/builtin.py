@@ -18,8 +18,7 @@ from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, Ca
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackendInfo
+from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateBackendInfo, StateLayout, StateSpec
 from headway.core.speculation.proposers import BUILTIN
 from headway.registry.hookspecs import hookimpl
 

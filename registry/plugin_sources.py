@@ -25,8 +25,7 @@ from typing import TypeVar
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
 from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
-from headway.core.contract.state import StateLayout
-from headway.core.contract.state_backend import StateBackend, StateBackendInfo
+from headway.core.contract.state import StateBackend, StateBackendInfo, StateLayout
 from headway.registry.hookspecs import hookimpl
 
 C = TypeVar("C", bound=AttentionBackend | StateBackend)

@@ -31,6 +31,8 @@ class Brought:
     logits_processors: tuple[str, ...] = ()
     state_backends: tuple[str, ...] = ()
     state_layouts: tuple[str, ...] = ()
+    linear_kernels: tuple[str, ...] = ()
+    experts_kernels: tuple[str, ...] = ()
     chat_parsers: tuple[str, ...] = ()
 
 

@@ -14,13 +14,15 @@ import torch
 from headway.core.contract.backend import AttentionBackend, BackendInfo
 from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
+from headway.core.contract.experts import ExpertsKernel
+from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
+from headway.core.contract.linear import LinearKernel
 from headway.core.contract.metadata import Phase
-from headway.core.contract.operation import ATTENTION, STATE, OperationKind
+from headway.core.contract.operation import ATTENTION, EXPERTS, KINDS, LINEAR, STATE, OperationKind
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateBackendInfo
+from headway.core.contract.state import StateBackend, StateBackendInfo, StateLayout, StateSpec
 from headway.core.contract.support import YES, Reason, Support
 from headway.core.system.logs import log_traceback, warn_once
 from headway.registry.plugin_sources import PluginSource
@@ -28,20 +30,19 @@ from headway.registry.records import Brought, PluginFailure, PluginRecord
 from headway.registry.validate import (
     answers_of,
     check_backend_class,
-    check_backend_info,
     check_chat_parser_info,
+    check_experts_class,
+    check_kernel_info,
     check_layout_info,
+    check_linear_class,
     check_processor_info,
     check_proposer_info,
     check_state_backend_class,
     check_state_layout,
 )
 
-I_co = TypeVar("I_co", bound=BackendInfo | StateBackendInfo, covariant=True)
-I = TypeVar("I", bound=BackendInfo | StateBackendInfo)
-B = TypeVar("B", bound=AttentionBackend | StateBackend)
-L = TypeVar("L", bound=LayoutInfo | StateLayout)
-
+B = TypeVar("B", bound=Kernel)
+L = TypeVar("L")
 
 RankHook = Callable[[AttentionSpec | StateSpec, Phase, Sequence[str]], list[str] | None]
 """(layer, phase, candidates) -> the candidates, best first; None leaves it to the next."""
@@ -51,15 +52,15 @@ Failures = Sequence[PluginFailure]
 
 
 @dataclass(frozen=True, slots=True)
-class BackendEntry(Generic[I_co]):
-    """A registered backend and who brought it."""
+class KernelEntry:
+    """A registered kernel and who brought it."""
 
-    info: I_co
+    info: KernelInfo
     owner: str
     """"built-in", or the distribution (or object) that registered it."""
 
 
-class KernelRegistry(Generic[I, B, L]):
+class KernelRegistry(Generic[B, L]):
     """The registered kernels of one kind of operation, and the layouts of what they keep."""
 
     def __init__(
@@ -73,16 +74,16 @@ class KernelRegistry(Generic[I, B, L]):
         self._failures = failures
         self._classes: dict[str, type[B]] = {}
         self._support: dict[str, Support] = {}
-        self.entries: dict[str, BackendEntry[I]] = {}
+        self.entries: dict[str, KernelEntry] = {}
         self.layouts: dict[str, L] = {}
 
-    def check_new(self, infos: Sequence[I], owner: str, where: str) -> None:
+    def check_new(self, infos: Sequence[KernelInfo], owner: str, where: str) -> None:
         """Check what a plugin registers. where: the plugin and its owner, for the error.
 
         :raises PluginError: a field of the wrong kind, or a name that is taken already or given twice.
         """
         for info in infos:
-            check_backend_info(info, where)
+            check_kernel_info(info, self.kind, where)
         names = [info.name for info in infos]
         for name in names:
             known = self.entries.get(name)
@@ -90,9 +91,9 @@ class KernelRegistry(Generic[I, B, L]):
                 taken = known.owner if known else owner
                 raise PluginError(f"{self._word} name {name!r} of {owner} is already taken by {taken}: rename one of them")
 
-    def add(self, infos: Sequence[I], owner: str) -> None:
+    def add(self, infos: Sequence[KernelInfo], owner: str) -> None:
         """Register backends that `check_new` has passed."""
-        self.entries.update({info.name: BackendEntry(info, owner) for info in infos})
+        self.entries.update({info.name: KernelEntry(info, owner) for info in infos})
 
     def backend(self, name: str) -> type[B]:
         """Load a backend's class.
@@ -159,16 +160,17 @@ class KernelRegistry(Generic[I, B, L]):
         """Return the names of those that serve a type of device and can run on this machine."""
         return [name for name in self.meant_for(device_type) if self.able(name, device_type)]
 
-    def supports(self, name: str, spec: AttentionSpec | StateSpec, *where: Any) -> Support:
+    def supports(self, name: str, *asked: Any) -> Support:
         """Return whether a kernel can run here, and if so its own answer about a layer.
 
-        where: the rest of what its class's `supports` takes.
+        asked: what its class's `supports` takes, the layer's spec first.
         """
-        able = self.able(name, spec.device.type)
+        able = self.able(name, asked[0].device.type)
         if not able:
             return able
         try:
-            return _support(self.backend(name).supports(spec, *where), "supports")  # type: ignore[arg-type]
+            kernel: Any = self.backend(name)  # whose `supports` takes what its kind of operation asks
+            return _support(kernel.supports(*asked), "supports")
         except (Exception, SystemExit) as error:
             log_traceback(f"supports() of {self._word} {name}", error)
             return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
@@ -209,6 +211,7 @@ _KINDS: dict[str, type] = {
     "logits_processors": LogitsProcessorInfo,
     "state_layouts": StateLayout,
     "state_backends": StateBackendInfo,
+    "kernels": KernelInfo,
     "chat_parsers": ChatParserInfo,
 }
 """What plugins bring, as the names of hooks and the fields of `Brought` have it -> its type."""
@@ -225,14 +228,21 @@ class Registry:
         self.chat_parsers: dict[tuple[str, str], ChatParserInfo] = {}
         """What a parser reads, and its name -> the parser."""
         self.failures: list[PluginFailure] = []
-        self.attention: KernelRegistry[BackendInfo, AttentionBackend, LayoutInfo] = KernelRegistry(
+        self.attention: KernelRegistry[AttentionBackend, LayoutInfo] = KernelRegistry(
             ATTENTION, check_backend_class, self.rank_hooks, self.failures
         )
-        self.states: KernelRegistry[StateBackendInfo, StateBackend, StateLayout] = KernelRegistry(
+        self.states: KernelRegistry[StateBackend, StateLayout] = KernelRegistry(
             STATE, check_state_backend_class, self.rank_hooks, self.failures
         )
-        self._kinds = (self.attention, self.states)
-        self.backends, self.layouts = self.attention.entries, self.attention.layouts
+        self.linear: KernelRegistry[LinearKernel, None] = KernelRegistry(
+            LINEAR, check_linear_class, self.rank_hooks, self.failures
+        )
+        self.experts: KernelRegistry[ExpertsKernel, None] = KernelRegistry(
+            EXPERTS, check_experts_class, self.rank_hooks, self.failures
+        )
+        self._kinds = (self.attention, self.states, self.linear, self.experts)
+        self.backends = self.attention.entries
+        self.layouts = self.attention.layouts
         self.plugins: list[PluginRecord] = []
         """The installed plugins, those that were left out or not wanted as well, and files that the user named."""
         self.sources: dict[str, PluginSource] = {}
@@ -261,7 +271,7 @@ class Registry:
         self.brought[name] = Brought(hooks, **{kind: tuple(map(_name_of, infos)) for kind, infos in found.items()})
         for kernels in self._kinds:
             kernels.add(found[kernels.kind.kernels], owner)
-            kernels.layouts.update({_name_of(info): info for info in found[kernels.kind.layouts]})
+            kernels.layouts.update({_name_of(info): info for info in found.get(kernels.kind.layouts, ())})
         for kind in ("proposers", "logits_processors"):
             getattr(self, kind).update({_name_of(info): info for info in found[kind]})
         self.chat_parsers.update({(parser.reads, parser.name): parser for parser in found["chat_parsers"]})
@@ -270,6 +280,7 @@ class Registry:
         if not self._manager.get_hookcallers(plugin):
             raise PluginError(f"{where} implements no hook of ours: mark its functions with headway.hookimpl")
         found = {name: self._ask(f"headway_register_{name}", kind, plugin, where) for name, kind in _KINDS.items()}
+        self._sort_kernels(found, where)
         layouts, proposers = found["layouts"], found["proposers"]
         for layout in layouts:
             check_layout_info(layout, where)
@@ -285,7 +296,18 @@ class Registry:
         self._check_proposer_names([each.name for each in proposers], where)
         return found
 
-    def of(self, kind: OperationKind) -> KernelRegistry[Any, Any, Any]:
+    def _sort_kernels(self, found: dict[str, list[Any]], where: str) -> None:
+        """Put what `headway_register_kernels` returned to the other kernels of its kind."""
+        for info in found.pop("kernels"):
+            kind = next((kind for kind in KINDS if isinstance(info, kind.info)), None)
+            if kind is None:
+                need = ", ".join(known.info.__name__ for known in KINDS)
+                raise PluginError(f"{where}: headway_register_kernels() must return {need}, got {type(info).__name__}")
+            found.setdefault(kind.kernels, []).append(info)
+        for kind in KINDS:
+            found.setdefault(kind.kernels, [])
+
+    def of(self, kind: OperationKind) -> KernelRegistry[Any, Any]:
         """Return the kernels of a kind of operation."""
         return next(kernels for kernels in self._kinds if kernels.kind is kind)
 

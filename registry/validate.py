@@ -9,24 +9,25 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, GraphLevel
+from headway.core.contract.backend import API_VERSION, AttentionBackend
 from headway.core.contract.capabilities import FEATURES, Capabilities
 from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo, ReasoningSyntax
 from headway.core.contract.errors import PluginError
+from headway.core.contract.experts import ExpertsKernel
+from headway.core.contract.kernel import GraphLevel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
+from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import ATTENTION, EXPERTS, LINEAR, STATE, OperationKind
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
-from headway.core.contract.state import STATE_KINDS, StateLayout
-from headway.core.contract.state_backend import StateBackend, StateBackendInfo, StateCapabilities
+from headway.core.contract.state import STATE_KINDS, StateBackend, StateCapabilities, StateLayout
+from headway.core.contract.weights import FORMATS
 from headway.core.system.text import shown
 
 C = TypeVar("C", bound=AttentionBackend | StateBackend)
 
 RESERVED = ("auto", "reference")
 """Words with a meaning of their own where a name is asked for."""
-_OLDEST, _OLDEST_STATES = 2, 3
-"""Oldest api_version that is served, of attention backends and of those for layers with a state. What 3 brought, backends for
-2 do without: a layer that needs it is refused for them."""
 _SWITCHES = (
     "value_in_key",
     "dense_prefill",
@@ -78,12 +79,11 @@ def check_proposer_info(info: ProposerInfo, plugin: str) -> None:
         raise PluginError(f"{plugin}: proposer {info.name!r}: ProposerInfo.make must be callable, got {info.make!r}")
 
 
-def check_backend_info(info: BackendInfo | StateBackendInfo, plugin: str) -> None:
+def check_kernel_info(info: KernelInfo, of: OperationKind, plugin: str) -> None:
     """:raises PluginError: an api_version that this contract does not include, or a field of the wrong kind."""
-    kind = type(info).__name__
+    kind, oldest = type(info).__name__, of.oldest
     _check_name(info.name, f"{plugin}: {kind}.name")
-    oldest, where = (_OLDEST_STATES, "state backend") if isinstance(info, StateBackendInfo) else (_OLDEST, "backend")
-    where = f"{plugin}: {where} {info.name!r}"
+    where = f"{plugin}: {of.word} {info.name!r}"
     if type(info.api_version) is not int:
         raise PluginError(f"{where}: {kind}.api_version must be a whole number, as {API_VERSION}, got {info.api_version!r}")
     if not oldest <= info.api_version <= API_VERSION:
@@ -139,7 +139,7 @@ def check_backend_class(loaded: object, name: str, where: str) -> type[Attention
 
     :raises PluginError: no backend class, or one whose claims cannot be read.
     """
-    backend: type[AttentionBackend] = _whole_class(loaded, AttentionBackend, Capabilities, name, where)
+    backend: type[AttentionBackend] = _whole_class(loaded, ATTENTION, name, where)
     _check_claims(backend.capabilities, where)
     _check_methods(backend, AttentionBackend, {"prefill": _PROMPTS, "decode": {Phase.DECODE}}, where)
     _need(_is_options(backend.options), f"{where}: options", "a mapping of texts to texts", backend.options)
@@ -148,13 +148,46 @@ def check_backend_class(loaded: object, name: str, where: str) -> type[Attention
 
 def check_state_backend_class(loaded: object, name: str, where: str) -> type[StateBackend]:
     """Check and return the class that `StateBackendInfo.load` returned; see `check_backend_class`."""
-    backend: type[StateBackend] = _whole_class(loaded, StateBackend, StateCapabilities, name, where)
+    backend: type[StateBackend] = _whole_class(loaded, STATE, name, where)
     _check_state_claims(backend.capabilities, where)
     _check_methods(backend, StateBackend, {"scan": _PROMPTS, "step": {Phase.DECODE}}, where)
     return backend
 
 
-def _whole_class(loaded: Any, base: Any, claims: type, name: str, where: str) -> Any:
+def check_linear_class(loaded: object, name: str, where: str) -> type[LinearKernel]:
+    """Check and return the class that `LinearKernelInfo.load` returned; see `check_backend_class`."""
+    kernel: type[LinearKernel] = _whole_class(loaded, LINEAR, name, where)
+    _check_rules(
+        kernel.capabilities,
+        [
+            *_WEIGHT_RULES,
+            ("group_sizes", lambda found: found is None or _counts(found), _SIZES),
+            ("max_rows", lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any"),
+            ("fused", lambda found: _all_of(found, str, (set, frozenset)) and found <= set(FUSED), f"out of {', '.join(FUSED)}"),
+            *((field, lambda found: isinstance(found, bool), "True or False") for field in ("zeros", "order")),
+        ],
+        where,
+    )
+    return kernel
+
+
+def check_experts_class(loaded: object, name: str, where: str) -> type[ExpertsKernel]:
+    """Check and return the class that `ExpertsKernelInfo.load` returned; see `check_backend_class`."""
+    kernel: type[ExpertsKernel] = _whole_class(loaded, EXPERTS, name, where)
+    _check_rules(
+        kernel.capabilities,
+        [
+            *_WEIGHT_RULES,
+            ("max_tokens", lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any"),
+            *((field, lambda found: isinstance(found, bool), "True or False") for field in ("biases", "ungated", "clamped")),
+        ],
+        where,
+    )
+    return kernel
+
+
+def _whole_class(loaded: Any, kind: OperationKind, name: str, where: str) -> Any:
+    base, claims = kind.kernel, kind.claims
     whole = isinstance(loaded, type) and issubclass(loaded, base)  # a name of its own: mypy must not narrow what was loaded
     if not whole:
         raise PluginError(f"{where}: load() must return a subclass of {base.__name__}, got {loaded!r}")
@@ -162,7 +195,7 @@ def _whole_class(loaded: Any, base: Any, claims: type, name: str, where: str) ->
         missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
         raise PluginError(f"{where}: class {loaded.__name__} lacks {missing}")
     own_name = getattr(loaded, "name", None)
-    _need(own_name == name, f"{where}: name", f"{name!r} as in its {base.__name__.removeprefix('Attention')}Info", own_name)
+    _need(own_name == name, f"{where}: name", f"{name!r} as in its {kind.info.__name__}", own_name)
     own = getattr(loaded, "capabilities", None)
     if not isinstance(own, claims):
         raise PluginError(f"{where}: capabilities must be a {claims.__name__}, got {own!r}")
@@ -174,16 +207,24 @@ def _whole_class(loaded: Any, base: Any, claims: type, name: str, where: str) ->
 
 _Rule = tuple[str, Callable[[Any], bool], str]
 """A field of capabilities, whether its value will do, and what it must be."""
+_DEVICE_RULES: tuple[_Rule, ...] = (
+    ("dtypes", lambda found: _all_of(found, torch.dtype) and bool(found), "a tuple of torch.dtype, not empty"),
+    ("devices", lambda found: _all_of(found, str) and bool(found), 'a tuple of device types such as ("cuda",)'),
+)
 _SHARED_RULES: tuple[_Rule, ...] = (
     ("phases", lambda found: _all_of(found, Phase, (set, frozenset)) and bool(found), "a frozenset of Phase, not empty"),
     ("layouts", lambda found: found is None or bool(found), "not empty, or None for any"),
-    ("dtypes", lambda found: _all_of(found, torch.dtype) and bool(found), "a tuple of torch.dtype, not empty"),
-    ("devices", lambda found: _all_of(found, str) and bool(found), 'a tuple of device types such as ("cuda",)'),
+    *_DEVICE_RULES,
+)
+_WEIGHT_RULES: tuple[_Rule, ...] = (
+    ("formats", lambda found: _all_of(found, str, (set, frozenset)) and bool(found), "a frozenset of texts, not empty"),
+    ("formats", lambda found: found <= set(FORMATS), f"out of {', '.join(FORMATS)}"),
+    *_DEVICE_RULES,
 )
 _SIZES = "a tuple of whole numbers, or None for any"
 
 
-def _check_rules(claims: Capabilities | StateCapabilities, rules: Iterable[_Rule], where: str) -> None:
+def _check_rules(claims: object, rules: Iterable[_Rule], where: str) -> None:
     for field, ok, what in rules:
         value = getattr(claims, field)
         _need(ok(value), f"{where}: capabilities.{field}", what, value)

@@ -18,8 +18,7 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import HND, LATENT, NHD, CacheGeometry, CacheLayout, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackend
+from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateBackend, StateLayout, StateSpec
 from headway.core.engine.data.config import EngineConfig
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
 from headway.core.oracle.cells import CheckCell

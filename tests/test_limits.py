@@ -13,14 +13,14 @@ from source_trees import FOLDERS, ROOT, SOURCES, all_imports, is_kernel, nodes_o
 
 pytestmark = pytest.mark.xdist_group("structure")
 
-FILES, LINES = 512, 102_150
+FILES, LINES = 514, 102_700
 """Of the installed package; the plan is 97,000 lines."""
 BENCH_LINES, TEST_LINES = 9_040, 60_200
 SMALL_WITH_ONE_IMPORTER = 0
 MANY_PARAMETERS = 6
 MIXED_SPLATS = 120
 TUPLES_OF_ATTRIBUTES = 6
-IGNORES = 77
+IGNORES = 70
 PACKAGE = {module: path for module, path in SOURCES.items() if not module.startswith("bench")}
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.contract.spec import AttentionSpec

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import HeadwayError
+from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.operation import STATE
 from headway.core.contract.state import StateSpec
 from headway.core.select.backend_request import BackendRequest

@@ -14,16 +14,16 @@ from torch import Tensor
 from headway.backends.hopper.schedule import Problem, Schedule, choose
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, MAX_GROUP, UNEQUAL, AttentionTile, box_of, tiles_of, variant_of
 from headway.backends.options import Options, count_of
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
-from headway.core.contract.compiled import upload
 from headway.core.contract.errors import BackendError
+from headway.core.contract.kernel import GraphLevel, upload
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
-from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Kernel, Launch, tensor_map
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, CompiledKernel, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.runtime.probe import HALF_DTYPES, capability, has_gpu
 
@@ -40,7 +40,7 @@ class HopperPlan:
 
     dense: bool
     """Whether no sequence has a context: this step's keys and values are all there are."""
-    kernel: Kernel | None
+    kernel: CompiledKernel | None
     """None where there is nothing to do."""
     launch: Launch | None
     box: int
@@ -80,11 +80,11 @@ class HopperKernels:
         self._outgrown: list[Tensor] = []
         blank = bytes(MAP_BYTES)
         self._arguments = Arguments(blank, blank, blank, bytes(ARGUMENTS.size))
-        self._kernels: dict[tuple[AttentionTile, bool], Kernel] = {}
+        self._kernels: dict[tuple[AttentionTile, bool], CompiledKernel] = {}
         self._launches: dict[tuple[AttentionTile, int], Launch] = {}
         self._maps: dict[tuple[object, ...], bytes] = {}
 
-    def kernel(self, tile: AttentionTile, dense: bool) -> Kernel:
+    def kernel(self, tile: AttentionTile, dense: bool) -> CompiledKernel:
         """The compiled kernel for a tile; built first if need be."""
         kernel = self._kernels.get((tile, dense))
         if kernel is None:

@@ -20,14 +20,14 @@ from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import DecodeConfig, architecture
 from headway.backends.triton.decode import Decode, DecodePlan, NewRows
 from headway.backends.triton.layer import KernelSetup, Layer
-from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import Capabilities
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.kernels.runtime.nvrtc.launch import Arguments, Kernel, Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, CompiledKernel, Launch
 from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.runtime.probe import HALF_DTYPES
 from headway.kernels.runtime.triton_launch import Workspace
@@ -186,7 +186,7 @@ class HopperDecode(Decode):
             out.copy_(written)
 
 
-def _kernel(spec: AttentionSpec, block_size: int, blocks: int) -> Kernel:
+def _kernel(spec: AttentionSpec, block_size: int, blocks: int) -> CompiledKernel:
     kernel = load(variant_of(spec, block_size, blocks), "decode", spec.device, ARCH)
     kernel.allow_shared(shared_bytes(spec.head_dim, blocks))
     return kernel

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headway.core.contract.compiled import upload
+from headway.core.contract.kernel import upload
 from headway.core.contract.state import CHECKPOINT_TOKENS, StateMetadata
 
 

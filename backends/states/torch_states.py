@@ -21,19 +21,20 @@ from headway.backends.states.plans import (
     plan_scan,
     plan_step,
 )
-from headway.core.contract.backend import GraphLevel
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import (
     CHECKPOINT_TOKENS,
     MAMBA1,
     STATE_KINDS,
+    StateBackend,
     StateCache,
+    StateCapabilities,
     StateLayout,
     StateMetadata,
     StateParameters,
     StateSpec,
 )
-from headway.core.contract.state_backend import StateBackend, StateCapabilities
 
 
 def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:

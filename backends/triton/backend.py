@@ -16,9 +16,10 @@ from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent_kernel import LatentDecode
 from headway.backends.triton.layer import KernelSetup, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import BackendError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec

@@ -15,7 +15,7 @@ from headway.backends.triton.layer import NO_SCALES, Addressing, KernelSetup, sc
 from headway.backends.triton.merge_kernel import merge_tiles
 from headway.backends.triton.prefill_kernel import varlen_attention
 from headway.backends.triton.splits import RunRule, TileSchedule, schedule_tiles
-from headway.core.contract.compiled import upload
+from headway.core.contract.kernel import upload
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec

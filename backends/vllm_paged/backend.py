@@ -10,8 +10,9 @@ from torch import Tensor
 
 from headway.backends.options import Options, count_of
 from headway.backends.vllm_paged.decode import MAX_WARPS, PagedDecode, PagedDecodePlan
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import FEATURES, Capabilities
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headway.kernels.linear.forms import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, num_bytes
+from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight
+from headway.kernels.linear.forms import QuantizedWeight, num_bytes
 from headway.kernels.linear.linear import Linear, can_pack, reads_as_it_is
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.products import linear_layer

@@ -17,10 +17,10 @@ from torch.nn.functional import linear
 
 from headway.bench.generate.roofline import measure_read_gbps
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.fused import FusedExperts
 from headway.kernels.experts.methods import Method
 from headway.kernels.experts.plain import PlainExperts, Routing, activate

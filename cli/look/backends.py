@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from headway.core.contract.capabilities import Capabilities
-    from headway.core.contract.state_backend import StateCapabilities
+    from headway.core.contract.state import StateCapabilities
     from headway.core.contract.support import Support
-    from headway.registry import BackendEntry, Registry
+    from headway.registry import KernelEntry, Registry
 
 Row = dict[str, Any]
 """A backend as plain data; what is claimed is lacking where its module does not load."""
@@ -61,7 +61,7 @@ def _describe_states(registry: Registry, name: str) -> Row:
     }
 
 
-def _identity(name: str, entry: BackendEntry[Any], available: Support) -> Row:
+def _identity(name: str, entry: KernelEntry, available: Support) -> Row:
     return {
         "name": name,
         "kind": entry.owner,

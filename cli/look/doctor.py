@@ -17,10 +17,10 @@ from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.backend import AttentionBackend
-    from headway.core.contract.state_backend import StateBackend
+    from headway.core.contract.state import StateBackend
     from headway.core.contract.support import Support
     from headway.machine.doctor import Advice, Machine
-    from headway.registry import BackendEntry, Registry
+    from headway.registry import KernelEntry, Registry
 
 _NAME = 16
 """Columns of the names."""
@@ -38,7 +38,7 @@ def doctor(
     from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())
-    entries: list[BackendEntry[Any]] = [*registry.backends.values(), *registry.states.entries.values()]
+    entries: list[KernelEntry] = [*registry.backends.values(), *registry.states.entries.values()]
     names = [library(entry.info.extra) for entry in entries]
     machine = examine(tuple(name for name in dict.fromkeys([*PACKAGES, *names]) if name not in ("", "torch")))
     findings = diagnose(registry, machine)
@@ -76,7 +76,7 @@ def _vllm_library(machine: Machine) -> dict[str, Any]:
 
 
 def _diagnosed(
-    entries: Mapping[str, BackendEntry[Any]],
+    entries: Mapping[str, KernelEntry],
     availability: Callable[[str], Support],
     load: Callable[[str], type[AttentionBackend | StateBackend]],
     machine: Machine,

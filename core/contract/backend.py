@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import ConfigError, PluginError, making
+from headway.core.contract.kernel import GraphLevel, Kernel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -100,19 +100,7 @@ Plan = Any
 B = TypeVar("B")
 
 
-class GraphLevel(IntEnum):
-    """Which steps a backend can run inside a captured CUDA graph."""
-
-    NONE = 0
-    DECODE = 1
-    """One query token per sequence."""
-    UNIFORM = 2
-    """The same number of query tokens in every sequence: drafts, and a single prompt. A prompt is planned by `plan`, replayed at
-    the captured length, and finds its slots and blocks in the metadata's tensors, which a plan must keep as they are."""
-    ANY = 3
-
-
-class AttentionBackend(ABC):
+class AttentionBackend(Kernel):
     """One named way to compute attention over a paged cache; it never sees the engine or its configuration.
 
     A subclass sets `name` and `capabilities` and writes `plan` and one or both of `prefill` and `decode`. The engine makes one
@@ -121,11 +109,8 @@ class AttentionBackend(ABC):
     instance that sets `decode_writes`, `write_and_decode` is called instead, where the step allows it.
     """
 
-    name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
-    graph_level: ClassVar[GraphLevel] = GraphLevel.NONE
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-    """Largest accepted ||out - reference|| / ||reference|| against float64, by dtype."""
     options: ClassVar[Mapping[str, str]] = {}
     """Options a user may set with --attn-opt NAME.key=value: key -> what it does. Others are refused."""
     decode_writes: bool = False
@@ -150,16 +135,6 @@ class AttentionBackend(ABC):
             if key not in cls.options:
                 known = ", ".join(f"{cls.name}.{known}" for known in cls.options) or "none"
                 raise ConfigError("--attn-opt", f"an option of {cls.name} ({known})", f"{cls.name}.{key}")
-
-    @classmethod
-    def available(cls) -> Support:
-        """Return whether the backend can run on this machine: libraries, driver, compiler, device (all probed)."""
-        return YES
-
-    @classmethod
-    def origin(cls) -> str:
-        """Return where the library was found, if the backend searches several places; else an empty string."""
-        return ""
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
@@ -222,7 +197,7 @@ class AttentionBackend(ABC):
         """
         return self.plan(metadata)
 
-    def plan_for_replay(self, plan: Plan, metadata: AttentionMetadata) -> None:  # noqa: B027 -- most have nothing to do
+    def plan_for_replay(self, plan: Plan, metadata: AttentionMetadata) -> None:
         """Bring a captured plan up to date before a replay, where that is more than the static tensors say.
 
         The metadata has the step's own host lengths. What the captured kernels read must be changed in place. Must not wait.
@@ -268,20 +243,10 @@ Backends = Mapping[AttentionSpec, AttentionBackend]
 
 
 @dataclass(frozen=True, slots=True)
-class BackendInfo:
-    """Registration of a backend by a plugin: cheap to list, loaded only when it is used."""
+class BackendInfo(KernelInfo):
+    """Registration of a backend by a plugin."""
 
-    name: str
-    summary: str
-    """One line for the table."""
-    load: Callable[[], type[AttentionBackend]]
-    """Imports the kernel library; may raise ImportError."""
-    extra: str = ""
-    """What to install for the library: an extra of headway or a package."""
-    devices: tuple[str, ...] = field(default=(), kw_only=True)
-    """Types of device that it runs on; empty: its class says so. A start on another type then need not import it."""
-    api_version: int = field(kw_only=True)
-    """Version of the contract the backend was written for, as a number: a constant of ours would agree with any release."""
+    kind: ClassVar[str] = "attention"
 
 
 def make_backend(

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.compiled import Packed
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.kernel import Packed
 
 BlockTables = Sequence[Sequence[int] | NDArray[numpy.int32]] | NDArray[numpy.int32]
 """For each sequence its physical blocks; or int32 [num_seqs, max_blocks], with 0 past those of a sequence."""

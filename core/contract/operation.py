@@ -1,4 +1,4 @@
-"""Kinds of operations: for each of them kernels are registered, measured and chosen in the same way."""
+"""Kinds of operations: for each of them kernels are registered, checked, measured and chosen in the same way."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from headway.core.contract.backend import AttentionBackend, BackendInfo
-from headway.core.contract.state_backend import StateBackend, StateBackendInfo
+from headway.core.contract.capabilities import Capabilities
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.experts import ExpertsCapabilities, ExpertsKernel, ExpertsKernelInfo
+from headway.core.contract.kernel import Kernel, KernelInfo
+from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearKernelInfo
+from headway.core.contract.state import StateBackend, StateBackendInfo, StateCapabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,21 +21,60 @@ class OperationKind:
     name: str
     word: str
     """What users call one of its kernels."""
-    kernel: type
+    kernel: type[Kernel]
     """Base class of its kernels."""
-    info: type
+    info: type[KernelInfo]
     """What a plugin registers of a kernel."""
+    claims: type
+    """Type of a kernel's capabilities."""
+    oldest: int
+    """Oldest api_version that is served. What later ones brought, a kernel does without: a layer that needs it is refused."""
     kernels: str
-    """The kernels in the name of the hook headway_register_..., and the field of `Brought`."""
-    layouts: str
-    """Likewise, the layouts of what the kernels keep from step to step."""
-    rank_hook: str
-    """The hook that orders kernels which nobody has measured."""
+    """The field of `Brought` with the kernels' names; with a hook headway_register_... of that name, where there is one."""
+    layouts: str = ""
+    """Likewise, the layouts of what the kernels keep from step to step; empty: they keep nothing."""
+    rank_hook: str = ""
+    """The hook that orders kernels which nobody has measured; empty: the order of registration does."""
 
 
 ATTENTION: Final = OperationKind(
-    "attention", "backend", AttentionBackend, BackendInfo, "backends", "layouts", "headway_rank_backends"
+    "attention",
+    "backend",
+    AttentionBackend,
+    BackendInfo,
+    Capabilities,
+    oldest=2,
+    kernels="backends",
+    layouts="layouts",
+    rank_hook="headway_rank_backends",
 )
 STATE: Final = OperationKind(
-    "state", "state backend", StateBackend, StateBackendInfo, "state_backends", "state_layouts", "headway_rank_state_backends"
+    "state",
+    "state backend",
+    StateBackend,
+    StateBackendInfo,
+    StateCapabilities,
+    oldest=3,
+    kernels="state_backends",
+    layouts="state_layouts",
+    rank_hook="headway_rank_state_backends",
 )
+LINEAR: Final = OperationKind(
+    "linear", "linear kernel", LinearKernel, LinearKernelInfo, LinearCapabilities, oldest=3, kernels="linear_kernels"
+)
+EXPERTS: Final = OperationKind(
+    "experts", "experts kernel", ExpertsKernel, ExpertsKernelInfo, ExpertsCapabilities, oldest=3, kernels="experts_kernels"
+)
+KINDS: Final = (ATTENTION, STATE, LINEAR, EXPERTS)
+"""The kinds whose kernels plugins bring."""
+
+
+def kind_of(name: str, option: str = "kind") -> OperationKind:
+    """Return a kind by its name.
+
+    :raises ConfigError: there is no such kind.
+    """
+    for kind in KINDS:
+        if kind.name == name:
+            return kind
+    raise ConfigError(option, f"one of {', '.join(kind.name for kind in KINDS)}", repr(name))

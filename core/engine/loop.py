@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.model import Model, embedding_size, state_layers
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer

@@ -17,13 +17,13 @@ from headway.core.contract.state import (
     LIGHTNING,
     MAMBA1,
     MAMBA2,
+    StateBackend,
     StateCache,
     StateLayout,
     StateMetadata,
     StateParameters,
     StateSpec,
 )
-from headway.core.contract.state_backend import StateBackend
 from headway.core.oracle.cells import Finding
 
 REGIMES = ("mild", "strong", "faint")

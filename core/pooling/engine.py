@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import Backends, Plan, StepLimits, fits, powers
-from headway.core.contract.compiled import upload
 from headway.core.contract.errors import HeadwayError
+from headway.core.contract.kernel import upload
 from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Attention, AttentionFunctions

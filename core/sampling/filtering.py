@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.kernel import CompileAhead
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import NOT_A_TOKEN, Filter, draw
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.compiled import upload
+from headway.core.contract.kernel import upload
 from headway.core.sampling.filtering import NO_FILTER, TokenFilter, keep_above, keep_top
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import OF_HISTORY, Need, scale_of

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.compiled import upload
+from headway.core.contract.kernel import upload
 from headway.core.contract.ranks import Ranks
 from headway.core.sampling.logprobs import Scores, score
 from headway.core.sampling.sampler import (

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.compiled import upload
+from headway.core.contract.kernel import upload
 from headway.core.sampling.logprobs import Scores, score
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.verification import AcceptDrafts, accept_drafts

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headway.core.contract.compiled import upload
+from headway.core.contract.kernel import upload
 
 
 class Verified(NamedTuple):

@@ -10,8 +10,16 @@ from torch import Tensor
 
 from headway.core.contract.backend import Plan
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateBackends, make_state_backend
+from headway.core.contract.state import (
+    StateBackend,
+    StateBackends,
+    StateCache,
+    StateLayout,
+    StateMetadata,
+    StateParameters,
+    StateSpec,
+    make_state_backend,
+)
 from headway.core.contract.support import Reason, Support
 
 

@@ -192,7 +192,7 @@ GRAPH = (
 def trace_gpu(model: str) -> Calls:
     """Return the calls of a request in captured steps, and those within a step, on a GPU that is not there."""
     sys.path[:0] = map(str, (ROOT / "tests" / "support").glob("*/"))
-    from headway.core.contract.backend import GraphLevel
+    from headway.core.contract.kernel import GraphLevel
     from headway.testing.broken.attention import PlainBackend
 
     class Captured(PlainBackend):

@@ -53,7 +53,7 @@ from headway.tuning.measure.timing import SharedBudget
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headway.core.contract.compiled import CompileAhead
+    from headway.core.contract.kernel import CompileAhead
     from headway.core.contract.spec import AttentionSpec
     from headway.core.contract.state import StateSpec
     from headway.core.engine.data.config import EngineConfig

@@ -33,7 +33,7 @@ from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.products import choose_products
 
 if TYPE_CHECKING:
-    from headway.core.contract.compiled import CompileAhead
+    from headway.core.contract.kernel import CompileAhead
     from headway.core.contract.ranks import Ranks
     from headway.core.engine.data.config import EngineConfig
     from headway.core.sampling.sampler import SamplingOps

@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 from transformers import masking_utils
 
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.compiled import upload
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.kernel import upload
 from headway.core.contract.layout import NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 
 TOKEN_COUNTS = tuple(2**n for n in range(14))
 """Numbers of tokens that are measured; any other takes the nearest one's choice, by ratio."""

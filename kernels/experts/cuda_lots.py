@@ -11,8 +11,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.support import YES, Support
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.cuda_rows import CudaMethod, ExpertCutRule, ExpertProduct, ExpertVariant, expert_variant
 from headway.kernels.experts.methods import most_blocks
 from headway.kernels.experts.route_kernels import Routed, Router
@@ -21,7 +21,7 @@ from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arran
 from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SLICE_BYTES, CudaCut
 from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture
-from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Kernel, Launch, tensor_map
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, CompiledKernel, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
 
 MOST_TOKENS = 256
@@ -162,9 +162,9 @@ class _Launcher:
     def __init__(self, variant: LotsVariant, device: torch.device, multiprocessors: int) -> None:
         specific = architecture(device, specific=True)
         self.variant = variant
-        self._kernel: Kernel = load(variant.source, "expert_lots", device, specific)
+        self._kernel: CompiledKernel = load(variant.source, "expert_lots", device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
-        self._beside: Kernel = load(variant.source, "arrange_lots" if variant.of.first else "add_slots", device, specific)
+        self._beside: CompiledKernel = load(variant.source, "arrange_lots" if variant.of.first else "add_slots", device, specific)
         blocks = multiprocessors * variant.of.each.cut.per_multiprocessor
         self._launch = Launch((blocks, 1, 1), variant.threads, variant.shared_bytes, overlaps=True)
         blank = bytes(MAP_BYTES)

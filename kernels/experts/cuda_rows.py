@@ -15,15 +15,15 @@ import numpy
 import torch
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.support import Support
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.route_kernels import Routed, Router
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arrangements, computes
 from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, CudaVariant, warps_bytes
 from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture, find_compiler
-from headway.kernels.runtime.nvrtc.launch import Arguments, Kernel, Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, CompiledKernel, Launch
 from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.step.operations import Norm
 
@@ -211,7 +211,7 @@ class _Launcher:
 
     def __init__(self, variant: ExpertVariant, device: torch.device, multiprocessors: int) -> None:
         cut = variant.each.cut
-        self.kernel: Kernel = load(variant.source, "expert_rows", device, architecture(device))
+        self.kernel: CompiledKernel = load(variant.source, "expert_rows", device, architecture(device))
         self.kernel.allow_shared(variant.shared_bytes)
         blocks = multiprocessors * cut.per_multiprocessor
         early = torch.cuda.get_device_capability(device) >= (9, 0)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.kernels.experts import cuda_lots
 from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes, rules
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.cuda_lots import CudaLots, computes_lots
 from headway.kernels.experts.cuda_rows import LOTS, CudaRows, computes_experts
 from headway.kernels.experts.methods import (

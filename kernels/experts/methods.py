@@ -11,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.core.contract.compiled import AHEAD
+from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.kernel import AHEAD
 from headway.kernels.experts.choice import nearest
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import ExpertOrder
 from headway.kernels.experts.route_kernels import Routed, Router, dot_type
 from headway.kernels.experts.row_kernels import down_quantized_rows, down_rows, gate_up_quantized_rows, gate_up_rows

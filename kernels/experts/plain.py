@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.weights import ExpertWeights, each_expert
 from headway.kernels.linear.linear import Linear
 

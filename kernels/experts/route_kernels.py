@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.plain import ExpertOrder
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.weights import Float4Weight, Int4Weight
 from headway.kernels.linear.axes import Axis, Division
-from headway.kernels.linear.forms import Float4Weight, Int4Weight, QuantizedWeight, form_name, rows_of, weight_bytes
+from headway.kernels.linear.forms import QuantizedWeight, form_name, rows_of, weight_bytes
 
 
 class ExpertsCut:

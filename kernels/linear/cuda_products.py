@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.support import YES, Support
+from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight
 from headway.kernels.linear.cuda_variant import (
     FLOAT8_COLUMNS,
     HALVES,
@@ -28,21 +29,12 @@ from headway.kernels.linear.cuda_variant import (
     fitted,
     most_rows_of,
 )
-from headway.kernels.linear.forms import (
-    Float4Weight,
-    Float8Weight,
-    Int4Weight,
-    Int8Weight,
-    QuantizedWeight,
-    WeightBytes,
-    form_name,
-    weight_bytes,
-)
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, form_name, weight_bytes
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.product_kernels import RotationArguments, output_of
 from headway.kernels.linear.quantized import InOrder
 from headway.kernels.runtime.nvrtc.compiler import architecture
-from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Kernel, Launch, tensor_map
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, CompiledKernel, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.runtime.triton_launch import shared_memory
 from headway.kernels.step.config import Activation
@@ -80,7 +72,7 @@ class FewRowsLauncher:
     """few_rows.cu: one launch."""
 
     def __init__(self, variant: CudaVariant, device: torch.device, multiprocessors: int) -> None:
-        self._kernel: Kernel = load(variant.source, variant.name, device, architecture(device))
+        self._kernel: CompiledKernel = load(variant.source, variant.name, device, architecture(device))
         self._kernel.allow_shared(variant.shared_bytes)
         tiles = -(-variant.out_features // variant.tile_rows)
         blocks = min(tiles, multiprocessors * variant.cut.per_multiprocessor)
@@ -102,9 +94,9 @@ class ClusterLauncher:
     def __init__(self, variant: CudaVariant, device: torch.device, arranging: str, sharing: int = 1) -> None:
         """arranging: the name of the kernel of that launch. sharing: blocks of threads that share a row there."""
         specific, cut = architecture(device, specific=True), variant.cut
-        self._kernel: Kernel = load(variant.source, variant.name, device, specific)
+        self._kernel: CompiledKernel = load(variant.source, variant.name, device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
-        self._arrange: Kernel = load(variant.source, arranging, device, specific)
+        self._arrange: CompiledKernel = load(variant.source, arranging, device, specific)
         self._variant = variant
         self._device = device
         tiles, cluster, shared = -(-variant.out_features // variant.tile_rows), (1, cut.splits, 1), variant.shared_bytes

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from headway.core.contract.weights import Int4Weight, packed, unpacked
 from headway.kernels.linear.axes import Axis
-from headway.kernels.linear.forms import Int4Weight, QuantizedWeight, device_of, num_bytes, packed, unpacked
+from headway.kernels.linear.forms import QuantizedWeight, device_of, num_bytes
 from headway.kernels.linear.gguf_weight import GgufWeight
 from headway.kernels.runtime.native.library import Panels, coded_panels, dense_panels, functions, multiply
 

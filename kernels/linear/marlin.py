@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.support import YES, Support
-from headway.kernels.linear.forms import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, form_name, unpacked
+from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, unpacked
+from headway.kernels.linear.forms import QuantizedWeight, form_name
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.product_way import BLOCK, ProductWay, RowRounding, float8_scales, row_scales
 from headway.kernels.runtime.compiled_library import BoundOperator

@@ -10,8 +10,9 @@ import triton
 from torch import Tensor
 
 from headway.core.contract.support import YES, Support
+from headway.core.contract.weights import Float8Weight, Int4Weight
 from headway.kernels.linear.cuda_products import CudaProducts
-from headway.kernels.linear.forms import Float8Weight, Int4Weight, QuantizedWeight, tensors_of, weight_bytes
+from headway.kernels.linear.forms import QuantizedWeight, tensors_of, weight_bytes
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.quantized import QuantizedProducts
 from headway.kernels.linear.quantized_choice import DEQUANTIZED, SCALED, MeasuredWay

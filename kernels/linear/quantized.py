@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.kernels.linear.forms import Int4Weight, QuantizedWeight, WeightBytes, tensors_of, weight_bytes
+from headway.core.contract.weights import Int4Weight
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, tensors_of, weight_bytes
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.product_kernels import ProductCase, RotationArguments, output_of, shape_of
 from headway.kernels.linear.quantized_kernels import quantized_product

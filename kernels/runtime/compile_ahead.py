@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from headway.core.contract import compiled
-from headway.core.contract.compiled import CompileAhead
+from headway.core.contract import kernel as compiled
+from headway.core.contract.kernel import CompileAhead
 
 
 def compile_ahead(device: torch.device) -> CompileAhead | None:

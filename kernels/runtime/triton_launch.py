@@ -10,7 +10,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from headway.core.contract.compiled import AHEAD
+from headway.core.contract.kernel import AHEAD
 from headway.core.contract.support import YES, Support
 
 INTERPRETED = bool(knobs.runtime.interpret)

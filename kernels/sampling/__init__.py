@@ -10,7 +10,7 @@ import logging
 
 import torch
 
-from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.kernel import CompileAhead
 from headway.core.sampling.filtering import verified_filter
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.core.contract.compiled import AHEAD
+from headway.core.contract.kernel import AHEAD
 from headway.core.sampling.sampler import LANES
 from headway.kernels.runtime.triton_launch import INTERPRETED, Launchers
 

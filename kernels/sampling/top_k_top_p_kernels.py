@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.core.contract.compiled import AHEAD
+from headway.core.contract.kernel import AHEAD
 from headway.core.sampling.sampler import LANES
 from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.sampling.draw_kernels import _log2_exponential, _philox

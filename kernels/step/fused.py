@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.fused import FusedExperts, FusedLayer
 from headway.kernels.experts.weights import ExpertWeights, forms_of
 from headway.kernels.linear.linear import Linear

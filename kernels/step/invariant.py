@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, pad, relu
 
 from headway.core.contract.errors import ModelError
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.plain import Experts, PlainExperts
 from headway.kernels.experts.weights import ExpertWeights, forms_of
 from headway.kernels.linear.forms import form_name

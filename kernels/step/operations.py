@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, silu
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.model import LatentLayer
 from headway.core.contract.ranks import Ranks
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import Experts, PlainExperts
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.linear import Linear

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.weights import ExpertsCut, ExpertWeights
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.forms import QuantizedWeight, columns_of, merged, rows_of, with_rows

@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 from headway.core.contract.errors import ModelError
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.step.config import LatentConfig
 from headway.models.config import BeyondDecoderError, ExpertNames, TensorNames
 from headway.models.families.dense import qwen3, size_of

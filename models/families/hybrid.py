@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.spec import DTYPES
 from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, StateSpec
 from headway.core.system.text import shown
-from headway.kernels.experts.config import ExpertsConfig
 from headway.models.config import BeyondDecoderError, ExpertNames, LayerConfig, Multipliers, StateConfig, StateNames, TensorNames
 from headway.models.families.dense import OLMO2_NAMES, olmo2, qwen3, size_of
 from headway.models.families.experts import (

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.state import MAMBA1, MAMBA2, StateSpec
-from headway.kernels.experts.config import ExpertsConfig
 from headway.models.config import BeyondDecoderError, ExpertNames, LayerConfig, Multipliers, StateConfig, StateNames, TensorNames
 from headway.models.families.dense import biases, size_of
 from headway.models.families.dense import granite as granite_factors

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.ranks import Ranks
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import Experts
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.linear import Linear

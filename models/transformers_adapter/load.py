@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.errors import HeadwayError, ModelError
+from headway.core.contract.kernel import announce_compilation
 from headway.core.contract.model import AttentionFunctions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.system.files import cache_folder, kernel_folders, obstacle

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import HND, NHD, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 

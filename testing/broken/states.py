@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.core.contract.backend import GraphLevel
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.state import (
     GATED_DELTA,
     KDA,
@@ -17,11 +17,12 @@ from headway.core.contract.state import (
     MAMBA1,
     MAMBA2,
     STATE_KINDS,
+    StateBackend,
     StateCache,
+    StateCapabilities,
     StateMetadata,
     StateParameters,
 )
-from headway.core.contract.state_backend import StateBackend, StateCapabilities
 from headway.core.oracle.state_reference import SequenceState, advance
 
 

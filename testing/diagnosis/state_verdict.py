@@ -14,8 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from headway.core.contract.state import MAMBA1, StateCache, StateParameters, StateSpec
-from headway.core.contract.state_backend import StateBackend
+from headway.core.contract.state import MAMBA1, StateBackend, StateCache, StateParameters, StateSpec
 from headway.core.oracle import state_reference as right
 from headway.core.oracle.cells import Finding
 from headway.core.oracle.state_cases import StateCase, run_states

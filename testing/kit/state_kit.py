@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.state import STATE_KINDS
 from headway.core.contract.support import Support
 from headway.testing.kit.checks import states

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.core.contract.state import CHECKPOINT_TOKENS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
-from headway.core.contract.state_backend import StateBackend
+from headway.core.contract.state import (
+    CHECKPOINT_TOKENS,
+    StateBackend,
+    StateCache,
+    StateLayout,
+    StateMetadata,
+    StateParameters,
+    StateSpec,
+)
 from headway.core.oracle.cells import Finding, Skipped
 from headway.core.oracle.state_cases import StateCase, random_inputs, random_parameters, run_layers
 from headway.core.oracle.state_reference import SequenceState, advance

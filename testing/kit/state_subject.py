@@ -16,8 +16,19 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, DTYPES
-from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, STATE_KINDS, StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateCapabilities, make_state_backend
+from headway.core.contract.state import (
+    CONV,
+    GATED_DELTA,
+    KDA,
+    LIGHTNING,
+    MAMBA1,
+    STATE_KINDS,
+    StateBackend,
+    StateCapabilities,
+    StateLayout,
+    StateSpec,
+    make_state_backend,
+)
 from headway.core.contract.support import Support
 from headway.core.oracle.cells import PHASES, CheckCell
 from headway.core.oracle.state_cases import MILD, REGIMES

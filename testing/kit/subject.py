@@ -15,7 +15,7 @@ from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.layout import CacheLayout, CacheWriter
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state_backend import StateBackend
+from headway.core.contract.state import StateBackend
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
 from headway.registry.plugin_sources import ClassPlugin, class_in, has_hooks, load_file, split_target

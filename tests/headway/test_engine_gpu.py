@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5TextConfig
 
 from engine_logits import save_random
-from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import HeadwayError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import HND, NHD, VLLM_5D
 from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import EngineConfig

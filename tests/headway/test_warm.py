@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from headway.cli.run.warm import show, watch_start
-from headway.core.contract.compiled import announce_compilation
+from headway.core.contract.kernel import announce_compilation
 from sandbox import Result, assert_refused
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from headway.backends.sdpa import SDPAMath
-from headway.core.contract.backend import GraphLevel, StepLimits
+from headway.core.contract.backend import StepLimits
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import write_rows
 from headway.core.contract.metadata import Phase
 from headway.core.select.backend_request import BackendRequest

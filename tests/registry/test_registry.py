@@ -199,7 +199,7 @@ def wrong_signature() -> object:
 def unknown_hook() -> object:
     class Unknown(Plugin):
         @hookimpl
-        def headway_register_kernels(self) -> list[BackendInfo]:
+        def headway_register_engines(self) -> list[BackendInfo]:
             return []
 
     return Unknown([info("good")], [layout("mine")], rank=sorted)

@@ -226,7 +226,7 @@ def headway_register_backends(surprise):
 from headway import hookimpl
 
 @hookimpl
-def headway_register_kernels():
+def headway_register_engines():
     return []
 """,
     "wrong_api": """
@@ -267,7 +267,7 @@ BROKEN_SAYS = {
     "syntax_error": ("SyntaxError",),
     "missing_dependency": ("ModuleNotFoundError", "a_library_nobody_has"),
     "wrong_signature": ("headway_register_backends", "surprise"),
-    "unknown_hook": ("unknown hook", "headway_register_kernels"),
+    "unknown_hook": ("unknown hook", "headway_register_engines"),
     "wrong_api": ("from_the_future", "api_version 99", "Headway has 3"),
     "taken_name": ("'sdpa'", "taken_name 1.0", "built-in"),
     "raising_hook": ("KeyError", "no table of kernels"),

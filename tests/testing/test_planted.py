@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headway.backends.sdpa import SDPAMath
-from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec

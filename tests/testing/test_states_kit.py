@@ -14,8 +14,16 @@ from torch import Tensor
 
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import KEY_VALUE, STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
-from headway.core.contract.state_backend import StateCapabilities
+from headway.core.contract.state import (
+    KEY_VALUE,
+    STATE_KINDS,
+    StateCache,
+    StateCapabilities,
+    StateLayout,
+    StateMetadata,
+    StateParameters,
+    StateSpec,
+)
 from headway.core.oracle.state_reference import Rules, SequenceState, TokenOperands, advance, convolve, read
 from headway.testing.broken.states import PLANTED_STATES, PlainStates
 from headway.testing.kit.checking import Wanted, check

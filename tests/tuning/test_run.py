@@ -12,8 +12,8 @@ import torch
 
 from headway.backends.sdpa import SDPA
 from headway.core.contract.capabilities import Capabilities
-from headway.core.contract.compiled import AHEAD, compile_ahead
 from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.kernel import AHEAD, compile_ahead
 from headway.core.contract.layout import HND, NHD, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.registry import Registry, create_registry

@@ -17,8 +17,7 @@ from torch import Tensor
 from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateSpec
-from headway.core.contract.state_backend import StateCapabilities
+from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateCapabilities, StateSpec
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes
 from headway.kernels.experts.plain import PlainExperts, Routing

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.support import Support
 from headway.kernels.linear.forms import num_bytes
 from headway.kernels.linear.quantized_choice import KERNEL, ROW_COUNTS, ProductTimes

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from headway.core.contract.backend import AttentionBackend, make_backend
-from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec

@@ -15,13 +15,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headway.core.contract.backend import GraphLevel
-from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.kernel import CompileAhead, GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import STATE
-from headway.core.contract.state import StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackend
+from headway.core.contract.state import StateBackend, StateLayout, StateSpec
 from headway.core.contract.support import Reason
 from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
 from headway.core.oracle.state_reference import SequenceState, StateAnswer, advance, answer, state_of

@@ -11,10 +11,19 @@ from torch import Tensor
 from headway.backends.states.triton.arguments import StateTuning
 from headway.backends.states.triton.scan import StateScan, plan_scan, shared_bytes
 from headway.backends.states.triton.step_kernels import StateStep
-from headway.core.contract.backend import GraphLevel, Plan
+from headway.core.contract.backend import Plan
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateCapabilities
+from headway.core.contract.state import (
+    STATE_KINDS,
+    StateBackend,
+    StateCache,
+    StateCapabilities,
+    StateLayout,
+    StateMetadata,
+    StateParameters,
+    StateSpec,
+)
 from headway.core.contract.support import Support
 from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch, shared_memory
 

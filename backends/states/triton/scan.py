@@ -23,7 +23,7 @@ from headway.backends.states.triton.arguments import (
 )
 from headway.backends.states.triton.chunk_kernels import convolve_chunks, cut_chunks, leave_inputs
 from headway.backends.states.triton.scan_kernels import walk_chunks, walk_tokens
-from headway.core.contract.compiled import Packed
+from headway.core.contract.kernel import Packed
 from headway.core.contract.state import (
     CHECKPOINT_TOKENS,
     GATED_DELTA,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Backends, Plan
-from headway.core.contract.compiled import upload
+from headway.core.contract.kernel import upload
 from headway.core.contract.layout import CacheWriter, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import LatentLayer

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headway.core.contract.adapters import NO_ADAPTER, rows_with
 from headway.core.contract.backend import AttentionBackend, Backends
-from headway.core.contract.compiled import upload
 from headway.core.contract.errors import BackendError, HeadwayError
+from headway.core.contract.kernel import upload
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.state import StateMetadata
 from headway.core.engine.data.step import StepInput

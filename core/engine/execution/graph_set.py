@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.adapters import ModelAdapters, rows_with
-from headway.core.contract.backend import Backends, GraphLevel
+from headway.core.contract.backend import Backends
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import AttentionFunctions, Model
 from headway.core.contract.ranks import ONE_RANK, Ranks

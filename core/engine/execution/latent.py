@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Plan
-from headway.core.contract.compiled import upload
+from headway.core.contract.kernel import upload
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import LatentLayer

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from headway.core.contract.adapters import HostAdapter, LoRARequest, ModelAdapters, adapters_of
 from headway.core.contract.backend import StepLimits
-from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.model import Model, latent_layers
 from headway.core.contract.ranks import ONE_RANK, Ranks

@@ -20,8 +20,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.model import AttentionFunctions, Model, StateLayer, latent_layers, state_layers
 from headway.core.contract.ranks import Ranks
-from headway.core.contract.state import StateSpec
-from headway.core.contract.state_backend import StateBackends
+from headway.core.contract.state import StateBackends, StateSpec
 from headway.core.engine.data import pool
 from headway.core.engine.data.config import MAX_DRAFT_TOKENS, EngineConfig
 from headway.core.engine.data.groups import PageFormat, page_format
@@ -218,7 +217,7 @@ class StatePlan:
         :raises UnknownBackendError: the user named a state backend that nobody registered, whatever the model has.
         """
         for name in config.state_request.names:
-            source.state_backend(name)
+            source.backend(name)
         layers = state_layers(model)
         if not layers:
             return None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.core.contract.adapters import adapters_of, rows_with
 from headway.core.contract.backend import Backends, StepLimits
-from headway.core.contract.compiled import listen, upload
+from headway.core.contract.kernel import listen, upload
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
@@ -48,7 +48,7 @@ log = logging.getLogger("headway")
 class CompilationWatch:
     """Collects the names of kernels that are compiled from now on by this process.
 
-    Our own CUDA C++ announces its compilations (`core/contract/compiled.py`). Triton's are seen through its hook, which passes
+    Our own CUDA C++ announces its compilations (`core/contract/kernel.py`). Triton's are seen through its hook, which passes
     them on to a hook that was there before, and only where Triton has been loaded: the engine imports no kernel library.
     Libraries that compile by themselves are not seen.
     """

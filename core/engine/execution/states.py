@@ -12,12 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.backend import GraphLevel, Plan
-from headway.core.contract.compiled import Packed, upload
+from headway.core.contract.backend import Plan
+from headway.core.contract.kernel import GraphLevel, Packed, upload
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import StateLayer
-from headway.core.contract.state import StateMetadata, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateBackends
+from headway.core.contract.state import StateBackend, StateBackends, StateMetadata, StateSpec
 from headway.core.engine.data.state_slots import StateMemory
 from headway.core.engine.data.step import StepInput
 from headway.core.system.logs import blame

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.compiled import upload
+from headway.core.contract.kernel import upload
 from headway.core.contract.model import Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.data.step import StartedRow, StepInput

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headway.core.contract.compiled import upload
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.kernel import upload
 from headway.core.contract.layout import LayerCache
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.page_mover import STAGING_BYTES, KeptPage, LinkRates, PageName, Pending

@@ -12,8 +12,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from headway.core.contract.compiled import AHEAD
 from headway.core.contract.errors import BackendError
+from headway.core.contract.kernel import AHEAD
 
 Value = int | numpy.int32 | numpy.float32 | bytes
 """An int is a pointer or a long long; bytes are a struct handed in by value, such as a tensor map."""
@@ -209,7 +209,7 @@ class Launch:
         return text if self.cluster == (1, 1, 1) else f"{text}, clusters of {self.cluster}"
 
 
-class Kernel:
+class CompiledKernel:
     """One function of a compilation, on one device."""
 
     def __init__(self, cubin: Callable[[], bytes], name: str, device: torch.device) -> None:

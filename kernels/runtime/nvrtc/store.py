@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from headway.core.contract.compiled import AHEAD, announce_compilation
 from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.kernel import AHEAD, announce_compilation
 from headway.core.system.files import kernel_folders, warn_unwritable, write_whole
 from headway.kernels.runtime.nvrtc.compiler import Compiler, Variant, architecture, find_compiler
-from headway.kernels.runtime.nvrtc.launch import Kernel
+from headway.kernels.runtime.nvrtc.launch import CompiledKernel
 
 log = logging.getLogger("headway")
 
@@ -80,7 +80,7 @@ def build_all(variants: Sequence[Variant], arch: str, compiler: Compiler, worker
 
 
 @cache
-def load(variant: Variant, function: str, device: torch.device, arch: str | None = None) -> Kernel:
+def load(variant: Variant, function: str, device: torch.device, arch: str | None = None) -> CompiledKernel:
     """One function of a variant, ready to launch on a device; compiled first if need be, ahead of its first launch in `AHEAD`.
 
     arch: in place of the device's, such as sm_90a for what Hopper alone can do.
@@ -97,7 +97,7 @@ def load(variant: Variant, function: str, device: torch.device, arch: str | None
         return built.cubin
 
     pool = AHEAD.get()
-    kernel = Kernel(cubin if pool is None else pool.submit(cubin).result, function, device)
+    kernel = CompiledKernel(cubin if pool is None else pool.submit(cubin).result, function, device)
     if pool is None:
         kernel.load()
     return kernel

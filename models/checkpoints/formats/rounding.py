@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headway.kernels.linear.forms import (
-    FP4_VALUES,
-    MX_GROUP,
-    Float4Weight,
-    Float8Weight,
-    Int4Weight,
-    Int8Weight,
-    QuantizedWeight,
-    packed,
-)
+from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, packed
+from headway.kernels.linear.forms import QuantizedWeight
 
 _LARGEST: Final = 448.0
 """The largest float of 8 bits (e4m3)."""

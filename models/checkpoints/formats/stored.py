@@ -15,17 +15,9 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, packed
 from headway.kernels.linear.axes import Axis, axes_of
-from headway.kernels.linear.forms import (
-    FP4_VALUES,
-    MX_GROUP,
-    Float4Weight,
-    Float8Weight,
-    Int4Weight,
-    Int8Weight,
-    QuantizedWeight,
-    packed,
-)
+from headway.kernels.linear.forms import QuantizedWeight
 from headway.models.checkpoints.tensor_files import PLAIN, TensorFiles
 
 Octets = Callable[..., Tensor]

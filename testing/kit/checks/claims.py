@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import FEATURES
 from headway.core.contract.errors import HeadwayError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
 from headway.core.contract.support import Support

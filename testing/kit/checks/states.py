@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.core.contract.backend import GraphLevel
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.contract.state import CONV, MAMBA1, STATE_KINDS, StateMetadata
-from headway.core.contract.state_backend import StateBackend
+from headway.core.contract.state import CONV, MAMBA1, STATE_KINDS, StateBackend, StateMetadata
 from headway.core.oracle.cells import PHASES, Finding, Skipped, check_refusal, placed
 from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
 from headway.testing.diagnosis.state_verdict import Judge, same_bits

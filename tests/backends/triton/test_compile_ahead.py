@@ -24,7 +24,7 @@ from headway.backends.triton import decode as module
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode
 from headway.backends.triton.layer import KernelSetup, Layer
-from headway.core.contract.compiled import AHEAD
+from headway.core.contract.kernel import AHEAD
 from headway.core.contract.layout import NHD, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec

@@ -34,8 +34,8 @@ from headway.backends.vllm_paged.decode import (
     stages_of,
     variant_of,
 )
-from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import BackendError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec

@@ -15,7 +15,7 @@ from headway.backends.states.torch_states import TorchStates
 from headway.contract import NHD, AttentionSpec, LayoutInfo, PluginError
 from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.errors import ConfigError, made_by, with_arguments
-from headway.core.contract.state_backend import StateBackend, make_state_backend
+from headway.core.contract.state import StateBackend, make_state_backend
 
 SPEC = AttentionSpec(2, 1, 16, 0.25)
 

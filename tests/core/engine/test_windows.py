@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from graph_stub import AsItIs
-from headway.core.contract.backend import GraphLevel
+from headway.core.contract.kernel import GraphLevel
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.groups import NULL_PAGE, CacheGroup

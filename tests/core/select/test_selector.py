@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from backend_cases import LAYOUTS, spec
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import ConfigError, UnknownBackendError, UnsupportedError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec

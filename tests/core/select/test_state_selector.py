@@ -11,8 +11,7 @@ import pytest
 from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import GATED_DELTA, StateSpec
-from headway.core.contract.state_backend import StateCapabilities
+from headway.core.contract.state import GATED_DELTA, StateCapabilities, StateSpec
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.costs import CostTable, Sample
 from headway.core.select.selection import Workload

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from expert_layers import FORMS, Layer
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.cuda_lots import expert_lots_cut
 from headway.kernels.experts.cuda_rows import ExpertCutRule
 from headway.kernels.linear.cuda_variant import CudaCut

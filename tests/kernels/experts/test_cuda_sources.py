@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from expert_layers import CONFIGS, FORMS, Layer
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.cuda_lots import LOTS as SHARED_LOTS
 from headway.kernels.experts.cuda_lots import LotsVariant, computes_lots, lots_variant, suits
 from headway.kernels.experts.cuda_rows import LOTS, ExpertVariant, computes_experts, expert_variant

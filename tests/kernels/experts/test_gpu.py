@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dense_attention import DenseAttention
 from expert_layers import CONFIGS, FORMS, HIDDEN, Layer
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.fused import FusedExperts
 from headway.kernels.experts.plain import Routing
 from headway.kernels.experts.weights import ExpertWeights, forms_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from expert_layers import CONFIGS, FORMS, HIDDEN, SMALL, UNGATED, Layer
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.fused import Dequantized, FusedExperts
 from headway.kernels.experts.methods import ExpertTiling, RowCut, RowMethod, TileMethod
 from headway.kernels.experts.plain import route, sort_by_expert

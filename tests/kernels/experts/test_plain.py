@@ -17,8 +17,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from expert_layers import CONFIGS, HIDDEN, SMALL, Layer
 from headway.core.contract.errors import ModelError
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes, nearest, rules
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import PlainExperts, route, sort_by_expert
 from headway.kernels.experts.weights import ExpertsCut
 from headway.models.checkpoints.expert_weights import take_experts

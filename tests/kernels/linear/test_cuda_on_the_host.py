@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
+from headway.core.contract.weights import Float8Weight
 from headway.kernels.linear.cuda_products import CudaProducts, Float8Products
 from headway.kernels.linear.cuda_variant import (
     CudaCut,
@@ -19,7 +20,6 @@ from headway.kernels.linear.cuda_variant import (
     shared_rows_cut,
     shared_rows_cut_narrow,
 )
-from headway.kernels.linear.forms import Float8Weight
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.operations import Norm
 from host_kernels import HostProduct, HostRotation, multiply, multiply_float8, on_the_host

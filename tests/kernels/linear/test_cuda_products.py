@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from absent_gpu import blocks_that_fit
+from headway.core.contract.weights import Float8Weight, Int4Weight
 from headway.kernels.linear import quantized_ways
 from headway.kernels.linear.cuda_products import arranged, computes
 from headway.kernels.linear.cuda_variant import (
@@ -24,7 +25,7 @@ from headway.kernels.linear.cuda_variant import (
     most_rows_of,
     shared_rows_cut,
 )
-from headway.kernels.linear.forms import Float8Weight, Int4Weight, QuantizedWeight, WeightBytes, weight_bytes
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, weight_bytes
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.quantized_choice import FLOAT8, rule
 from headway.kernels.linear.quantized_ways import QuantizedWays

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.kernels.linear.forms import FP4_VALUES
+from headway.core.contract.weights import FP4_VALUES
 
 pytest.importorskip("triton")
 try:

@@ -238,7 +238,7 @@ import torch
 from cuda.bindings import driver
 from numpy import float32, int32
 from headway.kernels.runtime.nvrtc.launch import Arguments
-from headway.kernels.runtime.nvrtc.launch import Kernel, Launch
+from headway.kernels.runtime.nvrtc.launch import CompiledKernel, Launch
 from headway.kernels.runtime.nvrtc.launch import tensor_map
 torch._C._cuda_getCurrentRawStream = lambda device: 100 + device
 torch.cuda.device = lambda device: contextlib.nullcontext()
@@ -252,7 +252,7 @@ class Loaded:
 def kernel(handle):
     import cuda.core
     cuda.core.ObjectCode = Loaded(handle)
-    return Kernel(bytes, "example", torch.device("cuda", 1))
+    return CompiledKernel(bytes, "example", torch.device("cuda", 1))
 """
 
 
@@ -295,7 +295,7 @@ def test_in_a_context_that_compiles_ahead_nothing_is_launched_and_threads_compil
 from headway.kernels.runtime.nvrtc import store
 from headway.kernels.runtime.nvrtc.store import Built
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.core.contract.compiled import compile_ahead
+from headway.core.contract.kernel import compile_ahead
 from pathlib import Path
 import threading, cuda.core
 asked = []

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from headway.core.contract.compiled import compile_ahead
+from headway.core.contract.kernel import compile_ahead
 from headway.core.sampling.filtering import TokenFilter, torch_filter
 from headway.core.sampling.ranked_vocabulary import best_of_part, tokens_of, winners
 from headway.core.sampling.sampler import Draws, SamplingOps, draw, greedy, keys_of, sample

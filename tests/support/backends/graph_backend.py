@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from graph_stub import Tape
-from headway.core.contract.backend import AttentionBackend, BackendInfo, GraphLevel
+from headway.core.contract.backend import AttentionBackend, BackendInfo
 from headway.core.contract.capabilities import Capabilities
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.execution.captured_step import DecodeGraph

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.model import Attention
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec

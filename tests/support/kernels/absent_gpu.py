@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
 from attention_layer import variant_of
-from headway.core.contract.compiled import AHEAD
+from headway.core.contract.kernel import AHEAD
 
 Capability = tuple[int, int]
 _ERROR = re.compile(r"\berror *:")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.plain import PlainExperts, Routing, route
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.forms import QuantizedWeight, dequantized_stack, merged

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from expert_layers import CONFIGS, FORMS, Layer
-from headway.kernels.experts.config import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.plain import Routing
 from headway.kernels.experts.route_kernels import Routed
 from headway.kernels.experts.weights import ExpertWeights

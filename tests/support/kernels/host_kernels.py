@@ -23,8 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsConfig
 from headway.core.system.files import cache_folder
-from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.cuda_lots import LotsVariant, expert_lots_cut, lots_variant
 from headway.kernels.experts.cuda_rows import ExpertCutRule, ExpertVariant, expert_variant
 from headway.kernels.experts.methods import most_blocks
@@ -286,18 +286,18 @@ def _tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int) -> bytes:
 
 
 class HostKernel:
-    """In place of `Kernel`."""
+    """In place of `CompiledKernel`."""
 
     def __init__(self, source: Variant, name: str) -> None:
         self._library, self._name, self._allowed = compiled(source), name, 48 * 1024
         self._constants = dict(source.constants)
 
     def allow_shared(self, shared_bytes: int) -> None:
-        """See Kernel."""
+        """See CompiledKernel."""
         self._allowed = max(self._allowed, shared_bytes)
 
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
-        """See Kernel. Reads are not held to tensors here: those of host_kernels.py are."""
+        """See CompiledKernel. Reads are not held to tensors here: those of host_kernels.py are."""
         assert launch.shared_bytes <= self._allowed
         everywhere = (ctypes.c_void_p * 1)(0), (ctypes.c_long * 1)(2**62), 1
         if self._name in _ARRANGING:

@@ -9,16 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headway.kernels.linear.forms import (
-    FP4_VALUES,
-    MX_GROUP,
-    Float4Weight,
-    Float8Weight,
-    Int4Weight,
-    Int8Weight,
-    QuantizedWeight,
-    packed,
-)
+from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, packed
+from headway.kernels.linear.forms import QuantizedWeight
 
 
 def float8(weight: Tensor, block: tuple[int, int] | None = None) -> Float8Weight:

@@ -18,8 +18,9 @@ from torch import Tensor
 from examples import examples
 from graph_backend import Again, Walk, WalkPlugin
 from graph_stub import PiecesTape, Tape
-from headway.core.contract.backend import Backends, GraphLevel
+from headway.core.contract.backend import Backends
 from headway.core.contract.errors import BackendError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.config import EngineConfig

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from graph_stub import AsItIs
 from headway.backends.sdpa import SDPAMath
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Attention

@@ -18,7 +18,7 @@ from graph_backend import Again, Wide
 from graph_stub import Tape
 from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.adapters import LoRARequest, rows_with
-from headway.core.contract.backend import GraphLevel
+from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.model import Attention, AttentionFunctions, Model
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.state import MAMBA2

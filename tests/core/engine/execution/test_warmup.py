@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headway.backends.sdpa import SDPAMath
 from headway.core.contract.backend import API_VERSION, BackendInfo, Lengths, StepLimits, fits, lattice
-from headway.core.contract.compiled import announce_compilation
+from headway.core.contract.kernel import announce_compilation
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.step import StepInput

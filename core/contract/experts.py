@@ -1,11 +1,20 @@
-"""What a layer of experts computes, as plain numbers."""
+"""The contract of a kernel for layers of experts, and what such a layer computes, as plain numbers."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.kernel import Kernel, KernelInfo
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.contract.support import Reason, Support
+from headway.core.contract.weights import Weight, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -119,3 +128,113 @@ def _whole(key: str, value: object, least: int, most: int | None = None, what: s
     if type(value) is not int or value < least or (most is not None and value > most):
         need = f"of at least {least}" if most is None else f"from {least} to {most}, {what}"
         raise ModelError(f"{key}: needs a whole number {need}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A layer of experts as a kernel is asked for it."""
+
+    config: ExpertsConfig
+    hidden_size: int
+    dtype: torch.dtype
+    """Element type of the rows."""
+    device: torch.device
+    gate_up: WeightFormat
+    down: WeightFormat
+
+    def __str__(self) -> str:
+        config = self.config
+        sizes = f"{config.num_all} experts of {config.intermediate_size}, {config.num_slots} a token, hidden {self.hidden_size}"
+        weights = str(self.gate_up) if self.gate_up == self.down else f"{self.gate_up}, down {self.down}"
+        return f"{sizes}, {weights}, {DTYPE_NAMES.get(self.dtype, str(self.dtype))}"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """The weights of a layer's experts, as a kernel is given them: routed experts first, then the pieces of the shared ones."""
+
+    gate_up: Weight
+    """[num_all, up_size, hidden_size], gate over up, or up alone; quantised: the rows of all, without the first axis"""
+    down: Weight
+    """[num_all, hidden_size, intermediate_size]; quantised: the rows of all"""
+    gate_up_bias: Tensor | None = None
+    """[num_all, up_size]"""
+    down_bias: Tensor | None = None
+    """[num_all, hidden_size]"""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsCapabilities:
+    """The claims of an experts kernel: checked in one place, shown by `headway backends`, and tested both ways by the kit."""
+
+    formats: frozenset[str]
+    """Weights that the kernel reads, out of FORMATS (core.contract.weights)."""
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    devices: tuple[str, ...] = ("cuda",)
+    """Device types, as in torch.device.type."""
+    max_tokens: int | None = None
+    """Tokens up to which the kernel serves; None: any."""
+    biases: bool = False
+    """Whether the experts' products may have biases."""
+    ungated: bool = False
+    """Whether experts of one product with the squared ReLU are served, too."""
+    clamped: bool = False
+    """Whether the gate may have another factor than 1 (`swiglu_alpha`) and limits (`swiglu_limit`)."""
+
+    def check(self, spec: ExpertsSpec) -> Support:
+        """Return every reason why a layer lies outside the claims; truthy where there is none. Nothing is raised."""
+        return Support(tuple(self._refusals(spec)))
+
+    def _refusals(self, spec: ExpertsSpec) -> Iterator[Reason]:
+        config = spec.config
+        dtypes = " or ".join(DTYPE_NAMES.get(dtype, str(dtype)) for dtype in self.dtypes)
+        formats = " or ".join(sorted(self.formats))
+        plain = config.swiglu_alpha == 1.0 and config.swiglu_limit is None
+        rules = [
+            *((weight.name in self.formats, "weight format", formats, weight.name) for weight in {spec.gate_up, spec.down}),
+            (spec.device.type in self.devices, "device", " or ".join(self.devices), spec.device.type),
+            (spec.dtype in self.dtypes, "dtype", dtypes, DTYPE_NAMES.get(spec.dtype, str(spec.dtype))),
+            (self.biases or not config.biases, "biases", "none", "a layer with biases"),
+            (self.ungated or config.gated, "activation", "a gate with SiLU", "one product with the squared ReLU"),
+            (self.clamped or plain, "activation", "plain SiLU", "a gate with a factor or limits"),
+        ]
+        yield from (Reason(what, need, got) for holds, what, need, got in rules if not holds)
+
+
+class ExpertsKernel(Kernel):
+    """One named way to compute layers of experts; it never sees the engine, the model or the checkpoint.
+
+    A subclass sets `name` and `capabilities` and writes `apply`. A `graph_level` of NONE keeps it out of captured steps. The
+    engine norms the rows and routes them, makes one instance for each distinct ExpertsSpec, calls `prepare` once for each
+    layer and `apply` in each step. `apply` must not synchronise with the host nor read a value there, and what it allocates
+    must come from torch's allocator, so that a CUDA graph can own it.
+    """
+
+    capabilities: ClassVar[ExpertsCapabilities]
+
+    def __init__(self, spec: ExpertsSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    def supports(cls, spec: ExpertsSpec) -> Support:
+        """Return whether the kernel can serve a layer; extend it where `capabilities` cannot express a condition."""
+        return cls.capabilities.check(spec)
+
+    def prepare(self, weights: ExpertsWeights) -> Any:
+        """Return what `apply` reads of a layer: the weights themselves, or an arrangement of them that is made once."""
+        return weights
+
+    @abstractmethod
+    def apply(self, x: Tensor, experts: Tensor, scores: Tensor, weights: Any, out: Tensor) -> None:
+        """Add what the chosen experts give to `out`, in place: out[t] += sum over s of scores[t, s] expert(experts[t, s], x[t]).
+
+        x: [tokens, hidden_size], normed; experts: int32 [tokens, num_slots], shared ones last; scores: float32, as large;
+        weights: what `prepare` returned; out: [tokens, hidden_size].
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsKernelInfo(KernelInfo):
+    """Registration of an experts kernel by a plugin, for the hook `headway_register_kernels`."""
+
+    kind: ClassVar[str] = "experts"

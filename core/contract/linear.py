@@ -1,0 +1,139 @@
+"""The contract of a kernel for linear layers: products of a step's rows over a weight, quantised or not."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.kernel import Kernel, KernelInfo
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.contract.support import Reason, Support
+from headway.core.contract.weights import Weight, WeightFormat
+
+FUSED = ("norm", "bias", "activation", "gated", "residual", "rotary")
+"""Fields of `LinearSpec` that say what stands before and after the product."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """A linear layer as a kernel is asked for it: y = x W^T, and what stands before and after the product."""
+
+    in_features: int
+    out_features: int
+    """Rows of the weight."""
+    dtype: torch.dtype
+    """Element type of x and of y."""
+    device: torch.device
+    weight: WeightFormat
+    norm: bool = False
+    """x is normed first (RMSNorm)."""
+    bias: bool = False
+    """A bias is added to the product."""
+    activation: str | None = None
+    """Applied to the product: "silu", "gelu", ...; of a gated layer, to the first half."""
+    gated: bool = False
+    """The activated first half of the product multiplies the second: y has out_features / 2 columns."""
+    residual: bool = False
+    """The product is added to the residual stream."""
+    rotary: bool = False
+    """The heads of q and k in the product are rotated."""
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """Names of what stands before and after the product, out of FUSED."""
+        return tuple(name for name in FUSED if getattr(self, name))
+
+    def __str__(self) -> str:
+        words = [str(self.weight), f"{self.out_features}x{self.in_features}", DTYPE_NAMES.get(self.dtype, str(self.dtype))]
+        return " ".join([*words, *(f"with {name}" for name in self.fused)])
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCapabilities:
+    """The claims of a linear kernel: checked in one place, shown by `headway backends`, and tested both ways by the kit."""
+
+    formats: frozenset[str]
+    """Weights that the kernel reads, out of FORMATS."""
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    devices: tuple[str, ...] = ("cuda",)
+    """Device types, as in torch.device.type."""
+    group_sizes: tuple[int, ...] | None = None
+    """Columns that may share a scale, for weights of 4 bits; None: any."""
+    zeros: bool = True
+    """Whether the kernel reads weights with a zero for each group."""
+    order: bool = False
+    """Whether the kernel reads weights whose columns are in another order than the inputs (`Int4Weight.order`)."""
+    max_rows: int | None = None
+    """Rows of x up to which the kernel serves; None: any."""
+    fused: frozenset[str] = frozenset()
+    """What the kernel computes before and after the product, out of FUSED. The engine does the rest."""
+
+    def check(self, spec: LinearSpec) -> Support:
+        """Return every reason why a layer lies outside the claims; truthy where there is none. Nothing is raised."""
+        return Support(tuple(self._refusals(spec)))
+
+    def _refusals(self, spec: LinearSpec) -> Iterator[Reason]:
+        weight, sizes = spec.weight, self.group_sizes
+        dtypes = " or ".join(DTYPE_NAMES.get(dtype, str(dtype)) for dtype in self.dtypes)
+        rules = [
+            (weight.name in self.formats, "weight format", " or ".join(sorted(self.formats)), weight.name),
+            (spec.device.type in self.devices, "device", " or ".join(self.devices), spec.device.type),
+            (spec.dtype in self.dtypes, "dtype", dtypes, DTYPE_NAMES.get(spec.dtype, str(spec.dtype))),
+            (
+                sizes is None or weight.group_size is None or weight.group_size in sizes,
+                "group size",
+                " or ".join(map(str, sizes or ())),
+                weight.group_size,
+            ),
+            (self.zeros or not weight.zeros, "zeros", "none", "one for each group"),
+            (self.order or not weight.order, "columns", "the order of the inputs", "another order"),
+            *((name in self.fused, name, "none", "a layer with it") for name in spec.fused),
+        ]
+        yield from (Reason(what, need, str(got)) for holds, what, need, got in rules if not holds)
+
+
+class LinearKernel(Kernel):
+    """One named way to compute linear layers; it never sees the engine, the model or the checkpoint.
+
+    A subclass sets `name` and `capabilities` and writes `apply`. A `graph_level` of NONE keeps it out of captured steps. The
+    engine makes one instance for each distinct LinearSpec, calls `prepare` once for each layer and `apply` in each step.
+    `apply` must not synchronise with the host, and what it allocates must come from torch's allocator, so that a CUDA graph
+    can own it.
+    """
+
+    capabilities: ClassVar[LinearCapabilities]
+    rounds_input: ClassVar[bool] = False
+    """Whether x is rounded to 8 bits, which makes a coarser product: the engine then takes the kernel only where it is clearly
+    faster, and users can rule it out."""
+
+    def __init__(self, spec: LinearSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the kernel can serve a layer; extend it where `capabilities` cannot express a condition."""
+        return cls.capabilities.check(spec)
+
+    def prepare(self, weight: Weight) -> Any:
+        """Return what `apply` reads of a layer: the weight itself, or an arrangement of it that is made once.
+
+        :raises ArithmeticError: the weight's scales have no place in the arrangement.
+        """
+        return weight
+
+    @abstractmethod
+    def apply(self, x: Tensor, weight: Any, out: Tensor) -> None:
+        """Write x W^T to `out`. x: [rows, in_features]; out: [rows, out_features], both in the spec's dtype and contiguous;
+        weight: what `prepare` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearKernelInfo(KernelInfo):
+    """Registration of a linear kernel by a plugin, for the hook `headway_register_kernels`."""
+
+    kind: ClassVar[str] = "linear"
