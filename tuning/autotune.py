@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,20 +22,22 @@ from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import DEFAULT_BLOCK_SIZES
+from headway.core.select.state_candidates import VERBS, StateCandidates
 from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
 from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.find_table import TunedLayer, find_table, misfits, suffices, tell_left_out, used_table
-from headway.tuning.measure.points import Point, grid
+from headway.tuning.measure.kinds import MeasuredKind, kind_of, measured_kind
+from headway.tuning.measure.points import Point
 from headway.tuning.measure.prior_check import Extent
 from headway.tuning.measure.run import BLOCK_SIZES, CrossoverOptions, run_kernel_level
 from headway.tuning.measure.self_test import owners, plugin_digest
 from headway.tuning.measure.timing import InterleavedTimer, SharedBudget
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.files import Prior, TableError, read_table, table_folder, table_path
-from headway.tuning.table.schema import CrossoverTable, SpecRecord
+from headway.tuning.table.schema import CrossoverTable
 
 log = logging.getLogger("headway")
 
@@ -77,13 +80,16 @@ def costs_for(
     table_request: TableRequest,
     compile_ahead: CompileAhead | None = None,
     budget: SharedBudget | None = None,
-) -> dict[AttentionSpec, CostTable] | None:
-    """Measured times of each distinct layer; None where `auto` has to take the rank order, and the log says why.
+    kind: OperationKind = ATTENTION,
+) -> dict[Any, CostTable] | None:
+    """Return the measured times of each distinct layer; None if `auto` has to take the rank order, and the log says why.
 
     As `tables_for`, which see.
     """
-    tables = tables_for(layers, registry, backend_request, table_request, compile_ahead, budget)
-    return None if tables is None else {spec: to_costs(table, phases=layers.phases_of(spec)) for spec, table in tables.items()}
+    tables = tables_for(layers, registry, backend_request, table_request, compile_ahead, budget, kind)
+    if tables is None:
+        return None
+    return {spec: to_costs(table, phases=_phases_of(layers, spec, kind)) for spec, table in tables.items()}
 
 
 def tables_for(
@@ -93,41 +99,60 @@ def tables_for(
     table_request: TableRequest,
     compile_ahead: CompileAhead | None = None,
     budget: SharedBudget | None = None,
-) -> dict[AttentionSpec, CrossoverTable] | None:
-    """The table of each distinct layer; None where `auto` has to take the rank order, and the log says why.
+    kind: OperationKind = ATTENTION,
+) -> dict[Any, CrossoverTable] | None:
+    """Return the table of each distinct layer; None if `auto` has to take the rank order, and the log says why.
 
     compile_ahead: what the kernels of a first measuring are compiled in; None: one by one. budget: seconds that are shared with
-    other parts of a start, each kind of layer being a part; None: those of the request. Of a latent layer both specs are
-    measured, each in the phases that ask for it.
+    other parts of a start, each kind of layer being a part; None: those of the request. kind: layers of attention, or with a
+    state. Of a latent layer both specs are measured, each in the phases that ask for it. Files that the user named are used for
+    attention, and for states if one of them is of states.
 
     A faulty or stale table never ends a start: it is logged with the line or the difference, and left alone or measured again.
 
     :raises ConfigError: a budget that is no number, or a file that was named and is not there.
     """
-    for named in table_request.paths:
-        if not named.exists():
-            found_none = f"{named}, which does not exist"
+    for path in table_request.paths:
+        if not path.exists():
+            found_none = f"{path}, which does not exist"
             raise ConfigError("crossover_table", "a table file", found_none, "headway bench crossover makes one")
-    if not backend_request.auto_phases or not layers.cached:
+    specs: list[Any] = list(layers.counts) if kind is ATTENTION else list(dict.fromkeys(layers.states))
+    if not backend_request.auto_phases or not specs:
         return None
-    available = registry.able(layers.device)
-    if not table_request.paths and len(available) < 2:
-        return None  # nothing to choose from
-    named_tables = [(path, table) for path in table_request.paths if (table := _read(path)) is not None]
+    device_type = layers.device.type
+    available = registry.able(layers.device) if kind is ATTENTION else registry.states.all_able(device_type)
+    named = [(path, table) for path in table_request.paths if (table := _read(path)) is not None]
+    only_named = bool(table_request.paths) and (kind is ATTENTION or any(table.kind == kind.name for _, table in named))
+    if not only_named and not _has_choice(registry, specs, available):
+        return None
     device = identify_device(layers.device)
     if budget is None:
-        budget = SharedBudget(0.0 if table_request.paths else table_request.seconds(layers.device), len(layers.counts))
+        budget = SharedBudget(0.0 if only_named else table_request.seconds(layers.device), len(specs))
     clean(table_folder())
-    found: dict[AttentionSpec, CrossoverTable] = {}
-    for spec in layers.counts:
-        wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in layers.phases_of(spec)]
-        layer = RegisteredLayer(SpecRecord.of(spec), device, available, wanted, registry, spec, compile_ahead)
+    found: dict[Any, CrossoverTable] = {}
+    for spec in specs:
+        measured = measured_kind(registry, spec)
+        wanted = [point for point in measured.grid if CORE_PHASE[point.phase] in _phases_of(layers, spec, kind)]
+        layer = RegisteredLayer(measured.record, device, available, wanted, measured, compile_ahead)
         with budget.part() as seconds:
-            table = layer.named(named_tables) if table_request.paths else find_table(layer, seconds)
+            table = layer.named(named) if only_named else find_table(layer, seconds)
         if table is None:
             return None
         found[spec] = table
     return found
+
+
+def _phases_of(layers: LayerSpecs, spec: Any, kind: OperationKind) -> Collection[Phase]:
+    return layers.phases_of(spec) if kind is ATTENTION else tuple(Phase)
+
+
+def _has_choice(registry: Registry, specs: Sequence[Any], available: Sequence[str]) -> bool:
+    """Return whether two kernels can run here; of states, whether both support some phase of every layer."""
+    if kind_of(specs[0]) is ATTENTION:
+        return len(available) > 1
+    able, layouts = StateCandidates(registry.states, specs), registry.states.layouts.values()
+    serving = ([name for name in available if any(able.serves(name, layout, phase) for layout in layouts)] for phase in VERBS)
+    return any(len(each) > 1 for each in serving)
 
 
 def mended(table: CrossoverTable, registry: Registry, available: Sequence[str], kind: OperationKind = ATTENTION) -> list[str]:
@@ -143,22 +168,27 @@ def mended(table: CrossoverTable, registry: Registry, available: Sequence[str], 
 class RegisteredLayer(TunedLayer):
     """A layer whose kernels are backends of the registry."""
 
-    registry: Registry
-    spec: AttentionSpec
+    measured: MeasuredKind
     compile_ahead: CompileAhead | None
+
+    @property
+    def registry(self) -> Registry:
+        """Where the kernels are registered."""
+        return self.measured.registry
 
     @cached_property
     def owners(self) -> Mapping[str, tuple[str, str]]:
         """See `TunedLayer`."""
-        return owners(self.registry)
+        return owners(self.registry, self.measured.kind)
 
     def repaired(self, table: CrossoverTable) -> list[str]:
         """See `TunedLayer`."""
-        return mended(table, self.registry, self.kernels)
+        return mended(table, self.registry, self.kernels, self.measured.kind)
 
     def missed(self, unknown: Collection[str]) -> list[str]:
         """See `TunedLayer`: backends that a start without a table might choose, by rank."""
-        ranks = [self.registry.rank(self.spec, phase, self.kernels) for phase in Phase]
+        kernels = self.registry.of(self.measured.kind)
+        ranks = [kernels.rank(self.measured.spec, phase, self.kernels) for phase in Phase]
         known = [next((place for place, name in enumerate(rank) if name not in unknown), len(rank)) for rank in ranks]
         return [name for name in unknown if any(rank.index(name) < first for rank, first in zip(ranks, known, strict=True))]
 
@@ -173,7 +203,7 @@ class RegisteredLayer(TunedLayer):
             log.warning("crossover table %s not used: %s", path, "; ".join(reasons))
         if refused and not of_layer:
             got = " and ".join(f"one for {table.spec}" for _, table, _ in refused)
-            log.warning("auto takes the rank order: crossover_table needs a table for %s, got %s", self.spec, got)
+            log.warning("auto takes the rank order: crossover_table needs a table for %s, got %s", self.measured.spec, got)
         return None
 
     def _without_missing(self, table: CrossoverTable, path: Path) -> CrossoverTable:
@@ -194,9 +224,10 @@ class RegisteredLayer(TunedLayer):
         self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
     ) -> CrossoverTable | None:
         """See `TunedLayer`."""
-        spec, path = self.spec, table_path(self.device, self.record)
+        measured, path = self.measured, table_path(self.device, self.record)
+        kind, spec = measured.kind, measured.spec
         started = time.perf_counter()
-        layouts = preferred_layouts(self.registry, self.kernels, spec)
+        layouts = preferred_layouts(self.registry, self.kernels, spec) if kind is ATTENTION else None
         options = CrossoverOptions(
             spec=spec,
             backends=self.kernels,
@@ -211,8 +242,7 @@ class RegisteredLayer(TunedLayer):
             compile_ahead=self.compile_ahead,
         )
         if prior is not None:
-            pairs = [(self.registry.layout(name).layout, size) for size in BLOCK_SIZES for name in layouts]
-            extent = Extent.of(prior.table, pairs, self.kernels)
+            extent = Extent.of(prior.table, measured.pairs(layouts, BLOCK_SIZES), self.kernels)
             options = replace(options, refine=0, layouts=extent.layouts, block_sizes=extent.block_sizes, given_up=extent.given_up)
         try:
             if resume and old is not None:
@@ -220,7 +250,8 @@ class RegisteredLayer(TunedLayer):
                 # What failed fails again: it is tried when its plugin has another version, or other files.
                 failed = {record.name: record.reason for record in old.kernels if record.name in self.kernels and record.reason}
                 options = replace(options, excluded=failed)
-            apart = third_party_files(self.registry, self.kernels) and can_measure_in_child(self.registry, self.kernels)
+            asked = (self.registry, self.kernels, kind)
+            apart = third_party_files(*asked) and can_measure_in_child(*asked)
             table = (measure_in_child if apart else run_kernel_level)(options, self.registry)
         except (HeadwayError, OSError) as error:
             instead = "rank order instead" if old is None else "the old one is used as it is"
@@ -256,7 +287,7 @@ def _without_option(error: Exception) -> str:
 def _read(path: Path) -> CrossoverTable | None:
     """The table at a path; None where it is faulty, and the log says where."""
     try:
-        return read_table(path)
+        return read_table(path, kind=None)
     except TableError as error:
         log.warning("crossover table not used: %s", error)
         return None

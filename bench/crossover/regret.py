@@ -29,9 +29,9 @@ from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry, create_registry
 from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.kinds import GRAPH_LEN, measured_kind
 from headway.tuning.measure.measure_point import Bench, measure_point
 from headway.tuning.measure.points import Point, held_out
-from headway.tuning.measure.run import GRAPH_LEN
 from headway.tuning.measure.timing import InterleavedTimer, on_device
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, SpecRecord
@@ -154,7 +154,7 @@ def measure_regret(
             if time.perf_counter() > until:
                 untimed.append(f"{point.phase} {point.case} and those after it: the time did not suffice")
                 break
-            bench = Bench(registry, spec, turns, table.graph_len or GRAPH_LEN, seed)
+            bench = Bench(measured_kind(registry, spec, table.graph_len or GRAPH_LEN, seed), turns)
             cells = measure_point(point, bench, names, pairs, {})
             shape = as_run(point.shape, device.type)
             name = next(iter(selector.backends_of(shape).values())).name

@@ -145,13 +145,14 @@ def explain_states(specs: Sequence[StateSpec], registry: Registry, asked: str, w
 
     :raises HeadwayError: what was asked for cannot be had, with every reason.
     """
+    from headway.core.contract.operation import STATE
     from headway.core.select.backend_request import ALL_AUTO, BackendRequest
+    from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.state_candidates import VERBS
     from headway.core.select.state_selector import StateSelector
-    from headway.tuning.autotune import TableRequest
-    from headway.tuning.autotune_states import state_costs_for
+    from headway.tuning.autotune import TableRequest, costs_for
 
-    costs = state_costs_for(specs, registry, ALL_AUTO, TableRequest(budget=0.0))
+    costs = costs_for(LayerSpecs([], states=specs), registry, ALL_AUTO, TableRequest(budget=0.0), kind=STATE)
     selector = StateSelector(registry.states, specs, BackendRequest.parse(asked, "state_backend"), costs, workload)
     chosen, able = selector.selection, registry.states.all_able(specs[0].device.type)
     return {

@@ -23,7 +23,7 @@ from headway.tuning.table.files import Prior, TableError, find_prior, stored_tab
 from headway.tuning.table.schema import CRASHED, FAILED, HUNG, CountedRecord, CrossoverTable, DeviceIdentity, LayerRecord, points
 
 log = logging.getLogger("headway")
-_NEEDED_LEVEL = 1
+_NEEDED_LEVEL = {"attention": 1, "state": 0}
 """Level of the grid up to which points are needed: a table that lacks one of them is completed at the next start."""
 
 
@@ -144,14 +144,15 @@ def misfits(
 
 
 def suffices(table: CrossoverTable, layer: TunedLayer) -> bool:
-    """Return whether later starts measure nothing more: what the choice needs is there, or, on a CPU, some of each phase.
+    """Return whether later starts measure nothing more: what the choice needs is there; on a CPU, attention in each phase.
 
-    A CPU's first start measures for its budget and no later one does, however few points a busy machine reached.
+    There the first start measures for its budget and no later one does, however few points a busy machine reached.
     """
     measured = {cell.point for cell in table.cells}
-    if layer.device.type == "cpu":
+    if layer.device.type == "cpu" and table.kind == "attention":
         return table.complete or {phase for phase, _ in measured} >= {point.phase for point in layer.wanted}
-    return table.complete or all(point.key in measured for point in layer.wanted if point.level <= _NEEDED_LEVEL)
+    most = _NEEDED_LEVEL.get(table.kind, 0)
+    return table.complete or all(point.key in measured for point in layer.wanted if point.level <= most)
 
 
 def tell_left_out(layer: TunedLayer, table: CrossoverTable, stored: bool = False) -> None:

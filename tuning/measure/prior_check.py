@@ -17,9 +17,10 @@ from statistics import median
 from typing import Any
 
 from headway.core.speculation.proposers import is_captured
-from headway.tuning.measure.measure_point import CLEAR_LOSS, Pair
+from headway.tuning.measure.measure_point import CLEAR_LOSS
 from headway.tuning.measure.points import COUNTED, Coordinates, Point, Times, place_of, rival_times
 from headway.tuning.measure.run import NEAR, surviving_pairs
+from headway.tuning.measure.workloads import Pair
 from headway.tuning.table.files import Prior
 from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, PointKey, points
@@ -59,7 +60,7 @@ class Extent:
     """What is measured at the points that check a prior."""
 
     layouts: Sequence[str]
-    block_sizes: Sequence[int]
+    block_sizes: Sequence[int | None]
     given_up: Mapping[PhaseName, Mapping[str, str]]
     """Backends that are not measured in a phase -> why."""
 

@@ -1,4 +1,4 @@
-"""A few small steps, held to float64, before a backend may be timed, chosen or named on this machine.
+"""A few small steps of attention, held to float64, before a backend may be timed, chosen or named on this machine.
 
 A third-party backend that has passed for a layer is remembered with the digest of its plugin, and passes from then on.
 """
@@ -27,7 +27,7 @@ from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import cache_folder, write_whole
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
-from headway.tuning.measure.measure_point import Pair
+from headway.tuning.measure.workloads import Pair
 from headway.tuning.table.schema import FAILED, KernelRecord
 
 
@@ -55,14 +55,6 @@ _DIGEST_LENGTH = 16
 log = logging.getLogger("headway")
 
 
-def examine(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs: Sequence[Pair]) -> list[KernelRecord]:
-    """Find out whether each backend is here, serves the layer, and computes the layer right on its first layout and block size.
-
-    A backend that fails takes no part, and its record says why.
-    """
-    return [_examined(registry, name, spec, pairs) for name in names]
-
-
 def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs: Sequence[Pair]) -> None:
     """Run every step of every backend, whatever comes of it, so that the kernels are compiled."""
     for name in names:
@@ -74,11 +66,6 @@ def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs:
                 with suppress(Exception, SystemExit):
                     backend, case, _ = next(_tries(registry, name, spec, pair, steps))
                     run_backend(backend, case)
-
-
-def _examined(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> KernelRecord:
-    here = registry.availability(name)
-    return record_of(registry, name, bool(here), here.brief if not here else self_test(registry, name, spec, pairs))
 
 
 def record_of(registry: Registry, name: str, available: bool, reason: str, kind: OperationKind = ATTENTION) -> KernelRecord:
