@@ -22,7 +22,7 @@ from rich.text import Text
 from headway.core.contract.errors import ConfigError
 from headway.core.system.text import csv_cell, harmless, markdown
 from headway.tuning.table.noise import MOST_DRIFT, TIE_RULE, is_tie
-from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, PhaseName, points, without_refusals
+from headway.tuning.table.schema import COUNTED, Cell, CrossoverTable, DeviceIdentity, PhaseName, points, without_refusals
 
 PairName = tuple[str | None, int | None]
 """Layout and block size by name; (None, None) in a table of level engine."""
@@ -44,7 +44,9 @@ class TableRow:
     def label(self) -> str:
         """The lengths, without the batch, which heads the block."""
         cell = self.first
-        if cell.phase == "prefill":
+        if cell.phase in COUNTED:
+            return str(cell.batch)
+        if cell.phase in ("prefill", "scan", "step"):
             return str(cell.query_len)
         if cell.phase == "generate":
             return f"{cell.query_len} + {cell.kv_len - cell.query_len}"
@@ -75,7 +77,13 @@ class Block:
 
     phase: PhaseName
     batch: int
+    """0 for rows, tokens or bytes, which are one block."""
     rows: list[TableRow]
+
+    @property
+    def heading(self) -> str:
+        """Phase and batch size in words."""
+        return f"{self.phase}, batch size {self.batch}" if self.batch else self.phase
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,9 @@ class View:
     @property
     def where(self) -> str:
         """The layout and block size, in words."""
-        return f"kv_layout {self.pair[0]}, block_size {self.pair[1]}" if self.pair[0] else "layout and block size as chosen"
+        if self.pair[0] is None:
+            return "layout and block size as chosen" if self.table.kind == "attention" else "without a layout"
+        return f"kv_layout {self.pair[0]}, block_size {self.pair[1]}" if self.pair[1] else f"layout {self.pair[0]}"
 
 
 def pairs_of(table: CrossoverTable) -> list[PairName]:
@@ -137,7 +147,7 @@ def view(table: CrossoverTable, layout: str | None = None, block_size: int | Non
     rows = sorted((row for row in rows if row.cells), key=_order)
     blocks: list[Block] = []
     for row in rows:
-        key = (row.first.phase, row.first.batch)
+        key = (row.first.phase, 0 if row.first.phase in COUNTED else row.first.batch)
         if not blocks or (blocks[-1].phase, blocks[-1].batch) != key:
             blocks.append(Block(*key, []))
         blocks[-1].rows.append(row)
@@ -154,7 +164,7 @@ def _mean_log(groups: Sequence[Sequence[Cell]], pair: PairName) -> float:
     return fmean(math.log(us) for us in best) if best else math.inf
 
 
-_PHASE_ORDER: tuple[PhaseName, ...] = ("generate", "decode", "verify", "prefill", "extend")
+_PHASE_ORDER: tuple[PhaseName, ...] = ("generate", "decode", "verify", "prefill", "extend", "step", "scan", *COUNTED)
 
 
 def _order(row: TableRow) -> tuple[int, ...]:
@@ -186,6 +196,11 @@ _LENGTHS: dict[PhaseName, str] = {
     "verify": "query_len of kv_len",
     "extend": "query_len of kv_len",
     "generate": "input + output",
+    "scan": "query_len",
+    "step": "query_len",
+    "rows": "rows",
+    "tokens": "tokens",
+    "bytes": "bytes",
 }
 _MOST_LAID_OUT: Final = 500
 """Rows of all blocks together up to which rich lays them out, in colours."""
@@ -285,7 +300,7 @@ def _narrow_block(block: Block, plain: bool) -> Table | Text:
 
 
 def _empty(block: Block, lengths: str) -> Table:
-    title = f"{block.phase}, batch size {block.batch} ({unit(block.phase)})"
+    title = f"{block.heading} ({unit(block.phase)})"
     shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column(lengths, no_wrap=True)
     return shown
@@ -388,7 +403,7 @@ def to_section(view: View) -> str:
     lines = [f"    {harmless(view.table.command)}", "", measured, ""]
     for block in view.blocks:
         header = [_LENGTHS[block.phase], *map(markdown, view.backends), "winner", "speed-up"]
-        lines += [f"**{block.phase}, batch size {block.batch}** ({unit(block.phase)})", "", _line(header)]
+        lines += [f"**{block.heading}** ({unit(block.phase)})", "", _line(header)]
         lines.append("|---|" + "---:|" * len(view.backends) + "---|---:|")
         for row in block.rows:
             cells = [_emphasised(row, name) for name in view.backends]

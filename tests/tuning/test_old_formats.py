@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from headway.cli.app import make_app
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.ranks.torch_ranks import SIZES
@@ -30,6 +32,7 @@ from headway.tuning.table.schema import (
 from tables import a_device
 
 ROOT = Path(__file__).resolve().parents[2]
+app = make_app()
 CHOICES = {
     "tuning/priors/nvidia-h100-80gb-hbm3-attention-16-8-128-bfloat16-00044f95.json": "77b4a0a4df418871",
     "tuning/priors/nvidia-h100-80gb-hbm3-attention-32-8-128-bfloat16-a911acb1.json": "5e5117ab99d61120",
@@ -171,6 +174,25 @@ def test_a_stored_file_of_an_old_format_is_replaced_and_named(
     old.unlink()
     assert stored_table(a_device(), record) == table
     assert caplog.text.count("replaces") == 1
+
+
+@pytest.mark.parametrize("kind", OLD)
+def test_headway_table_shows_checks_and_compares_every_kind(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(OLD[kind][0]))
+    shown = CliRunner().invoke(app, ["table", "show", str(path), "--json"])
+    assert shown.exit_code == 0, shown.output
+    rows = json.loads(shown.output)["rows"]
+    fastest = sorted({name for row in rows for name in row["winners"]})
+    assert fastest == (["a", "b"] if kind in ("attention", "state") else ["one", "two"])
+    plain = CliRunner().invoke(app, ["table", "show", str(path)], env={"COLUMNS": "160"})
+    assert "CROSSOVER ANALYSIS" in plain.output
+    checked = CliRunner().invoke(app, ["table", "check", str(path)])
+    assert "fits this machine" in checked.output, checked.output
+    same = CliRunner().invoke(app, ["table", "diff", str(path), str(path)])
+    assert "0 cells differ" in same.output
+    picture = CliRunner().invoke(app, ["table", "plot", str(path), str(tmp_path / "table.html")])
+    assert (picture.exception is None) is (kind == "attention")
 
 
 @pytest.mark.parametrize("kind", OLD)

@@ -12,11 +12,9 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import Shape
 from headway.tuning.measure.workloads import AttentionWork, Geometry, make_work
 from headway.tuning.table.convert import CORE_PHASE
-from headway.tuning.table.schema import Cell, PhaseName, PointKey, points
+from headway.tuning.table.schema import COUNTED, Cell, PhaseName, PointKey, points
 
 PHASES: tuple[PhaseName, ...] = ("decode", "prefill", "extend", "verify")
-COUNTED: tuple[PhaseName, ...] = ("rows", "tokens", "bytes")
-"""Phases whose points are one number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from typing import Any
 
 from headway.core.speculation.proposers import is_captured
 from headway.tuning.measure.measure_point import CLEAR_LOSS
-from headway.tuning.measure.points import COUNTED, Coordinates, Point, Times, place_of, rival_times
+from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
 from headway.tuning.measure.run import NEAR, surviving_pairs
 from headway.tuning.measure.workloads import Pair
 from headway.tuning.table.files import Prior
 from headway.tuning.table.noise import mark_ties, noise_of
-from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, PointKey, points
+from headway.tuning.table.schema import COUNTED, Cell, CrossoverTable, PhaseName, PointKey, points
 
 _MOST_POINTS = 4
 """Points that are checked in each phase."""

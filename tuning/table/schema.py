@@ -93,6 +93,8 @@ SCHEMA: Final = "headway.table/1"
 PhaseName = Literal["prefill", "extend", "decode", "verify", "generate", "scan", "step", "rows", "tokens", "bytes"]
 """generate: whole generations (level engine). scan and step: of layers with a state. The last three are the axes of
 linear layers, experts and all-reduce."""
+COUNTED: Final[tuple[PhaseName, ...]] = ("rows", "tokens", "bytes")
+"""Phases whose points are one number."""
 Status = Literal["ok", "tie", "oom", "unsupported", "incorrect", "error", "dropped"]
 TIMED: Final = ("ok", "tie", "dropped")
 
@@ -413,7 +415,7 @@ class Cell(BaseModel):
         if not timed and self.status in ("ok", "tie"):
             raise ValueError(f"a cell that is {self.status} needs a median_us")
         spread = self.p20_us, self.p80_us
-        counted = spread == (None, None) and self.phase in ("rows", "tokens", "bytes")
+        counted = spread == (None, None) and self.phase in COUNTED
         if self.median_us is not None and not counted and not (spread[0] or 0) <= self.median_us <= (spread[1] or 0):
             raise ValueError(f"p20_us <= median_us <= p80_us: {self.p20_us}, {self.median_us}, {self.p80_us}")
         if (self.status in ("ok", "tie")) == bool(self.reason):
