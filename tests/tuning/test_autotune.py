@@ -24,6 +24,7 @@ from headway.registry import Registry, create_registry
 from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.isolated.measure_in_child import CRASHED, HUNG
+from headway.tuning.measure import kinds
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
 from headway.tuning.table.files import read_table, stored_tables, table_path
@@ -182,7 +183,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The module of an installed plugin, measured in this process to save time; its folder is `toy.parent`."""
     folder = tmp_path / "plugins"
     folder.mkdir()
-    monkeypatch.setattr(autotune, "can_measure_in_child", lambda registry, names: False)
+    monkeypatch.setattr(autotune, "can_measure_in_child", lambda registry, names, kind: False)
     monkeypatch.syspath_prepend(str(folder))
     install(folder, "toy", TOY)
     yield folder / "toy.py"
@@ -220,7 +221,7 @@ def test_a_repaired_plugin_of_the_same_version_is_measured_at_its_next_start(
 def test_a_table_is_completed_without_a_plugin_that_is_gone(
     registry: Registry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    monkeypatch.setattr(autotune, "grid", lambda device_type: POINTS)
+    monkeypatch.setattr(kinds, "grid", lambda device_type: POINTS)
     path = table_path(a_device(), SpecRecord.of(SPEC))
     costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=1e-9))  # one point at each start
     assert {record.name for record in read_table(path).kernels} >= {"sdpa", "toy"}

@@ -8,8 +8,7 @@ import torch
 from headway.core.contract.layout import NHD
 from headway.core.oracle.cases import reference, relative_error
 from headway.registry import Registry
-from headway.tuning.measure.contender import checked
-from headway.tuning.measure.graph_replay import captures, graph_contender
+from headway.tuning.measure.contender import captures, checked, graph_contender
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.run import run_kernel_level
 from headway.tuning.measure.timing import InterleavedTimer

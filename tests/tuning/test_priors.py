@@ -21,6 +21,7 @@ from headway.core.system.json_files import write_json
 from headway.registry import Registry, create_registry
 from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
+from headway.tuning.measure import kinds
 from headway.tuning.measure.points import Point, grid
 from headway.tuning.measure.prior_check import layouts_to_check
 from headway.tuning.measure.run import CrossoverOptions
@@ -246,7 +247,7 @@ def test_without_a_budget_a_prior_serves_unchecked_unless_it_lacks_a_backend(
     assert start(machine, budget=0.0, registry=newcomer) is not None, (
         "ranked behind, it would not be chosen without a table either"
     )
-    monkeypatch.setattr(newcomer, "rank", lambda spec, phase, names: sorted(names, key=lambda name: name != "newcomer"))
+    monkeypatch.setattr(newcomer.attention, "rank", lambda spec, phase, names: sorted(names, key=lambda name: name != "newcomer"))
     assert start(machine, budget=0.0, registry=newcomer) is None
     assert "not used unchecked: newcomer not in it" in caplog.text
 
@@ -309,7 +310,7 @@ def test_this_machine_checks_a_prior_by_real_measurements(ship: Ship, monkeypatc
     ship()
     write_json(a_table(*cells_of(crossing, ["sdpa", "sdpa.math"], POINTS)), prior_path(a_device(), SpecRecord.of(SPEC)))
     monkeypatch.setattr(autotune, "TIMER", QUICK)
-    monkeypatch.setattr(autotune, "grid", lambda device_type: POINTS)
+    monkeypatch.setattr(kinds, "grid", lambda device_type: POINTS)
     registry = create_registry(load_entry_points=False)
     assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60.0)) is not None
     table = kept()

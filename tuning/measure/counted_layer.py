@@ -116,8 +116,8 @@ class CountedLayer(TunedLayer):
                     cells.append(failure(point, name, None, timing))
                     continue
                 us[name] = timing.median_us / layers
-                found = {"median_us": us[name], "p20_us": timing.p20_us / layers, "p80_us": timing.p80_us / layers}
-                cells.append(new_cell(point, name, None, "ok", drift=timing.drift, **found))
+                low, high = timing.p20_us / layers, timing.p80_us / layers
+                cells.append(new_cell(point, name, None, "ok", median_us=us[name], p20_us=low, p80_us=high, drift=timing.drift))
             best = min(us.values(), default=0.0)
             slow = {name: time / best for name, time in us.items() if time > _BEHIND * best and self.falls_behind(name)}
             out |= {name: f"{ratio:.1f} times the fastest with {count} {point.phase}" for name, ratio in slow.items()}

@@ -18,9 +18,9 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes
 from headway.kernels.experts.plain import PlainExperts, Routing
 from headway.kernels.step.operations import Norm
+from headway.tuning.measure.contender import captured
 from headway.tuning.measure.counted_layer import TURNS, CountedLayer
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.points import counted_points
 from headway.tuning.table.schema import DeviceIdentity, ExpertsRecord
 

@@ -27,8 +27,17 @@ from headway.core.oracle.state_reference import SequenceState, StateAnswer, adva
 from headway.core.select.state_candidates import VERBS, StateCandidates
 from headway.registry import Registry
 from headway.tuning.measure import self_test as selftest
-from headway.tuning.measure.contender import Contender, GuardedInputs, InputsChangedError, backend_contender, run_layer
-from headway.tuning.measure.graph_replay import captured, captures, graph_contender, worst_case
+from headway.tuning.measure.contender import (
+    Contender,
+    GuardedInputs,
+    InputsChangedError,
+    backend_contender,
+    captured,
+    captures,
+    graph_contender,
+    run_layer,
+    worst_case,
+)
 from headway.tuning.measure.points import Point, grid, state_grid
 from headway.tuning.measure.workloads import VERIFY_QUERY_LEN, Pair, build_case
 from headway.tuning.table.convert import CORE_PHASE
@@ -188,7 +197,7 @@ class MeasuredAttention(MeasuredKind):
             if not self.supports(name, pair, CORE_PHASE[point.phase]):
                 continue
             with suppress(Exception):
-                made = made or make_backend(self.registry.backend(name), self.spec, *pair)
+                made = made or self.instance(name, pair)
                 if not self._launches_nothing(made, point, pair):
                     return
 
@@ -218,6 +227,10 @@ class MeasuredAttention(MeasuredKind):
         v = k[..., : spec.v_head_dim] if spec.value_in_key else q.new_zeros((*k.shape[:2], spec.v_head_dim))
         return Case(spec, metadata, cache, q, k, v)
 
+    def instance(self, name: str, pair: Pair) -> AttentionBackend:
+        """Return an instance of a backend."""
+        return make_backend(self.registry.backend(name), self.spec, pair[0], pair[1])
+
     def writer(self, point: Point, pair: Pair) -> CacheWriter | None:
         """Return the writer of a layout: a dense prefill need not have a cache, and takes as long to write into any layout."""
         return None if point.phase == "prefill" else self.registry.layout(pair[0].name).writer(self.spec.device)
@@ -227,7 +240,7 @@ class AttentionInputs(PointInputs):
     """A step of attention, guarded against kernels that write where they may only read."""
 
     def __init__(self, kind: MeasuredAttention, point: Point, pair: Pair, expected: Tensor | None) -> None:
-        make = partial(build_case, point.work(kind.spec), *pair, kind.seed)
+        make = partial(build_case, point.work(kind.spec), pair[0], pair[1], kind.seed)
         self.case = make()
         self.expected = reference(self.case) if expected is None else expected
         self.large = self.case.cache.key.nbytes > _LARGE
@@ -243,7 +256,7 @@ class AttentionInputs(PointInputs):
     def contender(self, name: str) -> tuple[Contender, bool]:
         """See `PointInputs`."""
         kind, case = self._kind, self.case
-        backend = make_backend(kind.registry.backend(name), kind.spec, *self._pair)
+        backend = kind.instance(name, self._pair)
 
         def distance(out: Tensor) -> float:
             return relative_error(out, self.expected, case)

@@ -18,10 +18,10 @@ from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.support import Support
 from headway.kernels.linear.forms import num_bytes
 from headway.kernels.linear.quantized_choice import KERNEL, ROW_COUNTS, ProductTimes
+from headway.tuning.measure.contender import captured
 from headway.tuning.measure.counted_layer import TURNS, CountedLayer
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.find_table import first_points
-from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.points import counted_points
 from headway.tuning.measure.timing import InterleavedTimer, SharedBudget, on_device
 from headway.tuning.table.schema import DeviceIdentity, LinearRecord

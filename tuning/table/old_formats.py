@@ -35,7 +35,7 @@ def upgrade(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(prior := data.get("prior"), dict):
         own["prior"] = {**prior, "device": _device(prior.get("device"))}
     if schema in _COUNTED:
-        return _counted(data, own, *_COUNTED[str(schema)])
+        return _counted(data, own["device"], str(schema))
     states = schema == "headway.states/1"
     cells = data.get("cells")
     if isinstance(cells, list):
@@ -61,16 +61,17 @@ def _cell(cell: dict[str, Any], states: bool) -> dict[str, Any]:
     return renamed
 
 
-def _counted(data: dict[str, Any], own: dict[str, Any], kind: str, phase: str, layer: str, numbers: str) -> dict[str, Any]:
-    """The times of each kernel by number: only those that were measured become cells."""
+def _counted(data: dict[str, Any], place: Any, schema: str) -> dict[str, Any]:
+    """The times of each kernel by number: only those that were measured become cells. place: the device."""
+    kind, phase, layer, numbers = _COUNTED[schema]
     us, device, origin, prior = (data.get(name) for name in ("us", "device", "origin", "prior"))
     counts, told = data.get(numbers), data.get(layer)
     date = device.get("date") if isinstance(device, dict) else None
     cells = None  # which no table has
     if isinstance(us, dict) and isinstance(counts, list) and all(isinstance(times, list) for times in us.values()):
-        place = {"phase": phase, "status": "ok", "prior": bool(prior)}
+        common = {"phase": phase, "status": "ok", "prior": bool(prior)}
         cells = [
-            {**place, "case": str(count), "batch": count, "kernel": name, "median_us": time}
+            {**common, "case": str(count), "batch": count, "kernel": name, "median_us": time}
             for name, times in us.items()
             for count, time in zip(counts, times, strict=False)
             if time is not None
@@ -83,11 +84,11 @@ def _counted(data: dict[str, Any], own: dict[str, Any], kind: str, phase: str, l
         "complete": True,
         "noise": 0.01,
         "origin": origin,
-        "device": own["device"],
+        "device": place,
         "spec": {"layer": f"{told} ranks" if kind == "all_reduce" else told},
         "kernels": [{"name": name, "owner": "built-in", "available": True} for name in (us if isinstance(us, dict) else ())],
         "cells": cells,
-        "prior": {"device": own["device"], "origin": origin, "date": date, "differs": [prior]} if prior else None,
+        "prior": {"device": place, "origin": origin, "date": date, "differs": [prior]} if prior else None,
     }
 
 
