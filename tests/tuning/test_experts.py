@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from dataclasses import dataclass
@@ -90,26 +89,6 @@ def test_the_fastest_right_way_serves_and_is_remembered(cache: Path, caplog: pyt
     choose_experts([again], 60.0)
     assert fast.runs == runs, "nothing is measured twice"
     assert again.method_for(64).name == "fast"
-
-
-def test_times_of_other_software_are_measured_again_and_a_damaged_file_is_named(
-    cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "headway")
-    only = Fake("only")
-    choose_experts([kind_of(only)], 60.0)
-    (path,) = cache.glob("*.json")
-    kept = json.loads(path.read_text())
-    kept["device"]["torch"] = "1.0"
-    path.write_text(json.dumps(kept))
-    runs = only.runs
-    choose_experts([kind_of(only)], 60.0)
-    assert only.runs > runs
-    assert f"torch: measured with 1.0, here is {torch.__version__}" in caplog.text
-    path.write_text("{")
-    choose_experts([kind_of(only)], 60.0)
-    assert f"crossover table not used: table {path}: needs a file of schema headway.table/1" in caplog.text
-    assert (to_times(read_table(path, "experts"), TOKEN_COUNTS)["only"][0] or 0.0) > 0
 
 
 def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
