@@ -33,8 +33,8 @@ class MeasuredLayer:
     @classmethod
     def of(cls, table: CrossoverTable) -> MeasuredLayer:
         """The times of a crossover table of kernels."""
-        backends = [record.name for record in table.backends if record.usable]
-        return cls(table.spec.to_spec(torch.device("cpu")), to_costs(table), backends)
+        backends = [record.name for record in table.kernels if record.usable]
+        return cls(table.attention.to_spec(torch.device("cpu")), to_costs(table), backends)
 
     def fastest_us(self, shape: Shape) -> float:
         """Microseconds of the fastest backend, which `auto` would take; infinite where none has a time."""
@@ -59,7 +59,7 @@ class AttentionTimes:
         self._read = gpu.read_rate * 1e-6
         self._matrix = gpu.matrix_rate * 1e-6
         self._reached = reached
-        self._measured = {SpecRecord.of(each.spec).kind: each for each in measured}
+        self._measured = {SpecRecord.of(each.spec).key: each for each in measured}
         self._asked: dict[tuple[AttentionSpec, Shape], float] = {}
         self._known: dict[AttentionSpec, tuple[MeasuredLayer | None, Source]] = {}
 
@@ -90,7 +90,7 @@ class AttentionTimes:
     def _of(self, spec: AttentionSpec) -> tuple[MeasuredLayer | None, Source]:
         """What is measured of a kind of layer, or of the most similar one."""
         if spec not in self._known:
-            own = self._measured.get(SpecRecord.of(spec).kind)
+            own = self._measured.get(SpecRecord.of(spec).key)
             like = None if own is not None else self._most_similar(spec)
             found: tuple[MeasuredLayer | None, Source] = (own, "table") if own is not None else (like, "like")
             self._known[spec] = found if found[0] is not None else (None, "data sheet")

@@ -31,7 +31,7 @@ from headway.tuning.measure.points import Point
 from headway.tuning.table.compare import differences
 from headway.tuning.table.files import read_table
 from headway.tuning.table.noise import mark_ties, noise_of
-from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, SpecRecord, points
+from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, SpecRecord, points
 
 AUTO = "auto"
 """Takes part like a backend: each step's choice by the kernel-level table."""
@@ -125,7 +125,7 @@ def _old_table(options: EngineOptions) -> CrossoverTable | None:
     if not options.output.exists():
         return None
     old = read_table(options.output)
-    reasons = differences(old, identify_device(options.device), old.spec)
+    reasons = differences(old, identify_device(options.device), old.attention)
     model = str(options.llm.get("model", ""))
     for what, here, there in (("level", "engine", old.level), ("model", model, old.model)):
         if here != there:
@@ -141,10 +141,10 @@ def _begin(name: str, todo: Sequence[Point], old: CrossoverTable | None) -> _Run
     """A backend's way, with what the old table has of it behind."""
     if old is None:
         return _Run(list(todo))
-    cells = [cell for cell in old.cells if cell.backend == name and cell.case in {point.case for point in todo}]
+    cells = [cell for cell in old.cells if cell.kernel == name and cell.case in {point.case for point in todo}]
     done = {cell.case for cell in cells}
-    reason = next((record.reason for record in old.backends if record.name == name), "")
-    return _Run([point for point in todo if point.case not in done], cells, old.spec, reason)
+    reason = next((record.reason for record in old.kernels if record.name == name), "")
+    return _Run([point for point in todo if point.case not in done], cells, old.attention, reason)
 
 
 def _available(registry: Registry, device: torch.device) -> list[str]:
@@ -202,7 +202,7 @@ def _cell(name: str, point: Point, event: Mapping[str, Any]) -> Cell:
     times = sorted(event["times_us"])
     served = ", ".join(f"{backend} {steps}" for backend, steps in event["served"].items())
     middle = times[len(times) // 2]
-    return new_cell(point, name, None, "ok", median_us=middle, p20_us=times[0], p80_us=times[-1], kernel=served)
+    return new_cell(point, name, None, "ok", median_us=middle, p20_us=times[0], p80_us=times[-1], variant=served)
 
 
 def _table(runs: Mapping[str, _Run], options: EngineOptions, registry: Registry, date: str) -> CrossoverTable | None:
@@ -221,8 +221,8 @@ def _table(runs: Mapping[str, _Run], options: EngineOptions, registry: Registry,
         device=identify_device(options.device),
         spec=spec,
         noise=noise_of(marked),
-        backends=[
-            BackendRecord(name=name, owner=_owner(name, registry), available=not run.reason, reason=run.reason)
+        kernels=[
+            KernelRecord(name=name, owner=_owner(name, registry), available=not run.reason, reason=run.reason)
             for name, run in runs.items()
         ],
         cells=marked,

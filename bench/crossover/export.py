@@ -80,9 +80,11 @@ def check_suffix(path: Path) -> None:
 def export(view: View, path: Path) -> None:
     """Write the view, whole or not at all.
 
-    :raises ConfigError: a form that nobody writes, a library it needs is missing, or the folder cannot be written to.
+    :raises ConfigError: a form that nobody writes, one not of this kind, a missing library, or an unwritable folder.
     """
     check_suffix(path)
+    if view.table.kind != "attention" and path.suffix.lower() in (".html", ".png"):
+        raise ConfigError("--export", f"a table of attention for {path.suffix}", f"one of kind {view.table.kind}")
     FORMS[path.suffix.lower()](view, path)
 
 

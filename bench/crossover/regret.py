@@ -29,9 +29,9 @@ from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry, create_registry
 from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.kinds import GRAPH_LEN, measured_kind
 from headway.tuning.measure.measure_point import Bench, measure_point
 from headway.tuning.measure.points import Point, held_out
-from headway.tuning.measure.run import GRAPH_LEN
 from headway.tuning.measure.timing import InterleavedTimer, on_device
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, SpecRecord
@@ -130,9 +130,9 @@ def measure_regret(
 
     :raises ConfigError: the table has no times for any layout, so there is no choice to judge.
     """
-    spec = table.spec.to_spec(device)
+    spec = table.attention.to_spec(device)
     selector = Selector(registry, LayerSpecs([spec] * layers), costs={spec: to_costs(table)}, workload=workload)
-    usable = {record.name for record in table.backends if record.usable}
+    usable = {record.name for record in table.kernels if record.usable}
     names = [name for name in registry.able(device) if name in usable]
     if selector.costs is None:
         raise _no_choice(table, names)
@@ -154,7 +154,7 @@ def measure_regret(
             if time.perf_counter() > until:
                 untimed.append(f"{point.phase} {point.case} and those after it: the time did not suffice")
                 break
-            bench = Bench(registry, spec, turns, table.graph_len or GRAPH_LEN, seed)
+            bench = Bench(measured_kind(registry, spec, table.graph_len or GRAPH_LEN, seed), turns)
             cells = measure_point(point, bench, names, pairs, {})
             shape = as_run(point.shape, device.type)
             name = next(iter(selector.backends_of(shape).values())).name
@@ -162,7 +162,7 @@ def measure_regret(
             times = _times_us(cells, layers, _replaying(registry, names, shape))
             trial = _trial(point.phase, point.case, name, times, place, seed)
             if trial is None:
-                reasons = "; ".join(f"{cell.backend} {cell.status} {cell.reason}" for cell in cells if cell.median_us is None)
+                reasons = "; ".join(f"{cell.kernel} {cell.status} {cell.reason}" for cell in cells if cell.median_us is None)
                 untimed.append(f"{point.phase} {point.case}, choice {name}: {reasons}")
             else:
                 trials.append(trial)
@@ -177,11 +177,11 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
 
     :raises ConfigError: the table is of another layer than the times, or has no times for any layout.
     """
-    if report.spec.kind != table.spec.kind:
+    if report.spec.key != table.spec.key:
         need = f"times of the table's layer, {table.spec}"
         raise ConfigError("--trials", need, f"those of {report.spec}", "--output of headway table regret on such a table")
-    timed = {(CORE_PHASE[cell.phase], cell.backend, cell.layout, cell.block_size) for cell in table.cells if cell.layer_us}
-    names = [record.name for record in table.backends if record.usable]
+    timed = {(CORE_PHASE[cell.phase], cell.kernel, cell.layout, cell.block_size) for cell in table.cells if cell.layer_us}
+    names = [record.name for record in table.kernels if record.usable]
 
     def able(phase: Phase, place: Placement[CacheLayout]) -> list[str]:
         return [name for name in names if {(phase, name, place.layout.name, place.block_size), (phase, name, None, None)} & timed]
@@ -256,7 +256,7 @@ def _report(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         table_date=table.date,
         device=device,
-        spec=table.spec,
+        spec=table.attention,
         selection=selection,
         layers=layers,
         seed=seed,
@@ -274,10 +274,10 @@ def _no_choice(table: CrossoverTable, names: Collection[str]) -> ConfigError:
     need = "a table of level kernel with times for every phase"
     if table.level != "kernel":
         return ConfigError("regret", need, f"one of level {table.level}")
-    measured = ", ".join(record.name for record in table.backends if record.usable)
+    measured = ", ".join(record.name for record in table.kernels if record.usable)
     if measured and not names:
         return ConfigError("regret", f"{need} of backends that can run here", f"times of {measured} on {table.device.name}")
-    timed = {CORE_PHASE[cell.phase] for cell in table.cells if cell.layer_us is not None and cell.backend in names}
+    timed = {CORE_PHASE[cell.phase] for cell in table.cells if cell.layer_us is not None and cell.kernel in names}
     missing = [phase.value for phase in Phase if phase not in timed]
     return ConfigError("regret", need, f"one without times for {', '.join(missing) or 'all over one layout'}")
 
@@ -296,10 +296,10 @@ def _times_us(cells: Iterable[Cell], layers: int, replaying: Collection[str] = (
     """As in a trial. replaying: backends whose plan and launches cost the host nothing."""
     found = {}
     for cell in cells:
-        in_graph = cell.backend in replaying
+        in_graph = cell.kernel in replaying
         us, plan_us = (cell.median_us, 0.0) if in_graph else (cell.layer_us, cell.plan_us or 0.0)
         if us is not None:
-            found[f"{cell.backend} {cell.layout} {cell.block_size}" if cell.layout else cell.backend] = plan_us + layers * us
+            found[f"{cell.kernel} {cell.layout} {cell.block_size}" if cell.layout else cell.kernel] = plan_us + layers * us
     return found
 
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from headway.core.contract.errors import ConfigError
 from headway.core.system.text import csv_cell, harmless, markdown
 from headway.tuning.table.noise import MOST_DRIFT, TIE_RULE, is_tie
-from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, PhaseName, points, without_refusals
+from headway.tuning.table.schema import COUNTED, Cell, CrossoverTable, DeviceIdentity, PhaseName, points, without_refusals
 
 PairName = tuple[str | None, int | None]
 """Layout and block size by name; (None, None) in a table of level engine."""
@@ -44,7 +44,9 @@ class TableRow:
     def label(self) -> str:
         """The lengths, without the batch, which heads the block."""
         cell = self.first
-        if cell.phase == "prefill":
+        if cell.phase in COUNTED:
+            return str(cell.batch)
+        if cell.phase in ("prefill", "scan", "step"):
             return str(cell.query_len)
         if cell.phase == "generate":
             return f"{cell.query_len} + {cell.kv_len - cell.query_len}"
@@ -59,8 +61,8 @@ class TableRow:
     def winners(self) -> list[str]:
         """The fastest backend, and those whose times cannot be told from its."""
         ranked = self.ranked
-        same = [cell.backend for cell in ranked[1:] if cell.status != "dropped" and is_tie(ranked[0], cell)]
-        return [cell.backend for cell in ranked[:1]] + same
+        same = [cell.kernel for cell in ranked[1:] if cell.status != "dropped" and is_tie(ranked[0], cell)]
+        return [cell.kernel for cell in ranked[:1]] + same
 
     @cached_property
     def speedup(self) -> float | None:
@@ -75,7 +77,13 @@ class Block:
 
     phase: PhaseName
     batch: int
+    """0 for rows, tokens or bytes, which are one block."""
     rows: list[TableRow]
+
+    @property
+    def heading(self) -> str:
+        """Phase and batch size in words."""
+        return f"{self.phase}, batch size {self.batch}" if self.batch else self.phase
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class View:
         timed: dict[str, list[PairName]] = {}
         for cell in self.table.cells:
             if cell.median_us is not None and cell.layout is not None:
-                timed.setdefault(cell.backend, []).append((cell.layout, cell.block_size))
+                timed.setdefault(cell.kernel, []).append((cell.layout, cell.block_size))
         return {name: list(dict.fromkeys(pairs)) for name, pairs in timed.items() if self.pair not in pairs}
 
     @property
@@ -112,7 +120,9 @@ class View:
     @property
     def where(self) -> str:
         """The layout and block size, in words."""
-        return f"kv_layout {self.pair[0]}, block_size {self.pair[1]}" if self.pair[0] else "layout and block size as chosen"
+        if self.pair[0] is None:
+            return "layout and block size as chosen" if self.table.kind == "attention" else "without a layout"
+        return f"kv_layout {self.pair[0]}, block_size {self.pair[1]}" if self.pair[1] else f"layout {self.pair[0]}"
 
 
 def pairs_of(table: CrossoverTable) -> list[PairName]:
@@ -133,16 +143,16 @@ def view(table: CrossoverTable, layout: str | None = None, block_size: int | Non
         raise ConfigError("layout and block size", need, f"{layout or 'any'} {block_size or 'any'}")
     by_point = points([cell for cell in table.cells if not cell.between])
     pair = min(fitting, key=lambda pair: _mean_log(list(by_point.values()), pair))
-    rows = [TableRow({cell.backend: cell for cell in _over(cells, pair)}) for cells in by_point.values()]
+    rows = [TableRow({cell.kernel: cell for cell in _over(cells, pair)}) for cells in by_point.values()]
     rows = sorted((row for row in rows if row.cells), key=_order)
     blocks: list[Block] = []
     for row in rows:
-        key = (row.first.phase, row.first.batch)
+        key = (row.first.phase, 0 if row.first.phase in COUNTED else row.first.batch)
         if not blocks or (blocks[-1].phase, blocks[-1].batch) != key:
             blocks.append(Block(*key, []))
         blocks[-1].rows.append(row)
     present = {name for row in rows for name, cell in row.cells.items() if cell.status != "unsupported"}
-    return View(table, pair, [record.name for record in table.backends if record.name in present], blocks)
+    return View(table, pair, [record.name for record in table.kernels if record.name in present], blocks)
 
 
 def _over(cells: Sequence[Cell], pair: PairName) -> list[Cell]:
@@ -154,7 +164,7 @@ def _mean_log(groups: Sequence[Sequence[Cell]], pair: PairName) -> float:
     return fmean(math.log(us) for us in best) if best else math.inf
 
 
-_PHASE_ORDER: tuple[PhaseName, ...] = ("generate", "decode", "verify", "prefill", "extend")
+_PHASE_ORDER: tuple[PhaseName, ...] = ("generate", "decode", "verify", "prefill", "extend", "step", "scan", *COUNTED)
 
 
 def _order(row: TableRow) -> tuple[int, ...]:
@@ -186,6 +196,11 @@ _LENGTHS: dict[PhaseName, str] = {
     "verify": "query_len of kv_len",
     "extend": "query_len of kv_len",
     "generate": "input + output",
+    "scan": "query_len",
+    "step": "query_len",
+    "rows": "rows",
+    "tokens": "tokens",
+    "bytes": "bytes",
 }
 _MOST_LAID_OUT: Final = 500
 """Rows of all blocks together up to which rich lays them out, in colours."""
@@ -277,7 +292,7 @@ def _narrow_block(block: Block, plain: bool) -> Table | Text:
         shown.add_column(short, justify="right", no_wrap=True)
     shown.add_column("speed-up", justify="right", no_wrap=True)
     for row in block.rows:
-        two = [(cell.backend, show(cell)) for cell in row.ranked[:2]]
+        two = [(cell.kernel, show(cell)) for cell in row.ranked[:2]]
         (first, us), (second, other) = [*two, ("-", ""), ("", "")][:2]
         style = "bold green" if two else "dim"
         shown.add_row(row.label, Text(first, style), Text(us, style), second, other, speedup(row))
@@ -285,7 +300,7 @@ def _narrow_block(block: Block, plain: bool) -> Table | Text:
 
 
 def _empty(block: Block, lengths: str) -> Table:
-    title = f"{block.phase}, batch size {block.batch} ({unit(block.phase)})"
+    title = f"{block.heading} ({unit(block.phase)})"
     shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column(lengths, no_wrap=True)
     return shown
@@ -296,7 +311,7 @@ def _styled(cell: Cell | None, row: TableRow) -> Text:
         return Text("")
     if cell.median_us is None:
         return Text(show(cell), "red" if cell.status in ("incorrect", "error", "oom") else "dim")
-    return Text(show(cell), "bold green" if cell.backend in row.winners else "dim" if cell.status == "dropped" else "")
+    return Text(show(cell), "bold green" if cell.kernel in row.winners else "dim" if cell.status == "dropped" else "")
 
 
 def winner(row: TableRow) -> str:
@@ -327,7 +342,7 @@ def notes(view: View) -> list[str]:
 
 def _absent(table: CrossoverTable) -> list[str]:
     """Return why backends could not run where the table was measured."""
-    return [f"{record.name} takes no part: {record.reason}" for record in table.backends if not record.available]
+    return [f"{record.name} takes no part: {record.reason}" for record in table.kernels if not record.available]
 
 
 def _measured(table: CrossoverTable) -> str:
@@ -337,14 +352,14 @@ def _measured(table: CrossoverTable) -> str:
 def _remarks(view: View) -> list[str]:
     """Return who failed, who was measured over other layouts, why cells have no time, and whether the run is complete."""
     table = view.table
-    lines = [f"{record.name} takes no part: {record.reason}" for record in table.backends if record.available and record.reason]
+    lines = [f"{record.name} takes no part: {record.reason}" for record in table.kernels if record.available and record.reason]
     for name, pairs in view.elsewhere.items():
         others = ", ".join(f"{layout} {size}" for layout, size in pairs)
         lines.append(f"{name} has no time over {view.where}; it was measured over {others} (--kv-layout, --block-size)")
     reasons: dict[str, list[str]] = {}
     for cell in (cell for rivals in points(table.cells).values() for cell in without_refusals(rivals)):
         if cell.status in ("incorrect", "error", "oom", "unsupported"):
-            reasons.setdefault(f"{cell.backend} {cell.status}: {cell.reason}", []).append(f"{cell.phase} {cell.case}")
+            reasons.setdefault(f"{cell.kernel} {cell.status}: {cell.reason}", []).append(f"{cell.phase} {cell.case}")
     for reason, cases in reasons.items():
         named = list(dict.fromkeys(cases))
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
@@ -372,7 +387,7 @@ def unsteady(table: CrossoverTable) -> list[str]:
         worst = max(shaken, key=lambda cell: cell.drift or 0.0)
         lines.append(
             f"rounds of the same call disagree by more than {MOST_DRIFT:.0%} in {len(shaken)} of {len(timed)} cells (most by "
-            f"{worst.drift:.0%}: {worst.backend}, {worst.phase} {worst.case}): the machine was not steady"
+            f"{worst.drift:.0%}: {worst.kernel}, {worst.phase} {worst.case}): the machine was not steady"
         )
     return lines
 
@@ -388,7 +403,7 @@ def to_section(view: View) -> str:
     lines = [f"    {harmless(view.table.command)}", "", measured, ""]
     for block in view.blocks:
         header = [_LENGTHS[block.phase], *map(markdown, view.backends), "winner", "speed-up"]
-        lines += [f"**{block.phase}, batch size {block.batch}** ({unit(block.phase)})", "", _line(header)]
+        lines += [f"**{block.heading}** ({unit(block.phase)})", "", _line(header)]
         lines.append("|---|" + "---:|" * len(view.backends) + "---|---:|")
         for row in block.rows:
             cells = [_emphasised(row, name) for name in view.backends]

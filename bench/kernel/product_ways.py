@@ -13,7 +13,7 @@ from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, 
 from headway.kernels.linear.forms import QuantizedWeight, num_bytes
 from headway.kernels.linear.linear import Linear, can_pack, reads_as_it_is
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.products import obey_kept
+from headway.tuning.measure.products import linear_layer
 
 _EXACT, _ROUNDED = 1e-2, 8e-2
 _MOST_COPIES = 16
@@ -157,7 +157,8 @@ def _on_gpu(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> 
     quantized = QuantizedWays(device)
     kind = quantized.kind(layers.linears[0], dtype)
     assert kind is not None
-    obey_kept(kind, identify_device(device))
+    kind.examples = layers.linears
+    linear_layer(kind, identify_device(device)).obey(0.0)
     ways = {name: TimedProduct(name, way, layers.linears, way.rounds) for name, way in quantized.ways.items()}
     return ProductWays(lambda x: [ways[name] for name in kind.able(len(x))], kind.way_for, kind.source)
 

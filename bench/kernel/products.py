@@ -25,9 +25,8 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.json_files import ResultFile, write_json
 from headway.core.system.provenance import Origin
 from headway.core.system.terminal import progress_bar
-from headway.tuning.measure.contender import Contender, Status, failed, measure
+from headway.tuning.measure.contender import Contender, Status, captured, failed, measure
 from headway.tuning.measure.device import crowding, default_device, describe_device
-from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.timing import Timer, on_device
 from headway.tuning.table.schema import DeviceInfo
 

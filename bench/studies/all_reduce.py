@@ -25,10 +25,10 @@ from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.ranks.torch_ranks import SIZES, AllReduce, TorchRanks, find_store, make_store
 from headway.core.system.json_files import write_json
-from headway.core.system.provenance import Origin, command_line
+from headway.core.system.provenance import command_line
 from headway.core.system.shared_ring import LifeSigns
 from headway.core.system.terminal import Terminal
-from headway.tuning.measure.all_reduce import AllReduceFile, choose_all_reduce, time_all_reduce
+from headway.tuning.measure.all_reduce import choose_all_reduce, sums_table, time_all_reduce
 from headway.tuning.measure.device import identify_device
 
 _MEASURED = 5.0
@@ -182,7 +182,7 @@ def all_reduce(
     Terminal().print(table)
     if output is not None:
         print(command_line("python", "-m", "headway.bench.studies.all_reduce"))
-        write_json(AllReduceFile(device=device, origin=Origin.here(), ranks=ranks, sizes=list(SIZES), us=found), output)
+        write_json(sums_table(device, ranks, found), output)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from headway.kernels.linear.forms import QuantizedWeight, form_name, num_bytes
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.step.operations import Norm
 from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
+from headway.tuning.measure.contender import captured
 from headway.tuning.measure.device import describe_device
 from headway.tuning.measure.experts import choose_experts
-from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.timing import Timer
 from headway.tuning.table.schema import DeviceInfo
 

@@ -14,10 +14,11 @@ from rich.table import Table
 
 from headway.bench.generate.results import OfflineCell, OfflineReport, PeersFile
 from headway.core.contract.errors import ConfigError
-from headway.core.system.json_files import ResultFile, read_json
+from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
 from headway.core.system.terminal import Terminal
-from headway.tuning.measure.all_reduce import SCHEMA, AllReduceFile
+from headway.tuning.table.convert import to_times
+from headway.tuning.table.files import read_table
 
 _NAME: Final = re.compile(r"throughput-(.+)-tp(\d+)\.json")
 SMALLEST_SUM: Final = 8192
@@ -194,9 +195,9 @@ def _sums(path: Path) -> tuple[list[int], dict[str, list[float | None]]]:
     """Bytes of SMALLEST_SUM and above, and each way's times; nothing where there is no file."""
     if not path.exists():
         return [], {}
-    found = read_json(path, AllReduceFile, SCHEMA)
-    kept = [cell for cell, size in enumerate(found.sizes) if size >= SMALLEST_SUM]
-    return [found.sizes[cell] for cell in kept], {name: [us[cell] for cell in kept] for name, us in found.us.items()}
+    found = read_table(path, "all_reduce")
+    sizes = sorted({cell.batch for cell in found.cells if cell.batch >= SMALLEST_SUM})
+    return sizes, to_times(found, sizes)
 
 
 def columns_of(report: RanksReport) -> dict[str, list[str]]:

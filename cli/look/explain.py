@@ -143,14 +143,13 @@ def _on_gpu(products: Sequence[tuple[Linear, bool]], device: torch.device) -> li
     """Kept times choose, or the rule."""
     from headway.kernels.linear.quantized_ways import QuantizedWays
     from headway.tuning.measure.device import identify_device
-    from headway.tuning.measure.products import obey_kept, obey_shipped
+    from headway.tuning.measure.products import linear_layer
 
     ways = QuantizedWays(device)
     kinds = Counter(kind for linear, gated in products if (kind := ways.kind(linear, linear.dtype, gated)) is not None)
     identity = identify_device(device)
     for kind in kinds:
-        if not obey_kept(kind, identity):
-            obey_shipped(kind, identity)
+        linear_layer(kind, identity).obey(0.0)
     return [
         {
             "product": kind.name,
@@ -185,12 +184,13 @@ def explain_states(
 
     :raises HeadwayError: what was asked for cannot be had, with every reason.
     """
+    from headway.core.contract.operation import STATE
     from headway.core.select.backend_request import ALL_AUTO, BackendRequest
+    from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.selector import VERBS, KernelSelector, StateCandidates
-    from headway.tuning.autotune import TableRequest
-    from headway.tuning.autotune_states import state_costs_for
+    from headway.tuning.autotune import TableRequest, costs_for
 
-    costs = state_costs_for(specs, registry, ALL_AUTO, TableRequest(budget=0.0))
+    costs = costs_for(LayerSpecs([], states=specs), registry, ALL_AUTO, TableRequest(budget=0.0), kind=STATE)
     candidates = StateCandidates(registry.states, specs)
     chosen = (selector := KernelSelector(candidates, BackendRequest.parse(asked, "state_backend"), costs, workload)).selection
     steps = {shape.phase: shape for shape, _ in candidates.steps(workload)}
@@ -293,7 +293,7 @@ def explain(
     from headway.core.select.selection import Workload
     from headway.core.select.selector import Selector
     from headway.tuning.isolated.trial import create_registry
-    from headway.tuning.measure.all_reduce import describe_kept
+    from headway.tuning.measure.all_reduce import describe_stored_sums
     from headway.tuning.table.convert import to_costs
 
     if block_size is not None:
@@ -322,7 +322,7 @@ def explain(
         plain, section = explain_attention(selector, registry.able(kind.device), shape, len(kind.cached), tables[spec])
         sections = [section]
     if tensor_parallel_size > 1:
-        plain["all_reduce"] = describe_kept(kind.device, tensor_parallel_size)
+        plain["all_reduce"] = describe_stored_sums(kind.device, tensor_parallel_size)
         sections.append(Section(f"sums over {tensor_parallel_size} ranks: ", plain["all_reduce"]))
     if kind.states:
         plain["states"], section = explain_states(kind.states, registry, state_backend, asked)
@@ -419,7 +419,7 @@ def _row_in_words(cell: Cell, prior: PriorRecord | None) -> str:
     where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
     checked = "" if prior is None else ", prior, checked here" if prior.checked else ", prior, not checked here"
     source = checked if cell.prior or prior is None else ", measured here"
-    return f"nearest row of the table: {cell.phase}, {_in_words(cell)}, {cell.backend}, {where}: {time}, {cell.status}{source}"
+    return f"nearest row of the table: {cell.phase}, {_in_words(cell)}, {cell.kernel}, {where}: {time}, {cell.status}{source}"
 
 
 def _prior_in_words(prior: PriorRecord) -> list[str]:
@@ -466,7 +466,7 @@ def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> Crosso
 
     if paths:
         tables = [read_table(path) for path in paths]
-        found = next((table for table in tables if table.spec.kind == SpecRecord.of(spec).kind), None)
+        found = next((table for table in tables if table.spec.key == SpecRecord.of(spec).key), None)
         if found is None:
             got = " and ".join(f"one for {table.spec}" for table in tables)
             raise ConfigError("--crossover-table", f"a table for {spec}", got, "say --geometry and --dtype")
@@ -493,7 +493,7 @@ def _unmeasured(name: str, shape: Shape, table: CrossoverTable | None) -> str:
     """Why a backend that could serve a step has no time."""
     if table is None:
         return "no crossover table: headway bench crossover measures one"
-    known = [cell for cell in table.cells if cell.backend == name and cell.phase == _table_phase(shape)]
+    known = [cell for cell in table.cells if cell.kernel == name and cell.phase == _table_phase(shape)]
     reason = next((cell.reason for cell in known if cell.reason and cell.median_us is None), "")
     return f"not measured around here{f' ({reason})' if reason else ''}"
 
@@ -507,7 +507,7 @@ def _nearest(table: CrossoverTable, shape: Shape, name: str, layout: str, block_
     """The measured row nearest to a step, in octaves."""
     phase, places = _table_phase(shape), ((layout, block_size), (None, None))
     rows = [
-        cell for cell in table.cells if (cell.backend, cell.phase) == (name, phase) and (cell.layout, cell.block_size) in places
+        cell for cell in table.cells if (cell.kernel, cell.phase) == (name, phase) and (cell.layout, cell.block_size) in places
     ]
 
     def far(cell: Cell) -> float:

@@ -18,6 +18,8 @@ from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.bench.crossover.regret import RegretReport
+    from headway.core.contract.operation import OperationKind
+    from headway.tuning.table.schema import CrossoverTable
 
 table = typer.Typer(help="Show, compare, merge, draw and check crossover tables.", no_args_is_help=True)
 
@@ -42,7 +44,7 @@ def show(
 
     for target in export_to or ():
         check_target(target, file)
-    shown = view(read_table(_found(file)), layout, block_size)
+    shown = view(read_table(_found(file), kind=None), layout, block_size)
     for target in export_to or ():
         export(shown, target)
     if as_json:
@@ -91,14 +93,16 @@ def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None
     from headway.tuning.table.files import read_table
 
     path = _found(file)
-    known = read_table(path)
+    known = read_table(path, kind=None)
     registry = create_registry(plugin or ())
     device = resolve_device(None if known.device.type == "cuda" else known.device.type)
     here = identify_device(device)
-    reasons = differences(known, here, owners=owners(registry))
+    kind = _registered(known)
+    available = [record.name for record in known.kernels] if kind is None else registry.of(kind).all_able(device.type)
+    reasons = differences(known, here, owners={} if kind is None else owners(registry, kind))
     console = _console()
     console.print(Text(f"{path}: {known.title}, {len(known.cells)} cells, measured {known.date}"), soft_wrap=True)
-    for line in remarks(known, here, registry.able(device)):
+    for line in remarks(known, here, available):
         console.print(Text(f"  note: {line}"), soft_wrap=True)
     for reason in reasons:
         console.print(Text(f"  {reason.what}: the table has {reason.need}, this machine {reason.got}", "red"), soft_wrap=True)
@@ -118,14 +122,15 @@ def priors(plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--
 
     if not (folder := prior_folder()).is_dir():
         raise ConfigError(f"${FOLDER_VARIABLE}", "a folder of tables, or no value for those that ship", folder)
-    here, names = identify_device(resolve_device(None)), owners(create_registry(plugin or ()))
+    here, registry = identify_device(resolve_device(None)), create_registry(plugin or ())
     rows: list[dict[str, object]] = []
     for path in shipped():
         fitting: Prior | None = None
         try:
-            known = read_table(path)
+            known = read_table(path, kind=None)
             if known.device.name == here.name:
-                fitting = find_prior(here, known.spec, names)
+                kind = _registered(known)
+                fitting = find_prior(here, known.spec, {} if kind is None else owners(registry, kind))
         except TableError as error:
             rows.append({"file": path.name, "what": str(error), "fits": False, "differs": []})
             continue
@@ -156,7 +161,7 @@ def diff(
     from headway.tuning.table import compare
     from headway.tuning.table.files import read_table
 
-    tables = read_table(first), read_table(second)
+    tables = read_table(first, kind=None), read_table(second, kind=None)
     console = _console()
     for reason in compare.differences(tables[0], tables[1].device, tables[1].spec):
         console.print(Text(f"{reason.what}: {reason.need} in the first, {reason.got} in the second"), soft_wrap=True)
@@ -166,10 +171,10 @@ def diff(
         shown.add_column(column, justify="right" if column in ("first us", "second us", "factor") else "left")
     for change in changes:
         cell = change.cell
-        where = f"{cell.layout} {cell.block_size}" if cell.layout else "any"
+        where = " ".join(str(each) for each in (cell.layout, cell.block_size) if each) or "any"
         before, after = (f"{us:.1f}" if us is not None else "-" for us in (change.before_us, change.after_us))
         factor = f"{change.factor:.2f}" if change.factor is not None else ""
-        shown.add_row(cell.phase, cell.case, cell.backend, where, before, after, factor, change.status)
+        shown.add_row(cell.phase, cell.case, cell.kernel, where, before, after, factor, change.status)
     if changes:
         console.print(shown)
     console.print(Text(f"{len(changes)} cells differ, of {len(tables[0].cells)} and {len(tables[1].cells)}"))
@@ -187,7 +192,7 @@ def merge(
 
     if len(files) < 2:
         raise ConfigError("headway table merge", "two files or more", len(files))
-    merged = compare.merge([read_table(path) for path in files], files)
+    merged = compare.merge([read_table(path, kind=None) for path in files], files)
     write_json(merged, output)
     console = _console()
     console.print(Text(f"{len(merged.cells)} cells written to {output}"), soft_wrap=True)
@@ -302,6 +307,13 @@ def _found(file: Path | None) -> Path:
     if not known:
         raise ConfigError("table", f"a file, or one in {table_folder()}", "none", "headway bench crossover measures one")
     return known[0]
+
+
+def _registered(known: CrossoverTable) -> OperationKind | None:
+    """Return the kind of operation of a table if its kernels are backends of the registry; None if not."""
+    from headway.core.contract.operation import ATTENTION, STATE
+
+    return {kind.name: kind for kind in (ATTENTION, STATE)}.get(known.kind)
 
 
 def _console() -> Console:

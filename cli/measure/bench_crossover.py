@@ -148,8 +148,9 @@ def _kernel_run(given: Any, device: torch.device) -> CrossoverOptions:
     from headway.core.system.provenance import command_line
     from headway.kernels.runtime.compile_ahead import compile_ahead
     from headway.tuning.measure.device import identify_device
+    from headway.tuning.measure.kinds import GRAPH_LEN
     from headway.tuning.measure.points import PHASES, grid
-    from headway.tuning.measure.run import BLOCK_SIZES, GRAPH_LEN, CrossoverOptions
+    from headway.tuning.measure.run import BLOCK_SIZES, CrossoverOptions
     from headway.tuning.table.files import table_path
     from headway.tuning.table.schema import SpecRecord
 

@@ -189,7 +189,7 @@ def measure_states(
     from headway.models.loader import read_layer_specs
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import measured_rates
-    from headway.tuning.measure.state_run import StateOptions, run_state_level
+    from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
     from headway.tuning.measure.timing import InterleavedTimer
 
     if model is None:
@@ -201,8 +201,8 @@ def measure_states(
     specs = list(dict.fromkeys(found.states))
     if len(specs) != 1:
         raise ConfigError("--states", "a model whose layers with a state are all of one kind", f"{len(specs)} kinds in {model}")
-    table = run_state_level(
-        StateOptions(
+    table = run_kernel_level(
+        CrossoverOptions(
             specs[0],
             options.backends,
             turns=InterleavedTimer(round_ms=options.timer.rep_ms / 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -20,10 +21,12 @@ from headway.core.system.text import harmless
 COMMIT_VARIABLE = "HEADWAY_COMMIT"
 """Environment variable that names the commit of a copy of the sources without git's folder, such as one in a container."""
 _SHORT = 12
-_UNKNOWN = "unknown"  # The version of sources that are not installed
+_UNKNOWN = "unknown"
+"""The version of sources that are not installed."""
 _SECONDS = 10
-PTXAS, NVRTC = "ptxas", "nvrtc"
-_RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")  # A version of `ptxas --version`: release 12.8, V12.8.93
+PTXAS, NVRTC, CUBLAS = "ptxas", "nvrtc", "cublas"
+_RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")
+"""A version as `ptxas --version` prints it: release 12.8, V12.8.93."""
 
 
 def command_line(*program: str) -> str:
@@ -82,8 +85,16 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def compiler_versions(capability: tuple[int, int]) -> dict[str, str]:
-    """Return compiler -> version of Triton's ptxas and NVRTC, if installed, without using a GPU. capability: of the GPU."""
-    found = {PTXAS: _ptxas_version(10 * capability[0] + capability[1]), NVRTC: _nvrtc_version()}
+    """Return name -> version of what makes or brings machine code for GPUs in this process: Triton's ptxas, NVRTC and cuBLAS.
+
+    Of ptxas with its path: "12.8.93 (/usr/bin/ptxas)". One that is not installed is left out. No GPU is used. capability: compute
+    capability of the GPU; Triton has a ptxas of its own for some.
+    """
+    found = {
+        PTXAS: _ptxas_version(10 * capability[0] + capability[1]),
+        NVRTC: _nvrtc_version(),
+        CUBLAS: _cublas_version(),
+    }
     return {name: version for name, version in found.items() if version}
 
 
@@ -91,7 +102,8 @@ def _ptxas_version(arch: int) -> str:
     try:
         from triton.backends.nvidia.compiler import get_ptxas
 
-        return _release_of(get_ptxas(arch).path)
+        path = get_ptxas(arch).path
+        return f"{_release_of(path)} ({path})"
     except Exception:  # absent, of another build, or a file that $TRITON_PTXAS_PATH names and that cannot run
         return ""
 
@@ -113,6 +125,20 @@ def _nvrtc_version() -> str:
     except Exception:  # the loader of CUDA libraries raises classes of its own
         return ""
     return f"{major}.{minor}"
+
+
+@cache
+def _cublas_version() -> str:
+    """Return the version of the cuBLAS that torch calls; empty without one. No handle is made."""
+    import torch
+
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
+        parts = [ctypes.c_int() for _ in range(3)]
+        failed = [library.cublasGetProperty(number, ctypes.byref(part)) for number, part in enumerate(parts)]
+    except (OSError, AttributeError):
+        return ""
+    return "" if any(failed) else ".".join(str(part.value) for part in parts)
 
 
 def cpu_name() -> str:

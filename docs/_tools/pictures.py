@@ -91,7 +91,7 @@ def ratios(batch: int = 1, query_len: int = 512) -> bytes:
     for cell in table.cells:
         where = cell.phase, cell.layout, cell.block_size, cell.batch, cell.query_len
         if where == ("extend", "nhd", 256, batch, query_len) and cell.layer_us and cell.status != "dropped":
-            times.setdefault(cell.kv_len, {})[cell.backend] = cell.layer_us
+            times.setdefault(cell.kv_len, {})[cell.kernel] = cell.layer_us
     lengths, names = sorted(times), ["hopper", "flash_attn_3", "triton"]
     figure = new_figure(7.6, 4.0)
     heading(

@@ -43,7 +43,6 @@ from headway.models.loader import LoadedModel
 from headway.registry import Registry
 from headway.requests.validation import RequestRules, processor_class
 from headway.tuning.autotune import TableRequest, costs_for
-from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.measure.all_reduce import choose_all_reduce
 from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.experts import choose_experts
@@ -346,7 +345,7 @@ def _measure(start: _Start, loaded: _Loaded) -> tuple[Costs, StateCosts]:
         with clock.part("measuring attention"):
             costs = costs_for(layers, registry, config.backend_request, table, ahead, budget)
         with clock.part("measuring states"):
-            state_costs = state_costs_for(layers.states, registry, config.state_request, table, ahead, budget)
+            state_costs = costs_for(layers, registry, config.state_request, table, ahead, budget, STATE)
         with clock.part("measuring experts"):
             for kind in experts:
                 with budget.part() as seconds:

@@ -123,7 +123,7 @@ class Metrics:
     def finished(
         self, times: RequestMetrics, prompt_tokens: int, output_tokens: int, reasons: list[str], longest: int, most: int | None
     ) -> None:
-        """Add an ended request. reasons: finish_reason of each completion. longest: its most tokens. most: max_tokens, or None."""
+        """Add an ended request. reasons: finish_reason of each completion. longest: its longest. most: max_tokens, or None."""
         self._reasons.update(reasons)
         found = self._histograms
         found["request_prompt_tokens"].observe(prompt_tokens)

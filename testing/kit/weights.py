@@ -319,7 +319,7 @@ class LinearStage(WeightStage[LinearCell]):
         """What may stand before and after a product."""
         return {"fused": tuple(name for name in FUSED if name not in self.subject.claims.fused)}
 
-    def case(self, cell: LinearCell, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:  # noqa: D102
+    def case(self, cell: LinearCell, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:
         spec = self.spec(cell)
         weight = _drawn(cell.weight, (spec.out_features, spec.in_features), spec.dtype, cell.numbers, seed)
         drawn = Drawn(torch.Generator().manual_seed(seed + rows + 1000 * turn), cell.numbers)
@@ -369,7 +369,7 @@ class ExpertsStage(WeightStage[ExpertCell]):
         blocks = cell.weight != "fp8-128x128" or (cell.size % 128 == 0 and cell.hidden_size % 128 == 0)
         return cell if _fits(cell.weight, cell.size, cell.hidden_size) and blocks and not apart else None
 
-    def case(self, cell: ExpertCell, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:  # noqa: D102
+    def case(self, cell: ExpertCell, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:
         spec = self.spec(cell)
         config, dtype = spec.config, spec.dtype
         weights = self._weights(cell.weight, cell.hidden_size, config, dtype, cell.numbers, seed)

@@ -46,7 +46,7 @@ def test_a_curve_for_each_backend_has_its_times_at_its_lengths(monkeypatch: pyte
 def test_a_tie_is_shaded_and_a_rough_time_is_hollow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "png", lambda figure: figure)
     cells = [
-        a_cell(us, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len, status=status, reason="slow" * (status == "dropped"))
+        a_cell(us, kernel=name, case=f"1q1s{kv_len}", kv_len=kv_len, status=status, reason="slow" * (status == "dropped"))
         for kv_len, times in ((64, ((10.0, "ok"), (10.05, "tie"))), (4096, ((20.0, "ok"), (100.0, "dropped"))))
         for name, (us, status) in zip("ab", times, strict=True)
     ]

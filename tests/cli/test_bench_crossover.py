@@ -12,7 +12,7 @@ import pytest
 from headway.core.contract.spec import AttentionSpec
 from headway.core.system.json_files import write_json
 from headway.tuning.table.files import read_table, stored_tables, table_path
-from headway.tuning.table.schema import BackendRecord, CrossoverTable, SpecRecord
+from headway.tuning.table.schema import CrossoverTable, KernelRecord, SpecRecord
 from sandbox import Result, assert_refused
 from tables import SPEC, a_cell, a_device, a_table
 
@@ -29,14 +29,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def crossing() -> CrossoverTable:
     """sdpa wins short decodes, sdpa.math long ones and native none, which nobody would believe of a real one."""
     cells = [
-        a_cell(us, backend=name, case=f"{batch}q1s{kv_len}", kv_len=kv_len, batch=batch)
+        a_cell(us, kernel=name, case=f"{batch}q1s{kv_len}", kv_len=kv_len, batch=batch)
         for batch in (1, 64)
         for kv_len, times in ((64, (10.0, 30.0, 50.0)), (4096, (200.0, 100.0, 500.0)))
         for name, us in zip(("sdpa", "sdpa.math", "native"), times, strict=True)
     ]
     for phase, case, query_len, kv_len in (("prefill", "1q64", 64, 64), ("extend", "1q64s128", 64, 128)):
         shape = {"phase": phase, "case": case, "query_len": query_len, "kv_len": kv_len}
-        cells += [a_cell(us, backend=name, **shape) for name, us in (("sdpa", 5.0), ("sdpa.math", 9.0))]
+        cells += [a_cell(us, kernel=name, **shape) for name, us in (("sdpa", 5.0), ("sdpa.math", 9.0))]
     return a_table(*cells)
 
 
@@ -193,15 +193,15 @@ def test_a_table_that_leads_to_no_choice_says_what_it_lacks(headway: Headway, pa
     write_json(table.model_copy(update={"cells": [cell for cell in table.cells if cell.phase != "extend"]}), path)
     refused = headway("table", "regret", str(path), "--points", "1", columns=400)
     assert_refused(refused, "needs a table of level kernel with times for every phase, got one without times for extend")
-    foreign = [BackendRecord(name="triton", owner="headway", version="1", available=True)]
-    cells = [cell.model_copy(update={"backend": "triton"}) for cell in table.cells if cell.backend == "sdpa"]
-    write_json(table.model_copy(update={"cells": cells, "backends": foreign}), path)
+    foreign = [KernelRecord(name="triton", owner="headway", version="1", available=True)]
+    cells = [cell.model_copy(update={"kernel": "triton"}) for cell in table.cells if cell.kernel == "sdpa"]
+    write_json(table.model_copy(update={"cells": cells, "kernels": foreign}), path)
     refused = headway("table", "regret", str(path), "--points", "1", columns=400)
     assert_refused(refused, "of backends that can run here, got times of triton on ")
 
 
 def test_a_table_of_whole_generations_is_not_judged(headway: Headway, path: Path) -> None:
-    cell = a_cell(10.0, phase="generate", backend="sdpa", case="1q4s8", query_len=4, kv_len=8)
+    cell = a_cell(10.0, phase="generate", kernel="sdpa", case="1q4s8", query_len=4, kv_len=8)
     write_json(a_table(cell, level="engine"), path)
     refused = headway("table", "regret", str(path), "--leave-one-out", columns=400)
     assert_refused(refused, "needs a table of level kernel with times for every phase, got one of level engine")
@@ -295,7 +295,7 @@ def test_explain_takes_a_table_for_each_form_of_latent_attention(headway: Headwa
             new = {"decode": 1, "extend": 32, "prefill": 64}[phase]
             at = {"phase": phase, "case": f"1q{new}s64", "query_len": new, "layout": "latent" if spec is absorbed else None}
             at |= {"block_size": 16 if spec is absorbed else None}
-            cells += [a_cell(us, backend=name, **at) for us, name in zip((10.0, 20.0), names, strict=True)]
+            cells += [a_cell(us, kernel=name, **at) for us, name in zip((10.0, 20.0), names, strict=True)]
         path = tmp_path / f"{spec.head_dim}.json"
         write_json(a_table(*cells, spec=SpecRecord.of(spec)), path)
         options += ["--crossover-table", str(path)]
@@ -310,12 +310,12 @@ def test_explain_takes_a_table_for_each_form_of_latent_attention(headway: Headwa
 
 def test_explain_says_who_failed_its_self_test_and_who_was_not_measured(headway: Headway, path: Path) -> None:
     table = crossing()
-    records = [record for record in table.backends if record.name != "sdpa.math"]
-    records.append(BackendRecord(name="sdpa.math", owner="built-in", available=True, reason="self-test: decode is wrong"))
-    write_json(table.model_copy(update={"backends": records}), path)
+    records = [record for record in table.kernels if record.name != "sdpa.math"]
+    records.append(KernelRecord(name="sdpa.math", owner="built-in", available=True, reason="self-test: decode is wrong"))
+    write_json(table.model_copy(update={"kernels": records}), path)
     options = (*TINY, "--crossover-table", str(path))
     assert "self-test: decode is wrong" in headway("backends", "explain", *options, "--len", "4000", columns=200).out
-    write_json(a_table(*(cell for cell in table.cells if cell.backend == "sdpa")), path)
+    write_json(a_table(*(cell for cell in table.cells if cell.kernel == "sdpa")), path)
     assert "not measured around here" in headway("backends", "explain", *options, columns=200).out
 
 

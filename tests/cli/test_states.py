@@ -11,8 +11,8 @@ import torch
 
 from headway.core.system.json_files import write_json
 from headway.models.loader import read_layer_specs
-from headway.tuning.table.files import read_state_table, state_table_path
-from headway.tuning.table.schema import MeasuredState, StateSpecRecord, StateTable
+from headway.tuning.table.files import read_table, table_path
+from headway.tuning.table.schema import Cell, CrossoverTable, StateSpecRecord
 from hybrid_models import ROWS
 from sandbox import Result, assert_refused, save_tiny_model
 from tables import a_device
@@ -98,11 +98,11 @@ def test_states_of_a_model_are_timed_in_a_narrow_table_and_explained(
     rows = [line for line in result.out.splitlines() if "key_value" in line or "value_key" in line]
     assert len(rows) == 11 * 2 * 2
     assert max(map(len, rows)) <= 80
-    table = read_state_table(file)
+    table = read_table(file, "state")
     assert table.complete
     record = StateSpecRecord.of(read_layer_specs(model, torch.device("cpu"), torch.float32).states[0])
     assert table.spec == record
-    write_json(table, state_table_path(a_device(), record))  # where auto looks
+    write_json(table, table_path(a_device(), record))  # where auto looks
     out = headway("backends", "explain", "--device", "cpu", "--model", model, "--plugin", twin, columns=300).out
     assert "(auto: state table of " in out
     assert ", workload chat)" in out
@@ -123,11 +123,13 @@ def test_a_model_without_attention_is_explained_and_planned(headway: Headway, tm
 def test_a_time_that_is_known_stands_in_the_place_of_yes(headway: Headway, model: str, twin: str) -> None:
     record = StateSpecRecord.of(read_layer_specs(model, torch.device("cpu"), torch.float32).states[0])
     cells = [
-        MeasuredState(
-            verb=verb,
+        Cell(
+            phase=verb,
+            case=f"1q{length}",
             batch=1,
             query_len=length,
-            backend=name,
+            kv_len=length,
+            kernel=name,
             layout="key_value",
             status="ok",
             median_us=us,
@@ -139,8 +141,16 @@ def test_a_time_that_is_known_stands_in_the_place_of_yes(headway: Headway, model
     ]
     backends = [{"name": name, "owner": owner_of(name, twin), "version": "", "available": True} for name in ("torch", "twin")]
     backends[0]["version"] = a_device().libraries.get("headway", "")
-    head = {"date": "2026-11-24", "command": "", "complete": True, "device": a_device(), "spec": record}
-    write_json(StateTable(**head, backends=backends, cells=cells), state_table_path(a_device(), record))
+    head = {
+        "date": "2026-11-24",
+        "command": "",
+        "complete": True,
+        "device": a_device(),
+        "spec": record,
+        "kind": "state",
+        "noise": 0.01,
+    }
+    write_json(CrossoverTable(**head, kernels=backends, cells=cells), table_path(a_device(), record))
     asked = ("backends", "explain", "--device", "cpu", "--model", model, "--plugin", twin, "--json")
     found = json.loads(headway(*asked).out)["states"]
     assert (found["scan"]["choice"], found["step"]["choice"]) == ("torch", "twin")

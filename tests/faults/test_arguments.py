@@ -190,7 +190,7 @@ def test_a_table_without_times_is_shown_and_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    cells = [a_cell(None, backend=name, status="error", reason=FAILED) for name in ("sdpa", "sdpa.math")]
+    cells = [a_cell(None, kernel=name, status="error", reason=FAILED) for name in ("sdpa", "sdpa.math")]
     write_json(a_table(*cells), tmp_path / "failed.json")
     write_json(a_table(cells=[]), tmp_path / "empty.json")
     for name in ("failed", "empty"):

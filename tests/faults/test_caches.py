@@ -21,6 +21,7 @@ from headway.models.checkpoints.weights import Weights
 from headway.registry import Registry
 from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
+from headway.tuning.measure import kinds
 from headway.tuning.measure.run import CrossoverOptions
 from headway.tuning.table.files import read_table, table_path
 from headway.tuning.table.schema import SpecRecord
@@ -172,7 +173,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         autotune, "CrossoverOptions", lambda **options: CrossoverOptions(**{**options, "grid": POINTS[:2], "turns": QUICK})
     )
-    monkeypatch.setattr(autotune, "grid", lambda kind: POINTS[:2])
+    monkeypatch.setattr(kinds, "grid", lambda kind: POINTS[:2])
 
 
 @pytest.mark.slow

@@ -103,10 +103,10 @@ def test_a_killed_crossover_can_be_resumed(sandbox: Sandbox) -> None:
     for _ in range(KILLS):
         table.unlink(missing_ok=True)
         sandbox.kill(*command, before=usual)
-        before = {(cell.point, cell.backend, cell.layout) for cell in read_table(table).cells} if table.exists() else set()
+        before = {(cell.point, cell.kernel, cell.layout) for cell in read_table(table).cells} if table.exists() else set()
         sandbox.run(*command)
         after = read_table(table)
-        assert before <= {(cell.point, cell.backend, cell.layout) for cell in after.cells}
+        assert before <= {(cell.point, cell.kernel, cell.layout) for cell in after.cells}
         assert not after.cut_short
         assert left_behind(sandbox.folder) == []
 
@@ -117,7 +117,7 @@ def test_a_killed_merge_leaves_the_old_table_or_the_new(sandbox: Sandbox) -> Non
     halves = [sandbox.folder / f"{name}.json" for name in "ab"]
     merged = sandbox.folder / "merged.json"
     for name, half in zip("ab", halves, strict=True):
-        write_json(a_table(*(a_cell(backend=name, case=f"1q1s{n}", kv_len=n) for n in range(1, 3000))), half)
+        write_json(a_table(*(a_cell(kernel=name, case=f"1q1s{n}", kv_len=n) for n in range(1, 3000))), half)
     command = ("table", "merge", *map(str, halves), "--output", str(merged))
     started = time.monotonic()
     sandbox.run(*command)

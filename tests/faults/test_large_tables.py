@@ -38,7 +38,7 @@ def test_a_table_of_twenty_thousand_cells_is_read_and_shown(rows: int, tmp_path:
     names = [f"b{number}" for number in range(20_000 // rows // len(layouts))]
     began = time.process_time()
     cells = [
-        a_cell(10.0 + kv_len % 7 + number, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len, layout=layout, block_size=size)
+        a_cell(10.0 + kv_len % 7 + number, kernel=name, case=f"1q1s{kv_len}", kv_len=kv_len, layout=layout, block_size=size)
         for kv_len in range(1, rows + 1)
         for number, name in enumerate(names)
         for layout, size in layouts
@@ -56,9 +56,7 @@ def test_a_table_of_twenty_thousand_cells_is_read_and_shown(rows: int, tmp_path:
 
 def test_a_terminal_of_thirty_columns_gets_every_row_of_a_long_table_whole() -> None:
     cells = [
-        a_cell(us, backend=name, case=f"1q1s{n}", kv_len=n)
-        for n in range(1, 601)
-        for name, us in (("slow", 15.0), ("fast", 10.0))
+        a_cell(us, kernel=name, case=f"1q1s{n}", kv_len=n) for n in range(1, 601) for name, us in (("slow", 15.0), ("fast", 10.0))
     ]
     page = io.StringIO()
     print_view(view(a_table(*cells)), Terminal(file=page, width=30))

@@ -54,14 +54,14 @@ def test_a_shape_that_crashes_the_process_excludes_that_backend_alone(
     assert found == read_table(table)
     assert found.complete
     assert not found.cut_short
-    records = {record.name: record for record in found.backends}
-    timed = {cell.point: cell.backend for cell in found.cells if cell.median_us is not None and cell.backend == "sdpa"}
+    records = {record.name: record for record in found.kernels}
+    timed = {cell.point: cell.kernel for cell in found.cells if cell.median_us is not None and cell.kernel == "sdpa"}
     assert len(timed) == len(GRID)
-    reasons = [records[name].reason, *(cell.reason for cell in found.cells if cell.backend == name)]
+    reasons = [records[name].reason, *(cell.reason for cell in found.cells if cell.kernel == name)]
     assert any(LATE[name][2] in reason for reason in reasons)
     if name != "exits-at-a-shape":  # which is an exception like another
         assert not records[name].usable
-        assert not any(cell.backend == name for cell in found.cells)
+        assert not any(cell.kernel == name for cell in found.cells)
     again = measure_in_child(replace(options, excluded={name: records[name].reason} if records[name].reason else {}), registry)
     assert again.complete
 

@@ -87,8 +87,8 @@ def test_harmless_text_is_unchanged(text: str, same: bool) -> None:
 
 @pytest.mark.parametrize("name", EVIL[:-1], ids=ascii)
 def test_hostile_names_of_a_shared_table_are_escaped_wherever_it_is_shown(name: str) -> None:
-    cells = [a_cell(10.0, backend=name, kernel=name), a_cell(30.0, backend="b", kernel=name)]
-    cells += [a_cell(None, backend=name, case="1q1s128", kv_len=128, reason=name)]
+    cells = [a_cell(10.0, kernel=name, variant=name), a_cell(30.0, kernel="b", variant=name)]
+    cells += [a_cell(None, kernel=name, case="1q1s128", kv_len=128, reason=name)]
     table = a_table(*cells, command=name, model=name, busy=name)
     shown = view(table, None, None)
     out = Terminal(file=io.StringIO(), width=200)
@@ -98,7 +98,7 @@ def test_hostile_names_of_a_shared_table_are_escaped_wherever_it_is_shown(name: 
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2028]", written)
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))  # in code nothing is markup
     assert "<script>" not in prose + html
-    assert rows[0]["backend"] == csv_cell(name)
+    assert rows[0]["kernel"] == csv_cell(name)
     assert all(line.count("|") - line.count("\\|") == 6 for line in text.splitlines() if line.startswith("| kv_len"))
     assert len(notes(shown)) >= 2
 
@@ -107,7 +107,7 @@ def test_a_picture_with_hostile_names_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from headway.bench.crossover.plot import to_png
 
-    table = a_table(a_cell(10.0, backend="$\\frac{$"), a_cell(30.0, backend="b$x^2$"), model="$\\unknown$")
+    table = a_table(a_cell(10.0, kernel="$\\frac{$"), a_cell(30.0, kernel="b$x^2$"), model="$\\unknown$")
     assert to_png(view(table, None, None)).startswith(b"\x89PNG")
 
 

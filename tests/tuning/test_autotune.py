@@ -24,6 +24,7 @@ from headway.registry import Registry, create_registry
 from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.isolated.measure_in_child import CRASHED, HUNG
+from headway.tuning.measure import kinds
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
 from headway.tuning.table.files import read_table, stored_tables, table_path
@@ -89,8 +90,8 @@ def test_without_a_budget_nothing_is_measured(registry: Registry, cache: Path, m
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        ('{"schema": "headway.crossover/1", "cells": [', "line 1"),
-        ('{"schema": "headway.crossover/2"}', "newer release"),
+        ('{"schema": "headway.table/1", "cells": [', "line 1"),
+        ('{"schema": "headway.table/2"}', "newer release"),
         ("nonsense", "line 1"),
     ],
 )
@@ -109,14 +110,14 @@ def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(
     registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "mine.json"
-    cells = [a_cell(us, backend=name) for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))]
+    cells = [a_cell(us, kernel=name) for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))]
     write_json(a_table(*cells), path)
     costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([path]))
     assert costs[SPEC].at(Shape(Phase.DECODE, 1, 1, 64), "sdpa", "nhd", 16)[0] == pytest.approx(10)
     write_json(a_table(*cells, device=a_device(driver="old", torch="1.0")), path)
     assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([path], budget=60)) is None
-    assert "torch: the table has 1.0" in caplog.text
-    assert "driver: the table has old" in caplog.text
+    assert "torch: measured with 1.0" in caplog.text
+    assert "driver: measured with old" in caplog.text
     assert costs_for(LayerSpecs([replace(SPEC, head_dim=64)]), registry, ALL_AUTO, TableRequest([path])) is None
 
 
@@ -125,9 +126,9 @@ def test_of_several_tables_asked_for_each_serves_the_layer_that_it_was_measured_
 ) -> None:
     wide = replace(SPEC, head_dim=64)
     tables = {
-        "elsewhere": a_table(a_cell(1.0, backend="sdpa"), device=a_device(name="another machine")),
-        "narrow": a_table(a_cell(10.0, backend="sdpa")),
-        "wide": a_table(a_cell(20.0, backend="sdpa"), spec=SpecRecord.of(wide)),
+        "elsewhere": a_table(a_cell(1.0, kernel="sdpa"), device=a_device(name="another machine")),
+        "narrow": a_table(a_cell(10.0, kernel="sdpa")),
+        "wide": a_table(a_cell(20.0, kernel="sdpa"), spec=SpecRecord.of(wide)),
     }
     paths = {name: tmp_path / f"{name}.json" for name in tables}
     for name, table in tables.items():
@@ -147,17 +148,15 @@ def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry
     costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     more = with_backend("newcomer")
     costs = costs_for(LayerSpecs([SPEC]), more, ALL_AUTO, TableRequest(budget=60))
-    assert "backends: newcomer not in it" in caplog.text
+    assert "attention backends: newcomer not in it" in caplog.text
     assert costs[SPEC].at(DECODE, "newcomer", "nhd", 16)[0] < float("inf")
 
 
 def with_failure(path: Path, name: str, reason: str) -> None:
     """Edit a table file as if a backend had failed in it, at all points."""
     table = read_table(path)
-    table.backends = [
-        record.model_copy(update={"reason": reason}) if record.name == name else record for record in table.backends
-    ]
-    table.cells = [cell for cell in table.cells if cell.backend != name]
+    table.kernels = [record.model_copy(update={"reason": reason}) if record.name == name else record for record in table.kernels]
+    table.cells = [cell for cell in table.cells if cell.kernel != name]
     write_json(table, path)
 
 
@@ -171,12 +170,12 @@ def test_a_backend_that_crashed_is_measured_again_under_a_new_version(
     path = table_path(a_device(), SpecRecord.of(SPEC))
     with_failure(path, "guest", f"{CRASHED} in decode")
     costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
-    assert not any(cell.backend == "guest" for cell in read_table(path).cells), "the same version is not called again"
+    assert not any(cell.kernel == "guest" for cell in read_table(path).cells), "the same version is not called again"
     monkeypatch.setattr("headway.tuning.measure.self_test.version_of", lambda owner: "2.0" if owner == "guest" else "")
     costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
-    assert "backend guest of guest: the table has none, here is 2.0" in caplog.text
-    assert {record.name: record.version for record in read_table(path).backends}["guest"] == "2.0"
-    assert any(cell.backend == "guest" for cell in read_table(path).cells)
+    assert "backend guest of guest: measured with none, here is 2.0" in caplog.text
+    assert {record.name: record.version for record in read_table(path).kernels}["guest"] == "2.0"
+    assert any(cell.kernel == "guest" for cell in read_table(path).cells)
 
 
 @pytest.fixture
@@ -184,7 +183,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The module of an installed plugin, measured in this process to save time; its folder is `toy.parent`."""
     folder = tmp_path / "plugins"
     folder.mkdir()
-    monkeypatch.setattr(autotune, "can_measure_in_child", lambda registry, names: False)
+    monkeypatch.setattr(autotune, "can_measure_in_child", lambda registry, names, kind: False)
     monkeypatch.syspath_prepend(str(folder))
     install(folder, "toy", TOY)
     yield folder / "toy.py"
@@ -202,7 +201,7 @@ def test_a_repaired_plugin_of_the_same_version_is_measured_at_its_next_start(
     with_failure(path, "toy", reason)
     caplog.clear()
     costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=60))
-    assert not any(cell.backend == "toy" for cell in read_table(path).cells), "the same files are not tried again"
+    assert not any(cell.kernel == "toy" for cell in read_table(path).cells), "the same files are not tried again"
     assert "measured again" not in caplog.text
     toy.write_text(f"{TOY}\n# repaired\n")
     costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=0))
@@ -210,7 +209,7 @@ def test_a_repaired_plugin_of_the_same_version_is_measured_at_its_next_start(
     costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=60))
     assert "toy failed in it, and its plugin's files are others now: it is measured again" in caplog.text
     assert reason not in path.read_text()
-    assert any(cell.backend == "toy" for cell in read_table(path).cells)
+    assert any(cell.kernel == "toy" for cell in read_table(path).cells)
     caplog.clear()
     costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=60))
     assert caplog.text == ""
@@ -222,10 +221,10 @@ def test_a_repaired_plugin_of_the_same_version_is_measured_at_its_next_start(
 def test_a_table_is_completed_without_a_plugin_that_is_gone(
     registry: Registry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    monkeypatch.setattr(autotune, "grid", lambda device_type: POINTS)
+    monkeypatch.setattr(kinds, "grid", lambda device_type: POINTS)
     path = table_path(a_device(), SpecRecord.of(SPEC))
     costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=1e-9))  # one point at each start
-    assert {record.name for record in read_table(path).backends} >= {"sdpa", "toy"}
+    assert {record.name for record in read_table(path).kernels} >= {"sdpa", "toy"}
     if reason:
         with_failure(path, "toy", reason)
     sizes, told = [], []
@@ -293,7 +292,7 @@ def test_the_file_is_named_by_device_and_kind_of_layer() -> None:
         table_path(a_device(name="NVIDIA H200"), SpecRecord.of(SPEC)),
     }
     assert len(paths) == 3
-    assert any(path.name.startswith("nvidia-h200-4-2-32-float32-") for path in paths)
+    assert any(path.name.startswith("nvidia-h200-attention-4-2-32-float32-") for path in paths)
 
 
 def slow(self, q, cache, plan, out):
@@ -336,7 +335,7 @@ def test_regret_is_also_judged_against_layouts_that_were_not_chosen(monkeypatch:
 
 def test_a_layer_without_a_cache_is_judged_in_the_phase_that_it_has() -> None:
     prompts = [
-        a_cell(us, phase="prefill", backend=name, case=f"1q{n}", query_len=n, kv_len=n, layout=None, block_size=None)
+        a_cell(us, phase="prefill", kernel=name, case=f"1q{n}", query_len=n, kv_len=n, layout=None, block_size=None)
         for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))
         for n in (16, 1024)
     ]
@@ -347,15 +346,15 @@ def test_a_layer_without_a_cache_is_judged_in_the_phase_that_it_has() -> None:
 
 def test_another_table_is_judged_by_the_times_of_an_earlier_report(tmp_path: Path) -> None:
     cells = [
-        a_cell(us, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len, plan_us=0.0)
+        a_cell(us, kernel=name, case=f"1q1s{kv_len}", kv_len=kv_len, plan_us=0.0)
         for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))
         for kv_len in (64, 1024)
     ]
     dense = [
-        a_cell(us, phase="prefill", backend=name, case="1q64", query_len=64, kv_len=64, layout=None, block_size=None)
+        a_cell(us, phase="prefill", kernel=name, case="1q64", query_len=64, kv_len=64, layout=None, block_size=None)
         for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))
     ]
-    extend = [a_cell(10.0, phase="extend", backend="sdpa", case="1q16s64", query_len=16, kv_len=64)]
+    extend = [a_cell(10.0, phase="extend", kernel="sdpa", case="1q16s64", query_len=16, kv_len=64)]
     table = a_table(*cells, *dense, *extend)
     place = f"{cells[0].layout} {cells[0].block_size}"
     trials = [
@@ -384,7 +383,7 @@ def test_another_table_is_judged_by_the_times_of_an_earlier_report(tmp_path: Pat
 def test_leaving_a_point_out_shows_what_the_lookup_would_have_lost() -> None:
     lens, times = (64, 256, 1024), {"sdpa": (10.0, 40.0, 30.0), "sdpa.math": (20.0, 20.0, 20.0)}
     cells = [
-        a_cell(us, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len, plan_us=0.0)
+        a_cell(us, kernel=name, case=f"1q1s{kv_len}", kv_len=kv_len, plan_us=0.0)
         for name, row in times.items()
         for kv_len, us in zip(lens, row, strict=True)
     ]

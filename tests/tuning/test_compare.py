@@ -12,7 +12,7 @@ from headway.core.select.costs import Shape
 from headway.tuning.table.compare import diff, differences, merge, partly_measured, remarks
 from headway.tuning.table.convert import to_costs
 from headway.tuning.table.noise import mark_ties, noise_of
-from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
+from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, SpecRecord
 from tables import SPEC, a_cell, a_device, a_table
 
 
@@ -60,8 +60,8 @@ def test_only_what_changes_times_makes_another_layer() -> None:
 
 
 def test_a_backend_of_another_version_or_owner_is_named() -> None:
-    record = BackendRecord(name="a", owner="fast-attention", version="1.0", available=True)
-    table = a_table(a_cell(), backends=[record])
+    record = KernelRecord(name="a", owner="fast-attention", version="1.0", available=True)
+    table = a_table(a_cell(), kernels=[record])
     assert differences(table, a_device(), owners={"a": ("fast-attention", "1.0")}) == []
     (reason,) = differences(table, a_device(), owners={"a": ("fast-attention", "1.1")})
     assert (reason.what, reason.need, reason.got) == ("backend a of fast-attention", "1.0", "1.1")
@@ -80,15 +80,15 @@ def test_what_is_worth_knowing_is_remarked() -> None:
 
 
 def test_a_diff_shows_what_changed_beyond_the_noise() -> None:
-    before = a_table(*(a_cell(10.0, backend=name) for name in "abcde"))
+    before = a_table(*(a_cell(10.0, kernel=name) for name in "abcde"))
     after = a_table(
-        a_cell(10.2, backend="a"),
-        a_cell(15.0, backend="b"),
-        a_cell(5.0, backend="c"),
-        a_cell(None, backend="d"),
-        a_cell(1.0, backend="f"),
+        a_cell(10.2, kernel="a"),
+        a_cell(15.0, kernel="b"),
+        a_cell(5.0, kernel="c"),
+        a_cell(None, kernel="d"),
+        a_cell(1.0, kernel="f"),
     )
-    found = {change.cell.backend: (change.status, change.factor) for change in diff(before, after, 0.05)}
+    found = {change.cell.kernel: (change.status, change.factor) for change in diff(before, after, 0.05)}
     assert found == {
         "b": ("slower", pytest.approx(1.5)),
         "c": ("faster", pytest.approx(0.5)),
@@ -100,37 +100,37 @@ def test_a_diff_shows_what_changed_beyond_the_noise() -> None:
 
 
 def test_merging_takes_the_later_of_equal_cells_and_marks_ties_again() -> None:
-    old = a_table(a_cell(10.0), a_cell(99.0, backend="b"), date="2026-01-01T00:00:00+00:00")
-    new = a_table(a_cell(10.05, backend="b"), complete=False, date="2026-02-01T00:00:00+00:00")
+    old = a_table(a_cell(10.0), a_cell(99.0, kernel="b"), date="2026-01-01T00:00:00+00:00")
+    new = a_table(a_cell(10.05, kernel="b"), complete=False, date="2026-02-01T00:00:00+00:00")
     for tables in ([old, new], [new, old]):
         merged = merge(tables)
-        assert {cell.backend: (cell.median_us, cell.status) for cell in merged.cells} == {"a": (10.0, "tie"), "b": (10.05, "tie")}
+        assert {cell.kernel: (cell.median_us, cell.status) for cell in merged.cells} == {"a": (10.0, "tie"), "b": (10.05, "tie")}
         assert not merged.complete
-        assert {record.name for record in merged.backends} == {"a", "b"}
+        assert {record.name for record in merged.kernels} == {"a", "b"}
 
 
 def test_parts_that_measured_a_dense_prefill_twice_keep_the_faster() -> None:
     dense = {"phase": "prefill", "case": "1q64", "query_len": 64, "layout": None, "block_size": None}
     rough = {"status": "dropped", "reason": "5.0 times the fastest"}
-    backends = [BackendRecord(name=name, owner="built-in", available=True) for name in "abcd"]
+    backends = [KernelRecord(name=name, owner="built-in", available=True) for name in "abcd"]
 
     def part(date: str, layout: str, *cells: Cell) -> CrossoverTable:
-        return a_table(a_cell(10.0, backend="d", layout=layout), *cells, backends=backends, date=date)
+        return a_table(a_cell(10.0, kernel="d", layout=layout), *cells, kernels=backends, date=date)
 
-    first = (a_cell(20.0, **dense), a_cell(60.0, backend="b", **dense, host_us=90.0), a_cell(25.0, backend="c", **dense, **rough))
-    second = (a_cell(30.0, **dense), a_cell(61.0, backend="b", **dense, host_us=70.0), a_cell(30.0, backend="c", **dense))
+    first = (a_cell(20.0, **dense), a_cell(60.0, kernel="b", **dense, host_us=90.0), a_cell(25.0, kernel="c", **dense, **rough))
+    second = (a_cell(30.0, **dense), a_cell(61.0, kernel="b", **dense, host_us=70.0), a_cell(30.0, kernel="c", **dense))
     parts = [part("2026-01-01T00:00:00+00:00", "nhd", *first), part("2026-01-02T00:00:00+00:00", "vllm_5d", *second)]
-    found = {cell.backend: cell.median_us for cell in merge(parts).cells if cell.layout is None}
+    found = {cell.kernel: cell.median_us for cell in merge(parts).cells if cell.layout is None}
     assert found == {"a": 20.0, "b": 61.0, "c": 30.0}
     again = [parts[0], part("2026-01-02T00:00:00+00:00", "nhd", *second)]  # measured anew: the later counts
-    assert {cell.backend: cell.median_us for cell in merge(again).cells if cell.layout is None}["a"] == 30.0
+    assert {cell.kernel: cell.median_us for cell in merge(again).cells if cell.layout is None}["a"] == 30.0
 
 
 def test_a_refusal_in_one_part_hides_no_time_of_another() -> None:
     refused = {"status": "unsupported", "reason": "kv_layout: needs nhd, got vllm_5d", "layout": None, "block_size": None}
-    first = a_table(a_cell(20.0), a_cell(10.0, backend="b"), date="2026-01-01T00:00:00+00:00")
-    second = a_table(a_cell(19.0, layout="vllm_5d"), a_cell(None, backend="b", **refused), date="2026-01-02T00:00:00+00:00")
-    found = {(cell.backend, cell.layout): cell.median_us for cell in merge([first, second]).cells}
+    first = a_table(a_cell(20.0), a_cell(10.0, kernel="b"), date="2026-01-01T00:00:00+00:00")
+    second = a_table(a_cell(19.0, layout="vllm_5d"), a_cell(None, kernel="b", **refused), date="2026-01-02T00:00:00+00:00")
+    found = {(cell.kernel, cell.layout): cell.median_us for cell in merge([first, second]).cells}
     assert found == {("a", "nhd"): 20.0, ("b", "nhd"): 10.0, ("a", "vllm_5d"): 19.0}
 
 
@@ -149,24 +149,24 @@ def test_tables_of_different_machines_are_not_merged_and_the_odd_one_is_named() 
 
 def test_points_measured_for_some_backends_only_are_counted() -> None:
     assert partly_measured(a_table()) == 0
-    assert partly_measured(a_table(a_cell(), a_cell(case="1q1s128", kv_len=128), a_cell(backend="b"))) == 1
+    assert partly_measured(a_table(a_cell(), a_cell(case="1q1s128", kv_len=128), a_cell(kernel="b"))) == 1
 
 
 def test_ties_are_those_that_cannot_be_told_from_the_fastest_of_their_layout() -> None:
     cells = [
-        a_cell(10.0, backend="a"),
-        a_cell(10.05, backend="b"),
-        a_cell(10.9, backend="c", p20_us=9.9),
-        a_cell(12.0, backend="d", p20_us=9.9),
-        a_cell(1.0, backend="a", block_size=64),
-        a_cell(2.0, backend="b", block_size=64),
+        a_cell(10.0, kernel="a"),
+        a_cell(10.05, kernel="b"),
+        a_cell(10.9, kernel="c", p20_us=9.9),
+        a_cell(12.0, kernel="d", p20_us=9.9),
+        a_cell(1.0, kernel="a", block_size=64),
+        a_cell(2.0, kernel="b", block_size=64),
     ]
     assert [cell.status for cell in mark_ties(cells)] == ["tie", "tie", "tie", "ok", "ok", "ok"]
     assert mark_ties(mark_ties(cells)) == mark_ties(cells)
 
 
 def test_the_host_counts_where_it_is_slower_than_the_device() -> None:
-    cells = [a_cell(10.0, backend="a", host_us=40.0), a_cell(20.0, backend="b", host_us=5.0)]
+    cells = [a_cell(10.0, kernel="a", host_us=40.0), a_cell(20.0, kernel="b", host_us=5.0)]
     assert [cell.layer_us for cell in cells] == [40.0, 20.0]
     assert [cell.status for cell in mark_ties(cells)] == ["ok", "ok"]
 
@@ -174,10 +174,10 @@ def test_the_host_counts_where_it_is_slower_than_the_device() -> None:
 def test_a_dense_prefill_ties_with_those_of_each_layout() -> None:
     dense = {"phase": "prefill", "case": "1q64", "query_len": 64}
     cells = [
-        a_cell(10.0, backend="a", layout=None, block_size=None, **dense),
-        a_cell(30.0, backend="c", layout=None, block_size=None, **dense),
-        a_cell(30.1, backend="d", layout=None, block_size=None, **dense),
-        a_cell(10.0, backend="b", **dense),
+        a_cell(10.0, kernel="a", layout=None, block_size=None, **dense),
+        a_cell(30.0, kernel="c", layout=None, block_size=None, **dense),
+        a_cell(30.1, kernel="d", layout=None, block_size=None, **dense),
+        a_cell(10.0, kernel="b", **dense),
     ]
     assert [cell.status for cell in mark_ties(cells)] == ["tie", "ok", "ok", "tie"]
 
@@ -190,10 +190,10 @@ def test_noise_is_the_usual_spread_within_bounds() -> None:
 
 
 def test_a_table_becomes_costs() -> None:
-    record = BackendRecord(name="b", owner="x", available=True, reason="self-test: wrong")
-    absent = BackendRecord(name="c", owner="x", available=False, reason="no GPU")
-    cells = (a_cell(10.0, host_us=30.0, plan_us=4.0), a_cell(1.0, backend="b"))
-    table = a_table(*cells, backends=[BackendRecord(name="a", owner="x", available=True), record, absent])
+    record = KernelRecord(name="b", owner="x", available=True, reason="self-test: wrong")
+    absent = KernelRecord(name="c", owner="x", available=False, reason="no GPU")
+    cells = (a_cell(10.0, host_us=30.0, plan_us=4.0), a_cell(1.0, kernel="b"))
+    table = a_table(*cells, kernels=[KernelRecord(name="a", owner="x", available=True), record, absent])
     costs = to_costs(table)
     shape = Shape(Phase.DECODE, 1, 1, 64)
     assert costs.at(shape, "a", "nhd", 16) == pytest.approx((30.0, 4.0))
@@ -203,12 +203,12 @@ def test_a_table_becomes_costs() -> None:
 
 
 def test_a_rough_time_counts_and_holds_where_the_loser_was_not_tried() -> None:
-    given_up = {"status": "dropped", "reason": "9 times the fastest on nhd 16: not tried here", "backend": "b"}
-    lost = {"status": "dropped", "reason": "9.0 times the fastest in its first runs: not timed further", "backend": "b"}
+    given_up = {"status": "dropped", "reason": "9 times the fastest on nhd 16: not tried here", "kernel": "b"}
+    lost = {"status": "dropped", "reason": "9.0 times the fastest in its first runs: not timed further", "kernel": "b"}
     longer = {"case": "1q1s256", "kv_len": 256}
     table = a_table(
         *(a_cell(us, block_size=size, **at) for size in (16, 64) for us, at in ((10.0, {}), (100.0, longer))),
-        *(a_cell(50.0, backend="b", block_size=size, **longer) for size in (16, 64)),
+        *(a_cell(50.0, kernel="b", block_size=size, **longer) for size in (16, 64)),
         a_cell(90.0, **lost),
         a_cell(None, block_size=64, **given_up),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from pathlib import Path
@@ -15,16 +14,17 @@ from torch import Tensor
 from expert_layers import CONFIGS, Layer
 from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, describe_sums, fastest_sum
 from headway.core.select.costs import AxisTimes
-from headway.core.system.json_files import write_json
-from headway.core.system.provenance import Origin
 from headway.kernels.experts.choice import TOKEN_COUNTS
 from headway.kernels.experts.plain import PlainExperts, route
 from headway.kernels.experts.route_kernels import Routed
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.step.operations import Norm
-from headway.tuning.measure.all_reduce import AllReduceFile, describe_kept, kept_path, kept_times
+from headway.tuning.measure.all_reduce import describe_stored_sums, stored_sums, sums_table
+from headway.tuning.measure.counted_layer import save_table
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.experts import choose_experts
+from headway.tuning.table.convert import to_times
+from headway.tuning.table.files import read_table
 
 CPU = torch.device("cpu")
 CONFIG = CONFIGS["gpt_oss"]
@@ -68,7 +68,7 @@ def kind_of(*methods: Fake) -> object:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
-    return tmp_path / "experts"
+    return tmp_path / "crossover"
 
 
 @pytest.mark.slow
@@ -79,37 +79,16 @@ def test_the_fastest_right_way_serves_and_is_remembered(cache: Path, caplog: pyt
     kind = kind_of(slow, fast, few, wrong, failing)
     choose_experts([kind], 60.0)
     assert [kind.method_for(count).name for count in (1, 4, 64)] == ["few", "fast", "fast"]
-    assert "wrong is left out: its answer is off by 3.0e-01" in caplog.text
-    assert "failing is left out: RuntimeError: out of something" in caplog.text
+    assert "wrong is left out from 1 tokens on: ArithmeticError: its answer is off by 3.0e-01" in caplog.text
+    assert "failing is left out from 1 tokens on: ArithmeticError: RuntimeError: out of something" in caplog.text
     assert ", fast from" in caplog.text
     (path,) = cache.glob("*.json")
-    kept = json.loads(path.read_text())
-    assert kept["us"]["wrong"] == [None] * len(TOKEN_COUNTS)
+    assert to_times(read_table(path, "experts"), TOKEN_COUNTS)["wrong"] == [None] * len(TOKEN_COUNTS)
     runs = fast.runs
     again = kind_of(slow, fast, few, wrong, failing)
     choose_experts([again], 60.0)
     assert fast.runs == runs, "nothing is measured twice"
     assert again.method_for(64).name == "fast"
-
-
-def test_times_of_other_software_are_measured_again_and_a_damaged_file_is_named(
-    cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "headway")
-    only = Fake("only")
-    choose_experts([kind_of(only)], 60.0)
-    (path,) = cache.glob("*.json")
-    kept = json.loads(path.read_text())
-    kept["device"]["torch"] = "1.0"
-    path.write_text(json.dumps(kept))
-    runs = only.runs
-    choose_experts([kind_of(only)], 60.0)
-    assert only.runs > runs
-    assert f"torch: measured with 1.0, here is {torch.__version__}" in caplog.text
-    path.write_text("{")
-    choose_experts([kind_of(only)], 60.0)
-    assert "measured times not used: result file" in caplog.text
-    assert json.loads(path.read_text())["us"]["only"][0] > 0
 
 
 def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,12 +139,11 @@ def test_the_fastest_way_serves_the_nearest_sizes() -> None:
 def test_kept_times_are_those_of_this_software_and_so_many_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     device = identify_device(torch.device("cpu"))
-    assert kept_times(device, 2) is None
-    for ranks, sizes in ((2, SIZES), (4, SIZES[1:])):
-        made = AllReduceFile(device=device, origin=Origin.here(), ranks=ranks, sizes=list(sizes), us=US)
-        write_json(made, kept_path(device, ranks), "HEADWAY_CACHE")
-    kept = kept_times(device, 2)
-    assert kept.us == US
-    assert kept_times(device, 4) is None  # of other sizes
-    assert kept_times(device.model_copy(update={"torch": "0.1"}), 2) is None
-    assert describe_kept(torch.device("cpu"), 2) == "gloo"
+    assert stored_sums(device, 2) is None
+    save_table(sums_table(device, 2, US))
+    stored = stored_sums(device, 2)
+    assert stored is not None
+    assert to_times(stored, SIZES) == US
+    assert stored_sums(device, 4) is None
+    assert stored_sums(device.model_copy(update={"torch": "0.1"}), 2) is None
+    assert describe_stored_sums(torch.device("cpu"), 2) == "gloo"

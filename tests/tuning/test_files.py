@@ -45,7 +45,7 @@ def test_a_layer_goes_into_a_record_and_back() -> None:
     assert SpecRecord.of(spec).to_spec(spec.device) == spec
     fp8 = AttentionSpec(4, 2, 32, 0.21, torch.bfloat16, kv_dtype=torch.float8_e4m3fn, k_scale=0.5)
     assert SpecRecord.of(fp8).to_spec(fp8.device) == fp8
-    assert SpecRecord.of(fp8).kind != SpecRecord.of(spec).kind
+    assert SpecRecord.of(fp8).kind != SpecRecord.of(spec).key
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_value_that_cannot_be_is_refused_with_its_line(
         (lambda d: d["cells"][0].update(kv_len=1, query_len=2), "kv_len counts the new tokens too"),
         (lambda d: d["cells"][0].update(layout=None), "both given or both null"),
         (lambda d: d["cells"].append(d["cells"][0]), "is there twice"),
-        (lambda d: d["cells"][0].update(backend="ghost"), "'ghost' is not in backends"),
+        (lambda d: d["cells"][0].update(kernel="ghost"), "'ghost' is not in kernels"),
         (lambda d: d["spec"].update(num_heads=3), "num_heads must be a multiple"),
     ],
 )
@@ -104,7 +104,7 @@ def test_every_prefix_of_a_file_is_refused_and_none_crashes(path: Path) -> None:
         (b"\xff\xfe\x00binary", "no text"),
         (b"[]", "line 1: no schema"),
         (b'{"schema": "headway.kernel/1"}', r"line 1: schema 'headway.kernel/1'$"),
-        (b'{\n"schema": "headway.crossover/2"}', "line 2: schema 'headway.crossover/2'.*newer release"),
+        (b'{\n"schema": "headway.table/2"}', "line 2: schema 'headway.table/2'.*newer release"),
         (b'{"schema": 3}', "no schema"),
         (b"[" * 100_000, "line 1, column 202: more than 200 levels"),
         (b"backend,median_us\n", "line 1, column 1: expected value"),
@@ -128,11 +128,11 @@ def test_a_bidirectional_layer_has_a_table_of_its_own_and_others_keep_theirs() -
     record = SpecRecord.of(both_ways)
     assert record.to_spec(torch.device("cpu")) == both_ways
     assert "bidirectional" in str(record)
-    assert "bidirectional" in record.kind
+    assert "bidirectional" in record.key
     before = SpecRecord.of(dense).model_dump()
     assert before.pop("causal") is True  # as in files that were written before there was such a field
-    assert SpecRecord.model_validate(before).kind == SpecRecord.of(dense).kind
-    assert SpecRecord.of(replace(both_ways, causal=True)).kind != record.kind
+    assert SpecRecord.model_validate(before).key == SpecRecord.of(dense).key
+    assert SpecRecord.of(replace(both_ways, causal=True)).key != record.key
     for changes in ({"dense": False}, {"alibi_slopes": [0.5] * both_ways.num_heads}):
         with pytest.raises(ValidationError, match="not causal reads no cache|they need a causal layer"):
             SpecRecord.model_validate({**record.model_dump(), **changes})

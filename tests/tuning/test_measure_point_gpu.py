@@ -8,8 +8,7 @@ import torch
 from headway.core.contract.layout import NHD
 from headway.core.oracle.cases import reference, relative_error
 from headway.registry import Registry
-from headway.tuning.measure.contender import checked
-from headway.tuning.measure.graph_replay import captures, graph_contender
+from headway.tuning.measure.contender import captures, checked, graph_contender
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.run import run_kernel_level
 from headway.tuning.measure.timing import InterleavedTimer
@@ -31,7 +30,7 @@ def test_the_table_of_a_gpu_has_graphs_and_host_times(registry: Registry) -> Non
     for cell in table.cells:
         assert cell.median_us is not None, cell.reason
         assert cell.relative_error <= cell.tolerance
-        assert cell.graph == (cell.backend == "triton" and cell.phase in ("decode", "verify"))
+        assert cell.graph == (cell.kernel == "triton" and cell.phase in ("decode", "verify"))
         assert cell.graph or cell.status == "dropped" or cell.host_us > 0
 
 

@@ -30,7 +30,7 @@ def cells(points: list[Point], sizes: tuple[int, ...] = (16, 256), factor: Facto
     return [
         a_cell(
             US[name](point.kv_len) * factor(name, point.kv_len),
-            backend=name,
+            kernel=name,
             case=point.case,
             kv_len=point.kv_len,
             block_size=size,
@@ -53,7 +53,7 @@ def adopted(prior: CrossoverTable, here: list[Cell]) -> CrossoverTable:
 
 def times(table: CrossoverTable, kv_len: int) -> Mapping[tuple[str, int | None], Cell]:
     point = Point("decode", 1, 1, kv_len)
-    return {(cell.backend, cell.block_size): cell for cell in by_point(table.cells)["decode", point.case]}
+    return {(cell.kernel, cell.block_size): cell for cell in by_point(table.cells)["decode", point.case]}
 
 
 def test_only_what_may_win_is_measured_over_the_smallest_blocks_that_do(prior: CrossoverTable) -> None:
@@ -101,8 +101,8 @@ def test_verification_that_a_shipped_table_launched_goes_without_the_hosts_time(
 
 def test_at_a_checked_point_the_table_tells_what_was_not_tried_there(prior: CrossoverTable) -> None:
     given_up = {"block_size": None, "layout": None, "status": "dropped", "reason": "at best 9.24 times the fastest"}
-    here = [cell for cell in cells(CHECKED, (16,)) if cell.backend != "c"]
-    here += [a_cell(None, backend="c", case=point.case, kv_len=point.kv_len, **given_up) for point in CHECKED]
+    here = [cell for cell in cells(CHECKED, (16,)) if cell.kernel != "c"]
+    here += [a_cell(None, kernel="c", case=point.case, kv_len=point.kv_len, **given_up) for point in CHECKED]
     found = times(adopted(prior, here), 64)
     assert {key: cell.prior for key, cell in found.items()} == {
         ("a", 16): False,
@@ -128,7 +128,7 @@ def test_a_hosts_moment_decides_nothing(factor: float, counts: bool) -> None:
     """Launches take longer than the device; those of one backend took longer here, by as much as a host varies or by more."""
     slow = [cell.model_copy(update={"host_us": 200.0}) for cell in cells(POINTS)]
     here = [
-        cell.model_copy(update={"host_us": 200.0 * (factor if cell.backend == "b" else 1.0)}) for cell in cells(CHECKED, (16,))
+        cell.model_copy(update={"host_us": 200.0 * (factor if cell.kernel == "b" else 1.0)}) for cell in cells(CHECKED, (16,))
     ]
     prior = adopted(a_table(*slow), here).prior
     assert prior.disagreed == []
@@ -143,7 +143,7 @@ def cells_at(times: dict[int, tuple[float, ...]], batch: int = 1, query_len: int
     phase = "decode" if query_len == 1 else "verify"
     return [
         a_cell(
-            us, backend=name, batch=batch, query_len=query_len, kv_len=n, case=f"{batch}q{query_len}s{n}", phase=phase, **changes
+            us, kernel=name, batch=batch, query_len=query_len, kv_len=n, case=f"{batch}q{query_len}s{n}", phase=phase, **changes
         )
         for n, found in times.items()
         for name, us in zip("abc", found, strict=False)
@@ -180,7 +180,7 @@ def test_every_axis_is_looked_along_and_the_costliest_change_comes_first() -> No
 
 def test_a_prompts_two_lengths_are_one() -> None:
     found = [
-        a_cell(us, backend=name, phase="prefill", batch=2, query_len=n, kv_len=n, case=f"2q{n}")
+        a_cell(us, kernel=name, phase="prefill", batch=2, query_len=n, kv_len=n, case=f"2q{n}")
         for n, times in ((64, (10.0, 20.0)), (1024, (40.0, 30.0)))
         for name, us in zip("ab", times, strict=True)
     ]
@@ -200,7 +200,7 @@ def test_each_layout_has_winners_of_its_own_and_a_prompt_without_one_counts_in_a
     second = cells_at(CROSSING, block_size=256)
     assert [point.kv_len for point in midpoints(first + second, 0.02)] == [1024]
     free = cells_at({256: (10.0,), 4096: (100.0,)}, layout=None, block_size=None)
-    placed = [cell.model_copy(update={"backend": "b"}) for cell in cells_at({256: (20.0,), 4096: (50.0,)})]
+    placed = [cell.model_copy(update={"kernel": "b"}) for cell in cells_at({256: (20.0,), 4096: (50.0,)})]
     assert [point.kv_len for point in midpoints(free + placed, 0.02)] == [1024]
 
 

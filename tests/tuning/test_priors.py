@@ -21,11 +21,12 @@ from headway.core.system.json_files import write_json
 from headway.registry import Registry, create_registry
 from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
+from headway.tuning.measure import kinds
 from headway.tuning.measure.points import Point, grid
 from headway.tuning.measure.prior_check import layouts_to_check
 from headway.tuning.measure.run import CrossoverOptions
 from headway.tuning.table.files import prior_path, read_table, table_path
-from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
+from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, SpecRecord
 from headway.tuning.table.schema import points as by_point
 from tables import POINTS, QUICK, SPEC, a_cell, a_device, a_table
 from tiny_bench import with_backend
@@ -49,7 +50,7 @@ def cells_of(times: Times, names: list[str], points: list[Point]) -> list[Cell]:
     for point in points:
         place = {"phase": point.phase, "case": point.case, "batch": point.batch}
         place |= {"query_len": point.query_len, "kv_len": point.kv_len}
-        found += [a_cell(times(name, point), backend=name, **place) for name in names]
+        found += [a_cell(times(name, point), kernel=name, **place) for name in names]
     return found
 
 
@@ -70,7 +71,7 @@ class Machine:
             *cells,
             complete=True,
             prior=None if old is None else old.prior,
-            backends=[BackendRecord(name=name, owner="built-in", available=True) for name in names],
+            kernels=[KernelRecord(name=name, owner="built-in", available=True) for name in names],
         )
         write_json(table, options.output)
         return table
@@ -222,7 +223,7 @@ def test_a_backend_that_the_prior_does_not_know_is_weighed_by_the_check(ship: Sh
     machine = Machine(times)
     costs = start(machine, registry=with_backend("newcomer"))
     table = kept()
-    at = {cell.backend: cell for cell in by_point(table.cells)["decode", "4q1s512"]}
+    at = {cell.kernel: cell for cell in by_point(table.cells)["decode", "4q1s512"]}
     if at["sdpa"].prior:
         assert at["newcomer"].status == "dropped"
         assert "not in the shipped table" in at["newcomer"].reason
@@ -246,7 +247,7 @@ def test_without_a_budget_a_prior_serves_unchecked_unless_it_lacks_a_backend(
     assert start(machine, budget=0.0, registry=newcomer) is not None, (
         "ranked behind, it would not be chosen without a table either"
     )
-    monkeypatch.setattr(newcomer, "rank", lambda spec, phase, names: sorted(names, key=lambda name: name != "newcomer"))
+    monkeypatch.setattr(newcomer.attention, "rank", lambda spec, phase, names: sorted(names, key=lambda name: name != "newcomer"))
     assert start(machine, budget=0.0, registry=newcomer) is None
     assert "not used unchecked: newcomer not in it" in caplog.text
 
@@ -309,7 +310,7 @@ def test_this_machine_checks_a_prior_by_real_measurements(ship: Ship, monkeypatc
     ship()
     write_json(a_table(*cells_of(crossing, ["sdpa", "sdpa.math"], POINTS)), prior_path(a_device(), SpecRecord.of(SPEC)))
     monkeypatch.setattr(autotune, "TIMER", QUICK)
-    monkeypatch.setattr(autotune, "grid", lambda device_type: POINTS)
+    monkeypatch.setattr(kinds, "grid", lambda device_type: POINTS)
     registry = create_registry(load_entry_points=False)
     assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60.0)) is not None
     table = kept()
@@ -341,7 +342,7 @@ def test_explain_names_the_prior_and_which_row_was_measured_here(ship: Ship, sta
     assert prior["device"]["torch"] == "1.0"
     assert len(prior["checked"]) == 15
     table = kept()
-    measured = next(cell for cell in table.cells if cell.phase == "decode" and not cell.prior and cell.backend == "sdpa")
+    measured = next(cell for cell in table.cells if cell.phase == "decode" and not cell.prior and cell.kernel == "sdpa")
     assert "measured here" in explained("--batch", str(measured.batch), "--len", str(measured.kv_len))
 
 
@@ -356,7 +357,7 @@ def test_shipped_tables_are_listed_with_what_differs(ship: Ship, tmp_path: Path)
     listed = " ".join(CliRunner().invoke(app, ["table", "priors"]).output.split())
     assert "4/2 heads x 32 float32: shipped table of 2026-11-21" in listed
     assert "other there: torch: 1.0 there" in listed
-    assert "broken.json: needs a file of schema headway.crossover/1" in listed
+    assert "broken.json: needs a file of schema headway.table/1" in listed
     assert "1 of 2 shipped tables are of this kind of device" in listed
     rows = json.loads(CliRunner().invoke(app, ["table", "priors", "--json"]).output)["priors"]
     assert [row["fits"] for row in rows] == [True, False] or [row["fits"] for row in rows] == [False, True]

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized_choice import MeasuredWay, ProductKind
+from headway.kernels.linear.quantized_choice import ROW_COUNTS, MeasuredWay, ProductKind
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.timing import InterleavedTimer, Timing
+from headway.tuning.table.convert import to_times
+from headway.tuning.table.files import read_table
 from quantized_weights import float8, int4
 
 WAYS = ("kernel", "kernel n64", "scaled_mm", "dequantize")
@@ -113,7 +115,7 @@ class TableTimer(InterleavedTimer):
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
-    return tmp_path / "products"
+    return tmp_path / "crossover"
 
 
 def layers(count: int = 2, form: Callable[[Tensor], object] = float8) -> list[Linear]:
@@ -137,11 +139,11 @@ def test_the_fastest_right_way_serves_each_number_of_rows(cache: Path, caplog: p
     choose_products([kind], 60.0, timer=TableTimer(bench=bench))
     assert [kind.way_for(rows) for rows in (1, 32, 33, 5000)] == ["kernel", "kernel", "scaled_mm", "scaled_mm"]
     assert "kernel n64 is left out from 1 rows on: ArithmeticError: its answer is off by 2.0e-01" in caplog.text
-    assert "products fp8 rows 32x64 float32: kernel from 1, scaled_mm from 33 rows on (measured " in caplog.text
+    assert "products fp8 rows 32x64 float32: kernel from 1, scaled_mm from 33 rows on (crossover table of " in caplog.text
     (path,) = cache.glob("*.json")
-    kept = json.loads(path.read_text())
-    assert kept["us"]["kernel"][:3] == [11.0, 12.0, 14.0], "a layer's time, not that of all"
-    assert kept["us"]["kernel"][-1] is None, "what was far behind is not tried with more rows"
+    us = to_times(read_table(path, "linear"), ROW_COUNTS)
+    assert us["kernel"][:3] == [11.0, 12.0, 14.0], "a layer's time, not that of all"
+    assert us["kernel"][-1] is None, "what was far behind is not tried with more rows"
 
 
 def test_other_ranks_and_later_starts_read_what_was_measured(cache: Path) -> None:
@@ -159,7 +161,8 @@ def test_other_ranks_and_later_starts_read_what_was_measured(cache: Path) -> Non
     ("changes", "said"),
     [
         ({"torch": "1.0"}, f"torch: measured with 1.0, here is {torch.__version__}"),
-        ({"compilers": {"ptxas": "12.8.61"}}, "ptxas: measured with 12.8.61, here is none"),
+        ({"compilers": {"ptxas": "12.8.61 (/opt/ptxas)"}}, "ptxas: measured with 12.8.61 (/opt/ptxas), here is none"),
+        ({"libraries": {"triton": "0.1"}}, "triton: measured with 0.1, here is"),
     ],
 )
 def test_kinds_are_measured_apart_and_times_of_other_software_anew(
@@ -235,7 +238,7 @@ def shipped(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
     (path,) = cache.glob("*.json")
     found = json.loads(path.read_text())
     found["device"]["torch"] = "1.0"
-    target = tmp_path / "priors" / "products" / path.name
+    target = tmp_path / "priors" / path.name
     target.parent.mkdir(parents=True)
     target.write_text(json.dumps(found))
     path.unlink()
@@ -246,14 +249,18 @@ def test_shipped_times_are_checked_and_scaled(cache: Path, shipped: Path, caplog
     twice = Bench({name: lambda rows, cost=cost: 2 * cost(rows) for name, cost in COSTS.items()})
     choose_products([kind := twice.kind(layers())], 60.0, timer=TableTimer(bench=twice))
     assert (kind.way_for(1), kind.way_for(64)) == ("kernel n64", "scaled_mm")
-    assert "torch: measured with 1.0" in kind.source
-    assert kind.source.endswith("checked here in 3 of 14 cells")
+    assert "it differs in torch: 1.0 there" in caplog.text
+    assert kind.source.startswith("shipped table of ")
+    assert ", checked here " in kind.source
     (path,) = cache.glob("*.json")
-    kept = json.loads(path.read_text())
-    before = json.loads(shipped.read_text())
-    assert kept["prior"] == kind.source
-    assert kept["us"]["scaled_mm"] == pytest.approx([2 * us for us in before["us"]["scaled_mm"]])
-    assert kept["device"]["torch"] == torch.__version__
+    kept, before = read_table(path, "linear"), read_table(shipped, "linear")
+    assert kept.prior is not None
+    assert kept.prior.checked == ["rows 1", "rows 64", "rows 8192"], "the ends, and where another is the fastest"
+    assert not kept.prior.disagreed
+    doubled = [2 * us for us in to_times(before, ROW_COUNTS)["scaled_mm"] if us is not None]
+    assert to_times(kept, ROW_COUNTS)["scaled_mm"] == pytest.approx(doubled)
+    assert {cell.case for cell in kept.cells if not cell.prior} == {"1", "64", "8192"}
+    assert kept.device.torch == torch.__version__
     runs = twice.runs
     full = Bench(COSTS)
     shipped.unlink()
@@ -262,15 +269,19 @@ def test_shipped_times_are_checked_and_scaled(cache: Path, shipped: Path, caplog
     assert runs < full.runs / 2
 
 
-def test_shipped_times_that_are_wrong_here_are_measured_in_full(
+def test_around_where_shipped_times_are_wrong_all_is_measured(
     cache: Path, shipped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = Bench({**COSTS, "scaled_mm": lambda rows: 300.0})
     choose_products([kind := other.kind(layers())], 60.0, timer=TableTimer(bench=other))
     assert kind.way_for(64) == "kernel n64"
-    assert "are not used: scaled_mm takes " in caplog.text
+    assert "the shipped table is not used around rows 64: scaled_mm takes " in caplog.text
     (path,) = cache.glob("*.json")
-    assert json.loads(path.read_text())["prior"] == ""
+    kept = read_table(path, "linear")
+    assert not any(cell.prior for cell in kept.cells if cell.batch in (16, 32, 64, 128, 256))
+    assert {cell.batch for cell in kept.cells} == set(ROW_COUNTS), "what lacks was measured"
+    for count, us in zip(ROW_COUNTS, to_times(kept, ROW_COUNTS)["scaled_mm"], strict=True):
+        assert us == pytest.approx(300.0), count
 
 
 @pytest.mark.usefixtures("cache", "shipped")

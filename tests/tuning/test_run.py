@@ -28,18 +28,18 @@ from tiny_bench import with_backend
 
 
 def by_backend(table: CrossoverTable, phase: str, case: str) -> dict[str, Cell]:
-    return {cell.backend: cell for cell in table.cells if (cell.phase, cell.case) == (phase, case)}
+    return {cell.kernel: cell for cell in table.cells if (cell.phase, cell.case) == (phase, case)}
 
 
 def test_every_backend_is_checked_and_timed_at_every_point(registry: Registry) -> None:
     table = run_kernel_level(quick(layouts=["nhd", "vllm_5d"], block_sizes=[8, 16]), registry)
     assert table.complete
-    assert [record.name for record in table.backends if record.usable] == ["native", "sdpa", "sdpa.math"]
-    assert "needs a CUDA GPU" in next(record.reason for record in table.backends if record.name == "triton")
+    assert [record.name for record in table.kernels if record.usable] == ["native", "sdpa", "sdpa.math"]
+    assert "needs a CUDA GPU" in next(record.reason for record in table.kernels if record.name == "triton")
     dense = sum(point.phase == "prefill" for point in POINTS)
-    others = [cell for cell in table.cells if cell.backend != "native"]  # which decodes alone, and on one of the layouts
+    others = [cell for cell in table.cells if cell.kernel != "native"]  # which decodes alone, and on one of the layouts
     assert len(others) == 2 * (dense + (len(POINTS) - dense) * 4)  # backends, layouts x block sizes
-    for cell in (cell for cell in table.cells if (cell.backend, cell.status) != ("native", "unsupported")):
+    for cell in (cell for cell in table.cells if (cell.kernel, cell.status) != ("native", "unsupported")):
         assert cell.status in ("ok", "tie", "dropped"), cell.reason
         if cell.status == "dropped" and cell.median_us is None:
             continue  # on a busy machine a thread that waits for its turn makes a clear loser
@@ -53,7 +53,7 @@ def test_a_dense_prefill_is_timed_once_for_all_layouts() -> None:
     registry = with_backend("dense", capabilities=claims)
     table = run_kernel_level(quick(backends=["dense", "sdpa"], layouts=["nhd", "hnd"]), registry)
     prefills = [
-        (cell.backend, cell.layout, cell.block_size) for cell in table.cells if (cell.phase, cell.case) == ("prefill", "1q9")
+        (cell.kernel, cell.layout, cell.block_size) for cell in table.cells if (cell.phase, cell.case) == ("prefill", "1q9")
     ]
     assert ("dense", None, None) in prefills
     assert len([row for row in prefills if row[0] == "dense"]) == 1
@@ -230,10 +230,10 @@ def test_a_backend_that_is_given_up_is_not_called(registry: Registry) -> None:
     options = quick(backends=["sdpa", "sdpa.math"], given_up={"decode": {"sdpa.math": "far behind elsewhere"}})
     table = run_kernel_level(options, registry)
     assert table.complete
-    slow = [cell for cell in table.cells if cell.backend == "sdpa.math"]
+    slow = [cell for cell in table.cells if cell.kernel == "sdpa.math"]
     assert {(cell.status, cell.reason) for cell in slow if cell.phase == "decode"} == {("dropped", "far behind elsewhere")}
     assert {cell.status for cell in slow if cell.phase == "prefill"} <= {"ok", "tie"}
-    assert {cell.status for cell in table.cells if cell.backend == "sdpa"} <= {"ok", "tie"}
+    assert {cell.status for cell in table.cells if cell.kernel == "sdpa"} <= {"ok", "tie"}
 
 
 @pytest.mark.parametrize("device", GRIDS)
@@ -270,7 +270,7 @@ def test_held_out_points_are_new_and_repeatable() -> None:
 def cells(**times: tuple[float, ...]) -> list[Cell]:
     """Decode cells: backend -> its time at each length."""
     return [
-        a_cell(us, backend=name, case=f"1q1s{2**number}", kv_len=2**number)
+        a_cell(us, kernel=name, case=f"1q1s{2**number}", kv_len=2**number)
         for name, row in times.items()
         for number, us in enumerate(row, start=4)
     ]

@@ -51,7 +51,7 @@ from headway.registry.hookspecs import PROJECT
 from headway.registry.isolation import Verdict
 from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins, with_hooks
 from headway.registry.records import Brought
-from headway.tuning.isolated.measure_in_child import KINDS
+from headway.tuning.measure.run import run_kernel_level
 from headway.tuning.measure.self_test import self_test
 
 T = TypeVar("T")
@@ -460,7 +460,7 @@ def _measure(request: Mapping[str, Any], replies: TextIO) -> None:
     options = replace(options, compile_ahead=compile_ahead(options.spec.device))
     try:
         registry = create_registry(request["plugins"], block=request["block"])  # what takes part has had its trial
-        KINDS[request["kind"]].run(options, registry, tell=lambda at, point: reply(replies, {"at": at, "point": point}))
+        run_kernel_level(options, registry, tell=lambda at, point: reply(replies, {"at": at, "point": point}))
     except (HeadwayError, OSError) as error:
         reply(replies, {"error": str(error)})
     else:

@@ -10,95 +10,59 @@ import base64
 import logging
 import pickle
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 import torch
 
-from headway.core.contract import operation
 from headway.core.contract.errors import ConfigError, HeadwayError
-from headway.core.contract.operation import OperationKind
+from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.isolated.trial import CHILD
-from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
-from headway.tuning.measure.state_run import StateOptions, run_state_level
-from headway.tuning.table.files import read_state_table, read_table
-from headway.tuning.table.schema import CrossoverTable, StateTable
+from headway.tuning.measure.kinds import kind_of
+from headway.tuning.measure.run import CrossoverOptions
+from headway.tuning.table.files import read_table
+from headway.tuning.table.schema import CRASHED, HUNG, CrossoverTable
 
 log = logging.getLogger("headway")
-
-O = TypeVar("O", CrossoverOptions, StateOptions)
-T = TypeVar("T", CrossoverTable, StateTable)
-
-
-@dataclass(frozen=True)
-class MeasuredKind(Generic[O, T]):
-    """One kind of measurement, and whose backends take part in it."""
-
-    run: Callable[..., T]
-    """(options, registry, tell=...) -> table."""
-    read: Callable[[Path], T]
-    """Reads the table that `run` has written."""
-    of: OperationKind
-    """Whose kernels take part; a child process finds this under its name."""
-
-
-ATTENTION: MeasuredKind[CrossoverOptions, CrossoverTable] = MeasuredKind(run_kernel_level, read_table, operation.ATTENTION)
-STATES: MeasuredKind[StateOptions, StateTable] = MeasuredKind(run_state_level, read_state_table, operation.STATE)
-KINDS: Mapping[str, MeasuredKind[Any, Any]] = {kind.of.name: kind for kind in (ATTENTION, STATES)}
-
 
 _START = 120.0
 """Seconds for the other process to import torch and whatever the plugins import."""
 ANSWER_SECONDS = {"cpu": 15.0, "cuda": 180.0}
 """Seconds that one backend may take at one point. On a GPU all kernels of the grid may be compiled in one go."""
 _DUMP = 'File "'
-CRASHED, HUNG = "crashed the measuring process", "hung the measuring process"
-"""How the reason of a backend begins that ended that process, or gave it no answer."""
 
 
-def third_party_files(
-    registry: Registry,
-    names: Collection[str],
-    kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
-) -> dict[str, str]:
+def third_party_files(registry: Registry, names: Collection[str], kind: OperationKind = ATTENTION) -> dict[str, str]:
     """Map each of some backends that an installed plugin or a file brings to where the plugin's files lie."""
     return {
         name: record.file
         for record in registry.plugins
         if record.state == "loaded"
-        for name in getattr(record.brought, kind.of.kernels)
+        for name in getattr(record.brought, kind.kernels)
         if name in names
     }
 
 
-def can_measure_in_child(
-    registry: Registry,
-    names: Collection[str],
-    kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
-) -> bool:
+def can_measure_in_child(registry: Registry, names: Collection[str], kind: OperationKind = ATTENTION) -> bool:
     """Whether another process finds all of some backends; an object that a program hands in exists in that program alone."""
-    entries = registry.of(kind.of).entries
+    entries = registry.of(kind).entries
     brought = {name for name in names if entries[name].owner != BUILTIN_OWNER}
     return brought <= third_party_files(registry, names, kind).keys()
 
 
-def measure_in_child(
-    options: O,
-    registry: Registry,
-    kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
-) -> T:
+def measure_in_child(options: CrossoverOptions, registry: Registry) -> CrossoverTable:
     """Run a measurement in a child process, and in another one after each crash, without the backends at fault.
 
-    options: with the names of its backends, and the file of its table. kind: what is measured.
+    options: with the names of its backends, and the file of its table.
 
     :raises HeadwayError: as there.
     """
     assert options.backends is not None
+    kind = kind_of(options.spec)
     output = options.output
     assert output is not None
     targets = [record.target for record in registry.plugins if record.target]
@@ -112,7 +76,6 @@ def measure_in_child(
         try:
             with Child(python_command(CHILD)) as child:
                 message = {
-                    "kind": kind.of.name,
                     "options": base64.b64encode(pickle.dumps(options)).decode(),
                     "threads": torch.get_num_threads(),
                     "plugins": targets,
@@ -124,7 +87,7 @@ def measure_in_child(
                     answer = child.answer(ANSWER_SECONDS[options.spec.device.type])
             if "error" in answer:
                 raise HeadwayError(str(answer["error"]))
-            return kind.read(output)
+            return read_table(output, kind.name)
         except OSError as error:
             raise ConfigError("auto", "a process to measure in", "none", str(error)) from error
         except ChildDied as died:

@@ -1,4 +1,4 @@
-"""Which way of summing over ranks is fastest for how many bytes: measured once for a kind of GPU and a size, and kept."""
+"""Measured times of the ways of summing over ranks, by the number of bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,16 +15,17 @@ from torch import Tensor
 
 from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, AllReduce, describe_sums
 from headway.core.select.costs import AxisTimes
-from headway.core.system.files import cache_folder
+from headway.tuning.measure.counted_layer import Times, save_table, timed_table
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us
-from headway.tuning.table.files import slug
-from headway.tuning.table.schema import DeviceIdentity
+from headway.tuning.measure.find_table import usable_table
+from headway.tuning.measure.measure_point import new_cell
+from headway.tuning.measure.points import counted_points
+from headway.tuning.table.convert import source_of, to_times
+from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, RanksRecord
 
 if TYPE_CHECKING:
     from headway.core.engine.ranks.torch_ranks import TorchRanks
 
-SCHEMA = "headway.all-reduce/1"
 WAYS = ("one_shot", "nccl")
 """All ways of a GPU, in the order in which they are asked."""
 _CALLS = 100
@@ -36,15 +36,6 @@ _TOLERANCE = 2.0**-6
 _CHECK_SECONDS = 30.0
 """The longest that a sum of a check takes: another rank may compile the kernel first."""
 log = logging.getLogger("headway")
-
-
-class AllReduceFile(KeptTimes):
-    """The times of one number of ranks on one kind of GPU."""
-
-    file_schema: str = SCHEMA
-    ranks: int
-    sizes: list[int]
-    """Bytes of the tensors, in bfloat16. Times are of the slowest rank."""
 
 
 def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
@@ -60,16 +51,17 @@ def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
     ways = [one_shot, *ranks.sums]
     ranks.sum_by(ways, None)
     device = identify_device(ranks.device)
-    kept = kept_times(device, ranks.size) if ranks.rank == 0 else None
+    stored = stored_sums(device, ranks.size) if ranks.rank == 0 else None
     table = torch.full((len(WAYS), len(SIZES)), math.nan, device=ranks.device)
-    if kept is not None:
-        table = torch.tensor([[math.nan if us is None else us for us in kept.us[name]] for name in WAYS], device=ranks.device)
+    source = "stored by rank 0"
+    if stored is not None:
+        us, source = to_times(stored, SIZES), source_of(stored)
+        table = torch.tensor([[math.nan if each is None else each for each in us[name]] for name in WAYS], device=ranks.device)
     table = ranks.broadcast(table)
-    source = "kept by rank 0" if kept is None else f"measured {kept.device.date}, {kept_path(device, ranks.size).name}"
     if budget > 0 and bool(table.isnan().all()):
         table, source = _measured(ranks), "measured now"
         if ranks.rank == 0:
-            _place(device, ranks.size).keep(_by_name(table))
+            save_table(sums_table(device, ranks.size, _by_name(table)))
     if not bool(table.isnan().all()):
         ranks.sum_by(ways, AxisTimes(BYTES, _by_name(table), source))
     if ranks.rank == 0:
@@ -77,25 +69,30 @@ def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
         log.info("all-reduce: %s", unmeasured if ranks.times is None else describe_sums(ranks.times))
 
 
-def kept_times(device: DeviceIdentity, size: int) -> AllReduceFile | None:
-    """The times that are kept for so many of these GPUs and this software; why they are not used is logged."""
-    return _place(device, size).read()
+def stored_sums(device: DeviceIdentity, size: int) -> CrossoverTable | None:
+    """Return the times that are stored for this number of these GPUs and this software; the log says why they are not used."""
+    return usable_table(RanksRecord(layer=f"{size} ranks"), device, WAYS)
 
 
-def _place(device: DeviceIdentity, size: int) -> KeptPlace[AllReduceFile]:
-    own = {"ranks": size, "sizes": list(SIZES)}
-    return KeptPlace("all-reduce", AllReduceFile, kept_path(device, size), device, own, WAYS)
+def sums_table(device: DeviceIdentity, size: int, us: Times) -> CrossoverTable:
+    """Return the table of a number of ranks. us: for each of SIZES."""
+    timed = [
+        (name, point, times[cell]) for name, times in us.items() for cell, point in enumerate(counted_points("bytes", SIZES))
+    ]
+    cells = [new_cell(point, name, None, "ok", median_us=time) for name, point, time in timed if time is not None]
+    table = timed_table(RanksRecord(layer=f"{size} ranks"), device, list(us), cells)
+    table.complete = True
+    return table
 
 
-def describe_kept(device: torch.device, size: int) -> str:
-    """How so many ranks on GPUs of this kind sum, in words, by what is kept."""
+def describe_stored_sums(device: torch.device, size: int) -> str:
+    """Return how this number of ranks on GPUs of this kind sum, in words, by what is stored."""
     if device.type != "cuda":
         return "gloo"
-    identity = identify_device(device)
-    kept = kept_times(identity, size)
-    if kept is None:
+    stored = stored_sums(identify_device(device), size)
+    if stored is None:
         return "not measured yet: the first start of so many ranks measures and keeps it"
-    return describe_sums(AxisTimes(BYTES, kept.us, f"measured {kept.device.date}, {kept_path(identity, size).name}"))
+    return describe_sums(AxisTimes(BYTES, to_times(stored, SIZES), source_of(stored)))
 
 
 def _one_shot(ranks: TorchRanks) -> AllReduce | None:
@@ -210,10 +207,5 @@ def time_all_reduce(
     return sorted(times)[_REPLAYS // 2]
 
 
-def _by_name(table: Tensor) -> Us:
+def _by_name(table: Tensor) -> Times:
     return {name: [None if math.isnan(us) else us for us in row] for name, row in zip(WAYS, table.tolist(), strict=True)}
-
-
-def kept_path(device: DeviceIdentity, size: int) -> Path:
-    """The file of the times of so many ranks on such GPUs."""
-    return cache_folder() / "all_reduce" / f"{slug(device.name)}-{size}-ranks.json"

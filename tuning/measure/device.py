@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.system.provenance import compiler_versions, cpu_name, installed_versions
+from headway.core.system.provenance import Origin, compiler_versions, cpu_name, installed_versions
 from headway.tuning.measure.timing import Timer
-from headway.tuning.table.schema import DeviceIdentity, DeviceInfo
+from headway.tuning.table.noise import LEAST_DIFFERENCE
+from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, DeviceInfo, KernelRecord, LayerRecord
 
 LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers", "nvidia-cutlass-dsl", "headway")
 """Distributions whose versions are stored, where installed. Read from package metadata: none is imported for it."""
@@ -72,6 +75,25 @@ def identify_device(device: torch.device) -> DeviceIdentity:
             "compilers": compiler_versions((properties.major, properties.minor)),
         }
     return DeviceIdentity(**found)
+
+
+def new_table(
+    spec: LayerRecord, device: DeviceIdentity, kernels: Sequence[KernelRecord], command: str = "", graph_len: int | None = None
+) -> CrossoverTable:
+    """Return a table without cells, begun now by the code that is running."""
+    return CrossoverTable(
+        kind=spec.kind,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command or " ".join(sys.argv),
+        origin=Origin.here(),
+        complete=False,
+        device=device,
+        spec=spec,
+        graph_len=graph_len,
+        noise=LEAST_DIFFERENCE,
+        kernels=list(kernels),
+        cells=[],
+    )
 
 
 def crowding() -> str:

@@ -1,13 +1,13 @@
-"""Which way of computing a layer of experts is fastest for how many tokens: measured once on each device, and kept."""
+"""Measured times of the methods that compute a layer of experts, by the number of tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,24 +16,20 @@ from torch import Tensor
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.select.costs import AxisTimes
-from headway.core.system.files import cache_folder
 from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS
 from headway.kernels.experts.plain import PlainExperts, Routing
 from headway.kernels.step.operations import Norm
+from headway.tuning.measure.contender import captured
+from headway.tuning.measure.counted_layer import TURNS, CountedLayer
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, times_with, unchecked
-from headway.tuning.measure.timing import InterleavedTimer, Timing
-from headway.tuning.table.files import file_name
-from headway.tuning.table.schema import DeviceIdentity
+from headway.tuning.measure.points import counted_points
+from headway.tuning.table.schema import DeviceIdentity, ExpertsRecord
 
 if TYPE_CHECKING:
     from headway.kernels.experts.fused import FusedExperts
     from headway.kernels.experts.methods import Method
     from headway.kernels.experts.weights import ExpertWeights
 
-SCHEMA = "headway.experts/1"
-_TURNS = InterleavedTimer(rounds=2, round_ms=2.0)
 _GRAPHED, _LAYERS = 256, 4
 """Tokens up to which a step's layers are timed in a CUDA graph, and layers in it, each with tokens of its own. One layer alone
 has another order: a way of five launches, most of which the layers beside it hide, took 252 us so, and 180 in a step."""
@@ -44,15 +40,6 @@ _TOLERANCE = 5e-2
 log = logging.getLogger("headway")
 
 
-class ExpertsFile(KeptTimes):
-    """The times of one kind of layer on one device."""
-
-    file_schema: str = SCHEMA
-    layer: str
-    """Configuration, dtype and forms of quantised weights, in words."""
-    tokens: list[int]
-
-
 def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileAhead | None = None) -> None:
     """Have each kind of layer choose by measured times: those that are kept for this device, or new ones.
 
@@ -60,72 +47,66 @@ def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileA
     ahead: what kernels are compiled in, many at a time; None: each at its first launch.
     """
     for kind in kinds:
-        place = _place(kind, identify_device(kind.device))
-        kept = place.read()
-        if kept is None:
-            kept = _measured(kind, place, budget, ahead) if budget > 0 else unchecked(place.shipped(), kind.methods)
-        if kept is not None:
-            kind.obey(AxisTimes(TOKENS, kept.us, kept.source(place.path)))
+        found = expert_layer(kind, identify_device(kind.device), ahead).times(budget, TOKEN_COUNTS)
+        if found is not None:
+            kind.obey(AxisTimes(TOKENS, *found))
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:
             log.info("experts: scales in the order that the kernel reads take %.1f MB more", taken / 1e6)
 
 
-def _place(kind: FusedExperts, device: DeviceIdentity) -> KeptPlace[ExpertsFile]:
+@dataclass(frozen=True)
+class ExpertLayer(CountedLayer):
+    """A kind of layer of experts, measured by the number of tokens over the weights of one layer."""
+
+    kind: FusedExperts
+    ahead: CompileAhead | None
+
+    @cached_property
+    def sample(self) -> SampleLayer:
+        """The layer that is timed."""
+        return SampleLayer(self.kind)
+
+    @cached_property
+    def wrong(self) -> dict[str, str]:
+        """Method -> what is wrong with its answers."""
+        return {name: why for name, method in self.kind.methods.items() if (why := self.sample.fault(method))}
+
+    def able(self, count: int) -> list[str]:
+        """See `CountedLayer`."""
+        return [method.name for method in self.sample.methods(count)]
+
+    def check(self, name: str, count: int) -> None:
+        """See `CountedLayer`."""
+        if why := self.wrong.get(name):
+            raise ArithmeticError(why)
+
+    def call(self, name: str, count: int) -> Callable[[], object]:
+        """See `CountedLayer`."""
+        return self.sample.call(self.kind.methods[name], count)
+
+    def layers(self, count: int) -> int:
+        """See `CountedLayer`."""
+        return self.sample.layers(count)
+
+    @contextmanager
+    def ready(self, counts: Collection[int]) -> Iterator[None]:
+        """See `CountedLayer`."""
+        if self.ahead is not None:
+            with self.ahead():
+                self.sample.launch(counts)
+        assert self.wrong is not None  # compiling counts as little as that of attention's kernels
+        yield
+
+
+def expert_layer(kind: FusedExperts, device: DeviceIdentity, ahead: CompileAhead | None = None) -> ExpertLayer:
+    """Return a kind of layer of experts as one that is measured."""
     layer = f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
-    layer = layer if kind.forms == ("", "") else f"{layer} {' / '.join(kind.forms)}"
-    sizes = f"{kind.config.num_experts}-{kind.config.top_k}-{kind.config.intermediate_size}-{DTYPE_NAMES[kind.dtype]}"
-    path = cache_folder() / "experts" / file_name(device, sizes, layer)
-    return KeptPlace("experts", ExpertsFile, path, device, {"layer": layer, "tokens": list(TOKEN_COUNTS)}, kind.methods)
-
-
-def _measured(kind: FusedExperts, place: KeptPlace[ExpertsFile], budget: float, ahead: CompileAhead | None) -> ExpertsFile:
-    """Time every method on random tokens and a random router, over the weights of a layer, and keep the times.
-
-    Shipped ones are taken, scaled, where they agree with a few that are measured.
-    """
-    began = time.perf_counter()
-    log.warning("experts: measuring %d ways of computing them, some seconds, once", len(kind.methods))
-    sample = SampleLayer(kind)
-    right: list[str] | None = None
-    left = budget
-
-    def measure(cells: Collection[int]) -> Us:
-        nonlocal right, left
-        if ahead is not None:
-            with ahead():
-                sample.launch([TOKEN_COUNTS[cell] for cell in cells])
-        if right is None:
-            right = [name for name, method in kind.methods.items() if sample.is_right(method)]
-        timed_from = time.perf_counter()  # compiling counts as little as that of attention's kernels
-        us = _times(sample, right, cells, timed_from + left)
-        left -= time.perf_counter() - timed_from
-        return us
-
-    us, prior = times_with(place.shipped(), "experts", kind.methods, len(TOKEN_COUNTS), measure)
-    log.info("experts: measured in %.1f s, kept in %s", time.perf_counter() - began, place.path)
-    return place.keep(us, prior)
-
-
-def _times(sample: SampleLayer, right: Collection[str], cells: Collection[int], until: float) -> Us:
-    """Microseconds of the methods that are right, for some of TOKEN_COUNTS. until: when time is up, by time.perf_counter."""
-    kind = sample.kind
-    us: Us = {name: [None] * len(TOKEN_COUNTS) for name in kind.methods}
-    for cell in cells:
-        count = TOKEN_COUNTS[cell]
-        methods = [method for method in sample.methods(count) if method.name in right]
-        if time.perf_counter() > until:
-            log.warning("experts: the time did not suffice for %d tokens and more, where a rule chooses", count)
-            break
-        layers = sample.layers(count)
-        calls = [sample.call(method, count) for method in methods]
-        for method, timing in zip(methods, _TURNS.time(calls, kind.device), strict=True):
-            if isinstance(timing, Timing):
-                us[method.name][cell] = timing.median_us / layers
-            else:
-                log.warning("experts: %s with %d tokens is left out: %s", method.name, count, timing)
-    return us
+    record = ExpertsRecord(layer=layer if kind.forms == ("", "") else f"{layer} {' / '.join(kind.forms)}")
+    return ExpertLayer(
+        record, device, list(kind.methods), counted_points("tokens", TOKEN_COUNTS), kind.device, TURNS, kind, ahead
+    )
 
 
 def _raise(error: Exception) -> None:
@@ -190,18 +171,15 @@ class SampleLayer:
         except Exception as error:
             return partial(_raise, error)  # among the times, as what fails later does
 
-    def is_right(self, method: Method) -> bool:
-        """Whether its answers for one token and for a few agree with torch's operations; a method that raises is wrong, too."""
+    def fault(self, method: Method) -> str:
+        """Return what is wrong with a method's answers for one token and for a few; empty if torch's operations agree."""
         taken = [count for count in TOKEN_COUNTS if method.takes(count, self.kind.dtype)]
         few = max([count for count in taken if count <= _FEW] or taken[:1])
         try:
             error = max(self._error(method, count) for count in {taken[0], few})
-            what = f"its answer is off by {error:.1e}"
         except Exception as raised:
-            error, what = torch.inf, f"{type(raised).__name__}: {raised}"
-        if not error < _TOLERANCE:
-            log.warning("experts: %s is left out: %s", method.name, what)
-        return error < _TOLERANCE
+            return f"{type(raised).__name__}: {raised}"
+        return "" if error < _TOLERANCE else f"its answer is off by {error:.1e}"
 
     def _error(self, method: Method, count: int) -> float:
         routed = method.route(self.tokens(count)[0], self.norm, self.weights)

@@ -1,4 +1,4 @@
-"""One point of the table: every backend on every layout and block size it reads, checked, then timed in turns."""
+"""One point of the table: every kernel on every layout and block size it reads, checked, then timed in turns."""
 
 from __future__ import annotations
 
@@ -8,29 +8,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from headway.core.contract.backend import AttentionBackend, make_backend
-from headway.core.contract.layout import CacheLayout
-from headway.core.contract.metadata import Phase
-from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import Case, reference, relative_error
-from headway.registry import Registry
-from headway.tuning.measure.contender import Contender, GuardedInputs, InputsChangedError, backend_contender, checked, failed
-from headway.tuning.measure.graph_replay import captures, graph_contender
+from headway.tuning.measure.contender import Contender, InputsChangedError, checked, failed
+from headway.tuning.measure.kinds import MeasuredKind, PointInputs
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, host_us
-from headway.tuning.measure.workloads import build_case
+from headway.tuning.measure.workloads import Pair
 from headway.tuning.table.convert import CORE_PHASE
 from headway.tuning.table.noise import mark_ties
 from headway.tuning.table.schema import Cell
 
 
-def new_cell(point: Point, name: str, pair: tuple[CacheLayout, int] | None, status: str, **found: Any) -> Cell:
+def new_cell(point: Point, name: str, pair: Pair | None, status: str, **found: Any) -> Cell:
     """A cell of a backend. pair: layout and block size; None where no cache is read, or none is meant."""
     return Cell(
         phase=point.phase,
@@ -38,7 +30,7 @@ def new_cell(point: Point, name: str, pair: tuple[CacheLayout, int] | None, stat
         batch=point.batch,
         query_len=point.query_len,
         kv_len=point.kv_len,
-        backend=name,
+        kernel=name,
         layout=pair[0].name if pair else None,
         block_size=pair[1] if pair else None,
         status=status,  # type: ignore[arg-type]
@@ -46,17 +38,15 @@ def new_cell(point: Point, name: str, pair: tuple[CacheLayout, int] | None, stat
     )
 
 
-def wrong_answer(
-    point: Point, name: str, pair: tuple[CacheLayout, int] | None, error: float, contender: Contender, when: str = ""
-) -> Cell:
+def wrong_answer(point: Point, name: str, pair: Pair | None, error: float, contender: Contender, when: str = "") -> Cell:
     """The cell of a backend whose relative error exceeds its tolerance. when: in which run, if not the first."""
     reason = f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}{when}"
     shown = error if math.isfinite(error) else None
-    found = {"relative_error": shown, "tolerance": contender.tolerance, "kernel": contender.kernel}
+    found = {"relative_error": shown, "tolerance": contender.tolerance, "variant": contender.kernel}
     return new_cell(point, name, pair, "incorrect", reason=reason, **found)
 
 
-def failure(point: Point, name: str, pair: tuple[CacheLayout, int] | None, error: Exception) -> Cell:
+def failure(point: Point, name: str, pair: Pair | None, error: Exception) -> Cell:
     """The cell of a backend that raised, ran out of memory, or changed what it may only read."""
     if isinstance(error, InputsChangedError):
         return new_cell(point, name, pair, "incorrect", reason=str(error))
@@ -68,31 +58,24 @@ CLEAR_LOSS = 4.0
 """Times the fastest: one that is slower in its first runs is not timed further, if that would take long."""
 _HOPELESS = 8.0
 """Times the fastest: one that is slower over one layout, or ran out of memory, is not tried over the others at this point."""
-_LARGE = 2**30
-"""Bytes of a cache that must be gone before the next one is made."""
-
-Pair = tuple[CacheLayout, int]
-"""A layout and a block size."""
 
 
 @dataclass(frozen=True)
 class Bench:
     """What stays the same from point to point."""
 
-    registry: Registry
-    spec: AttentionSpec
+    measured: MeasuredKind
     turns: InterleavedTimer
-    graph_len: int
-    seed: int = 0
     budget: Budget = field(default_factory=Budget)
     """Told what compiling takes."""
     tell: Callable[[str, str], None] = lambda names, point: None
-    """Told the backends that are about to be called, and at which point."""
+    """Told the kernels that are about to be called, and at which point."""
 
-    def place(self, name: str, phase: Phase, pair: Pair) -> Pair | None:
-        """Where a time of a backend belongs; None if it reads no cache, so that one measurement holds for all of them."""
-        backend: type[AttentionBackend] = self.registry.backend(name)
-        return None if phase is Phase.PREFILL and backend.capabilities.dense_prefill else pair
+    @property
+    def device(self) -> torch.device:
+        """Device of the layer."""
+        found: torch.device = self.measured.spec.device
+        return found
 
 
 @dataclass
@@ -114,19 +97,18 @@ def measure_point(
     dropped: backends given up in this phase, with the reason that goes into their cells.
     """
     cells = [new_cell(point, name, None, "dropped", reason=dropped[name]) for name in names if name in dropped]
-    phase = CORE_PHASE[point.phase]
+    measured, phase = bench.measured, CORE_PHASE[point.phase]
     refused: dict[str, str] = {}
     served: set[str] = set()
     hopeless: dict[str, str] = {}
-    expected: Tensor | None = None
+    expected: Any = None
     best_us = float("inf")
     for pair in pairs:
-        layout, size = pair
         here = []
         for name in names:
-            if name in dropped or (name in served and bench.place(name, phase, pair) is None):
+            if name in dropped or (name in served and measured.place(name, phase, pair) is None):
                 continue
-            support = bench.registry.supports(name, bench.spec, layout, size, phase)
+            support = measured.supports(name, pair, phase)
             if support and name in hopeless:
                 status = "oom" if "out of memory" in hopeless[name] else "dropped"
                 cells.append(new_cell(point, name, pair, status, reason=f"{hopeless[name]}: not tried here"))
@@ -137,23 +119,24 @@ def measure_point(
                 refused.setdefault(name, support.brief)
         if not here:
             continue
-        case: Case | None = None
-        make = partial(build_case, point.work(bench.spec), layout, size, bench.seed)
+        inputs: PointInputs | None = None
         try:
-            case = make()
-            expected = reference(case) if expected is None else expected
+            inputs = measured.inputs(point, pair, expected)
+            expected = inputs.expected
         except Exception as error:  # out of memory, mostly: the next layout may still fit
-            cells += [failure(point, name, bench.place(name, phase, pair), error) for name in here]
+            cells += [failure(point, name, measured.place(name, phase, pair), error) for name in here]
         else:
-            found, best_us = _measure_pair(point, bench, here, pair, case, GuardedInputs(case, make), expected, best_us)
+            found, best_us = _measure_pair(point, bench, here, pair, inputs, best_us)
             cells += found
-            slower = {cell.backend: (cell.median_us or 0.0) / best_us for cell in found if cell.status == "dropped"}
-            where = f"times the fastest on {layout.name} {size}"
-            hopeless |= {name: f"{factor:.0f} {where}" for name, factor in slower.items() if factor > _HOPELESS}
-            hopeless |= {cell.backend: f"out of memory on {layout.name} {size}" for cell in found if cell.status == "oom"}
-        large = case is None or case.cache.key.nbytes > _LARGE
-        case = None
-        if large and bench.spec.device.type == "cuda":
+            slower = {cell.kernel: (cell.median_us or 0.0) / best_us for cell in found if cell.status == "dropped"}
+            where = " ".join(str(each) for each in (pair[0].name, pair[1]) if each is not None)
+            hopeless |= {
+                name: f"{factor:.0f} times the fastest on {where}" for name, factor in slower.items() if factor > _HOPELESS
+            }
+            hopeless |= {cell.kernel: f"out of memory on {where}" for cell in found if cell.status == "oom"}
+        large = inputs is None or inputs.large
+        inputs = None
+        if large and bench.device.type == "cuda":
             gc.collect()  # libraries' wrappers hold caches in cycles
             torch.cuda.empty_cache()
     never = [name for name in refused if name not in served]
@@ -161,25 +144,18 @@ def measure_point(
 
 
 def _measure_pair(
-    point: Point,
-    bench: Bench,
-    names: Sequence[str],
-    pair: Pair,
-    case: Case,
-    inputs: GuardedInputs,
-    expected: Tensor,
-    best_us: float,
+    point: Point, bench: Bench, names: Sequence[str], pair: Pair, inputs: PointInputs, best_us: float
 ) -> tuple[list[Cell], float]:
     """Cells of one layout and block size, and the shortest time so far at this point."""
     cells: list[Cell] = []
     runners: list[_Runner] = []
     for name in names:
-        made = _prepare(point, bench, name, pair, case, inputs, expected)
+        made = _prepare(point, bench, name, pair, inputs)
         (cells if isinstance(made, Cell) else runners).append(made)  # type: ignore[arg-type]
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
     for runner in runners:
         if _given_up(runner.estimate_us, best_us, bench.turns) and 2e-3 * runner.estimate_us <= bench.turns.long_ms:
-            again = bench.turns.estimate(runner.contender.call, bench.spec.device)  # the first two may have met a busy machine
+            again = bench.turns.estimate(runner.contender.call, bench.device)  # the first two may have met a busy machine
             runner.estimate_us = min(runner.estimate_us, again)
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
     kept = [runner for runner in runners if not _given_up(runner.estimate_us, best_us, bench.turns)]
@@ -188,7 +164,6 @@ def _measure_pair(
             us = runner.estimate_us
             reason = f"{us / best_us:.1f} times the fastest in its first runs: not timed further"
             cells.append(_timed(point, runner, "dropped", Timing(us, us, us), reason))
-    device = bench.spec.device
     bench.tell(",".join(runner.name for runner in runners), f"{point.phase} {point.case}")
     for runner in list(kept):
         try:
@@ -196,7 +171,7 @@ def _measure_pair(
         except Exception as error:
             kept.remove(runner)
             cells.append(_blamed(point, runner.name, runner.place, error, inputs))
-    times = bench.turns.time([runner.contender.call for runner in kept], device, lambda: inputs.check(with_cache=False))
+    times = bench.turns.time([runner.contender.call for runner in kept], bench.device, lambda: inputs.check(with_cache=False))
     with suppress(InputsChangedError):  # a cache changed in some turn is restored here; whoever does it again is blamed below
         inputs.check()
     cells += [_finish(point, runner, timing, inputs, bench) for runner, timing in zip(kept, times, strict=True)]
@@ -207,33 +182,18 @@ def _given_up(us: float, best_us: float, turns: InterleavedTimer) -> bool:
     return us > CLEAR_LOSS * best_us and turns.needed_ms(us) > turns.long_ms
 
 
-def _prepare(
-    point: Point, bench: Bench, name: str, pair: Pair, case: Case, inputs: GuardedInputs, expected: Tensor
-) -> _Runner | Cell:
-    place = bench.place(name, case.metadata.phase, pair)
+def _prepare(point: Point, bench: Bench, name: str, pair: Pair, inputs: PointInputs) -> _Runner | Cell:
+    place = bench.measured.place(name, CORE_PHASE[point.phase], pair)
     bench.tell(name, f"{point.phase} {point.case}")
     try:
         began = time.perf_counter()
-        layout, size = pair
-        backend = make_backend(bench.registry.backend(name), bench.spec, layout, size)
-        graph = captures(backend, case)
-
-        def distance(out: Tensor) -> float:
-            return relative_error(out, expected, case)
-
-        # A dense prefill need not have a cache, and takes as long to write into any layout; all others pay for theirs.
-        writer = None if point.phase == "prefill" else bench.registry.layout(layout.name).writer(bench.spec.device)
-        contender = (
-            graph_contender(backend, case, distance, bench.graph_len, writer)
-            if graph
-            else backend_contender(backend, case, distance, writer)
-        )
+        contender, graph = inputs.contender(name)
         found = checked(contender)
         first = time.perf_counter() - began
         inputs.check()
         if not found <= contender.tolerance:
             return wrong_answer(point, name, place, found, contender)
-        estimate_us = bench.turns.estimate(contender.call, bench.spec.device)
+        estimate_us = bench.turns.estimate(contender.call, bench.device)
         bench.budget.compiling += max(0.0, first - 1e-6 * estimate_us)
         inputs.check(with_cache=False)
         return _Runner(name, place, contender, graph, found, estimate_us)
@@ -241,7 +201,7 @@ def _prepare(
         return _blamed(point, name, place, error, inputs)
 
 
-def _finish(point: Point, runner: _Runner, timing: Timing | Exception, inputs: GuardedInputs, bench: Bench) -> Cell:
+def _finish(point: Point, runner: _Runner, timing: Timing | Exception, inputs: PointInputs, bench: Bench) -> Cell:
     """The cell of a backend that has been timed: checked again, since an answer that changes under repetition is a race."""
     contender = runner.contender
     if isinstance(timing, Exception):
@@ -258,7 +218,7 @@ def _finish(point: Point, runner: _Runner, timing: Timing | Exception, inputs: G
     return _timed(point, runner, "ok", timing)
 
 
-def _blamed(point: Point, name: str, place: Pair | None, error: Exception, inputs: GuardedInputs) -> Cell:
+def _blamed(point: Point, name: str, place: Pair | None, error: Exception, inputs: PointInputs) -> Cell:
     """The cell of a backend that raised; what it did to the inputs before is undone, so that no other backend pays for it."""
     with suppress(InputsChangedError):
         inputs.check()
@@ -268,7 +228,7 @@ def _blamed(point: Point, name: str, place: Pair | None, error: Exception, input
 def _time_host(runner: _Runner, bench: Bench) -> None:
     """What plan and launches take the host. Done before and after the device's turns, and the less of the two counts: a host
     that is busy otherwise for a moment only ever adds, and a moment may outlast all runs of one call."""
-    device = bench.spec.device
+    device = bench.device
     calls = {"plan_us": runner.contender.plan, "host_us": None if runner.graph or device.type == "cpu" else runner.contender.call}
     for what, call in calls.items():
         if call is not None:
@@ -282,7 +242,7 @@ def _timed(point: Point, runner: _Runner, status: str, timing: Timing, reason: s
         runner.place,
         status,
         reason=reason,
-        kernel=runner.contender.kernel,
+        variant=runner.contender.kernel,
         graph=runner.graph,
         median_us=timing.median_us,
         p20_us=timing.p20_us,

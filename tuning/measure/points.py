@@ -8,12 +8,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import Shape
 from headway.tuning.measure.workloads import AttentionWork, Geometry, make_work
-from headway.tuning.table.convert import CORE_PHASE, VERB_PHASE
-from headway.tuning.table.schema import Cell, PhaseName, PointKey, Verb, points
+from headway.tuning.table.convert import CORE_PHASE
+from headway.tuning.table.schema import COUNTED, Cell, PhaseName, PointKey, points
 
 PHASES: tuple[PhaseName, ...] = ("decode", "prefill", "extend", "verify")
 
@@ -67,9 +66,18 @@ class Point:
 
     @property
     def case(self) -> str:
-        """The point as a case of the grammar of headway.core.oracle.cases."""
+        """The point as a case of the grammar of headway.core.oracle.cases; the number of rows, tokens or bytes."""
+        if self.phase in COUNTED or self.mixed:
+            return self.mixed or str(self.batch)
+        if self.phase in ("scan", "step"):
+            return f"{self.batch}q{self.query_len}"
         query, kv = _text(self.query_len), _text(self.kv_len)
-        return self.mixed or (f"{self.batch}q{query}" if self.phase == "prefill" else f"{self.batch}q{query}s{kv}")
+        return f"{self.batch}q{query}" if self.phase == "prefill" else f"{self.batch}q{query}s{kv}"
+
+    @property
+    def key(self) -> PointKey:
+        """What `Cell.point` is."""
+        return self.phase, self.case
 
     @property
     def shape(self) -> Shape:
@@ -80,6 +88,11 @@ class Point:
         """The step that the point stands for."""
         geometry = Geometry.of(spec)
         return make_work("decode" if self.phase in ("decode", "verify") else "prefill", self.case, geometry, spec)
+
+
+def counted_points(phase: PhaseName, counts: Sequence[int]) -> list[Point]:
+    """Return the points of numbers of rows, tokens or bytes."""
+    return [Point(phase, count, 1, 1) for count in counts]
 
 
 def grid(
@@ -200,12 +213,12 @@ def place_of(cell: Cell) -> Coordinates:
 def rival_times(rivals: Sequence[Cell]) -> Times:
     """The times of one point's cells. One without a layout holds over all of them."""
     timed = [(cell, cell.layer_us) for cell in rivals if cell.layer_us is not None]
-    everywhere = {cell.backend: us for cell, us in timed if cell.layout is None}
+    everywhere = {cell.kernel: us for cell, us in timed if cell.layout is None}
     pairs = dict.fromkeys((cell.layout, cell.block_size) for cell, _ in timed)
     if len(pairs) > 1:
         pairs.pop((None, None), None)
     return {
-        pair: everywhere | {cell.backend: us for cell, us in timed if (cell.layout, cell.block_size) == pair} for pair in pairs
+        pair: everywhere | {cell.kernel: us for cell, us in timed if (cell.layout, cell.block_size) == pair} for pair in pairs
     }
 
 
@@ -246,58 +259,25 @@ def _middle(phase: PhaseName, low: Coordinates, high: Coordinates) -> Point | No
     return Point(phase, batch, query_len, kv_len, level=_LEVEL)
 
 
-_CONTEXT = 1024
-"""Cached tokens of a sequence that decodes; a state's size does not depend on them."""
+def state_points(verb: PhaseName, *sizes: tuple[int, int, int]) -> list[Point]:
+    """Return points of layers with a state. sizes: (sequences, new tokens of each, level)."""
+    return [Point(verb, batch, query_len, query_len, level) for batch, query_len, level in sizes]
 
 
-@dataclass(frozen=True, slots=True)
-class StatePoint:
-    """Sequences of equal lengths in one verb."""
-
-    verb: Verb
-    batch: int
-    query_len: int
-    """New tokens of each: of a step one, or one and its drafts."""
-    level: int = 0
-    """Points of a lower level are measured first; those of level 0 are what a choice cannot do without."""
-
-    @property
-    def phase(self) -> Phase:
-        """PREFILL for scan, DECODE for step."""
-        return VERB_PHASE[self.verb]
-
-    @property
-    def key(self) -> tuple[Verb, int, int]:
-        """What `MeasuredState.point` is."""
-        return self.verb, self.batch, self.query_len
-
-    @property
-    def lens(self) -> list[tuple[int, int]]:
-        """(query_len, kv_len) of each sequence."""
-        return [(self.query_len, self.query_len + (_CONTEXT if self.verb == "step" else 0))] * self.batch
-
-    def __str__(self) -> str:
-        return f"{self.verb} {self.batch}x{self.query_len}"
-
-
-def _state_points(verb: Verb, *sizes: tuple[int, int, int]) -> list[StatePoint]:
-    return [StatePoint(verb, batch, query_len, level) for batch, query_len, level in sizes]
-
-
-_STATE_GRIDS: dict[str, Sequence[StatePoint]] = {
+_STATE_GRIDS: dict[str, Sequence[Point]] = {
     "cuda": [
-        *_state_points("step", (1, 1, 0), (64, 1, 0), (16, 1, 1), (256, 1, 1), (4, 1, 2), (1, 4, 1), (16, 4, 2), (64, 4, 2)),
-        *_state_points("scan", (1, 64, 0), (1, 2048, 0), (8, 1024, 0), (64, 32, 1), (1, 512, 1), (8, 64, 1), (1, 8192, 2)),
+        *state_points("step", (1, 1, 0), (64, 1, 0), (16, 1, 1), (256, 1, 1), (4, 1, 2), (1, 4, 1), (16, 4, 2), (64, 4, 2)),
+        *state_points("scan", (1, 64, 0), (1, 2048, 0), (8, 1024, 0), (64, 32, 1), (1, 512, 1), (8, 64, 1), (1, 8192, 2)),
     ],
     "cpu": [
-        *_state_points("step", (1, 1, 0), (16, 1, 0), (4, 1, 1), (64, 1, 2), (1, 4, 1), (16, 4, 2)),
-        *_state_points("scan", (1, 64, 0), (1, 512, 0), (8, 64, 1), (1, 2048, 2), (64, 32, 2)),
+        *state_points("step", (1, 1, 0), (16, 1, 0), (4, 1, 1), (64, 1, 2), (1, 4, 1), (16, 4, 2)),
+        *state_points("scan", (1, 64, 0), (1, 512, 0), (8, 64, 1), (1, 2048, 2), (64, 32, 2)),
     ],
 }
 """Device type -> grid. A state is read and written whole whatever came before, so that a step costs by its sequences and a scan
 by its tokens and by how many of them must wait for one another. Drafts are timed at four tokens."""
 
 
-def state_grid(device_type: str) -> list[StatePoint]:
+def state_grid(device_type: str) -> list[Point]:
     """The points of a device, in the order in which they matter."""
     return sorted(_STATE_GRIDS.get(device_type, _STATE_GRIDS["cuda"]), key=lambda point: point.level)

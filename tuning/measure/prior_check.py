@@ -12,16 +12,18 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from headway.core.speculation.proposers import is_captured
-from headway.tuning.measure.measure_point import CLEAR_LOSS, Pair
+from headway.tuning.measure.measure_point import CLEAR_LOSS
 from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
 from headway.tuning.measure.run import NEAR, surviving_pairs
+from headway.tuning.measure.workloads import Pair
 from headway.tuning.table.files import Prior
 from headway.tuning.table.noise import mark_ties, noise_of
-from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, PointKey, points
+from headway.tuning.table.schema import COUNTED, Cell, CrossoverTable, PhaseName, PointKey, points
 
 _MOST_POINTS = 4
 """Points that are checked in each phase."""
@@ -42,13 +44,14 @@ def check_points(prior: CrossoverTable, wanted: Sequence[Point], names: Collecti
 
     names: the backends that can run here.
     """
-    measured = {key: rival_times([cell for cell in cells if cell.backend in names]) for key, cells in points(prior.cells).items()}
+    measured = {key: rival_times([cell for cell in cells if cell.kernel in names]) for key, cells in points(prior.cells).items()}
     found: list[Point] = []
     for phase in dict.fromkeys(point.phase for point in wanted):
         known = [point for point in wanted if point.phase == phase and any(measured.get((phase, point.case), {}).values())]
         limit = _LARGE * max((point.batch * point.kv_len for point in known), default=0)
-        small = [point for point in known if point.batch * point.kv_len <= limit] or known
-        found += _choose({point: measured[phase, point.case] for point in small})
+        small = known if phase in COUNTED else [point for point in known if point.batch * point.kv_len <= limit] or known
+        choose = _choose_on_axis if phase in COUNTED else _choose
+        found += choose({point: measured[phase, point.case] for point in small})
     return [replace(point, level=0) for point in found]
 
 
@@ -57,7 +60,7 @@ class Extent:
     """What is measured at the points that check a prior."""
 
     layouts: Sequence[str]
-    block_sizes: Sequence[int]
+    block_sizes: Sequence[int | None]
     given_up: Mapping[PhaseName, Mapping[str, str]]
     """Backends that are not measured in a phase -> why."""
 
@@ -74,7 +77,7 @@ class Extent:
         if all((layout.name, size) in known for layout, size in kept):
             sizes = [size for _, size in surviving_pairs(prior.cells, kept)[:1]]  # auto takes smaller blocks where both do
         given_up: dict[PhaseName, dict[str, str]] = {}
-        for (phase, name), ratio in _at_best([cell for cell in prior.cells if cell.backend in names]).items():
+        for (phase, name), ratio in _at_best([cell for cell in prior.cells if cell.kernel in names]).items():
             if ratio > _NOWHERE_NEAR:
                 given_up.setdefault(phase, {})[name] = f"at best {ratio:.2f} times the fastest of those here in the shipped table"
         return cls(layouts, sizes, given_up)
@@ -106,6 +109,15 @@ def _choose(times: Mapping[Point, Times]) -> list[Point]:
     return chosen
 
 
+def _choose_on_axis(times: Mapping[Point, Times]) -> list[Point]:
+    """Return the ends of an axis, and the first points at which another kernel is the fastest than before."""
+    timed = sorted(times, key=lambda point: point.batch)
+    fastest = {point: min(rivals, key=rivals.__getitem__) for point in timed for rivals in times[point].values()}
+    changes = [point for before, point in pairwise(timed) if fastest[before] != fastest[point]]
+    chosen = {*timed[:1], *timed[-1:], *changes[: _MOST_POINTS - 2]}
+    return [point for point in timed if point in chosen]
+
+
 def _place(point: Point) -> Coordinates:
     return point.batch, point.query_len, point.kv_len
 
@@ -122,17 +134,17 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
     here: the table of these points. asked: of `check_points`; one that was not reached agrees with nothing. wanted: the points of
     the grid, which say whether the whole is complete.
     """
-    names = [record.name for record in here.backends if record.usable]
+    names = [record.name for record in here.kernels if record.usable]
     shared = set(names) - set(prior.unknown(names))
     same_graphs = prior.table.graph_len == here.graph_len
-    replays = {(cell.phase, cell.backend) for cell in here.cells if cell.graph}
-    known = [cell for cell in prior.table.cells if cell.backend in shared and (same_graphs or not cell.graph)]
-    comparable = [_as_replay(cell) if (cell.phase, cell.backend) in replays else cell for cell in known]
+    replays = {(cell.phase, cell.kernel) for cell in here.cells if cell.graph}
+    known = [cell for cell in prior.table.cells if cell.kernel in shared and (same_graphs or not cell.graph)]
+    comparable = [_as_replay(cell) if (cell.phase, cell.kernel) in replays else cell for cell in known]
     scales = _Scales.of(comparable, here.cells)
     scaled = [scales.apply(cell) for cell in comparable if cell.phase in scales.device]
     settled = _settled(here.cells, {_key(cell): cell for cell in scaled})
     verdict = _Check(points(scaled), points(settled), shared, _NOISES * max(prior.table.noise, here.noise))
-    faults: dict[PointKey, str] = {(point.phase, point.case): verdict.fault(point) for point in asked}
+    faults: dict[PointKey, str] = {point.key: verdict.fault(point) for point in asked}
     factors = {key: verdict.factors(key) for key, fault in faults.items() if not fault}
     taken = points(_around(scaled, asked, factors))
     strangers = {key: ratio for key, ratio in _at_best(here.cells).items() if key[1] in set(names) - shared}
@@ -151,7 +163,7 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
             "host_scale": round(scales.host, 4),
         }
     )
-    whole = all((point.phase, point.case) in there for point in wanted)
+    whole = all(point.key in there for point in wanted)
     more = {"cells": cells, "complete": whole, "noise": max(noise_of(cells), here.noise), "prior": record}
     return here.model_copy(update=more)
 
@@ -215,7 +227,7 @@ def _median_ratio(pairs: Iterable[tuple[float | None, float | None]]) -> float:
 
 
 def _key(cell: Cell) -> tuple[object, ...]:
-    return cell.point, cell.backend, cell.layout, cell.block_size
+    return cell.point, cell.kernel, cell.layout, cell.block_size
 
 
 @dataclass(frozen=True)
@@ -237,7 +249,7 @@ class _Check:
 
     def fault(self, point: Point) -> str:
         """Why the prior is wrong at a point that was to be checked; empty: it agrees."""
-        key = point.phase, point.case
+        key = point.key
         if key not in self.here:
             return "not measured: the time did not suffice"
         if key not in self.there:
@@ -298,11 +310,11 @@ def _around(cells: Sequence[Cell], asked: Sequence[Point], factors: Mapping[Poin
             continue
         place = place_of(rivals[0])
         nearest = min(near, key=lambda point: _far(_place(point), place))
-        found = factors.get((nearest.phase, nearest.case))
+        found = factors.get(nearest.key)
         if found is None:
             continue
         for cell in rivals:
-            factor = found.get(cell.backend)
+            factor = found.get(cell.kernel)
             taken.append(cell if factor is None else _slower(cell, factor, factor))
     return taken
 
@@ -310,13 +322,11 @@ def _around(cells: Sequence[Cell], asked: Sequence[Point], factors: Mapping[Poin
 def _with_untried(here: Sequence[Cell], there: Sequence[Cell]) -> list[Cell]:
     """The cells that were measured at a point, and the prior's of what was not tried there."""
     tried = [cell for cell in here if not _is_given_up(cell)]
-    places = {(cell.backend, cell.layout, cell.block_size) for cell in tried}
-    everywhere = {cell.backend for cell in tried if cell.layout is None}
-    more = [
-        cell for cell in there if cell.backend not in everywhere and (cell.backend, cell.layout, cell.block_size) not in places
-    ]
-    told = {cell.backend for cell in more}
-    return mark_ties([*tried, *(cell for cell in here if _is_given_up(cell) and cell.backend not in told), *more])
+    places = {(cell.kernel, cell.layout, cell.block_size) for cell in tried}
+    everywhere = {cell.kernel for cell in tried if cell.layout is None}
+    more = [cell for cell in there if cell.kernel not in everywhere and (cell.kernel, cell.layout, cell.block_size) not in places]
+    told = {cell.kernel for cell in more}
+    return mark_ties([*tried, *(cell for cell in here if _is_given_up(cell) and cell.kernel not in told), *more])
 
 
 def _is_given_up(cell: Cell) -> bool:
@@ -340,7 +350,7 @@ def _left_out(cell: Cell, strangers: Mapping[tuple[PhaseName, str], float]) -> l
     return [
         Cell(
             **place,
-            backend=name,
+            kernel=name,
             layout=None,
             block_size=None,
             status="dropped",

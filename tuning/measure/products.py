@@ -1,14 +1,13 @@
-"""Which way of multiplying over a quantised weight is fastest for how many rows: measured once on each device, and kept."""
+"""Measured times of the ways that multiply over a quantised weight, by the number of rows."""
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,23 +17,21 @@ from torch.nn.functional import rms_norm, silu
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.support import Support
 from headway.core.select.costs import AxisTimes
-from headway.core.system.files import cache_folder
 from headway.kernels.linear.forms import num_bytes
 from headway.kernels.linear.quantized_choice import KERNEL, ROW_COUNTS, ROWS
+from headway.tuning.measure.contender import captured
+from headway.tuning.measure.counted_layer import TURNS, CountedLayer
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, cells_to_check, times_with, unchecked
-from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_device
-from headway.tuning.table.files import file_name, slug
-from headway.tuning.table.schema import DeviceIdentity
+from headway.tuning.measure.find_table import first_points
+from headway.tuning.measure.points import counted_points
+from headway.tuning.measure.timing import InterleavedTimer, SharedBudget, on_device
+from headway.tuning.table.schema import DeviceIdentity, LinearRecord
 
 if TYPE_CHECKING:
     from headway.kernels.linear.forms import QuantizedWeight
     from headway.kernels.linear.linear import Linear
     from headway.kernels.linear.quantized_choice import ProductKind
 
-SCHEMA = "headway.products/1"
-_TURNS = InterleavedTimer(rounds=2, round_ms=2.0)
 _LAYERS, _FEW_LAYERS = 16, 2
 """Layers in the CUDA graph that is timed: of few rows, whose time is that of reading weights, and of more than _DECODED."""
 _DECODED = 128
@@ -42,40 +39,32 @@ _COMPARED = 64
 """First and last rows whose answers are compared."""
 _EXACT, _ROUNDED = 3e-2, 8e-2
 """Error of a right answer relative to its norm: of x in half precision, and of x in floats of 8 bits."""
-_BEHIND = 3.0
-"""Times as slow as the fastest: our kernel, so far behind, takes no part for more rows, where it falls behind further."""
 _SHARE = 0.4
 """Part of the free memory that the arrangements of one kind may take: the cache comes after them, and other kinds."""
 log = logging.getLogger("headway")
 
 
-class ProductsFile(KeptTimes):
-    """The times of one kind of product on one device."""
-
-    file_schema: str = SCHEMA
-    product: str
-    """Form, shape and element type, in words."""
-    rows: list[int]
-    """A way that was far behind with fewer rows has no time."""
-
-
 def choose_products(
-    kinds: Sequence[ProductKind], budget: float, ahead: CompileAhead | None = None, timer: InterleavedTimer = _TURNS
+    kinds: Sequence[ProductKind], budget: float, ahead: CompileAhead | None = None, timer: InterleavedTimer = TURNS
 ) -> None:
-    """Have each kind of product choose by measured times: those that are kept for this device, or new ones.
+    """Have each kind of product choose by measured times: those that are stored for this device, or new ones.
 
-    budget: seconds that may be measured, compiling not counted; 0: nothing is, and where nothing is kept a rule chooses, which
+    budget: seconds that may be measured, compiling not counted; 0: nothing is, and where nothing is stored a rule chooses, which
     the log says. ahead: what kernels are compiled in, many at a time; None: each at its first launch.
     """
     if not kinds:
         return
-    identity = identify_device(kinds[0].examples[0].device)
-    missing = [kind for kind in kinds if not obey_kept(kind, identity)]
-    if missing and budget > 0:
-        _measure(missing, identity, budget, ahead, timer)
-    else:
-        for kind in missing:
-            obey_shipped(kind, identity)
+    device = kinds[0].examples[0].device
+    identity = identify_device(device)
+    layers = [linear_layer(kind, identity, ahead, timer) for kind in kinds]
+    if ahead is not None and budget > 0:
+        with on_device(device), torch.inference_mode(), ahead():
+            for layer in layers:
+                layer.sample.compile([point.batch for point in first_points(layer)])
+    shared = SharedBudget(budget, len(layers))
+    for layer in sorted(layers, key=lambda layer: layer.stored is None):  # a stored table leaves its share to the others
+        with shared.part() as share:
+            layer.obey(share)
     with on_device(kinds[0].examples[0].device), torch.inference_mode():
         for kind in kinds:
             settle(kind)
@@ -138,96 +127,62 @@ def _room(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] + held
 
 
-def obey_kept(kind: ProductKind, device: DeviceIdentity) -> bool:
-    """Have a kind choose by the times that are kept for a device; False: there are none."""
-    place = _place(kind, device)
-    return _obey(kind, place.read(), place.path)
+@dataclass(frozen=True)
+class LinearLayer(CountedLayer):
+    """A kind of product, measured by the number of rows."""
+
+    kind: ProductKind
+    ahead: CompileAhead | None
+
+    @cached_property
+    def sample(self) -> SampleProduct:
+        """The rows and weights that are multiplied."""
+        return SampleProduct(self.kind)
+
+    def obey(self, seconds: float) -> None:
+        """Have the kind choose by measured times, if there are any. seconds: how long may be measured."""
+        found = self.times(seconds, ROW_COUNTS)
+        if found is not None:
+            self.kind.obey(AxisTimes(ROWS, *found))
+
+    def able(self, count: int) -> list[str]:
+        """See `CountedLayer`."""
+        return self.kind.able(count)
+
+    def check(self, name: str, count: int) -> None:
+        """See `CountedLayer`."""
+        self.sample.check(name, count)
+
+    def call(self, name: str, count: int) -> Callable[[], object]:
+        """See `CountedLayer`."""
+        return self.sample.call(name, count)
+
+    def layers(self, count: int) -> int:
+        """See `CountedLayer`."""
+        return len(self.sample.layers(count))
+
+    def falls_behind(self, name: str) -> bool:
+        """See `CountedLayer`."""
+        return name.startswith(KERNEL)
+
+    @contextmanager
+    def ready(self, counts: Collection[int]) -> Iterator[None]:
+        """See `CountedLayer`."""
+        with self.sample.arranged():
+            if self.ahead is not None:
+                with self.ahead():
+                    self.sample.compile(counts)  # found at once where all kinds' kernels were compiled together
+            yield
+        if self.on.type == "cuda":
+            torch.cuda.empty_cache()  # graphs and answers of many rows
 
 
-def obey_shipped(kind: ProductKind, device: DeviceIdentity) -> bool:
-    """Have a kind choose by the times that ship with Headway, unchecked; False: there are none of all its ways."""
-    place = _place(kind, device)
-    return _obey(kind, unchecked(place.shipped(), kind.ways), place.path)
-
-
-def _obey(kind: ProductKind, found: ProductsFile | None, path: Path) -> bool:
-    if found is not None:
-        kind.obey(AxisTimes(ROWS, found.us, found.source(path)))
-    return found is not None
-
-
-def _place(kind: ProductKind, device: DeviceIdentity) -> KeptPlace[ProductsFile]:
-    path = cache_folder() / "products" / file_name(device, slug(kind.name), kind.name)
-    return KeptPlace("products", ProductsFile, path, device, {"product": kind.name, "rows": list(ROW_COUNTS)}, kind.ways)
-
-
-def _measure(
-    kinds: Sequence[ProductKind], identity: DeviceIdentity, budget: float, ahead: CompileAhead | None, timer: InterleavedTimer
-) -> None:
-    """Time the ways of all kinds within a budget, each kind with an equal share of what is left, and keep the times."""
-    device, clock = kinds[0].examples[0].device, Budget(budget)
-    log.warning("products: measuring the ways of %d kinds over quantised weights, some seconds, once", len(kinds))
-    with on_device(device), torch.inference_mode():
-        samples = {SampleProduct(kind): _place(kind, identity).shipped() for kind in kinds}
-        if ahead is not None:
-            with ahead():
-                for sample, shipped in samples.items():
-                    sample.compile(range(len(ROW_COUNTS)) if shipped is None else cells_to_check(shipped.us))
-        clock.begin()
-        for place, (sample, shipped) in enumerate(samples.items()):
-            left = clock.left or 0.0
-            share = Budget(left / (len(samples) - place))
-            with sample.arranged():
-                measure = partial(_compiled_times, sample, share, timer, ahead)
-                times, prior = times_with(shipped, f"products {sample.kind.name}", sample.kind.ways, len(ROW_COUNTS), measure)
-            kept = _place(sample.kind, identity)
-            _obey(sample.kind, kept.keep(times, prior), kept.path)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # graphs and answers of many rows
-
-
-def _compiled_times(
-    sample: SampleProduct, budget: Budget, timer: InterleavedTimer, ahead: CompileAhead | None, cells: Collection[int]
-) -> Us:
-    """Microseconds of each way for some of ROW_COUNTS, for which nothing is compiled one by one."""
-    if ahead is not None:
-        began = time.perf_counter()
-        with ahead():
-            sample.compile(cells)  # found at once where all kinds' kernels were compiled together
-        budget.compiling += time.perf_counter() - began
-    return _times(sample, budget, timer, cells)
-
-
-def _times(sample: SampleProduct, budget: Budget, timer: InterleavedTimer, cells: Collection[int]) -> Us:
-    """Microseconds of each way for some of ROW_COUNTS, fewest first."""
-    kind, out = sample.kind, set[str]()
-    us: Us = {name: [None] * len(ROW_COUNTS) for name in kind.ways}
-    for cell in cells:
-        rows = ROW_COUNTS[cell]
-        if (budget.left or 0.0) <= 0.0:
-            log.warning("products %s: the time did not suffice for %d rows and more, where a rule chooses", kind.name, rows)
-            break
-        calls: dict[str, Callable[[], object]] = {}
-        for name in kind.able(rows):
-            if name in out:
-                continue
-            try:
-                sample.check(name, rows)
-                calls[name] = sample.call(name, rows)
-            except Exception as raised:
-                why = f"{type(raised).__name__}: {raised}"
-                log.warning("products %s: %s is left out from %d rows on: %s", kind.name, name, rows, why)
-                out.add(name)
-        found = dict(zip(calls, timer.time(list(calls.values()), sample.device), strict=True))
-        for name, timing in found.items():
-            if isinstance(timing, Timing):
-                us[name][cell] = timing.median_us / len(sample.layers(rows))
-            else:
-                log.warning("products %s: %s with %d rows is left out: %s", kind.name, name, rows, timing)
-        known = {name: us_here for name, times in us.items() if (us_here := times[cell]) is not None}
-        slow = _BEHIND * min(known.values(), default=0.0)
-        out |= {name for name, us_here in known.items() if us_here > slow and name.startswith(KERNEL)}
-    return us
+def linear_layer(
+    kind: ProductKind, device: DeviceIdentity, ahead: CompileAhead | None = None, timer: InterleavedTimer = TURNS
+) -> LinearLayer:
+    """Return a kind of product as a layer that is measured."""
+    record, wanted, on = LinearRecord(layer=kind.name), counted_points("rows", ROW_COUNTS), kind.examples[0].device
+    return LinearLayer(record, device, list(kind.ways), wanted, on, timer, kind, ahead)
 
 
 class SampleProduct:
@@ -273,9 +228,9 @@ class SampleProduct:
                 for layer in self.kind.examples:
                     way.release(layer)
 
-    def compile(self, cells: Collection[int]) -> None:
-        """Launch whatever is compiled for some of ROW_COUNTS, to be called where nothing is launched."""
-        for rows in (ROW_COUNTS[cell] for cell in cells):
+    def compile(self, counts: Collection[int]) -> None:
+        """Launch whatever is compiled for some numbers of rows, to be called where nothing is launched."""
+        for rows in counts:
             for name in self.kind.able(rows):
                 if self.kind.ways[name].arranges:  # by a launch
                     continue

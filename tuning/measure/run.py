@@ -1,112 +1,35 @@
-"""`headway bench crossover --level kernel`: every backend on every layout and block size over the grid, kept as a table."""
+"""Measuring a layer: every kernel on every layout and block size over the grid, stored as a table."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.kernel import CompileAhead
-from headway.core.contract.layout import CacheGeometry
-from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateSpec
 from headway.core.contract.support import Reason
-from headway.core.oracle.cases import Case
 from headway.core.system.json_files import write_json
-from headway.core.system.provenance import Origin
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry
-from headway.tuning.measure import self_test as selftest
-from headway.tuning.measure.contender import run_layer
-from headway.tuning.measure.device import crowding, identify_device
-from headway.tuning.measure.graph_replay import captures, worst_case
-from headway.tuning.measure.measure_point import Bench, Pair, measure_point
-from headway.tuning.measure.points import ROUNDS, Point, grid, midpoints
+from headway.tuning.measure.device import crowding, identify_device, new_table
+from headway.tuning.measure.kinds import GRAPH_LEN, MeasuredKind, measured_kind
+from headway.tuning.measure.measure_point import Bench, measure_point
+from headway.tuning.measure.points import ROUNDS, Point, midpoints
+from headway.tuning.measure.self_test import record_of
 from headway.tuning.measure.timing import Budget, InterleavedTimer, on_device
-from headway.tuning.measure.workloads import VERIFY_QUERY_LEN
+from headway.tuning.measure.workloads import Pair
 from headway.tuning.table.compare import differences
-from headway.tuning.table.convert import CORE_PHASE
 from headway.tuning.table.files import read_table
 from headway.tuning.table.noise import noise_of
-from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, SpecRecord, points
+from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, PhaseName, points
 
-
-def compile_points(
-    points: Iterable[Point],
-    bench: Bench,
-    names: Sequence[str],
-    pairs: Sequence[Pair],
-    compile_ahead: CompileAhead,
-    given_up: Mapping[PhaseName, Collection[str]],
-) -> None:
-    """Launch every backend's self-test and every point, inside `compile_ahead`, over a cache of one block that all
-    sequences share.
-
-    given_up: backends that are not measured in a phase.
-
-    What raises is left to the measurement, which says so. A backend whose launches run all the same has nothing to be
-    compiled, and is left after its first.
-    """
-    listed = list(points)
-    with compile_ahead():
-        selftest.launch(bench.registry, names, bench.spec, pairs)
-        for pair in pairs:
-            for name in names:
-                _compile([point for point in listed if name not in given_up.get(point.phase, ())], bench, name, pair)
-
-
-def _compile(points: Sequence[Point], bench: Bench, name: str, pair: Pair) -> None:
-    made: AttentionBackend | None = None
-    layout, size = pair
-    for point in points:
-        if not bench.registry.supports(name, bench.spec, layout, size, CORE_PHASE[point.phase]):
-            continue
-        with suppress(Exception):
-            made = made if made is not None else make_backend(bench.registry.backend(name), bench.spec, layout, size)
-            if not _launches_nothing(made, point, bench, pair):
-                return
-
-
-def _launches_nothing(backend: AttentionBackend, point: Point, bench: Bench, pair: Pair) -> bool:
-    """Plan and launch a point; whether its output is as it was before."""
-    case = _case(point, bench, pair)
-    out = case.q.new_full((*case.q.shape[:2], bench.spec.v_head_dim), math.nan)
-    if captures(backend, case):
-        plan = backend.plan_for_capture(worst_case(case.metadata, max(bench.graph_len, point.kv_len)))
-    else:
-        plan = backend.plan(case.metadata)
-    writer = None if point.phase == "prefill" else bench.registry.layout(pair[0].name).writer(bench.spec.device)
-    run_layer(backend, case, plan, out, writer)
-    return bool(out[:1].isnan().all())
-
-
-def _case(point: Point, bench: Bench, pair: Pair) -> Case:
-    """The point's step, of numbers that mean nothing."""
-    spec, (layout, block_size) = bench.spec, pair
-    lens = point.work(spec).lens
-    query_lens = [query_len for query_len, _ in lens]
-    tables = [[0] * -(-kv_len // block_size) for _, kv_len in lens]
-    context_lens = [kv_len - query_len for query_len, kv_len in lens]
-    longest = VERIFY_QUERY_LEN if CORE_PHASE[point.phase] is Phase.DECODE else 1
-    metadata = AttentionMetadata.build(query_lens, context_lens, tables, block_size, spec.device, longest)
-    cache = layout.allocate(CacheGeometry.of(spec, 1, block_size), spec.k_scale, spec.v_scale)
-    q = torch.zeros((metadata.num_tokens, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
-    k = q.new_zeros((metadata.num_tokens, spec.num_kv_heads, spec.head_dim))
-    v = k[..., : spec.v_head_dim] if spec.value_in_key else q.new_zeros((*k.shape[:2], spec.v_head_dim))
-    return Case(spec, metadata, cache, q, k, v)
-
-
-GRAPH_LEN = 32768
-"""Longest context for which decode graphs are captured, as in an engine of max_model_len 32,768."""
 BLOCK_SIZES = (16, 256)
 """Every built-in backend reads one of them; sizes between cost about what the larger does."""
 _FIRST = 1
@@ -117,12 +40,12 @@ _FIRST = 1
 class CrossoverOptions:
     """What to measure; the defaults suit the device."""
 
-    spec: AttentionSpec
+    spec: AttentionSpec | StateSpec
     backends: Sequence[str] | None = None
     """None: all that are available here."""
     layouts: Sequence[str] | None = None
     """None: all that any of the backends reads."""
-    block_sizes: Sequence[int] = BLOCK_SIZES
+    block_sizes: Sequence[int | None] = BLOCK_SIZES
     grid: Sequence[Point] | None = None
     """None: the device's usual points."""
     refine: int = ROUNDS
@@ -161,22 +84,27 @@ def run_kernel_level(
     :raises HeadwayError: unknown backends or layouts, no backend that can run, or a table that cannot be resumed.
     """
     with torch.no_grad(), on_device(options.spec.device), progress_bar(console) as progress:
-        names = _names(options.backends, registry)
-        pairs = _pairs(options, registry)
-        todo = list(grid(options.spec.device.type) if options.grid is None else options.grid)
-        bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget), tell)
+        measured = measured_kind(registry, options.spec, options.graph_len, options.seed)
+        kernels = registry.of(measured.kind)
+        for name in options.backends or ():
+            kernels.backend(name)  # raises, naming all that are registered
+        names = list(dict.fromkeys(kernels.entries if options.backends is None else options.backends))
+        pairs = measured.pairs(options.layouts, options.block_sizes)
+        todo = list(measured.grid if options.grid is None else options.grid)
+        bench = Bench(measured, options.turns, Budget(options.budget), tell)
         task = progress.add_task("compiling", total=len(todo))
-        old = _old_table(options)
+        old = _old_table(options, measured)
         done = set() if old is None else {cell.point for cell in old.cells}
         if options.compile_ahead is not None:
             first = [point for point in todo if options.budget is None or point.level <= _FIRST]
-            missing = [point for point in first if (point.phase, point.case) not in done]
-            able = [name for name in names if name not in options.excluded and registry.availability(name)]
-            compile_points(missing, bench, able, pairs, options.compile_ahead, options.given_up)
-        table = _begin(options, registry, names, pairs, old)
-        takers = [record.name for record in table.backends if record.usable]
+            missing = [point for point in first if point.key not in done]
+            able = [name for name in names if name not in options.excluded and kernels.availability(name)]
+            with options.compile_ahead():
+                measured.compile(missing, able, pairs, options.given_up)
+        table = _begin(options, bench, names, pairs, old)
+        takers = [record.name for record in table.kernels if record.usable]
         bench.budget.begin()
-        progress.update(task, description="crossover", completed=sum((p.phase, p.case) in done for p in todo))
+        progress.update(task, description="crossover", completed=sum(p.key in done for p in todo))
         search = _Search(bench, takers, pairs, options.given_up)
         try:
             for turn in range(1 + options.refine):
@@ -192,8 +120,8 @@ def run_kernel_level(
                     table.cut_short = True
                     _save(table, options.output)
                     progress.update(task, advance=1, description=f"{point.phase} {point.case}")
-                measured = {cell.point for cell in table.cells}
-                table.complete = all((point.phase, point.case) in measured for point in todo)
+                reached = {cell.point for cell in table.cells}
+                table.complete = all(point.key in reached for point in todo)
         except KeyboardInterrupt:
             if options.interruptible:
                 return table
@@ -218,6 +146,7 @@ class _Search:
         self._dropped = dict(given_up)
         self._level = 0
         self._slowest = 0.0
+        self._tried = set[PhaseName]()
 
     def measure(self, todo: Sequence[Point], cells: list[Cell]) -> Iterator[tuple[Point, list[Cell]]]:
         """Measure the points of `todo` that `cells` lacks, one by one until the time is up; in the first search at least one.
@@ -229,62 +158,49 @@ class _Search:
         for point in todo:
             remaining = bench.budget.left
             if remaining is not None:
-                if self._slowest and remaining < self._slowest:
-                    return
+                if self._slowest and remaining < self._slowest and (point.phase in self._tried or not bench.measured.each_phase):
+                    continue
                 if point.level > self._level and cells:
                     self._level = point.level
                     self._pairs = surviving_pairs(cells, self._pairs)
                     found = {phase: losers(cells, phase, self._names) for phase in {cell.phase for cell in cells}}
                     self._dropped = {phase: {**lost, **self._given_up.get(phase, {})} for phase, lost in found.items()}
-            if (point.phase, point.case) in done:
+            if point.key in done:
                 continue
             before = bench.budget.spent
+            self._tried.add(point.phase)
             yield point, measure_point(point, bench, self._names, self._pairs, self._dropped.get(point.phase, {}))
             self._slowest = max(0.5 * self._slowest, bench.budget.spent - before)
 
 
-def _names(asked: Sequence[str] | None, registry: Registry) -> list[str]:
-    for name in asked or ():
-        registry.backend(name)  # raises, naming all that are registered
-    return list(dict.fromkeys(asked)) if asked is not None else list(registry.backends)
-
-
-def _pairs(options: CrossoverOptions, registry: Registry) -> list[Pair]:
-    layouts = [registry.layout(name).layout for name in options.layouts or registry.layouts]
-    return list(dict.fromkeys((layout, size) for size in options.block_sizes for layout in layouts))
-
-
 def _begin(
-    options: CrossoverOptions, registry: Registry, names: Sequence[str], pairs: Sequence[Pair], old: CrossoverTable | None
+    options: CrossoverOptions, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], old: CrossoverTable | None
 ) -> CrossoverTable:
     """The table before its first point, with the cells of `old`."""
-    called = [name for name in names if name not in options.excluded]
-    records = selftest.examine(registry, called, options.spec, pairs)
-    records += [selftest.record_of(registry, name, True, why) for name, why in options.excluded.items()]
+    measured = bench.measured
+    records = [_examined(bench, name, pairs, options.excluded.get(name, "")) for name in names]
     if not any(record.usable for record in records):
         reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]
         raise UnsupportedError(f"a crossover table for {options.spec}", reasons)
-    graphs = options.spec.device.type == "cuda" and any(
-        registry.backend(record.name).captures() for record in records if record.usable
-    )
-    table = CrossoverTable(
-        level="kernel",
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=options.command or " ".join(sys.argv),
-        origin=Origin.here(),
-        busy=crowding(),
-        complete=False,
-        device=identify_device(options.spec.device),
-        spec=SpecRecord.of(options.spec),
-        graph_len=options.graph_len if graphs else None,
-        noise=0.0,
-        backends=records,
-        cells=[],
-    )
+    graphs = bench.device.type == "cuda" and any(measured.replays(record.name) for record in records if record.usable)
+    graph_len = options.graph_len if graphs else None
+    table = new_table(measured.record, identify_device(bench.device), records, options.command, graph_len)
+    table.busy = crowding()
     return table if old is None else _resumed(table, old, options)
 
 
-def _old_table(options: CrossoverOptions) -> CrossoverTable | None:
+def _examined(bench: Bench, name: str, pairs: Sequence[Pair], excluded: str) -> KernelRecord:
+    """Find out whether a kernel is here, supports the layer, and computes it right. excluded: why it is not called."""
+    measured = bench.measured
+    if excluded:
+        return record_of(measured.registry, name, True, excluded, measured.kind)
+    here = measured.registry.of(measured.kind).availability(name)
+    if here:
+        bench.tell(name, "its self-test")
+    return record_of(measured.registry, name, bool(here), measured.fault(name, pairs) if here else here.brief, measured.kind)
+
+
+def _old_table(options: CrossoverOptions, measured: MeasuredKind) -> CrossoverTable | None:
     """The table to go on with; None: there is none.
 
     :raises ConfigError: no file is named. :raises TableError: it cannot be read.
@@ -293,7 +209,7 @@ def _old_table(options: CrossoverOptions) -> CrossoverTable | None:
         return None
     if options.output is None:
         raise ConfigError("--resume", "the file to go on with", "none", "name it with --output")
-    return read_table(options.output) if options.output.exists() else None
+    return read_table(options.output, measured.kind.name) if options.output.exists() else None
 
 
 def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptions) -> CrossoverTable:
@@ -302,10 +218,12 @@ def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptio
     :raises UnsupportedError: the old one is of another machine, layer, or set of backends.
     """
     excluded = options.excluded
-    reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.backends})
-    cells = [cell for cell in old.cells if cell.backend not in excluded]
-    before = [record.name for record in old.backends if record.usable and record.name not in excluded]
-    now = [record.name for record in table.backends if record.usable]
+    reasons = differences(
+        old, table.device, table.spec, {record.name: (record.owner, record.version) for record in table.kernels}
+    )
+    cells = [cell for cell in old.cells if cell.kernel not in excluded]
+    before = [record.name for record in old.kernels if record.usable and record.name not in excluded]
+    now = [record.name for record in table.kernels if record.usable]
     if before != now:
         reasons += [Reason("backends", ", ".join(before), ", ".join(now))]
     if reasons:
@@ -357,7 +275,7 @@ def losers(cells: Sequence[Cell], phase: str, names: Sequence[str]) -> dict[str,
     """Backends to drop in a phase, each with the reason; never all of them."""
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for (found, _), rivals in points(cells).items():
-        timed = [(cell.backend, cell.layer_us) for cell in rivals if cell.layer_us is not None]
+        timed = [(cell.kernel, cell.layer_us) for cell in rivals if cell.layer_us is not None]
         if found != phase or not timed:
             continue
         best = min(us for _, us in timed)

@@ -1,4 +1,4 @@
-"""A few small steps, held to float64, before a backend may be timed, chosen or named on this machine.
+"""A few small steps of attention, held to float64, before a backend may be timed, chosen or named on this machine.
 
 A third-party backend that has passed for a layer is remembered with the digest of its plugin, and passes from then on.
 """
@@ -27,8 +27,8 @@ from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import cache_folder, write_whole
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
-from headway.tuning.measure.measure_point import Pair
-from headway.tuning.table.schema import BackendRecord
+from headway.tuning.measure.workloads import Pair
+from headway.tuning.table.schema import FAILED, KernelRecord
 
 
 class SelfTestSteps(NamedTuple):
@@ -49,20 +49,10 @@ CASES = {
 }
 _POISON = 1e4
 """Value in slots that hold no token: finite, since some kernels may read them, and large enough to show in any sum."""
-FAILED = "self-test"
-"""How the reason of a backend begins that computed something else."""
 SKIP = "HEADWAY_SKIP_SELF_TEST"
 """Environment variable: 1 lets a named backend serve without its self-test."""
 _DIGEST_LENGTH = 16
 log = logging.getLogger("headway")
-
-
-def examine(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs: Sequence[Pair]) -> list[BackendRecord]:
-    """Find out whether each backend is here, serves the layer, and computes the layer right on its first layout and block size.
-
-    A backend that fails takes no part, and its record says why.
-    """
-    return [_examined(registry, name, spec, pairs) for name in names]
 
 
 def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs: Sequence[Pair]) -> None:
@@ -78,15 +68,10 @@ def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs:
                     run_backend(backend, case)
 
 
-def _examined(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> BackendRecord:
-    here = registry.availability(name)
-    return record_of(registry, name, bool(here), here.brief if not here else self_test(registry, name, spec, pairs))
-
-
-def record_of(registry: Registry, name: str, available: bool, reason: str, kind: OperationKind = ATTENTION) -> BackendRecord:
+def record_of(registry: Registry, name: str, available: bool, reason: str, kind: OperationKind = ATTENTION) -> KernelRecord:
     """What a table says of a backend: whose it is, which code of it was measured, and the reason for leaving it out."""
     owner, digest = registry.of(kind).entries[name].owner, plugin_digest(registry, name, kind)
-    return BackendRecord(name=name, owner=owner, version=version_of(owner), available=available, reason=reason, digest=digest)
+    return KernelRecord(name=name, owner=owner, version=version_of(owner), available=available, reason=reason, digest=digest)
 
 
 def plugin_digest(registry: Registry, name: str, kind: OperationKind = ATTENTION) -> str:

@@ -21,6 +21,8 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, check_room, parse_case
 
+Pair = tuple[Any, Any]
+"""A layout, and a block size; None for states, which lie in slots."""
 VERIFY_QUERY_LEN = 8
 """Most query tokens of a sequence that decodes (speculative verification)."""
 

@@ -13,9 +13,7 @@ from headway.tuning.table.schema import (
     Cell,
     CrossoverTable,
     DeviceIdentity,
-    SpecRecord,
-    StateSpecRecord,
-    StateTable,
+    LayerRecord,
     points,
     without_refusals,
 )
@@ -26,9 +24,9 @@ _UNUSED = ("flashinfer-python",)
 
 
 def differences(
-    table: CrossoverTable | StateTable,
+    table: CrossoverTable,
     device: DeviceIdentity,
-    spec: SpecRecord | StateSpecRecord | None = None,
+    spec: LayerRecord | None = None,
     owners: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[Reason]:
     """Everything that makes a table's times those of another machine, other software or another layer.
@@ -45,13 +43,13 @@ def differences(
     libraries = [name for name in {**was.libraries, **device.libraries} if name not in _UNUSED]
     rows += [(name, was.libraries.get(name), device.libraries.get(name)) for name in libraries]
     rows += was.compilers_beside(device)
-    for record in table.backends:
+    for record in table.kernels:
         owner, version = (owners or {}).get(record.name, (record.owner, record.version))
         if record.available and owner != record.owner:  # one that crashed or was wrong may be mended by now
             rows.append((f"backend {record.name} of", record.owner, owner))
         elif record.available and owner != BUILTIN_OWNER:  # Headway's own version is among the libraries
             rows.append((f"backend {record.name} of {owner}", record.version, version))
-    if spec is not None and table.spec.kind != spec.kind:
+    if spec is not None and (table.kind, table.spec.key) != (spec.kind, spec.key):
         rows.append((spec.named, table.spec, spec))
     return [Reason(what, str(need or "none"), str(got or "none"), _AGAIN) for what, need, got in rows if need != got]
 
@@ -65,7 +63,7 @@ def remarks(table: CrossoverTable, device: DeviceIdentity, available: Collection
         lines += [f"the shipped table differs in {line}" for line in table.prior.differs]
     if table.device.threads is not None and table.device.threads != device.threads:  # a GPU's has none
         lines.append(f"measured with {table.device.threads} CPU threads, torch now uses {device.threads}")
-    measured = [record.name for record in table.backends if record.usable]
+    measured = [record.name for record in table.kernels if record.usable]
     new = [name for name in available if name not in measured]
     if new:
         lines.append(f"not in the table, and so never chosen by auto: {', '.join(new)}")
@@ -147,12 +145,12 @@ def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> Cro
             before = cells.get(_key(cell)) if another_part else None
             cells[_key(cell)] = cell if before is None else _better(before, cell)
         places |= own
-    backends = {record.name: record for table in ordered for record in table.backends if record.usable}
-    absent = {record.name: record for table in ordered for record in table.backends if record.name not in backends}
+    backends = {record.name: record for table in ordered for record in table.kernels if record.usable}
+    absent = {record.name: record for table in ordered for record in table.kernels if record.name not in backends}
     merged = [marked for rivals in points(list(cells.values())).values() for marked in mark_ties(without_refusals(rivals))]
     return newest.model_copy(
         update={
-            "backends": [*backends.values(), *absent.values()],
+            "kernels": [*backends.values(), *absent.values()],
             "cells": merged,
             "noise": noise_of(merged),
             "complete": all(table.complete for table in ordered),
@@ -170,9 +168,9 @@ def _better(before: Cell, after: Cell) -> Cell:
 
 def partly_measured(table: CrossoverTable) -> int:
     """Points that were measured without some of the usable backends; there those are not considered."""
-    names = {record.name for record in table.backends if record.usable}
-    return sum({cell.backend for cell in rivals} < names for rivals in points(table.cells).values())
+    names = {record.name for record in table.kernels if record.usable}
+    return sum({cell.kernel for cell in rivals} < names for rivals in points(table.cells).values())
 
 
 def _key(cell: Cell) -> tuple[object, ...]:
-    return cell.point, cell.backend, cell.layout, cell.block_size
+    return cell.point, cell.kernel, cell.layout, cell.block_size

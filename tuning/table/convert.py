@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from headway.core.contract.metadata import Phase
-from headway.core.select.costs import NO_BLOCKS, CostTable, Sample, Shape, state_shape
-from headway.tuning.table.noise import LEAST_DIFFERENCE
-from headway.tuning.table.schema import Cell, CrossoverTable, PointKey, StateTable, Verb
+from headway.core.select.costs import NO_BLOCKS, CostTable, Sample, Shape
+from headway.tuning.table.schema import Cell, CrossoverTable, PointKey
 
-CORE_PHASE = {"decode": Phase.DECODE, "verify": Phase.DECODE, "prefill": Phase.PREFILL, "extend": Phase.EXTEND}
+CORE_PHASE: dict[str, Phase] = {
+    "decode": Phase.DECODE,
+    "verify": Phase.DECODE,
+    "prefill": Phase.PREFILL,
+    "extend": Phase.EXTEND,
+    "scan": Phase.PREFILL,
+    "step": Phase.DECODE,
+}
 """A table's phase -> the contract's. Verification is DECODE with several query tokens."""
 
 
@@ -23,20 +29,20 @@ def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] 
     rough: dict[tuple[PointKey, str], float] = {}
     for cell in table.cells:
         if cell.status == "dropped" and cell.median_us is not None:
-            key = (cell.point, cell.backend)
+            key = (cell.point, cell.kernel)
             rough[key] = max(rough.get(key, 0.0), cell.median_us)
 
     def device_us(cell: Cell) -> float | None:
         if cell.status != "dropped" or cell.median_us is not None or cell.layout is None:
             return cell.median_us
-        return rough.get((cell.point, cell.backend))
+        return rough.get((cell.point, cell.kernel))
 
     samples = [
         Sample(
             Shape(CORE_PHASE[cell.phase], cell.batch, cell.query_len, cell.kv_len),
-            cell.backend,
+            cell.kernel,
             cell.layout,
-            cell.block_size,
+            NO_BLOCKS if cell.layout is not None and cell.block_size is None else cell.block_size,
             device_us(cell),
             cell.plan_us or 0.0,
             cell.host_us or 0.0,
@@ -45,34 +51,19 @@ def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] 
         for cell in table.cells
         if cell.phase in CORE_PHASE
     ]
-    excluded = {record.name: record.reason for record in table.backends if record.available and record.reason}
-    return CostTable(samples, table.noise, source or _source(table), excluded, phases)
+    excluded = {record.name: record.reason for record in table.kernels if record.available and record.reason}
+    return CostTable(samples, table.noise, source or source_of(table), excluded, phases)
 
 
-def _source(table: CrossoverTable) -> str:
+def source_of(table: CrossoverTable) -> str:
+    """Return where a table's times come from, in words."""
     if table.prior is None:
-        return f"crossover table of {table.date[:10]}"
+        return f"{'state' if table.kind == 'state' else 'crossover'} table of {table.date[:10]}"
     checked = f"checked here {table.date[:10]}" if table.prior.checked else "not checked here"
     return f"shipped table of {table.prior.date[:10]}, {checked}"
 
 
-VERB_PHASE: dict[Verb, Phase] = {"scan": Phase.PREFILL, "step": Phase.DECODE}
-"""A method of state backends -> the phase that it stands for in a `CostTable`."""
-
-
-def to_state_costs(table: StateTable) -> CostTable:
-    """Times of a table of layers with a state; a backend that failed as a whole is excluded with the reason."""
-    samples = [
-        Sample(
-            state_shape(VERB_PHASE[cell.verb], cell.batch, cell.query_len),
-            cell.backend,
-            cell.layout,
-            NO_BLOCKS,
-            cell.median_us,
-            cell.plan_us or 0.0,
-            cell.host_us or 0.0,
-        )
-        for cell in table.cells
-    ]
-    excluded = {record.name: record.reason for record in table.backends if record.available and record.reason}
-    return CostTable(samples, LEAST_DIFFERENCE, f"state table of {table.date[:10]}", excluded)
+def to_times(table: CrossoverTable, counts: Sequence[int]) -> dict[str, list[float | None]]:
+    """Return kernel -> microseconds for each number of rows, tokens or bytes; None where it has no time."""
+    us = {(cell.kernel, cell.batch): cell.median_us for cell in table.cells}
+    return {record.name: [us.get((record.name, count)) for count in counts] for record in table.kernels}

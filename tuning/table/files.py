@@ -7,47 +7,45 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.support import Reason
 from headway.core.system.files import cache_folder, read_text
+from headway.core.system.json_files import Model, write_json
 from headway.core.system.json_text import JsonError, parse_json
 from headway.tuning.table.compare import differences
-from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, PriorRecord, SpecRecord, StateSpecRecord, StateTable
+from headway.tuning.table.old_formats import OLD_NAMES, old_path, schema_of, upgrade
+from headway.tuning.table.schema import RECORDS, SCHEMA, CrossoverTable, DeviceIdentity, LayerRecord, PriorRecord, slug
 
-T = TypeVar("T", bound=BaseModel)
 _SPACE = " \t\n\r"
+log = logging.getLogger("headway")
 
 
 class TableError(ConfigError):
     """A table file that cannot be used; the message names the line."""
 
 
-def read_table(path: Path) -> CrossoverTable:
-    """Read a table of attention.
+def read_table(path: Path, kind: str | None = "attention") -> CrossoverTable:
+    """Read a table, also of an older format. kind: kind of operation that it must be of; None means any.
 
-    :raises TableError: missing, not JSON, of another schema, or with a value that cannot be.
+    :raises TableError: missing, not JSON, of another schema or kind, or with a value that cannot be.
     """
-    return _read(path, CrossoverTable)
+    return _read(path, kind)[0]
 
 
-def read_state_table(path: Path) -> StateTable:
-    """Read a table of layers with a state; see `read_table`."""
-    return _read(path, StateTable)
-
-
-def _read(path: Path, kind: type[T]) -> T:
-    schema: str = kind.model_fields["schema_"].default
-    what, need = f"table {path}", f"a file of schema {schema}"
+def _read(path: Path, kind: str | None) -> tuple[CrossoverTable, str]:
+    """Return a table, and the schema that its file is of."""
+    what, need = f"table {path}", f"a file of schema {SCHEMA}"
     try:
         text = read_text(path)
     except OSError as error:
@@ -55,30 +53,48 @@ def _read(path: Path, kind: type[T]) -> T:
     except UnicodeDecodeError as error:
         raise TableError(what, need, "a file that is no text") from error
     try:
-        data = parse_json(text, str(path), any_number=True)
+        written = parse_json(text, str(path), any_number=True)
     except JsonError as error:
         hint = "the file ends too early: a copy that was cut short?" if "EOF" in error.reason.got else ""
         raise TableError(what, need, error.reason.got, hint) from error
-    found = data.get("schema") if isinstance(data, dict) else None
-    if found != schema:
-        raise TableError(what, need, *_other_schema(found, text, schema))
+    data = upgrade(written) if isinstance(written, dict) else written
+    if (found := schema_of(data)) != SCHEMA:
+        raise TableError(what, need, *_other_schema(found, text))
+    of_kind = data.get("kind", "attention")
+    if of_kind not in RECORDS:
+        raise TableError(what, f"a table of {', '.join(RECORDS)}", f"line {line_of(text, ['kind'])}: kind {of_kind!r}")
+    if kind not in (None, of_kind):
+        raise TableError(what, f"a table of {kind}", f"one of {of_kind}")
+    fields = data | {"spec": _validated(RECORDS[of_kind], data.get("spec"), ["spec"], text, what)}
+    names = {} if data is written else OLD_NAMES
+    return _validated(CrossoverTable, fields, [], text, what, names), str(schema_of(written))
+
+
+def _validated(
+    kind: type[Model], data: object, at: list[str], text: str, what: str, names: Mapping[str, str] | None = None
+) -> Model:
+    """Return data as a model. at: its place in the text. names: of fields that the text calls otherwise.
+
+    :raises TableError: the first fault, with its line.
+    """
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = [str(part) for part in first["loc"]]
-        if not place and (named := first["msg"].partition("cells.")[2]):
+        place = [*at, *(str(part) for part in first["loc"])]
+        if place == at and (named := first["msg"].partition("cells.")[2]):
             place = ["cells", named.split(":")[0].split(" ")[0]]
         more = f"; {error.error_count() - 1} more" if error.error_count() > 1 else ""
         where = f"{'.'.join(place)}: " if place else ""
-        raise TableError(what, need, f"line {line_of(text, place)}: {where}{first['msg']}{more}") from error
+        line = line_of(text, [(names or {}).get(part, part) for part in place])
+        raise TableError(what, f"a file of schema {SCHEMA}", f"line {line}: {where}{first['msg']}{more}") from error
 
 
-def _other_schema(found: object, text: str, schema: str) -> tuple[str, str]:
+def _other_schema(found: object, text: str) -> tuple[str, str]:
     if not isinstance(found, str):
         return "line 1: no schema", "headway bench crossover writes such files"
     line = f"line {line_of(text, ['schema'])}: schema {found!r}"
-    ours, theirs = schema.rpartition("/"), found.rpartition("/")
+    ours, theirs = SCHEMA.rpartition("/"), found.rpartition("/")
     newer = theirs[0] == ours[0] and theirs[2].isdigit() and int(theirs[2]) > int(ours[2])
     return line, "written by a newer release: update headway, or measure again" if newer else ""
 
@@ -123,40 +139,53 @@ def _skip(text: str, position: int) -> int:
 
 
 def table_folder() -> Path:
-    """The folder of all tables: crossover/ in Headway's cache folder."""
+    """Return the folder of all tables: crossover/ in Headway's cache folder."""
     return cache_folder() / "crossover"
 
 
-def table_path(device: DeviceIdentity, spec: SpecRecord) -> Path:
-    """The file that `auto` reads for a layer on a device, and that `headway bench crossover` writes unless told otherwise."""
-    return table_folder() / file_name(device, f"{spec.num_heads}-{spec.num_kv_heads}-{spec.head_dim}-{spec.dtype}", spec.kind)
+def table_path(device: DeviceIdentity, spec: LayerRecord) -> Path:
+    """Return the file that `auto` reads for a layer on a device, and that a measurement writes unless told otherwise."""
+    return table_folder() / _file_name(device, spec)
 
 
-def state_table_path(device: DeviceIdentity, spec: StateSpecRecord) -> Path:
-    """The file that `auto` reads for a layer with a state: in a folder of its own beside the tables of attention."""
-    sizes = f"{spec.recurrence}-{spec.num_heads or spec.conv_channels}-{spec.key_dim}-{spec.value_dim}-{spec.dtype}"
-    return table_folder() / "states" / file_name(device, sizes, spec.kind)
+def _file_name(device: DeviceIdentity, spec: LayerRecord) -> str:
+    key = hashlib.sha256(repr((device.name, spec.kind, spec.key)).encode()).hexdigest()[:8]
+    return f"{slug(device.name)}-{slug(spec.kind)}-{spec.sizes}-{key}.json"
 
 
-def slug(text: str) -> str:
-    """A text as a part of a file's name."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48]
+def stored_table(device: DeviceIdentity, spec: LayerRecord) -> CrossoverTable | None:
+    """Return the table that is stored for a layer on a device, unchecked against both; None if there is none.
+
+    One of an older format is replaced by one of this format, which the log says.
+
+    :raises TableError: the file is faulty.
+    """
+    path = table_path(device, spec)
+    paths = (path, cache_folder() / old_path(device, spec))
+    file = next((each for each in paths if os.path.exists(each)), None)  # a folder that may not be read counts as empty
+    if file is None:
+        return None
+    table, schema = _read(file, spec.kind)
+    if schema != SCHEMA:
+        with suppress(ConfigError):  # a file that cannot be written is read in the old format again
+            write_json(table, path)
+            log.info("crossover table %s replaces %s, which is of schema %s", path, file, schema)
+    return table
 
 
-def file_name(device: DeviceIdentity, sizes: str, kind: object) -> str:
-    """The name of a file of times on a device, the same wherever `kind` is. sizes: for people who read the name."""
-    key = hashlib.sha256(repr((device.name, kind)).encode()).hexdigest()[:8]
-    return f"{slug(device.name)}-{sizes}-{key}.json"
-
-
-def stored_tables() -> list[Path]:
-    """All table files, the newest first."""
-    return sorted(table_folder().glob("*.json"), key=lambda path: -path.stat().st_mtime)
+def stored_tables(kind: str = "attention") -> list[Path]:
+    """Return the files of all tables of a kind of operation, the newest first."""
+    words = {each: f"-{slug(each)}-" for each in RECORDS}
+    kinds = {
+        path: next((each for each, word in words.items() if word in path.name), "attention")
+        for path in table_folder().glob("*.json")
+    }
+    return sorted((path for path, found in kinds.items() if found == kind), key=lambda path: -path.stat().st_mtime)
 
 
 FOLDER_VARIABLE = "HEADWAY_PRIORS"
 """Environment variable that names a folder of such files instead of the package's, such as one that many machines share."""
-_DECIDING = ("device", "compute capability", SpecRecord.named, "level")
+_DECIDING = ("device", "compute capability", "level", *(record.named for record in RECORDS.values()))
 """What must be the same: times of another kind of GPU, or of another layer, say nothing here."""
 
 
@@ -170,8 +199,8 @@ class Prior:
     """What was other where it was measured: driver, torch, libraries, Headway's commit."""
 
     def unknown(self, available: Collection[str]) -> list[str]:
-        """Backends that can run here and that took no part, or failed, where it was measured."""
-        known = {record.name for record in self.table.backends if record.usable}
+        """Return the kernels that can run here and that took no part, or failed, where it was measured."""
+        known = {record.name for record in self.table.kernels if record.usable}
         return [name for name in available if name not in known]
 
     def record(self) -> PriorRecord:
@@ -186,25 +215,27 @@ class Prior:
 
 
 def prior_folder() -> Path:
-    """Where priors lie: $HEADWAY_PRIORS, else a folder of the package. Those of products and experts lie in folders of it."""
+    """Return the folder of priors of all kinds: $HEADWAY_PRIORS, else one of the package."""
     chosen = os.environ.get(FOLDER_VARIABLE, "").strip()
     return Path(chosen) if chosen else Path(__file__).resolve().parents[1] / "priors"
 
 
-def prior_path(device: DeviceIdentity, spec: SpecRecord) -> Path:
-    """Where a prior for a layer on a device lies, if there is one."""
-    return prior_folder() / table_path(device, spec).name
+def prior_path(device: DeviceIdentity, spec: LayerRecord) -> Path:
+    """Return where a prior for a layer on a device lies, if there is one."""
+    return prior_folder() / _file_name(device, spec)
 
 
-def find_prior(device: DeviceIdentity, spec: SpecRecord, owners: Mapping[str, tuple[str, str]]) -> Prior | None:
-    """The shipped table of a kind of device and a kind of layer; None where there is none. owners: as in `differences`.
+def find_prior(device: DeviceIdentity, spec: LayerRecord, owners: Mapping[str, tuple[str, str]]) -> Prior | None:
+    """Return the shipped table of a kind of device and a layer; None if there is none. owners: as in `differences`.
 
     :raises TableError: the file is faulty, or is of another device or layer than its name says.
     """
-    path = prior_path(device, spec)
-    if not path.is_file():
+    old = old_path(device, spec)
+    paths = (prior_path(device, spec), prior_folder() / old.name, prior_folder() / old.parent.name / old.name)
+    path = next((each for each in paths if each.is_file()), None)
+    if path is None:
         return None
-    table = read_table(path)
+    table = read_table(path, spec.kind)
     reasons = differences(table, device, spec, owners)
     if table.level != "kernel":
         reasons.append(Reason("level", table.level, "kernel"))

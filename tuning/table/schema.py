@@ -1,14 +1,15 @@
-"""The files of measured times, `headway.crossover/1` (docs/crossover.md) and `headway.states/1`, and the machine they are of.
+"""The file of measured times of all kinds of operations, `headway.table/1` (docs/crossover.md), and the machine they are of.
 
-Checked whenever they are read, without torch.
+Checked whenever it is read, without torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SerializeAsAny, model_validator
 
 from headway.core.contract.layer import describe, fault_of
 from headway.core.system.provenance import Origin
@@ -49,8 +50,8 @@ class DeviceIdentity(BaseModel):
     libraries: dict[str, str]
     """Distribution -> version, of LIBRARIES that are installed."""
     compilers: dict[str, str] | None = None
-    """Compiler -> version of those that made the GPU's code, ptxas and nvrtc; empty on a CPU. None in files of before this
-    field, whose compilers are unknown."""
+    """ptxas, nvrtc and cublas -> version of what makes or brings the GPU's code, of ptxas with its path; empty on a CPU. None in
+    files of before this field, whose compilers are unknown."""
     date: str
     """UTC, ISO 8601."""
 
@@ -88,9 +89,12 @@ class DeviceInfo(DeviceIdentity):
     """Element type of that product: that of the run."""
 
 
-SCHEMA: Final = "headway.crossover/1"
-PhaseName = Literal["prefill", "extend", "decode", "verify", "generate"]
-"""generate: whole generations (level engine)."""
+SCHEMA: Final = "headway.table/1"
+PhaseName = Literal["prefill", "extend", "decode", "verify", "generate", "scan", "step", "rows", "tokens", "bytes"]
+"""generate: whole generations (level engine). scan and step: of layers with a state. The last three are the axes of
+linear layers, experts and all-reduce."""
+COUNTED: Final[tuple[PhaseName, ...]] = ("rows", "tokens", "bytes")
+"""Phases whose points are one number."""
 Status = Literal["ok", "tie", "oom", "unsupported", "incorrect", "error", "dropped"]
 TIMED: Final = ("ok", "tie", "dropped")
 
@@ -102,11 +106,37 @@ PointKey = tuple[str, str]
 """(phase, case)."""
 
 
-class SpecRecord(BaseModel):
-    """The attention layer the times hold for; fields as in core.spec.AttentionSpec."""
+class LayerRecord(BaseModel):
+    """The layer that a table's times hold for; a subclass for each kind of operation."""
 
     model_config = _STRICT
+    kind: ClassVar[str]
+    """Kind of operation; `CrossoverTable.kind`."""
+    named: ClassVar[str]
+    """Name of such layers in reports."""
+    kernels: ClassVar[str]
+    """Name of their kernels in reports."""
+    phases: ClassVar[tuple[PhaseName, ...]]
+    """Phases of the kind's cells."""
+
+    @property
+    def key(self) -> object:
+        """Everything that times depend on."""
+        return tuple(self.model_dump().values())
+
+    @property
+    def sizes(self) -> str:
+        """The layer as a part of a file's name, for people who read it."""
+        raise NotImplementedError
+
+
+class SpecRecord(LayerRecord):
+    """The attention layer the times hold for; fields as in core.spec.AttentionSpec."""
+
+    kind: ClassVar[str] = "attention"
     named: ClassVar[str] = "attention layer"
+    kernels: ClassVar[str] = "attention backends"
+    phases: ClassVar[tuple[PhaseName, ...]] = ("prefill", "extend", "decode", "verify", "generate")
 
     num_heads: Count
     num_kv_heads: Count
@@ -184,8 +214,8 @@ class SpecRecord(BaseModel):
         )
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """What times depend on: of scale, soft-cap, slopes and sinks only whether they are there."""
+    def key(self) -> tuple[object, ...]:
+        """Everything that times depend on: of scale, soft-cap, slopes and sinks only whether they are there."""
         features = (self.softcap is not None, self.alibi_slopes is not None, self.sinks is not None)
         heads: tuple[object, ...] = (self.num_heads, self.num_kv_heads, self.head_dim)
         if self.v_head_dim or self.value_in_key:
@@ -196,12 +226,120 @@ class SpecRecord(BaseModel):
             heads += ("bidirectional",)
         return (*heads, self.dtype, self.kv_dtype, self.sliding_window, *features)
 
+    @property
+    def sizes(self) -> str:
+        """See `LayerRecord`."""
+        return f"{self.num_heads}-{self.num_kv_heads}-{self.head_dim}-{self.dtype}"
+
     def __str__(self) -> str:
         return describe(self, self.v_head_dim or self.head_dim, self.dtype, self.kv_dtype)
 
 
-class BackendRecord(BaseModel):
-    """A backend that was asked to take part."""
+_Size = Annotated[int, Field(ge=0)]
+
+
+class StateSpecRecord(LayerRecord):
+    """The part of a StateSpec that times depend on; factors such as its scale take none."""
+
+    kind: ClassVar[str] = "state"
+    named: ClassVar[str] = "layer with a state"
+    kernels: ClassVar[str] = "state backends"
+    phases: ClassVar[tuple[PhaseName, ...]] = ("scan", "step")
+
+    recurrence: str
+    """`StateSpec.kind`."""
+    num_heads: _Size
+    num_key_heads: _Size
+    key_dim: _Size
+    value_dim: _Size
+    conv_channels: _Size
+    conv_width: _Size
+    activation: Literal["silu", "none"]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    state_dtype: Literal["float32", "bfloat16", "float16"]
+    qk_norm: bool
+
+    @classmethod
+    def of(cls, spec: StateSpec) -> StateSpecRecord:
+        """A layer as a record; its device stands elsewhere."""
+        from headway.core.contract.spec import DTYPE_NAMES
+
+        sizes = ("num_heads", "num_key_heads", "key_dim", "value_dim", "conv_channels", "conv_width", "activation", "qk_norm")
+        dtypes = {name: DTYPE_NAMES[getattr(spec, name)] for name in ("dtype", "state_dtype")}
+        return cls.model_validate({name: getattr(spec, name) for name in sizes} | dtypes | {"recurrence": spec.kind})
+
+    @property
+    def sizes(self) -> str:
+        """See `LayerRecord`."""
+        return f"{self.recurrence}-{self.num_heads or self.conv_channels}-{self.key_dim}-{self.value_dim}-{self.dtype}"
+
+    def __str__(self) -> str:
+        conv = f"convolution of {self.conv_channels} x {self.conv_width}" if self.conv_channels else ""
+        if not self.num_heads:
+            return f"{conv} {self.dtype}"
+        heads = f"{self.recurrence} {self.num_heads}/{self.num_key_heads} heads x {self.key_dim}/{self.value_dim} {self.dtype}"
+        return f"{heads}, {self.state_dtype} states{f', {conv}' if conv else ''}"
+
+
+class CountedRecord(LayerRecord):
+    """A layer, or a sum over ranks, whose times depend on one number: the cell's `batch`."""
+
+    layer: str
+    """Everything that tells such layers apart, in words."""
+
+    @property
+    def sizes(self) -> str:
+        """See `LayerRecord`."""
+        return slug(self.layer)
+
+    def __str__(self) -> str:
+        return self.layer
+
+
+class LinearRecord(CountedRecord):
+    """A linear layer over a quantised weight: its form, shape and dtype."""
+
+    kind: ClassVar[str] = "linear"
+    named: ClassVar[str] = "linear layer"
+    kernels: ClassVar[str] = "kernels"
+    phases: ClassVar[tuple[PhaseName, ...]] = ("rows",)
+
+
+class ExpertsRecord(CountedRecord):
+    """A layer of experts: its configuration, dtype and forms of quantised weights."""
+
+    kind: ClassVar[str] = "experts"
+    named: ClassVar[str] = "layer of experts"
+    kernels: ClassVar[str] = "kernels"
+    phases: ClassVar[tuple[PhaseName, ...]] = ("tokens",)
+
+
+class RanksRecord(CountedRecord):
+    """A sum over ranks: their number."""
+
+    kind: ClassVar[str] = "all_reduce"
+    named: ClassVar[str] = "sum over ranks"
+    kernels: ClassVar[str] = "kernels"
+    phases: ClassVar[tuple[PhaseName, ...]] = ("bytes",)
+
+
+RECORDS: Final[dict[str, type[LayerRecord]]] = {
+    record.kind: record for record in (SpecRecord, StateSpecRecord, LinearRecord, ExpertsRecord, RanksRecord)
+}
+"""Kind of operation -> the record of its layers."""
+
+
+CRASHED, HUNG, FAILED = "crashed the measuring process", "hung the measuring process", "self-test"
+"""How the reason of a kernel begins that ended the process that measured it, gave it no answer, or computed something else."""
+
+
+def slug(text: str) -> str:
+    """Return a text as a part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48]
+
+
+class KernelRecord(BaseModel):
+    """A kernel that was asked to take part, such as an attention backend."""
 
     model_config = _STRICT
 
@@ -219,31 +357,35 @@ class BackendRecord(BaseModel):
 
     @property
     def usable(self) -> bool:
-        """Whether `auto` may take the backend."""
+        """Whether `auto` may take the kernel."""
         return self.available and not self.reason
 
 
 class Cell(BaseModel):
-    """One backend at one point, over one layout and block size. Only an answer that was right has a time."""
+    """One kernel at one point, over one layout and block size. Only an answer that was right has a time."""
 
     model_config = _STRICT
 
     phase: PhaseName
     case: str
-    """A case of headway.core.oracle.cases' grammar; for a generation, input_len and input_len + output_len of each request."""
+    """A case of headway.core.oracle.cases' grammar; for a generation, input_len and input_len + output_len of each request; the
+    number of rows, tokens or bytes."""
     batch: Count
-    query_len: Count
+    """Sequences; or rows, tokens or bytes."""
+    query_len: Count = 1
     """Mean over the sequences; of a generation the input's."""
-    kv_len: Count
-    """Mean over the sequences; of a generation input and output."""
-    backend: str
-    layout: str | None
+    kv_len: Count = 1
+    """Mean over the sequences; of a generation input and output; of a layer with a state as query_len."""
+    kernel: str
+    layout: str | None = None
     """None, as block_size: no cache is read, the time holds for all of them (a dense prefill)."""
-    block_size: Count | None
+    block_size: Count | None = None
+    """None with a layout: states lie in slots, not in blocks."""
     status: Status
     """tie: within the noise of the fastest, which is a tie then too. dropped: a clear loser, roughly timed or given up."""
     reason: str = ""
-    kernel: str = ""
+    variant: str = ""
+    """The kernel's own name for what ran."""
     graph: bool = False
     """Whether it was timed as the replay of a CUDA graph captured at the table's graph_len."""
     median_us: Microseconds | None = None
@@ -258,7 +400,7 @@ class Cell(BaseModel):
     host_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Host time of one layer's call; None on a CPU and in a graph."""
     between: bool = False
-    """Whether the point was added between neighbours of the grid, because the fastest backend is another at each of them."""
+    """Whether the point was added between neighbours of the grid, because the fastest kernel is another at each of them."""
     prior: bool = False
     """Whether the time was not measured here: it is a shipped table's, scaled by points that were. False in files of before
     2026-11-26."""
@@ -272,13 +414,15 @@ class Cell(BaseModel):
             raise ValueError(f"a cell that is {self.status} has no median_us: {self.median_us}")
         if not timed and self.status in ("ok", "tie"):
             raise ValueError(f"a cell that is {self.status} needs a median_us")
-        if self.median_us is not None and not (self.p20_us or 0) <= self.median_us <= (self.p80_us or 0):
+        spread = self.p20_us, self.p80_us
+        counted = spread == (None, None) and self.phase in COUNTED
+        if self.median_us is not None and not counted and not (spread[0] or 0) <= self.median_us <= (spread[1] or 0):
             raise ValueError(f"p20_us <= median_us <= p80_us: {self.p20_us}, {self.median_us}, {self.p80_us}")
         if (self.status in ("ok", "tie")) == bool(self.reason):
             raise ValueError(f"a cell has a reason if and only if it is neither ok nor tie: {self.status}, {self.reason!r}")
         if self.kv_len < self.query_len:
             raise ValueError(f"kv_len counts the new tokens too: query_len {self.query_len}, kv_len {self.kv_len}")
-        if (self.layout is None) != (self.block_size is None):
+        if (self.layout is None) != (self.block_size is None) and (self.layout is None or self.phase not in ("scan", "step")):
             raise ValueError(f"layout and block_size are both given or both null: {self.layout}, {self.block_size}")
         return self
 
@@ -316,8 +460,8 @@ class PriorRecord(BaseModel):
     disagreed: list[str] = []
     """The points among them at which it was wrong, with the reason. Around them nothing of it is taken."""
     corrected: list[str] = []
-    """The points among them at which some backends took longer or shorter than by it, with the factors: around them its times of
-    these backends are multiplied by those."""
+    """The points among them at which some kernels took longer or shorter than by it, with the factors: around them its times of
+    these kernels are multiplied by those."""
     device_scale: dict[PhaseName, Annotated[FiniteFloat, Field(gt=0)]] = {}
     """Phase -> the factor of its times on the device."""
     host_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
@@ -343,8 +487,10 @@ class CrossoverTable(BaseModel):
 
     model_config = _STRICT
 
-    schema_: Literal["headway.crossover/1"] = Field(default=SCHEMA, alias="schema")
-    level: Literal["kernel", "engine"]
+    schema_: Literal["headway.table/1"] = Field(default=SCHEMA, alias="schema")
+    kind: str = "attention"
+    """Kind of operation."""
+    level: Literal["kernel", "engine"] = "kernel"
     date: str
     """UTC, ISO 8601: the start of the (last) run."""
     command: str
@@ -359,30 +505,40 @@ class CrossoverTable(BaseModel):
     model: str = ""
     """Level engine."""
     device: DeviceIdentity
-    spec: SpecRecord
+    spec: SerializeAsAny[LayerRecord]
     graph_len: Count | None = None
     """kv_len at which decode graphs were captured; None: none were."""
     noise: Annotated[FiniteFloat, Field(ge=0, lt=1)]
-    """Relative spread of the times: below it a step keeps the backend in use."""
+    """Relative spread of the times: below it a step keeps the kernel in use."""
     prior: PriorRecord | None = None
     """Where cells that are marked so come from; None: all were measured here, as in files of before 2026-11-26."""
-    backends: list[BackendRecord]
+    kernels: list[KernelRecord]
     cells: list[Cell]
 
     @model_validator(mode="after")
     def _one_cell_each(self) -> Self:
+        if self.kind != self.spec.kind:
+            raise ValueError(f"spec: needs one of kind {self.kind}, got one of kind {self.spec.kind}")
         seen = set()
-        names = {backend.name for backend in self.backends}
+        names = {record.name for record in self.kernels}
         for number, cell in enumerate(self.cells):
-            key = (cell.point, cell.backend, cell.layout, cell.block_size)
+            key = (cell.point, cell.kernel, cell.layout, cell.block_size)
             if key in seen:
-                raise ValueError(f"cells.{number} is there twice: {cell.backend} at {cell.phase} {cell.case}")
-            if cell.backend not in names:
-                raise ValueError(f"cells.{number}: {cell.backend!r} is not in backends")
+                raise ValueError(f"cells.{number} is there twice: {cell.kernel} at {cell.phase} {cell.case}")
+            if cell.kernel not in names:
+                raise ValueError(f"cells.{number}: {cell.kernel!r} is not in kernels")
+            if cell.phase not in self.spec.phases:
+                raise ValueError(f"cells.{number}: phase {cell.phase} in a table of kind {self.kind}")
             if (cell.phase == "generate") != (self.level == "engine"):
                 raise ValueError(f"cells.{number}: phase {cell.phase} in a table of level {self.level}")
             seen.add(key)
         return self
+
+    @property
+    def attention(self) -> SpecRecord:
+        """The layer of a table of attention."""
+        assert isinstance(self.spec, SpecRecord)
+        return self.spec
 
     @property
     def title(self) -> str:
@@ -392,12 +548,12 @@ class CrossoverTable(BaseModel):
 
 
 def without_refusals(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells of one point, without the unplaced ones that only say why a backend has no time, where the same backend has another.
+    """Cells of one point, without the unplaced ones that only say why a kernel has no time, where the same kernel has another.
 
     Such a cell speaks for the layouts of the run that wrote it; a cell with a layout, or with a time, says more.
     """
-    told = {cell.backend for cell in cells if cell.layout is not None or cell.median_us is not None}
-    return [cell for cell in cells if cell.layout is not None or cell.median_us is not None or cell.backend not in told]
+    told = {cell.kernel for cell in cells if cell.layout is not None or cell.median_us is not None}
+    return [cell for cell in cells if cell.layout is not None or cell.median_us is not None or cell.kernel not in told]
 
 
 def points(cells: Sequence[Cell]) -> dict[PointKey, list[Cell]]:
@@ -406,131 +562,3 @@ def points(cells: Sequence[Cell]) -> dict[PointKey, list[Cell]]:
     for cell in cells:
         found.setdefault(cell.point, []).append(cell)
     return found
-
-
-STATE_SCHEMA: Final = "headway.states/1"
-Verb = Literal["scan", "step"]
-_Size = Annotated[int, Field(ge=0)]
-
-
-class StateSpecRecord(BaseModel):
-    """The part of a StateSpec that times depend on; factors such as its scale take none."""
-
-    model_config = _STRICT
-    named: ClassVar[str] = "layer with a state"
-
-    recurrence: str
-    """`StateSpec.kind`."""
-    num_heads: _Size
-    num_key_heads: _Size
-    key_dim: _Size
-    value_dim: _Size
-    conv_channels: _Size
-    conv_width: _Size
-    activation: Literal["silu", "none"]
-    dtype: Literal["float32", "bfloat16", "float16"]
-    state_dtype: Literal["float32", "bfloat16", "float16"]
-    qk_norm: bool
-
-    @classmethod
-    def of(cls, spec: StateSpec) -> StateSpecRecord:
-        """A layer as a record; its device stands elsewhere."""
-        from headway.core.contract.spec import DTYPE_NAMES
-
-        sizes = ("num_heads", "num_key_heads", "key_dim", "value_dim", "conv_channels", "conv_width", "activation", "qk_norm")
-        dtypes = {name: DTYPE_NAMES[getattr(spec, name)] for name in ("dtype", "state_dtype")}
-        return cls.model_validate({name: getattr(spec, name) for name in sizes} | dtypes | {"recurrence": spec.kind})
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What times depend on."""
-        return tuple(self.model_dump().values())
-
-    def __str__(self) -> str:
-        conv = f"convolution of {self.conv_channels} x {self.conv_width}" if self.conv_channels else ""
-        if not self.num_heads:
-            return f"{conv} {self.dtype}"
-        heads = f"{self.recurrence} {self.num_heads}/{self.num_key_heads} heads x {self.key_dim}/{self.value_dim} {self.dtype}"
-        return f"{heads}, {self.state_dtype} states{f', {conv}' if conv else ''}"
-
-
-class MeasuredState(BaseModel):
-    """One backend at one point over one layout of states. Only an answer that was right has a time."""
-
-    model_config = _STRICT
-
-    verb: Verb
-    batch: Count
-    query_len: Count
-    """New tokens of each sequence."""
-    backend: str
-    layout: str
-    convolution: str = ""
-    """The backend that applied the convolution, where that was another."""
-    status: Literal["ok", "dropped", "incorrect", "error", "oom"]
-    """dropped: a clear loser, roughly timed."""
-    reason: str = ""
-    graph: bool = False
-    """Whether it was timed as the replay of a CUDA graph."""
-    median_us: Microseconds | None = None
-    """One layer's call."""
-    p20_us: Microseconds | None = None
-    p80_us: Microseconds | None = None
-    drift: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    plan_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Host time of a step's plan, shared by the layers; None in a graph."""
-    host_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Host time of one layer's call; None on a CPU and in a graph."""
-    relative_error: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Against float64, the larger of that of the output and that of the states."""
-
-    @model_validator(mode="after")
-    def _times_belong_to_right_answers(self) -> Self:
-        timed = self.median_us is not None
-        if timed != (self.status in ("ok", "dropped")):
-            raise ValueError(f"a cell has a median_us if and only if it is ok or dropped: {self.status}, {self.median_us}")
-        if (self.status == "ok") == bool(self.reason):
-            raise ValueError(f"a cell has a reason if and only if it is not ok: {self.status}, {self.reason!r}")
-        return self
-
-    @property
-    def point(self) -> tuple[Verb, int, int]:
-        """What was measured: (verb, sequences, new tokens of each)."""
-        return self.verb, self.batch, self.query_len
-
-    @property
-    def layer_us(self) -> float | None:
-        """What a layer costs a step: the slower of device and host."""
-        return None if self.median_us is None else max(self.median_us, self.host_us or 0.0)
-
-
-class StateTable(BaseModel):
-    """One run: one device, one kind of layer with a state."""
-
-    model_config = _STRICT
-
-    schema_: Literal["headway.states/1"] = Field(default=STATE_SCHEMA, alias="schema")
-    date: str
-    """UTC, ISO 8601: the start of the (last) run."""
-    command: str
-    origin: Origin | None = None
-    busy: str = ""
-    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
-    complete: bool
-    """False: the run was interrupted, or its budget ended; the next start goes on."""
-    device: DeviceIdentity
-    spec: StateSpecRecord
-    backends: list[BackendRecord]
-    cells: list[MeasuredState]
-
-    @model_validator(mode="after")
-    def _one_cell_each(self) -> Self:
-        seen, names = set(), {backend.name for backend in self.backends}
-        for number, cell in enumerate(self.cells):
-            key = (cell.point, cell.backend, cell.layout)
-            if key in seen:
-                raise ValueError(f"cells.{number} is there twice: {cell.backend} at {cell.verb} {cell.batch}x{cell.query_len}")
-            if cell.backend not in names:
-                raise ValueError(f"cells.{number}: {cell.backend!r} is not in backends")
-            seen.add(key)
-        return self

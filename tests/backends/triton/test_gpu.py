@@ -16,7 +16,7 @@ from headway.core.contract.layout import NHD, CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import make_case, parse_case, reference, relative_error, run_backend
 from headway.registry import Registry
-from headway.tuning.measure.graph_replay import captures, graph_contender
+from headway.tuning.measure.contender import captures, graph_contender
 
 pytest.importorskip("triton")
 try:

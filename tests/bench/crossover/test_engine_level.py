@@ -72,13 +72,13 @@ def test_generations_are_timed_through_each_backend(model: Path, registry: Regis
     assert table.complete
     assert (table.level, table.model) == ("engine", str(model))
     assert (table.spec.num_heads, table.spec.head_dim) == (4, 8)
-    assert {(cell.backend, cell.case) for cell in table.cells} == {
+    assert {(cell.kernel, cell.case) for cell in table.cells} == {
         (name, case) for name in ("sdpa", "sdpa.math", "auto") for case in ("1q4s8", "2q4s8")
     }
     for cell in table.cells:
         assert cell.status in ("ok", "tie"), cell.reason
         assert cell.tokens_per_second == pytest.approx(cell.batch * 4 / cell.median_us * 1e6)
-        assert "sdpa" in cell.kernel
+        assert "sdpa" in cell.variant
     assert read_table(path) == table
 
 
@@ -95,7 +95,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 @pytest.mark.slow
 def test_a_process_that_dies_costs_its_cell_and_the_next_one_goes_on(model: Path, faulty: Registry) -> None:
     table = run_engine_level(options(model, cases=["2q4s8", "1q4s8"], backends=["dies", "sdpa"]), faulty)
-    found = {(cell.backend, cell.batch): cell for cell in table.cells}
+    found = {(cell.kernel, cell.batch): cell for cell in table.cells}
     assert found["dies", 2].status == "error"
     assert "exited with code 7" in found["dies", 2].reason
     assert found["dies", 1].status in ("ok", "tie")  # with sdpa, which does the same work
@@ -150,7 +150,7 @@ def test_an_interrupt_keeps_what_is_done_and_a_later_run_goes_on(
 
     monkeypatch.setattr(engine_level, "save", interrupting)
     first = run_engine_level(wanted, registry)
-    assert [(cell.backend, cell.case) for cell in first.cells] == [("sdpa", "1q4s8")]
+    assert [(cell.kernel, cell.case) for cell in first.cells] == [("sdpa", "1q4s8")]
     assert not first.complete
     asked: list[list[str]] = []
 

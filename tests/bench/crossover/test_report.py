@@ -15,7 +15,7 @@ from rich.console import Console
 from headway.bench.crossover.export import export
 from headway.bench.crossover.report import print_view, speedup, to_csv, to_markdown, to_plain, view
 from headway.core.contract.errors import ConfigError
-from headway.tuning.table.schema import BackendRecord, CrossoverTable
+from headway.tuning.table.schema import CrossoverTable, KernelRecord
 from tables import a_cell, a_table
 
 
@@ -23,13 +23,13 @@ def crossing() -> CrossoverTable:
     """a wins the short length, b the long one; c is out of memory there, d ties with a, <e> is a backend with a rude name."""
     rows = {64: {"a": 10.0, "b": 30.0, "c": 50.0, "d": 10.05}, 4096: {"a": 200.0, "b": 100.0, "d": 300.0}}
     cells = [
-        a_cell(us, backend=name, case=f"2q1s{kv_len}", kv_len=kv_len, batch=2)
+        a_cell(us, kernel=name, case=f"2q1s{kv_len}", kv_len=kv_len, batch=2)
         for kv_len, times in rows.items()
         for name, us in times.items()
     ]
-    cells.append(a_cell(None, backend="c", case="2q1s4096", kv_len=4096, batch=2, status="oom", reason="too <large>"))
-    cells.append(a_cell(60.0, backend="<e>", case="2q1s64", batch=2, status="dropped", reason="6 times"))
-    cells.append(a_cell(7.0, backend="a", case="1q32", phase="prefill", query_len=32, kv_len=32, layout=None, block_size=None))
+    cells.append(a_cell(None, kernel="c", case="2q1s4096", kv_len=4096, batch=2, status="oom", reason="too <large>"))
+    cells.append(a_cell(60.0, kernel="<e>", case="2q1s64", batch=2, status="dropped", reason="6 times"))
+    cells.append(a_cell(7.0, kernel="a", case="1q32", phase="prefill", query_len=32, kv_len=32, layout=None, block_size=None))
     return a_table(*cells)
 
 
@@ -60,7 +60,7 @@ def test_the_terminal_shows_blocks_columns_and_why_a_cell_has_no_time() -> None:
 
 def test_the_rule_of_a_tie_is_the_one_that_is_printed() -> None:
     wide = {"p20_us": 4000.0, "p80_us": 9000.0}
-    text = text_of(a_table(a_cell(4600.0, **wide), a_cell(7685.0, backend="b", **wide), noise=0.058))
+    text = text_of(a_table(a_cell(4600.0, **wide), a_cell(7685.0, kernel="b", **wide), noise=0.058))
     assert " = " not in text
     assert "1.67x" in text
     assert "differ by less than 1%, or by less than 10% with ranges (p20 to p80) that overlap" in text
@@ -71,7 +71,7 @@ def test_a_run_on_a_busy_machine_says_so() -> None:
     assert "busy machine" not in steady
     assert "not steady" not in steady
     text = text_of(
-        a_table(a_cell(drift=0.9), a_cell(20.0, backend="b", drift=0.1), busy="other processes kept 2.0 of 2 cores busy")
+        a_table(a_cell(drift=0.9), a_cell(20.0, kernel="b", drift=0.1), busy="other processes kept 2.0 of 2 cores busy")
     )
     assert "measured on a busy machine, other processes kept 2.0 of 2 cores busy" in text
     assert "disagree by more than 25% in 1 of 2 cells (most by 90%: a, decode 1q1s64)" in text
@@ -79,7 +79,7 @@ def test_a_run_on_a_busy_machine_says_so() -> None:
 
 def test_a_narrow_terminal_gets_the_two_fastest_of_each_row_uncut() -> None:
     names = [f"a_longer_name_{number}" for number in range(4)]
-    table = a_table(*(a_cell(10.0 * (number + 1), backend=name) for number, name in enumerate(names)))
+    table = a_table(*(a_cell(10.0 * (number + 1), kernel=name) for number, name in enumerate(names)))
     text = text_of(table, width=80)
     row = next(line for line in text.splitlines() if line.strip().startswith("64 "))
     assert row.split() == ["64", names[0], "10.0", names[1], "20.0", "2.00x"]
@@ -98,7 +98,7 @@ def test_the_view_as_plain_data_holds_every_row() -> None:
 
 def test_generations_are_shown_as_tokens_a_second() -> None:
     cells = [
-        a_cell(us, phase="generate", case="4q8s16", batch=4, query_len=8, kv_len=16, layout=None, block_size=None, backend=name)
+        a_cell(us, phase="generate", case="4q8s16", batch=4, query_len=8, kv_len=16, layout=None, block_size=None, kernel=name)
         for name, us in (("a", 1e6), ("b", 0.5e6))
     ]
     text = text_of(a_table(*cells, level="engine", model="m"))
@@ -126,7 +126,7 @@ def test_csv_holds_every_cell() -> None:
     table = crossing()
     rows = list(csv.DictReader(io.StringIO(to_csv(table))))
     assert len(rows) == len(table.cells)
-    assert rows[0]["backend"] == "a"
+    assert rows[0]["kernel"] == "a"
     assert float(rows[0]["median_us"]) == 10.0
     assert rows[-1]["layout"] == ""
 
@@ -159,10 +159,10 @@ def test_an_unknown_form_or_a_folder_that_cannot_be_written_is_refused(tmp_path:
 
 def test_who_takes_no_part_is_named() -> None:
     records = [
-        BackendRecord(name="a", owner="x", available=True),
-        BackendRecord(name="z", owner="x", available=False, reason="no GPU"),
+        KernelRecord(name="a", owner="x", available=True),
+        KernelRecord(name="z", owner="x", available=False, reason="no GPU"),
     ]
-    table = a_table(a_cell(), backends=records)
+    table = a_table(a_cell(), kernels=records)
     short = text_of(table)
     assert "z takes no part" not in short
     assert "not listed: 1 backends that could not run where this was measured (--all)" in short
@@ -170,8 +170,8 @@ def test_who_takes_no_part_is_named() -> None:
     print_view(view(table), console, all_backends=True)
     assert "z takes no part: no GPU" in console.file.getvalue()
     assert "z takes no part: no GPU" in to_plain(view(table))["notes"]
-    records[1] = BackendRecord(name="z", owner="x", available=True, reason="self-test: decode is wrong")
-    assert "z takes no part: self-test: decode is wrong" in text_of(a_table(a_cell(), backends=records))
+    records[1] = KernelRecord(name="z", owner="x", available=True, reason="self-test: decode is wrong")
+    assert "z takes no part: self-test: decode is wrong" in text_of(a_table(a_cell(), kernels=records))
 
 
 def test_a_summary_comes_first_and_every_mark_is_explained() -> None:

@@ -9,7 +9,7 @@ from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.run import CrossoverOptions
 from headway.tuning.measure.timing import InterleavedTimer
-from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, DeviceIdentity, SpecRecord
+from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, KernelRecord, SpecRecord
 
 SPEC = AttentionSpec(4, 2, 32, 32**-0.5)
 QUICK = InterleavedTimer(rounds=1, round_ms=0.0, min_runs=3)
@@ -23,7 +23,7 @@ POINTS = [
 
 def a_cell(us: float | None = 10.0, **changes: object) -> Cell:
     """A decode cell of backend "a"; with us None it has no time."""
-    found: dict[str, object] = {"phase": "decode", "case": "1q1s64", "batch": 1, "query_len": 1, "kv_len": 64, "backend": "a"}
+    found: dict[str, object] = {"phase": "decode", "case": "1q1s64", "batch": 1, "query_len": 1, "kv_len": 64, "kernel": "a"}
     found |= {"layout": "nhd", "block_size": 16, "status": "ok"}
     if us is not None:
         found |= {"median_us": us, "p20_us": 0.99 * us, "p80_us": 1.01 * us, "plan_us": 1.0}
@@ -40,11 +40,11 @@ def a_device(**changes: object) -> DeviceIdentity:
 def a_table(*cells: Cell, **changes: object) -> CrossoverTable:
     """A table of these cells; without any, of two backends that cross between two lengths."""
     cells = cells or tuple(
-        a_cell(us, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len)
+        a_cell(us, kernel=name, case=f"1q1s{kv_len}", kv_len=kv_len)
         for kv_len, times in ((64, (10.0, 30.0)), (4096, (200.0, 100.0)))
         for name, us in zip("ab", times, strict=True)
     )
-    names = dict.fromkeys(cell.backend for cell in cells)
+    names = dict.fromkeys(cell.kernel for cell in cells)
     found: dict[str, object] = {
         "level": "kernel",
         "date": "2026-11-21T10:00:00+00:00",
@@ -53,7 +53,7 @@ def a_table(*cells: Cell, **changes: object) -> CrossoverTable:
         "device": a_device(),
         "spec": SpecRecord.of(SPEC),
         "noise": 0.02,
-        "backends": [BackendRecord(name=name, owner="built-in", available=True) for name in names],
+        "kernels": [KernelRecord(name=name, owner="built-in", available=True) for name in names],
         "cells": list(cells),
     }
     return CrossoverTable(**(found | changes))
@@ -81,6 +81,6 @@ def a_page_table() -> CrossoverTable:
         for name, us in found.items():
             for phase, new in (("decode", 1), ("prefill", length), ("extend", length // 2)):
                 for batch in (1, 4):
-                    lengths = {"phase": phase, "batch": batch, "query_len": new, "kv_len": length, "backend": name}
+                    lengths = {"phase": phase, "batch": batch, "query_len": new, "kv_len": length, "kernel": name}
                     cells.append(a_cell(us * batch, case=f"{batch}q{new}s{length}", **lengths))
     return a_table(*cells, spec=SpecRecord.of(spec))

@@ -1,0 +1,233 @@
+"""The table of a layer at a start: a stored one that fits, else a shipped one that is checked, else one that is measured.
+
+The same for every kind of operation. A faulty or stale table never ends a start: it is logged with the line or the difference.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from headway.core.contract.errors import ConfigError
+from headway.core.system.json_files import write_json
+from headway.tuning.measure.points import Point
+from headway.tuning.measure.prior_check import adopt, check_points
+from headway.tuning.measure.timing import MOST_COMPILING
+from headway.tuning.table.compare import differences, remarks
+from headway.tuning.table.files import Prior, TableError, find_prior, stored_table, table_path
+from headway.tuning.table.schema import CRASHED, FAILED, HUNG, CountedRecord, CrossoverTable, DeviceIdentity, LayerRecord, points
+
+log = logging.getLogger("headway")
+_NEEDED_LEVEL = {"attention": 1, "state": 0}
+"""Level of the grid up to which points are needed: a table that lacks one of them is completed at the next start."""
+
+
+@dataclass(frozen=True)
+class TunedLayer(ABC):
+    """A layer whose kernels are measured, and everything that a table must hold of it."""
+
+    record: LayerRecord
+    device: DeviceIdentity
+    kernels: Sequence[str]
+    """Names of the kernels that can run here."""
+    wanted: Sequence[Point]
+    """Points of the grid."""
+
+    @property
+    def owners(self) -> Mapping[str, tuple[str, str]]:
+        """(distribution, version) of each kernel that is registered; see `differences`."""
+        return {}
+
+    @cached_property
+    def stored(self) -> CrossoverTable | None:
+        """The stored table, if it can be used here; the log says why not."""
+        return usable_table(self.record, self.device, self.kernels, self.owners)
+
+    @cached_property
+    def prior(self) -> Prior | None:
+        """The shipped table, if there is one that can be used; the log says what differs where it was measured.
+
+        Along one axis a few points say nothing of a kernel that wins between them: there a table must know all kernels.
+        """
+        try:
+            prior = find_prior(self.device, self.record, self.owners)
+        except TableError as error:
+            log.warning("shipped table not used: %s", error)
+            return None
+        if prior is None:
+            return None
+        unknown = prior.unknown(self.kernels) if isinstance(self.record, CountedRecord) else []
+        if unknown:
+            log.info("auto: %s: the %s is not used: %s not in it", self.record, prior.record().made, ", ".join(unknown))
+            return None
+        differs = f"; it differs in {'; '.join(prior.differs)}" if prior.differs else ""
+        log.info("auto: %s: found the %s%s", self.record, prior.record().made, differs)
+        return prior
+
+    @abstractmethod
+    def measure(
+        self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
+    ) -> CrossoverTable | None:
+        """Measure points, and store and return the table; None if nothing could be measured.
+
+        old: the stored table that fits, which is returned if nothing can be measured. resume: complete it. prior: the shipped
+        table that the points check, so that only kernels that may win are measured; None measures all.
+        """
+
+    def missed(self, unknown: Collection[str]) -> list[str]:
+        """Return the kernels of `unknown` for which a shipped table that lacks them may not be used unchecked."""
+        return list(unknown)
+
+    def repaired(self, table: CrossoverTable) -> list[str]:
+        """Return the kernels that failed in a table and whose plugin has other files now."""
+        return []
+
+
+def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
+    """Return the table of a layer, measured or completed if needed; None if there is none.
+
+    seconds: how long may be measured; 0 measures nothing.
+    """
+    table, path = layer.stored, table_path(layer.device, layer.record)
+    repaired = layer.repaired(table) if table is not None and seconds > 0 else []
+    if table is None:
+        return _first(layer, seconds)
+    if seconds <= 0 or (not table.cut_short and not repaired and suffices(table, layer)):
+        return used_table(layer, table, path)
+    if repaired:
+        text = "crossover table %s: %s failed in it, and its plugin's files are others now: it is measured again"
+        log.warning(text, path, ", ".join(repaired))
+    _announce(layer, seconds, None if repaired else table)
+    return layer.measure(layer.wanted, seconds, table, resume=not repaired)
+
+
+def first_points(layer: TunedLayer) -> Sequence[Point]:
+    """Return the points that a start measures first: none beside a stored table, those that check a shipped one, or all."""
+    if layer.stored is not None:
+        return ()
+    return layer.wanted if layer.prior is None else check_points(layer.prior.table, layer.wanted, layer.kernels)
+
+
+def usable_table(
+    record: LayerRecord, device: DeviceIdentity, kernels: Sequence[str], owners: Mapping[str, tuple[str, str]] | None = None
+) -> CrossoverTable | None:
+    """Return the stored table of a layer if it can be used here; the log says why not. The arguments: as in `TunedLayer`."""
+    try:
+        table = stored_table(device, record)
+    except TableError as error:
+        log.warning("crossover table not used: %s", error)
+        return None
+    if table is None:
+        return None
+    reasons = misfits(table, device, record, owners)
+    known = {each.name for each in table.kernels if each.available}
+    new = [name for name in kernels if name not in known]
+    if new:  # a kernel installed since then: the table would never let it be chosen
+        reasons.append(f"{record.kernels}: {', '.join(new)} not in it")
+    if reasons:
+        log.warning("crossover table %s not used: %s", table_path(device, record), "; ".join(reasons))
+    return None if reasons else table
+
+
+def misfits(
+    table: CrossoverTable, device: DeviceIdentity, record: LayerRecord, owners: Mapping[str, tuple[str, str]] | None = None
+) -> list[str]:
+    """Return why a table's times are not those of a layer here."""
+    found = differences(table, device, record, owners)
+    reasons = [f"{reason.what}: measured with {reason.need}, here is {reason.got}" for reason in found]
+    return reasons if table.level == "kernel" else [*reasons, "level: auto needs a table of level kernel"]
+
+
+def suffices(table: CrossoverTable, layer: TunedLayer) -> bool:
+    """Return whether later starts measure nothing more: what the choice needs is there; on a CPU, attention in each phase.
+
+    There the first start measures for its budget and no later one does, however few points a busy machine reached.
+    """
+    measured = {cell.point for cell in table.cells}
+    if layer.device.type == "cpu" and table.kind == "attention":
+        return table.complete or {phase for phase, _ in measured} >= {point.phase for point in layer.wanted}
+    most = _NEEDED_LEVEL.get(table.kind, 0)
+    return table.complete or all(point.key in measured for point in layer.wanted if point.level <= most)
+
+
+def tell_left_out(layer: TunedLayer, table: CrossoverTable, stored: bool = False) -> None:
+    """Log which kernels that can run here take no part.
+
+    stored: the table was measured by an earlier start: a kernel that failed is named at each start, one that does not support the
+    layer only at the first.
+    """
+    for record in table.kernels:
+        failed = record.reason.startswith((CRASHED, HUNG, FAILED))
+        if record.name in layer.kernels and not record.usable and (failed or not stored):
+            log.warning("auto leaves out %s: %s", record.name, record.reason)
+
+
+def used_table(layer: TunedLayer, table: CrossoverTable, path: Path) -> CrossoverTable:
+    """Return a table that is used as it is; the log says what is worth knowing of it."""
+    tell_left_out(layer, table, stored=True)
+    for line in remarks(table, layer.device, layer.kernels):
+        log.info("crossover table %s: %s", path, line)
+    if table.cut_short:
+        log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
+    return table
+
+
+def _first(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
+    """Return the table of a layer of which nothing is stored: a shipped one that was checked, or one measured in full."""
+    prior = layer.prior
+    if seconds <= 0:
+        missed = [] if prior is None else layer.missed(prior.unknown(layer.kernels))
+        if missed:
+            log.info("auto: the shipped table is not used unchecked: %s not in it", ", ".join(missed))
+        return None if prior is None or missed else prior.unchecked()
+    if prior is not None:
+        return _checked(layer, prior, seconds)
+    _announce(layer, seconds, None)
+    return layer.measure(layer.wanted, seconds, None, resume=False)
+
+
+def _checked(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable | None:
+    """Measure a few points of a shipped table, take what agrees with them, and measure the rest as far as time allows."""
+    wanted = layer.wanted
+    asked = check_points(prior.table, wanted, layer.kernels)
+    if not asked:
+        log.warning("auto: %s has no times of what can run here: it is not used", prior.path.name)
+        return layer.measure(wanted, seconds, None, resume=False)
+    text = "auto: checking the shipped table for %s at %d points, some seconds, once; --no-autotune does without"
+    log.warning(text, prior.table.spec, len(asked))
+    began = time.perf_counter()
+    here = layer.measure(asked, seconds, None, resume=False, prior=prior)
+    took = time.perf_counter() - began
+    if here is None:
+        return None
+    table = adopt(prior, here, asked, wanted)
+    try:
+        write_json(table, table_path(layer.device, layer.record))
+    except ConfigError as error:
+        log.warning("auto: the crossover table is not kept: %s", error)
+        return table
+    assert table.prior is not None
+    for line in table.prior.disagreed:
+        log.info("auto: the shipped table is not used around %s", line)
+    for line in table.prior.corrected:
+        log.info("auto: the shipped table is corrected around %s", line)
+    known = {cell.point for cell in table.cells}
+    missing = [point for point in wanted if point.key not in known]
+    taken = len({cell.point for cell in table.cells if cell.prior})
+    log.info("auto: %d points are the shipped table's, %d were measured here, %d lack", taken, len(known) - taken, len(missing))
+    # What is missing of a whole measurement takes its part of the time of one, or all that the check has left.
+    left = max(seconds * len(missing) / len(wanted), seconds - took)
+    return layer.measure(missing, left, table, resume=True) if missing else table
+
+
+def _announce(layer: TunedLayer, seconds: float, old: CrossoverTable | None) -> None:
+    lacks = "was cut short" if old is not None and old.cut_short else "lacks others"
+    what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and {lacks}: measuring"
+    compiling = f", and up to {MOST_COMPILING * seconds:.0f} s more where kernels must be compiled"
+    text = "auto: %s the %s for %s, about %.0f s%s, once; --no-autotune does without"
+    log.warning(text, what, layer.record.kernels, layer.record, seconds, compiling if layer.device.type == "cuda" else "")

@@ -1,0 +1,487 @@
+"""What differs between measuring attention and layers with a state: how a point becomes a call, and what answers must be."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import AttentionBackend, make_backend
+from headway.core.contract.kernel import GraphLevel
+from headway.core.contract.layout import CacheGeometry, CacheWriter
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.operation import ATTENTION, STATE, OperationKind
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateBackend, StateLayout, StateSpec
+from headway.core.contract.support import Support
+from headway.core.oracle.cases import Case, reference, relative_error
+from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
+from headway.core.oracle.state_reference import SequenceState, StateAnswer, advance, answer, state_of
+from headway.core.select.costs import NO_BLOCKS
+from headway.core.select.selection import Placement
+from headway.core.select.selector import VERBS, StateCandidates
+from headway.registry import Registry
+from headway.tuning.measure import self_test as selftest
+from headway.tuning.measure.contender import (
+    Contender,
+    GuardedInputs,
+    InputsChangedError,
+    backend_contender,
+    captured,
+    captures,
+    graph_contender,
+    run_layer,
+    worst_case,
+)
+from headway.tuning.measure.points import Point, grid, state_grid
+from headway.tuning.measure.workloads import VERIFY_QUERY_LEN, Pair, build_case
+from headway.tuning.table.convert import CORE_PHASE
+from headway.tuning.table.schema import FAILED, LayerRecord, PhaseName, SpecRecord, StateSpecRecord
+
+_LARGE = 2**30
+"""Bytes of a cache that must be gone before the next one is made."""
+_CONTEXT = 1024
+"""Cached tokens of a sequence that decodes; a state's size does not depend on them."""
+_CHECKED = 16
+"""Tokens of the first and of the last sequence that are held to float64 at every point."""
+
+
+class PointInputs(ABC):
+    """The step of a point over one layout and block size, and its answer in float64."""
+
+    expected: Any
+    """The answer, for the same point over other layouts."""
+    large: bool
+    """Whether its memory must be gone before another is made."""
+
+    @abstractmethod
+    def contender(self, name: str) -> tuple[Contender, bool]:
+        """Return a kernel made ready, and whether its call is a graph's replay."""
+
+    @abstractmethod
+    def check(self, with_cache: bool = True) -> None:
+        """Check that kernels have changed nothing that they may only read; see `GuardedInputs.check`."""
+
+
+@dataclass(frozen=True)
+class MeasuredKind(ABC):
+    """A layer of one kind of operation whose kernels are measured at the points of a grid."""
+
+    registry: Registry
+    spec: Any
+    graph_len: int
+    seed: int = 0
+    kind: ClassVar[OperationKind]
+    each_phase: ClassVar[bool]
+    """Whether every run measures a point of each phase, however short the time is."""
+
+    @property
+    @abstractmethod
+    def record(self) -> LayerRecord:
+        """The layer as a table names it."""
+
+    @property
+    @abstractmethod
+    def grid(self) -> list[Point]:
+        """The device's usual points."""
+
+    @abstractmethod
+    def pairs(self, layouts: Sequence[str] | None, block_sizes: Sequence[int | None]) -> list[Pair]:
+        """Return the layouts and block sizes to measure. layouts: None means all."""
+
+    @abstractmethod
+    def supports(self, name: str, pair: Pair, phase: Phase) -> Support:
+        """Return whether a kernel supports the layer."""
+
+    def place(self, name: str, phase: Phase, pair: Pair) -> Pair | None:
+        """Return where a time of a kernel belongs; None if it reads no cache, so that one measurement holds for all of them."""
+        return pair
+
+    @abstractmethod
+    def fault(self, name: str, pairs: Sequence[Pair]) -> str:
+        """Return why a kernel must not be used for the layer; empty if its self-test passes."""
+
+    @abstractmethod
+    def inputs(self, point: Point, pair: Pair, expected: Any) -> PointInputs:
+        """Return the step of a point. expected: of the same point over another layout; None for the first."""
+
+    @abstractmethod
+    def compile(
+        self, points: Sequence[Point], names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Collection[str]]
+    ) -> None:
+        """Launch the self-test and the points of kernels, so that everything is compiled. What raises is left to the measurement.
+
+        given_up: kernels that are not measured in a phase.
+        """
+
+    def replays(self, name: str) -> bool:
+        """Return whether decodes of a kernel are timed as replays of a graph of the longest length."""
+        return False
+
+
+GRAPH_LEN = 32768
+"""Longest context for which decode graphs are captured, as in an engine of max_model_len 32,768."""
+
+
+def measured_kind(registry: Registry, spec: AttentionSpec | StateSpec, graph_len: int = GRAPH_LEN, seed: int = 0) -> MeasuredKind:
+    """Return what is measured of a layer."""
+    return (MeasuredAttention if isinstance(spec, AttentionSpec) else MeasuredStates)(registry, spec, graph_len, seed)
+
+
+def kind_of(spec: AttentionSpec | StateSpec) -> OperationKind:
+    """Return the kind of operation of a layer."""
+    return ATTENTION if isinstance(spec, AttentionSpec) else STATE
+
+
+class MeasuredAttention(MeasuredKind):
+    """A layer of attention: a cache in blocks, filled the same for every layout and block size."""
+
+    kind = ATTENTION
+    each_phase = False
+
+    @property
+    def record(self) -> SpecRecord:
+        """See `MeasuredKind`."""
+        return SpecRecord.of(self.spec)
+
+    @property
+    def grid(self) -> list[Point]:
+        """See `MeasuredKind`."""
+        return grid(self.spec.device.type)
+
+    def pairs(self, layouts: Sequence[str] | None, block_sizes: Sequence[int | None]) -> list[Pair]:
+        """See `MeasuredKind`."""
+        found = [self.registry.layout(name).layout for name in layouts or self.registry.layouts]
+        return list(dict.fromkeys((layout, size) for size in block_sizes for layout in found))
+
+    def supports(self, name: str, pair: Pair, phase: Phase) -> Support:
+        """See `MeasuredKind`."""
+        return self.registry.supports(name, self.spec, pair[0], pair[1], phase)
+
+    def place(self, name: str, phase: Phase, pair: Pair) -> Pair | None:
+        """See `MeasuredKind`."""
+        return None if phase is Phase.PREFILL and self.registry.backend(name).capabilities.dense_prefill else pair
+
+    def replays(self, name: str) -> bool:
+        """See `MeasuredKind`."""
+        return bool(self.registry.backend(name).captures())
+
+    def fault(self, name: str, pairs: Sequence[Pair]) -> str:
+        """See `MeasuredKind`."""
+        return selftest.self_test(self.registry, name, self.spec, pairs)
+
+    def inputs(self, point: Point, pair: Pair, expected: Tensor | None) -> AttentionInputs:
+        """See `MeasuredKind`."""
+        return AttentionInputs(self, point, pair, expected)
+
+    def compile(
+        self, points: Sequence[Point], names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Collection[str]]
+    ) -> None:
+        """See `MeasuredKind`: over a cache of one block that all sequences share.
+
+        A backend whose launches run all the same has nothing to be compiled, and is left after its first.
+        """
+        selftest.launch(self.registry, names, self.spec, pairs)
+        for pair in pairs:
+            for name in names:
+                self._compile([point for point in points if name not in given_up.get(point.phase, ())], name, pair)
+
+    def _compile(self, points: Sequence[Point], name: str, pair: Pair) -> None:
+        made = None
+        for point in points:
+            if not self.supports(name, pair, CORE_PHASE[point.phase]):
+                continue
+            with suppress(Exception):
+                made = made or self.instance(name, pair)
+                if not self._launches_nothing(made, point, pair):
+                    return
+
+    def _launches_nothing(self, backend: AttentionBackend, point: Point, pair: Pair) -> bool:
+        """Plan and launch a point, and return whether its output is as it was before."""
+        case = self._empty(point, pair)
+        out = case.q.new_full((*case.q.shape[:2], self.spec.v_head_dim), math.nan)
+        if captures(backend, case):
+            plan = backend.plan_for_capture(worst_case(case.metadata, max(self.graph_len, point.kv_len)))
+        else:
+            plan = backend.plan(case.metadata)
+        run_layer(backend, case, plan, out, self.writer(point, pair))
+        return bool(out[:1].isnan().all())
+
+    def _empty(self, point: Point, pair: Pair) -> Case:
+        """Return the point's step, of numbers that mean nothing."""
+        spec, (layout, block_size) = self.spec, pair
+        lens = point.work(spec).lens
+        tables = [[0] * -(-kv_len // block_size) for _, kv_len in lens]
+        context_lens = [kv_len - query_len for query_len, kv_len in lens]
+        longest = VERIFY_QUERY_LEN if CORE_PHASE[point.phase] is Phase.DECODE else 1
+        query_lens = [query_len for query_len, _ in lens]
+        metadata = AttentionMetadata.build(query_lens, context_lens, tables, block_size, spec.device, longest)
+        cache = layout.allocate(CacheGeometry.of(spec, 1, block_size), spec.k_scale, spec.v_scale)
+        q = torch.zeros((metadata.num_tokens, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
+        k = q.new_zeros((metadata.num_tokens, spec.num_kv_heads, spec.head_dim))
+        v = k[..., : spec.v_head_dim] if spec.value_in_key else q.new_zeros((*k.shape[:2], spec.v_head_dim))
+        return Case(spec, metadata, cache, q, k, v)
+
+    def instance(self, name: str, pair: Pair) -> AttentionBackend:
+        """Return an instance of a backend."""
+        return make_backend(self.registry.backend(name), self.spec, pair[0], pair[1])
+
+    def writer(self, point: Point, pair: Pair) -> CacheWriter | None:
+        """Return the writer of a layout: a dense prefill need not have a cache, and takes as long to write into any layout."""
+        return None if point.phase == "prefill" else self.registry.layout(pair[0].name).writer(self.spec.device)
+
+
+class AttentionInputs(PointInputs):
+    """A step of attention, guarded against kernels that write where they may only read."""
+
+    def __init__(self, kind: MeasuredAttention, point: Point, pair: Pair, expected: Tensor | None) -> None:
+        make = partial(build_case, point.work(kind.spec), pair[0], pair[1], kind.seed)
+        self.case = make()
+        self.expected = reference(self.case) if expected is None else expected
+        self.large = self.case.cache.key.nbytes > _LARGE
+        self._guard = GuardedInputs(self.case, make)
+        self._kind = kind
+        self._point = point
+        self._pair = pair
+
+    def check(self, with_cache: bool = True) -> None:
+        """See `PointInputs`."""
+        self._guard.check(with_cache)
+
+    def contender(self, name: str) -> tuple[Contender, bool]:
+        """See `PointInputs`."""
+        kind, case = self._kind, self.case
+        backend = kind.instance(name, self._pair)
+
+        def distance(out: Tensor) -> float:
+            return relative_error(out, self.expected, case)
+
+        writer = kind.writer(self._point, self._pair)
+        if captures(backend, case):
+            return graph_contender(backend, case, distance, kind.graph_len, writer), True
+        return backend_contender(backend, case, distance, writer), False
+
+
+class MeasuredStates(MeasuredKind):
+    """A layer with a state: states in slots, which a timed step leaves as they are."""
+
+    kind = STATE
+    each_phase = True
+
+    @property
+    def record(self) -> StateSpecRecord:
+        """See `MeasuredKind`."""
+        return StateSpecRecord.of(self.spec)
+
+    @property
+    def grid(self) -> list[Point]:
+        """See `MeasuredKind`."""
+        return state_grid(self.spec.device.type)
+
+    @cached_property
+    def able(self) -> StateCandidates:
+        """The backends asked for the layer."""
+        return StateCandidates(self.registry.states, [self.spec])
+
+    def pairs(self, layouts: Sequence[str] | None, block_sizes: Sequence[int | None]) -> list[Pair]:
+        """See `MeasuredKind`: without block sizes."""
+        return [(layout, None) for name, layout in self.registry.states.layouts.items() if layouts is None or name in layouts]
+
+    def supports(self, name: str, pair: Pair, phase: Phase) -> Support:
+        """See `MeasuredKind`."""
+        return Support(self.able.reasons(name, phase, Placement(pair[0], NO_BLOCKS)))
+
+    def fault(self, name: str, pairs: Sequence[Pair]) -> str:
+        """See `MeasuredKind`: every layout in both phases."""
+        for phase, test in self._tests.items():
+            for layout, _ in pairs:
+                if not self.supports(name, (layout, None), phase):
+                    continue
+                try:
+                    backend = self.backend(name, layout, phase)
+                    error, tolerance = test.error(backend, layout), backend.tolerance[self.spec.dtype]
+                    why = f"relative error {error:.2g}, tolerance {tolerance:.2g}" if error > tolerance else ""
+                except (Exception, SystemExit) as raised:
+                    why = selftest.told(raised)
+                if why:
+                    return f"{FAILED}, {VERBS[phase]} of {name} over {layout.name}: {why}"
+        return ""
+
+    def inputs(self, point: Point, pair: Pair, expected: ExpectedRows | None) -> StateInputs:
+        """See `MeasuredKind`."""
+        return StateInputs(self, point, pair[0], expected or ExpectedRows.of(self._case(point, pair[0])))
+
+    def compile(
+        self, points: Sequence[Point], names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Collection[str]]
+    ) -> None:
+        """See `MeasuredKind`."""
+        for layout, _ in pairs:
+            steps = [(phase, relaid(test.case, layout), ()) for phase, test in self._tests.items()]
+            for phase, case, out in [*steps, *self._steps(points, layout, given_up)]:
+                for name in names:
+                    if name not in out and self.supports(name, (layout, None), phase):
+                        with suppress(Exception):  # the run that counts will meet it again, and name it
+                            run_states(self.backend(name, layout, phase), case)
+
+    def _steps(
+        self, points: Sequence[Point], layout: StateLayout, given_up: Mapping[PhaseName, Collection[str]]
+    ) -> Iterator[tuple[Phase, StateCase, Collection[str]]]:
+        for point in points:
+            with suppress(torch.OutOfMemoryError):
+                yield CORE_PHASE[point.phase], self._case(point, layout), given_up.get(point.phase, ())
+
+    def backend(self, name: str, layout: StateLayout, phase: Phase) -> StateBackend:
+        """Return an instance for a phase, PREFILL or DECODE."""
+        return self.able.make(name, self.spec, phase, Placement(layout, NO_BLOCKS))
+
+    def _case(self, point: Point, layout: StateLayout) -> StateCase:
+        # In place a state would move on with every run, and might grow beyond all numbers.
+        context = _CONTEXT if point.phase == "step" else 0
+        lens, device = [(point.query_len, point.query_len + context)] * point.batch, self.spec.device
+        return make_state_case(
+            lens, self.spec, layout, seed=self.seed, spare_slots=0, checkpoints=False, in_place=False, draw_on=device
+        )
+
+    @cached_property
+    def _tests(self) -> dict[Phase, SelfTestStep]:
+        layout = next(iter(self.registry.states.layouts.values()))
+        return {phase: SelfTestStep.of(self.spec, layout, phase) for phase in VERBS}
+
+
+class ExpectedRows(NamedTuple):
+    """A step of states, and float64's answer for a few of its tokens."""
+
+    case: StateCase
+    rows: list[int]
+    """The first tokens of the first and of the last sequence."""
+    answers: Tensor
+
+    @classmethod
+    def of(cls, case: StateCase) -> ExpectedRows:
+        """Compute them."""
+        step, rows, answers = case.metadata.step, [], []
+        for sequence in dict.fromkeys((0, step.num_seqs - 1)):
+            length, first = step.query_lens[sequence], sum(step.query_lens[:sequence])
+            empty = step.kv_lens[sequence] == length
+            state = SequenceState.zeros(case.spec) if empty else state_of(case, int(case.metadata.slots_cpu[sequence]))
+            for row in range(first, first + min(length, _CHECKED)):
+                gates = [gate[row].cpu().double() for gate in case.gates]
+                answers.append(advance(case.spec, case.parameters, case.x[row].cpu().double(), gates, state))
+                rows.append(row)
+        return cls(case, rows, torch.stack(answers))
+
+
+class StateInputs(PointInputs):
+    """A step of states."""
+
+    large = False
+
+    def __init__(self, kind: MeasuredStates, point: Point, layout: StateLayout, expected: ExpectedRows) -> None:
+        self.expected = expected
+        self.case = expected.case if expected.case.cache.layout is layout else relaid(expected.case, layout)
+        self._kind = kind
+        self._phase = CORE_PHASE[point.phase]
+        self._layout = layout
+        self._read = {"x": self.case.x, **{f"gates[{number}]": gate for number, gate in enumerate(self.case.gates)}}
+        self._kept = {name: tensor.clone() for name, tensor in self._read.items()}
+
+    def check(self, with_cache: bool = True) -> None:
+        """See `PointInputs`: the inputs; a state that is read and never written shows in the answer."""
+        changed = [name for name, tensor in self._read.items() if not torch.equal(tensor, self._kept[name])]
+        for name in changed:
+            self._read[name].copy_(self._kept[name])
+        if changed:
+            raise InputsChangedError(f"it changed its inputs, of which a backend may write `out` alone: {', '.join(changed)}")
+
+    def contender(self, name: str) -> tuple[Contender, bool]:
+        """See `PointInputs`: on a GPU a step is a graph's replay where the backend can be captured."""
+        case, metadata, decodes = self.case, self.case.metadata, self._phase is Phase.DECODE
+        backend = self._kind.backend(name, self._layout, self._phase)
+        out = case.x.new_full((case.x.shape[0], case.spec.out_channels), torch.nan)
+        serve = backend.step if decodes else backend.scan
+        level = GraphLevel.DECODE if metadata.step.max_query_len == 1 else GraphLevel.UNIFORM
+        in_graph = decodes and case.x.device.type == "cuda" and backend.graph_level >= level
+        plan = backend.plan_for_capture(metadata) if in_graph else backend.plan(metadata)
+
+        def layer() -> None:
+            serve(case.x, case.gates, case.parameters, case.cache, plan, out)
+
+        run: Callable[[], object] = captured(layer).replay if in_graph else layer
+
+        def call() -> Tensor:
+            run()
+            return out
+
+        helper = self._kind.able.helper(name, self._phase, Placement(self._layout, NO_BLOCKS))
+        contender = Contender(
+            call=call,
+            error=lambda found: relative(found[self.expected.rows], self.expected.answers),
+            tolerance=backend.tolerance[case.spec.dtype],
+            poison=lambda: out.fill_(math.nan),
+            plan=None if in_graph else lambda: backend.plan(metadata),
+            kernel=f"convolution by {helper}" if helper else "",
+        )
+        return contender, in_graph
+
+
+_SELF_TEST = {
+    Phase.PREFILL: ((70, 70), (20, 50), (5, 5)),
+    Phase.DECODE: ((1, 40), (1, 2), (4, 9)),
+}
+"""(query_len, kv_len) of the sequences of the step that a backend computes right before it is timed: chunks that end early,
+prompts behind a context, drafts."""
+
+
+@dataclass(frozen=True)
+class SelfTestStep:
+    """A small step of one phase with its float64 answer."""
+
+    case: StateCase
+    answer: StateAnswer
+
+    @classmethod
+    def of(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> SelfTestStep:
+        """Draw the numbers, over any layout."""
+        case = make_state_case(_SELF_TEST[phase], spec, layout)
+        return cls(case, answer(case))
+
+    def error(self, backend: StateBackend, layout: StateLayout) -> float:
+        """Return the relative error of the output or of the worst state, the larger; infinite if another slot was touched."""
+        case = relaid(self.case, layout)
+        errors = [relative(run_states(backend, case), self.answer.out)]
+        for slot, wanted in self.answer.written.items():
+            got = state_of(case, slot)
+            for mine, theirs in ((got.recurrent, wanted.recurrent), (got.conv, wanted.conv)):
+                if mine is not None and theirs is not None:
+                    errors.append(relative(mine, theirs))
+        others = [slot for slot in range(case.cache.num_slots) if slot not in self.answer.written]
+        before = relaid(self.case, layout).cache.tensors
+        same = all(
+            torch.equal(tensor[others].nan_to_num(7.0), before[name][others].nan_to_num(7.0))
+            for name, tensor in case.cache.tensors.items()
+        )
+        return max(errors) if same else math.inf
+
+
+def relaid(case: StateCase, layout: StateLayout) -> StateCase:
+    """Return the same case over states of its own in another layout, or in the same."""
+    cache = layout.allocate(case.spec, case.cache.num_slots)
+    if case.spec.recurrent:
+        cache.logical_recurrent.copy_(case.cache.logical_recurrent)
+    if case.spec.conv_channels:
+        cache.logical_conv.copy_(case.cache.logical_conv)
+    return replace(case, cache=cache)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Return ||got - want|| / ||want||, infinite if it is not a number."""
+    got, want = got.detach().cpu().double(), want.cpu()
+    error = float((got - want).norm() / want.norm().clamp_min(1e-30))
+    return error if math.isfinite(error) else math.inf
