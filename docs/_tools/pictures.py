@@ -86,7 +86,7 @@ def decode(folder: Path = H200, batch: int = 8) -> bytes:
 
 def ratios(batch: int = 1, query_len: int = 512) -> bytes:
     """Times of extend by length, each as a multiple of the fastest backend's: where two curves cross, the winner changes."""
-    table = read_table(SHIPPED / "nvidia-h100-80gb-hbm3-32-8-128-bfloat16-3147aa0d.json")
+    table = read_table(SHIPPED / "nvidia-h100-80gb-hbm3-attention-32-8-128-bfloat16-a911acb1.json")
     times: dict[int, dict[str, float]] = {}
     for cell in table.cells:
         where = cell.phase, cell.layout, cell.block_size, cell.batch, cell.query_len
