@@ -32,10 +32,7 @@ REFUSED = {
     "an endless time": ("bench serve --burstiness 1e400", "--burstiness: needs a finite number, got inf"),
     "a host": ("bench serve --url http://[red]x[/red]", "--url: needs a URL such as"),
     "another machine's address": ("serve no/such/model --host 192.0.2.1", "--host and --port: needs an address of"),
-    "pages in a list that is none": (
-        "serve smollm2 --allowed-origins [",
-        "needs origins, or a list of them in JSON",
-    ),
+    "pages in a list that is none": ("serve smollm2 --allowed-origins [", "needs origins, or a list of them in JSON"),
     "two models": (
         "serve --model smollm2 --served-model-name a b",
         "MODEL and --model: needs one model, got 'b' and 'smollm2' (--served-model-name is repeated",

@@ -152,10 +152,7 @@ def test_a_vast_integer_in_a_classifiers_configuration_takes_neither_memory_nor_
 @pytest.mark.parametrize(
     ("field", "words"),
     [
-        (
-            "intermediate_size",
-            r"needs a whole number of at most 65536 for tensors whose longest axis is 97 .*, got 1000000000",
-        ),
+        ("intermediate_size", r"needs a whole number of at most 65536 for tensors whose longest axis is 97 .*, got 1000000000"),
         ("num_labels", "num_labels needs a whole number of at most 65536 for tensors"),
         ("num_hidden_layers", "num_hidden_layers needs a whole number of at most 4096"),
         ("num_experts", "num_experts needs a whole number of at most 65536"),

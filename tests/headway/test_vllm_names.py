@@ -97,10 +97,7 @@ def test_option_is_translated(options: dict[str, object], own: dict[str, object]
     [
         ({"enable_lora_bias": True}, "enable_lora_bias: needs .*adapters have no biases"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: needs .*tensor_parallel_size cuts"),
-        (
-            {"speculative_config": {"method": "eagle"}},
-            "needs the method ngram, suffix or draft_model, got eagle",
-        ),
+        ({"speculative_config": {"method": "eagle"}}, "needs the method ngram, suffix or draft_model, got eagle"),
         ({"speculative_config": {"method": "draft_model"}}, "needs the draft's name as model, got None"),
         ({"speculative_model": "a", "speculate": "ngram"}, "speculative_model: needs no other source of guesses"),
         ({"speculative_model": "a", "deterministic": True}, "speculative_model: needs steps whose shape"),

@@ -41,11 +41,7 @@ def test_a_cropped_cache_forgets_what_was_taken_back() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 @pytest.mark.parametrize(
     "options",
-    [
-        {"num_beams": 3},
-        {"num_beams": 2, "num_return_sequences": 2, "early_stopping": True},
-        {"prompt_lookup_num_tokens": 3},
-    ],
+    [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2, "early_stopping": True}, {"prompt_lookup_num_tokens": 3}],
     ids=["beams", "returned beams", "prompt lookup"],
 )
 def test_caches_in_another_order_and_rolled_back(name: str, options: dict[str, Any]) -> None:

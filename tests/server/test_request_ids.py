@@ -21,11 +21,7 @@ CONVERSATION = {"messages": [{"role": "user", "content": "the quick"}], "max_tok
 
 @pytest.mark.parametrize(
     ("path", "body", "wanted"),
-    [
-        (TEXT, PROMPT, "cmpl-abc-1"),
-        (CHAT, CONVERSATION, "chatcmpl-abc-1"),
-        (MESSAGES, CONVERSATION, "msg_abc-1"),
-    ],
+    [(TEXT, PROMPT, "cmpl-abc-1"), (CHAT, CONVERSATION, "chatcmpl-abc-1"), (MESSAGES, CONVERSATION, "msg_abc-1")],
 )
 def test_the_header_is_what_an_id_is_made_of(served: Running, http: httpx.Client, path: str, body: Any, wanted: str) -> None:
     headers = {"X-Request-Id": "abc-1"}

@@ -17,19 +17,7 @@ from headway.backends.sdpa import SDPAMath
 from headway.core.contract.errors import ConfigError, ModelError, PromptError, UnsupportedError
 from headway.core.pooling.engine import EncodedText
 from sandbox import save_tiny_model
-from tiny_encoders import (
-    EMBEDDERS,
-    LONGEST,
-    SCORERS,
-    TEXTS,
-    embedder,
-    save,
-    score,
-    scorer,
-    states,
-    vector,
-    write_modules,
-)
+from tiny_encoders import EMBEDDERS, LONGEST, SCORERS, TEXTS, embedder, save, score, scorer, states, vector, write_modules
 
 OPTIONS = {"autotune_budget": 0, "num_threads": 1}
 

@@ -340,10 +340,7 @@ def test_positions_are_scaled_as_the_file_says(tmp_path: Path, rope: dict[str, A
 REFUSED_PLAIN: list[tuple[Change, str]] = [
     (stating_plain(type="longrope", factor=4.0), r"llama\.rope\.scaling\.type needs none, linear, or yarn .*, got longrope"),
     (stating_plain(type="linear"), r"llama\.rope\.scaling\.factor needs a number, got no such key"),
-    (
-        stating_plain(type="yarn", factor=4.0, original_context_length=64, attn_factor=2.0),
-        r"got llama\.rope\.scaling\.attn_",
-    ),
+    (stating_plain(type="yarn", factor=4.0, original_context_length=64, attn_factor=2.0), r"got llama\.rope\.scaling\.attn_"),
     (lacking_plain("context_length"), r"llama\.context_length needs a whole number of at least 1, got no such key"),
     (lacking_plain("attention.head_count"), r"llama\.attention\.head_count needs a whole number of at least 1, got no such key"),
     (
@@ -354,15 +351,9 @@ REFUSED_PLAIN: list[tuple[Change, str]] = [
         stated("feed_forward_length", 128),
         r"layers\.0\.mlp\.down_proj\.weight needs shape \[64, 128\] by its header, got \[64, 96\]",
     ),
-    (
-        adding_plain("rope_freqs.weight", torch.linspace(1, 9, 16)),
-        r"got rope_freqs\.weight, without which it would be another",
-    ),
+    (adding_plain("rope_freqs.weight", torch.linspace(1, 9, 16)), r"got rope_freqs\.weight, without which it would be another"),
     (adding_plain("rope_factors_long.weight", torch.ones(16)), r"got rope_factors_long\.weight, without which"),
-    (
-        adding_plain("blk.1.attn_q.bias", torch.ones(64)),
-        r"reads of llama, got blk\.1\.attn_q\.bias, .*use the model",
-    ),
+    (adding_plain("blk.1.attn_q.bias", torch.ones(64)), r"reads of llama, got blk\.1\.attn_q\.bias, .*use the model"),
     (lambda keys, tensors: keys.update(block_count=1), r"got blk\.1\..* and 8 more, without which it would be another model"),
 ]
 

@@ -26,9 +26,7 @@ NAMES = ["type", "role", "content", "text", "name", "function", "arguments", "id
 NAMES += ["choice", "grammar", "json", "json_object", "include_usage", "messages", "self", "tools", "0", "5", "299", "bos_token"]
 NAMES += ["add_generation_prompt", "documents", "range", "raise_exception", "loop", "disable_any_whitespace", "parameters"]
 JSON = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
-    max_leaves=6,
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3), max_leaves=6
 )
 
 

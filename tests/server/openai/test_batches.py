@@ -73,10 +73,7 @@ def test_a_broken_line_fails_and_the_rest_runs(own: Running, api: OpenAI) -> Non
     assert good[1]["response"]["status_code"] == 200
     assert good[1]["response"]["body"]["choices"] == same["choices"]
     codes = [each["error"]["code"] if each["error"] else each["response"]["status_code"] for each in bad]
-    assert codes == [
-        *("invalid_json_line", "invalid_json_line", "invalid_url", "duplicate_custom_id", "invalid_body"),
-        400,
-    ]
+    assert codes == [*("invalid_json_line", "invalid_json_line", "invalid_url", "duplicate_custom_id", "invalid_body"), 400]
     assert bad[0]["error"]["message"].startswith("line 2: needs a JSON object")
     assert all("\n" not in each["error"]["message"] for each in bad if each["error"])
     assert bad[-1]["response"]["body"]["error"]["param"] == "temperature"
