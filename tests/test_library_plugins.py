@@ -35,7 +35,7 @@ from headway.testing.kit.state_subject import state_subject_of
 from headway.testing.kit.subject import load_subject
 from latent_layers import case_of
 from made_engine import made_engine
-from run_engine import generate
+from run_engine import generate, tokens_of
 from stateful_model import MODELS
 
 FILE = Path(__file__).resolve().parent.parent / "examples" / "headway-flashinfer" / "headway_flashinfer.py"
@@ -342,9 +342,8 @@ def test_an_engine_has_others_decode_and_convolve(fla_plugin: ModuleType) -> Non
     )
     engine = made_engine(model, registry, config)
     prompts = [[number % 50 for number in range(start, start + length)] for start, length in ((0, 3), (5, 150), (5, 140))]
-    params = SamplingParams(temperature=0, max_tokens=8)
-    written = generate(engine, prompts, params)
-    assert [each.token_ids for each in written] == [model.greedy(prompt, 8) for prompt in prompts]
+    written = generate(engine, prompts, SamplingParams(temperature=0, max_tokens=8))
+    assert tokens_of(written) == [model.greedy(prompt, 8) for prompt in prompts]
     assert fake_fla.CALLS
 
 

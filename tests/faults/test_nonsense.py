@@ -174,8 +174,7 @@ def test_a_vast_integer_in_a_classifiers_configuration_takes_neither_memory_nor_
 )
 def test_a_vast_size_is_named_with_what_the_tensors_have(field: str, words: str, tmp_path: Path) -> None:
     save_random(FAMILIES["qwen3_moe"], tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, field: 10**9}))
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads((tmp_path / "config.json").read_text()), field: 10**9}))
     with pytest.raises(ModelError, match=words):
         load_model(str(tmp_path), skip_tokenizer_init=True)
 

@@ -91,8 +91,7 @@ def test_absurd_parameters_are_refused_by_name_or_are_harmless(llm: LLM, expecte
         if field == "max_tokens" and (value is None or (type(value) is int and value > 2)):
             continue  # they mean what they say: to the model's length
         try:
-            params = SamplingParams(**given)
-            beside_a_good_one(llm, params, expected)
+            beside_a_good_one(llm, SamplingParams(**given), expected)
         except HeadwayError as error:
             said = str(error)
             assert field in said

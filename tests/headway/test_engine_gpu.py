@@ -26,7 +26,7 @@ from headway.registry import Registry, create_registry
 from hybrid_models import ROWS
 from made_engine import made_engine
 from proposer_stub import told_of
-from run_engine import generate
+from run_engine import generate, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -57,13 +57,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decoder(folder: Path, dtype: torch.dtype, device: str) -> Decoder:
-    config = LlamaConfig.from_pretrained(folder)
-    return Decoder(read_decoder_config(config), Weights(folder, dtype, torch.device(device)))
+    return Decoder(read_decoder_config(LlamaConfig.from_pretrained(folder)), Weights(folder, dtype, torch.device(device)))
 
 
 def run(model: Decoder, registry: Registry, config: EngineConfig) -> list[list[int]]:
     engine = made_engine(model, registry, config)
-    return [written.token_ids for written in generate(engine, PROMPTS, GREEDY)]
+    return tokens_of(generate(engine, PROMPTS, GREEDY))
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +139,10 @@ def test_drafts_of_a_hybrid_are_verified_in_graphs(tmp_path: Path, states: str, 
     prompts = [[random.randrange(3, 50) for _ in range(length)] for length in (20, 90, 3, 41, 9)]
     config = EngineConfig(state_backend=states, kv_cache_memory=2**26, max_model_len=256, max_num_seqs=6)
     plain = made_engine(model, REGISTRY, replace(config, enforce_eager=True))
-    expected = [each.token_ids for each in generate(plain, prompts, GREEDY)]
+    expected = tokens_of(generate(plain, prompts, GREEDY))
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
     fast = made_engine(model, REGISTRY, config, proposer=told_of(texts), measured=False)
-    assert [each.token_ids for each in generate(fast, prompts, GREEDY)] == expected
+    assert tokens_of(generate(fast, prompts, GREEDY)) == expected
     assert fast.stats.num_draft_tokens > fast.stats.num_accepted_tokens > 20
     assert fast.stats.num_graph_steps > 3
     assert not any("to verify" in reason for reason in fast.stats.steps_in_pieces)
@@ -161,7 +160,7 @@ def test_sampled_tokens_are_the_same_in_a_graph(folder: Path) -> None:
         made_engine(model, REGISTRY, config),
         made_engine(model, REGISTRY, replace(config, enforce_eager=True)),
     ):
-        outputs.append([written.token_ids for written in generate(engine, PROMPTS[: len(wishes)], wishes)])
+        outputs.append(tokens_of(generate(engine, PROMPTS[: len(wishes)], wishes)))
     assert outputs[0] == outputs[1]
 
 

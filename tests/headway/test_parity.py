@@ -18,7 +18,7 @@ from headway.machine.process import set_threads
 from headway.models.loader import LoadedModel, load_model
 from headway.registry import Registry
 from made_engine import made_engine
-from run_engine import Written
+from run_engine import Written, tokens_of
 from run_engine import generate as written_by
 
 NEW_TOKENS = 64
@@ -109,12 +109,12 @@ def test_same_tokens_as_transformers(
     engine, seqs = generate(model, registry, config, prompts[:count])
     assert set(engine.selection.names.values()) == {backend}
     assert (engine.selection.layout.name, engine.selection.block_size) == (layout, block_size)
-    assert [seq.token_ids for seq in seqs] == [greedy(number, seq.token_ids) for number, seq in enumerate(seqs)]
+    assert tokens_of(seqs) == [greedy(number, seq.token_ids) for number, seq in enumerate(seqs)]
     if prefix_caching:
         longest = sorted(range(count), key=lambda number: len(prompts[number]))[-2:]
         again = run(engine, [prompts[number] for number in longest])
         assert [seq.num_cached_tokens for seq in again] == [len(prompts[number]) - 1 for number in longest]
-        assert [seq.token_ids for seq in again] == [seqs[number].token_ids for number in longest]
+        assert tokens_of(again) == [seqs[number].token_ids for number in longest]
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_same_tokens_when_the_pool_is_so_small_that_sequences_are_preempted(
     )
     engine, seqs = generate(model, registry, config, prompts)
     assert engine.stats.num_preemptions > 0
-    assert [seq.token_ids for seq in seqs] == [greedy(number, seq.token_ids) for number, seq in enumerate(seqs)]
+    assert tokens_of(seqs) == [greedy(number, seq.token_ids) for number, seq in enumerate(seqs)]
 
 
 @pytest.mark.slow

@@ -221,8 +221,7 @@ def brute_force(llm: LLM, prompt: list[int], width: int, steps: int) -> list[tup
 
 
 def test_beam_search_finds_what_scoring_every_beam_anew_finds(llm: LLM) -> None:
-    params = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
-    (output,) = llm.beam_search([{"prompt_token_ids": [5, 6, 7]}], params)
+    (output,) = llm.beam_search([{"prompt_token_ids": [5, 6, 7]}], BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True))
     wanted = brute_force(llm, [5, 6, 7], 3, 4)
     assert [sequence.tokens for sequence in output.sequences] == [tokens for _, tokens in wanted]
     torch.testing.assert_close(

@@ -181,8 +181,7 @@ def test_metadata_are_views_of_vllms_tensors() -> None:
     parts = parts_of(step.common, SIZE, Rows(8, torch.device("cpu")))
     for part in (parts.decode, parts.prefill):
         for name in ("seq_lens", "block_table", "slot_mapping"):
-            source = {"block_table": "block_table_tensor"}.get(name, name)
-            memory = getattr(step.common, source).untyped_storage().data_ptr()
+            memory = getattr(step.common, {"block_table": "block_table_tensor"}.get(name, name)).untyped_storage().data_ptr()
             assert getattr(part, name).untyped_storage().data_ptr() == memory, name
     assert parts.prefill.phase is Phase.EXTEND
     assert parts.prefill.query_start_loc.tolist() == [0, 7, 10, 11]

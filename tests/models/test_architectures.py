@@ -39,7 +39,7 @@ from hybrid_models import READS_IMAGES
 from hybrid_models import ROWS as HYBRIDS
 from made_engine import made_engine
 from plain_models import ROWS, SMALL, VOCAB
-from run_engine import generate
+from run_engine import generate, tokens_of
 from transformers_release import needs
 
 BATCHED_TOKENS = 24
@@ -304,5 +304,5 @@ def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: 
     short = made_engine(decoder, registry, replace(tight, async_scheduling=True))
     crowd = [*range(5), *[3, 4] * 3]
     crowded = generate(short, [prompts[number] for number in crowd], GREEDY)
-    assert [each.token_ids for each in crowded] == [written[number] for number in crowd]
+    assert tokens_of(crowded) == [written[number] for number in crowd]
     assert short.stats.num_preemptions > 0

@@ -163,8 +163,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, registry: Registry, 
 
 def adapted(architecture: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersModel:
     torch.manual_seed(0)
-    config = config_of(architecture, **changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    model = AutoModelForCausalLM.from_config(config_of(architecture, **changes), dtype=dtype, attn_implementation=NAME)
     with torch.inference_mode():
         return TransformersModel(model, dtype, torch.device("cpu"))
 

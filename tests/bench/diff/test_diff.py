@@ -13,14 +13,14 @@ from headway.backends.sdpa import SDPA
 from headway.bench.diff.results import DiffReport, PhaseDiff, SideReport, verdict
 from headway.bench.diff.run import BATCH, NextTokens, compare, num_steps
 from headway.bench.diff.sides import SideOptions, make_side
-from headway.core.contract.backend import BackendInfo
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.sampling.params import SamplingParams
-from headway.registry import Registry, create_registry, hookimpl
+from headway.registry import Registry
 from headway.tuning.measure.device import identify_device
 from made_engine import made_engine
+from registries import registering
 from tiny_model import TinyModel
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
@@ -89,12 +89,7 @@ class Wrong(SDPA):
 
 
 def with_wrong(**where: Any) -> Registry:
-    class Plugin:
-        @hookimpl
-        def headway_register_backends(self) -> list[BackendInfo]:
-            return [BackendInfo("wrong", "wrong somewhere", lambda: type("Wrong", (Wrong,), where), api_version=2)]
-
-    return create_registry([Plugin()], load_entry_points=False)
+    return registering(wrong=type("Wrong", (Wrong,), where))
 
 
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.value)

@@ -34,8 +34,7 @@ class MetaWeights(DummyWeights):
 @pytest.fixture(params=["qwen3-0.6b", "llama-3-8b"])
 def model(request: pytest.FixtureRequest) -> tuple[Decoder, int]:
     weights = MetaWeights()
-    config = read_decoder_config(read_config(SHAPES / request.param))
-    return Decoder(config, weights), weights.count
+    return Decoder(read_decoder_config(read_config(SHAPES / request.param)), weights), weights.count
 
 
 def test_weights_read_a_step_are_those_of_the_model_less_norms_and_a_separate_embedding(model: tuple[Decoder, int]) -> None:

@@ -72,8 +72,7 @@ def test_the_draft_reads_each_token_once(tiny_model_folder: Path) -> None:
 
 def test_a_draft_of_another_vocabulary_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(tiny_model_folder, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 320}))
+    (other / "config.json").write_text(json.dumps({**json.loads((other / "config.json").read_text()), "vocab_size": 320}))
     with pytest.raises(
         ConfigError, match="speculative_model: needs a model with the vocabulary of .*, 300 tokens, got .*with 320"
     ):

@@ -1,4 +1,4 @@
-"""Memory of a process: the heap is frozen, compiled products are bounded, and mixed work over a long time gives back all it took."""
+"""Memory of a process: the heap is frozen, compiled products are bounded, and long mixed work gives back all that it took."""
 
 from __future__ import annotations
 

@@ -196,8 +196,7 @@ def test_a_rows_bits_do_not_depend_on_others_in_deterministic_mode(tmp_path: Pat
 
 
 def changed(name: str, **values: Any) -> PretrainedConfig:
-    config = ROWS[name].to_dict()
-    return type(ROWS[name])(**{**config, **values})
+    return type(ROWS[name])(**{**ROWS[name].to_dict(), **values})
 
 
 REFUSED = [

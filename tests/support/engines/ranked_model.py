@@ -157,8 +157,7 @@ def ranked_engine(
 
 def ranked_driver(size: int, fault: str = "") -> EngineDriver:
     """An engine of `size` ranks as a host has one; token ids in and out."""
-    config = EngineConfig(block_size=8, kv_cache_memory=2**20 // size)
-    engine = ranked_engine(size, config, fault=fault)
+    engine = ranked_engine(size, EngineConfig(block_size=8, kv_cache_memory=2**20 // size), fault=fault)
     model: Any = LoadedModel("ranked", Path(), RankedModel(), "a model of a test", None, frozenset())
     return EngineDriver(Assembly(registry(), torch.device("cpu"), 1, model, engine, None, PartClock()))
 

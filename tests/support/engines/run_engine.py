@@ -47,3 +47,8 @@ def generate(
         engine.add_request(str(number), engine.limits.checked(prompt, wish))
     written = drain(engine)
     return [written[str(number), 0] for number in range(len(prompts))]
+
+
+def tokens_of(written: Sequence[Written]) -> list[list[int]]:
+    """The tokens of each completion."""
+    return [each.token_ids for each in written]

@@ -36,7 +36,7 @@ from made_engine import made_engine
 from proposer_stub import Told, told_of
 from ranked_model import RankedModel, assert_ended, make_rank, pids_of, ranked_engine
 from registries import registering
-from run_engine import Written, drain, generate
+from run_engine import Written, drain, generate, tokens_of
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
 from thread_ranks import on_ranks
 
@@ -152,7 +152,7 @@ def test_guesses_forms_and_more_ranks_change_no_token(size: int, tmp_path: Path,
         SamplingParams(temperature=0, max_tokens=30),
     ]
     prompts = [[5, 6], [5, 6], [9], [9]]
-    one, several = ([each.token_ids for each in generate(engine, prompts, wishes)] for engine in engines)
+    one, several = (tokens_of(generate(engine, prompts, wishes)) for engine in engines)
     assert several == one
     first, second = engines
     compare(write_all(first), write_all(second))
@@ -171,8 +171,7 @@ def test_guesses_forms_and_more_ranks_change_no_token(size: int, tmp_path: Path,
 )
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_rank_that_fails_in_a_step_ends_the_engine(fault: str, text: str, size: int, engines: list[EngineLoop]) -> None:
-    config = EngineConfig(block_size=8, kv_cache_memory=2**20)
-    engine = ranked_engine(size, config, fault=fault)
+    engine = ranked_engine(size, EngineConfig(block_size=8, kv_cache_memory=2**20), fault=fault)
     engines.append(engine)
     pids = pids_of(engine)
     generate(engine, [[1, 2, 3]], SamplingParams(temperature=0))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy
 from hypothesis import strategies as st
 
 from examples import examples
 from headway.core.contract.metadata import Phase
 from headway.core.engine.cache.block_manager import BlockManager
-from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.step import NEWEST, ScheduledSequence, ScheduledStep
 from headway.core.engine.scheduling.deterministic import IndependentScheduler
@@ -40,22 +37,9 @@ from random_schedules import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Tr
     priorities=st.integers(0, 3),
 )
 def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
-    arrivals: list[Arrival],
-    block_size: int,
-    spare: int,
-    budget: int,
-    max_num_seqs: int,
-    prefix_caching: bool,
-    chunked: bool,
-    aborted: set[int],
-    overlapped: bool,
-    stop: frozenset[int],
-    drafts: int,
-    failing: bool,
-    grouped: Callable[[int], list[CacheGroup]],
-    smallest: int,
-    priorities: int,
-) -> None:
+    arrivals, block_size, spare, budget, max_num_seqs, prefix_caching, chunked, aborted, overlapped, stop, drafts, failing,
+    grouped, smallest, priorities,
+) -> None:  # fmt: skip
     max_model_len, groups = MAX_MODEL_LEN, grouped(block_size)
     budget = budget if chunked else max(budget, max_model_len)
     blocks = BlockManager(
@@ -216,14 +200,7 @@ def test_sampled_token_is_scheduled_before_the_host_has_read_it() -> None:
     grouped=st.sampled_from(GROUPS),
 )
 def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
-    arrivals: list[Arrival],
-    others: list[Arrival],
-    block_size: int,
-    spare: int,
-    budget: int,
-    max_num_seqs: int,
-    chunked: bool,
-    grouped: Callable[[int], list[CacheGroup]],
+    arrivals, others, block_size, spare, budget, max_num_seqs, chunked, grouped
 ) -> None:
     budget = budget if chunked else max(budget, MAX_MODEL_LEN)
     groups = grouped(block_size)
