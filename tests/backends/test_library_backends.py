@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import backend_cases
 import fake_libraries
 from backend_cases import CASES, SPECS, VERIFY, spec
 from fake_libraries import FlashAttn2, FlashAttn4, TorchVarlen, XFormers
@@ -68,10 +69,8 @@ def on_gpu(layer: AttentionSpec, **changes: object) -> AttentionSpec:
 
 
 def case_of(name: str, layer: AttentionSpec, kind: type[AttentionBackend], block_size: int = BLOCK, **options: object) -> Case:
-    verify = VERIFY.get(name, 1)
-    lens = parse_case(CASES.get(name, name), verify)
-    options = {"poison": FINITE_POISON if kind.capabilities.reads_whole_blocks else math.nan, **options}
-    return make_case(lens, layer, NHD, block_size, write_rows, decode_query_len=verify, **options)
+    poison = FINITE_POISON if kind.capabilities.reads_whole_blocks else math.nan
+    return backend_cases.case_of(name, layer, block_size=block_size, **{"poison": poison, **options})
 
 
 def refusals(kind: type[AttentionBackend], case: Case) -> list[Reason]:

@@ -35,28 +35,18 @@ from headway.models.encoders.pooling.loader import load_pooling_model
 from headway.models.loader import load_model
 from headway.registry import Registry
 from headway.tuning.table.files import read_table
-from made_engine import made_engine
+from plain_models import sizes
 from quantized_models import FORMATS
 from sandbox import save_tiny_model
 from tables import a_device, a_table
+from tiny_engine import made_engine
 
+BASE: dict[str, Any] = {"max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 PLAIN: dict[str, Any] = {
+    **sizes(64, 32, 64, 2, hidden_act="silu", sliding_window=None, rope_theta=10000.0, torch_dtype="float32", eos_token_id=2),
+    **BASE,
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "sliding_window": None,
-    "rope_theta": 10000.0,
-    "torch_dtype": "float32",
-    "eos_token_id": 2,
 }
 NAN, INFINITE = float("nan"), float("inf")
 SIZES = [0, -1, 1.5, NAN, "32", 2**31, 10**30]
@@ -274,19 +264,7 @@ def test_mutated_tables_are_refused_or_read(tmp_path: Path, examples: int) -> No
     )
 
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+CONFIG = sizes(300, 32, 64, 2, architectures=["LlamaForCausalLM"], model_type="llama", **BASE)
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)

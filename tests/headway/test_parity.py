@@ -17,9 +17,8 @@ from headway.core.sampling.params import SamplingParams
 from headway.machine.process import set_threads
 from headway.models.loader import LoadedModel, load_model
 from headway.registry import Registry
-from made_engine import made_engine
-from run_engine import Written, tokens_of
-from run_engine import generate as written_by
+from tiny_engine import Written, made_engine, tokens_of
+from tiny_engine import generate as written_by
 
 NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import openai
 import pytest
@@ -14,13 +14,11 @@ import torch
 
 from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, HeadwayError
-from headway.pooling.assembly import AsyncPooling
-from headway.server.launch import Server
 from headway.server.options import ServerOptions
 from sandbox import save_tiny_model
-from server_thread import running
+from server_thread import pooled, running
 from tiny_adapters import save_adapter
-from tiny_encoders import SCORERS, embedder, save
+from tiny_encoders import classifier, embedder
 from tiny_rewards import rewarding
 from vllm_programs import FOLDER, ONLINE, PAGE, header, page, programs
 
@@ -41,8 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "tiny")
-    kind, config = SCORERS["bert"]
-    save(kind, config.__class__(**{**config.to_dict(), "num_labels": 2}), folder / "classifier")
+    classifier(folder / "classifier", 2)
     for name, place in REWARDING_MODELS.items():
         rewarding(name, folder / place)
     return folder
@@ -165,37 +162,25 @@ def generating(served_models: Path) -> Iterator[str]:
         yield found.url
 
 
-def pooled(folder: Path) -> Iterator[str]:
-    pooling = AsyncPooling(LLM(str(folder), autotune_budget=0, num_threads=1).pooling)
-    server = Server(pooling, ServerOptions(served_model_names=("encoder",)), port=0)
-    thread = Thread(target=server.run, name="server")
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the server has not started"
-        yield f"http://127.0.0.1:{server.port}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
+def served_from(save: Callable[[Path], object], folder: Path) -> Iterator[str]:
+    save(folder)
+    with pooled(LLM(str(folder), autotune_budget=0, num_threads=1), "encoder") as (url, _):
+        yield url
 
 
 @pytest.fixture(scope="module")
 def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    embedder("bert", folder := tmp_path_factory.mktemp("embedder"))
-    yield from pooled(folder)
+    yield from served_from(partial(embedder, "bert"), tmp_path_factory.mktemp("embedder"))
 
 
 @pytest.fixture(scope="module")
 def classifying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    kind, config = SCORERS["bert"]
-    save(kind, config.__class__(**{**config.to_dict(), "num_labels": 2}), folder := tmp_path_factory.mktemp("classifier"))
-    yield from pooled(folder)
+    yield from served_from(partial(classifier, num_labels=2), tmp_path_factory.mktemp("classifier"))
 
 
 @pytest.fixture(scope="module")
 def judging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    rewarding("reward", folder := tmp_path_factory.mktemp("rewards"))
-    yield from pooled(folder)
+    yield from served_from(partial(rewarding, "reward"), tmp_path_factory.mktemp("rewards"))
 
 
 SERVERS = {"": "generating", "embedder": "embedding", "classifier": "classifying", "rewards": "judging"}

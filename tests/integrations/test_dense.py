@@ -15,7 +15,7 @@ from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.integrations.dense import Sequences, Visibility
 from headway.integrations.transformers import StepAttention
-from registries import registering
+from tiny_engine import registering
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
 # Of each sequence: its row of the batch, its first key there, its keys, its new tokens.

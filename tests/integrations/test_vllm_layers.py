@@ -27,7 +27,7 @@ from headway_vllm.metadata import Rows, parts_of
 from headway_vllm.planner import Planner, Step, attend, graph_backend
 from headway_vllm.request import VARIABLE, environment_request, member_names
 from headway_vllm.warming import warm
-from registries import registering
+from tiny_engine import registering
 from vllm_steps import SIZE, SPEC, VllmStep
 
 GIVEN = {"num_heads": 4, "head_size": 8, "scale": 0.3, "num_kv_heads": 2, "kv_cache_dtype": "auto", "attn_type": "decoder"}

@@ -37,9 +37,8 @@ from headway.models.loader import LoadOptions, load_model
 from headway.registry import Registry
 from hybrid_models import READS_IMAGES
 from hybrid_models import ROWS as HYBRIDS
-from made_engine import made_engine
 from plain_models import ROWS, SMALL, VOCAB
-from run_engine import generate, tokens_of
+from tiny_engine import generate, made_engine, tokens_of
 from transformers_release import needs
 
 BATCHED_TOKENS = 24
@@ -255,21 +254,7 @@ def test_deterministic_mode_and_the_adapter_refuse_layers_with_a_state(tmp_path:
         load_model(str(tmp_path), "float32", skip_tokenizer_init=True, model_impl="transformers")
 
 
-WINDOWED_VOCAB = 97
-WINDOWED: dict[str, Any] = {
-    "vocab_size": WINDOWED_VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,  # large, so that attention is far from uniform and a wrong key shows
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+WINDOWED: dict[str, Any] = {**SMALL, "num_hidden_layers": 4, "head_dim": 16, "max_position_embeddings": 512}
 CONFIGS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**WINDOWED, sliding_window=19),
     "qwen2, one layer sees all": Qwen2Config(**WINDOWED, use_sliding_window=True, sliding_window=16, max_window_layers=1),
@@ -287,8 +272,8 @@ def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: 
     reference = save_random(CONFIGS[name], tmp_path)
     decoder = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
     random = Random(1)
-    shared = [random.randrange(3, WINDOWED_VOCAB) for _ in range(130)]
-    tails = ([], [3, 4], [random.randrange(3, WINDOWED_VOCAB) for _ in range(150)])
+    shared = [random.randrange(3, VOCAB) for _ in range(130)]
+    tails = ([], [3, 4], [random.randrange(3, VOCAB) for _ in range(150)])
     prompts = [[*shared, *tail] for tail in tails] + [[5] * 3, shared[:40]]
     engine = made_engine(decoder, registry, replace(CONFIG, kv_cache_memory=2**22))
     written = []

@@ -40,6 +40,7 @@ from headway.core.contract.errors import HeadwayError, ModelError
 from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.families.plain_config import plain_config
 from headway.models.loader import load_model
+from plain_models import sizes
 from tiny_encoders import EMBEDDERS, save, vector
 from transformers_release import needs
 
@@ -216,21 +217,8 @@ def test_each_field_that_transformers_reads_is_computed_or_refused_by_name(tmp_p
     assert Counter(verdicts.values())["equal"] > 4, verdicts
 
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
-}
+NUMBERS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16"}
+COMMON = sizes(300, 64, 96, 2, max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=2, **NUMBERS)
 PLAIN = {
     "llama": {**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
     "mistral": {**COMMON, "model_type": "mistral", "sliding_window": None},

@@ -28,17 +28,9 @@ from headway.models.checkpoints.formats.rounding import int8
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
 from headway.models.layers.decoder import Decoder
+from plain_models import sizes
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 84,  # not a multiple of a vector
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "initializer_range": 0.2,
-}
+SMALL = sizes(97, 48, 84, 2, head_dim=12, initializer_range=0.2)  # 84 is not a multiple of a vector
 CONFIGS = {
     "llama, tied, biased": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),

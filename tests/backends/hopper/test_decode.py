@@ -17,16 +17,14 @@ from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.nvrtc.compiler import Compiler
-from host_hopper import HostDecode, HostLatent, decode_by_the_host, latent_by_the_host
+from host_hopper import HostDecode, HostLatent, decode_by_the_host, heads_of, latent_by_the_host
 
 pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings")
 
 
 def layer(heads: str = "16/8/128", **changes: object) -> AttentionSpec:
-    num_heads, num_kv_heads, head_dim = map(int, heads.split("/"))
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": head_dim}
-    return spec(**{**sizes, "dtype": torch.bfloat16, "device": torch.device("cuda"), **changes})
+    return heads_of(heads, **{"device": torch.device("cuda"), **changes})
 
 
 LAYERS = {

@@ -19,9 +19,7 @@ from headway.core.engine.execution.attention import PagedAttention
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from headway.tuning.measure.device import identify_device
-from made_engine import made_engine
-from registries import registering
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, made_engine, registering
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
 MAX_TOKENS = 4

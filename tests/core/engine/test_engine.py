@@ -21,11 +21,7 @@ from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from made_engine import made_engine
-from proposer_stub import Told
-from registries import registering
-from run_engine import Written, drain, generate, tokens_of
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, Told, Written, drain, generate, made_engine, registering, tokens_of
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

@@ -23,9 +23,7 @@ from headway.core.engine.loop import occupancy
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from made_engine import made_engine
-from run_engine import generate, tokens_of
-from tiny_model import TextModel, TinyModel
+from tiny_engine import TextModel, TinyModel, generate, made_engine, tokens_of
 from windowed_model import MODELS, Windowed
 
 

@@ -20,12 +20,9 @@ from headway.core.contract.state import KEY_VALUE
 from headway.core.engine.data.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry
-from made_engine import made_engine
-from proposer_stub import told_of
-from registries import registering
-from run_engine import drain, generate, tokens_of
 from stateful_model import MODELS, NO_ATTENTION
 from stateful_worlds import live
+from tiny_engine import drain, generate, made_engine, registering, tokens_of, told_of
 
 pytestmark = pytest.mark.xdist_group("states")  # what lone texts say is computed once
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

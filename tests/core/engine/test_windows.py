@@ -19,11 +19,8 @@ from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from headway.testing.broken.attention import PlainBackend
-from made_engine import made_engine
-from proposer_stub import Told
 from random_schedules import step_through
-from registries import registering
-from run_engine import generate, tokens_of
+from tiny_engine import Told, generate, made_engine, registering, tokens_of
 from windowed_model import MODELS
 
 pytestmark = pytest.mark.xdist_group("windows")  # what lone texts say is computed once

@@ -19,11 +19,9 @@ from headway.core.contract.errors import ConfigError  # noqa: E402
 from headway.core.engine.data.config import EngineConfig  # noqa: E402
 from headway.core.engine.execution.host_rows import HostRows  # noqa: E402
 from headway.core.sampling.grammar import GrammarCompiler  # noqa: E402
-from made_engine import made_engine  # noqa: E402
-from proposer_stub import Told  # noqa: E402
-from run_engine import generate  # noqa: E402
 from sandbox import save_tiny_model  # noqa: E402
 from schemas import SchemaMaker  # noqa: E402
+from tiny_engine import Told, generate, made_engine  # noqa: E402
 
 MOST = 1500
 """Tokens of the longest JSON."""

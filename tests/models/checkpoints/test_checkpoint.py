@@ -23,18 +23,10 @@ from headway.models.families.families import read_decoder_config
 from headway.models.layers.decoder import Decoder
 from headway.models.loader import load_model, read_config
 from headway.registry import Registry
-from made_engine import made_engine
+from plain_models import sizes
+from tiny_engine import made_engine
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 300,
-}
+LLAMA: dict[str, Any] = sizes(300, 32, 64, 2, model_type="llama", architectures=["LlamaForCausalLM"])
 
 
 def write(folder: Path, name: str = "config.json", **content: object) -> Path:
@@ -168,15 +160,7 @@ def test_code_of_the_models_own_is_never_run_and_nobody_is_asked(tmp_path: Path,
 
 
 LAYERS, VOCAB = 2, 53
-CONFIG = LlamaConfig(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    initializer_range=0.2,
-)
+CONFIG = LlamaConfig(**sizes(VOCAB, 32, 48, LAYERS, 2, 1, initializer_range=0.2))
 NAMES = {
     "compressed-tensors": ("self_attn.k_scale", "self_attn.v_scale"),
     "ModelOpt": ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),

@@ -27,8 +27,8 @@ from plain_models import ROWS as PLAIN
 from plain_models import SMALL, VOCAB
 from quantized_models import FORMATS, GPT_OSS, QWEN3_MOE, save_both, save_mxfp4
 from ranked_decoder import decoder_engine
-from run_engine import Written, drain
 from thread_ranks import alone, on_ranks
+from tiny_engine import Written, drain
 from transformers_release import needs
 
 UNEVEN = {**SMALL, "hidden_act": "silu", "moe_intermediate_size": 42, "num_experts": 12, "num_experts_per_tok": 3}

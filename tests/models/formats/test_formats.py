@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, Qwen3MoeConfig
 
 from dense_attention import DenseAttention
 from engine_logits import save_random
@@ -25,7 +25,7 @@ from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import float8, int4, int8
 from headway.models.checkpoints.weights import Weights
 from headway.models.loader import LoadOptions, load_model
-from quantized_models import FORMATS, QWEN3, Format, edit, pack_quantized, save_both, save_mxfp4, write_config
+from quantized_models import FORMATS, QWEN3, Format, edit, gpt_oss, pack_quantized, save_both, save_mxfp4, write_config
 from thread_ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -150,16 +150,7 @@ def test_experts_are_expanded_one_by_one(tmp_path: Path, name: str, inner: int, 
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-GPT_OSS = GptOssConfig(
-    **{key: getattr(QWEN3, key) for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")},
-    hidden_size=64,
-    intermediate_size=64,
-    head_dim=16,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    max_position_embeddings=64,
-    initializer_range=0.2,
-)
+GPT_OSS = gpt_oss(64)
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -10,7 +10,7 @@ from headway.bench.kernel.run import KernelOptions, run_kernel_bench
 from headway.registry import Registry
 from headway.tuning.measure.timing import Timer
 from headway.tuning.measure.workloads import AttentionWork, Geometry, make_spec, make_work
-from registries import registering
+from tiny_engine import registering
 
 QUICK = Timer(warmup_ms=0.0, rep_ms=0.0)
 CPU = torch.device("cpu")

@@ -140,19 +140,29 @@ def ranked_engine(
     if size == 1:
         return make_engine(EngineParts(model=RankedModel(device=device), **options))
     devices = ["cpu"] * size if device == "cpu" else [f"{device}:{number}" for number in range(size)]
-    processes = RankProcesses(size, MODULE, devices, num_threads=1)
-    try:
-        max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
-        ranks = processes.join(
-            partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault, compile_ahead=compile_ahead)
-        )
+    max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
+    rank = partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault, compile_ahead=compile_ahead)
+
+    def own_model(ranks: Ranks) -> RankedModel:
         choose_all_reduce(ranks, MEASURED)
-        return make_engine(EngineParts(model=RankedModel(ranks, devices[0]), ranks=ranks, processes=processes, **options))
+        return RankedModel(ranks, devices[0])
+
+    return joined_engine(RankProcesses(size, MODULE, devices, num_threads=1), rank, own_model, **options)
+
+
+def joined_engine(
+    processes: RankProcesses, rank: Callable[..., LocalExecutor], model_of: Callable[[Ranks], Any], **options: Any
+) -> EngineLoop:
+    """Start the ranks of processes, and an engine over them; where that fails, all of them end."""
+    try:
+        ranks = processes.join(rank)
+        return make_engine(EngineParts(model=model_of(ranks), ranks=ranks, processes=processes, **options))
     except Exception as error:
         try:
             processes.fail(error)
         finally:
             processes.end()
+        raise
 
 
 def ranked_driver(size: int, fault: str = "") -> EngineDriver:

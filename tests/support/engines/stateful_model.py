@@ -12,7 +12,7 @@ from headway.core.contract.model import Attention, AttentionFunctions, StateLaye
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2, StateParameters, StateSpec
 from headway.core.oracle.state_reference import SequenceState, advance
-from tiny_model import TextModel
+from tiny_engine import TextModel
 
 WIDTH = 32
 """Elements of the residual stream."""

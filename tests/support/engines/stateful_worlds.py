@@ -13,11 +13,9 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from made_engine import made_engine
 from page_copier_stub import Later
-from proposer_stub import told_of
-from run_engine import Written, drain
 from stateful_model import MODELS
+from tiny_engine import Written, drain, made_engine, told_of
 
 MOST = 24
 """Tokens of the longest completion."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
-from tiny_model import TextModel
+from tiny_engine import TextModel
 
 
 class Windowed(TextModel):

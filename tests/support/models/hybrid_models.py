@@ -56,6 +56,8 @@ MULTIPLIERS = {
 MIXED = ["linear_attention", "full_attention"] * 2
 SINGLE = ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]
 ROUTED = {"num_experts": 6, "num_experts_per_tok": 2}
+_STATES = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 10, "chunk_size": 16}
+NEMOTRON = {**{key: value for key, value in SMALL.items() if key != "num_hidden_layers"}, **_STATES, "head_dim": 16}
 ROWS: dict[str, PretrainedConfig] = {
     "bamba": BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1]),
     "bamba, biased": BambaConfig(
@@ -123,24 +125,9 @@ ROWS: dict[str, PretrainedConfig] = {
         mlp_alpha_factor=1.2,
         mlp_beta_factor=0.9,
     ),
-    "nemotron_h": NemotronHConfig(
-        **{key: value for key, value in SMALL.items() if key != "num_hidden_layers"},
-        head_dim=16,
-        mamba_num_heads=8,
-        mamba_head_dim=12,
-        n_groups=2,
-        ssm_state_size=10,
-        chunk_size=16,
-        layers_block_type=SINGLE,
-    ),
+    "nemotron_h": NemotronHConfig(**NEMOTRON, layers_block_type=SINGLE),
     "nemotron_h, experts": NemotronHConfig(
-        **{key: value for key, value in SMALL.items() if key != "num_hidden_layers"},
-        head_dim=16,
-        mamba_num_heads=8,
-        mamba_head_dim=12,
-        n_groups=2,
-        ssm_state_size=10,
-        chunk_size=16,
+        **NEMOTRON,
         layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "moe"],
         n_routed_experts=8,
         num_experts_per_tok=3,

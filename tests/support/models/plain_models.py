@@ -29,19 +29,17 @@ from transformers import (
 )
 
 VOCAB = 97
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # large, so that attention is far from uniform and a wrong key shows
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+
+
+def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int = 4, kv_heads: int = 2, **more: Any) -> dict[str, Any]:
+    """Fields of a configuration by the names that transformers gives them."""
+    named = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {**named, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
+
+
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+# Large weights, so that attention is far from uniform and a wrong key shows.
+SMALL = sizes(VOCAB, 48, 80, 3, max_position_embeddings=128, initializer_range=0.2, **IDS)
 GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20}
 EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 LATENT = {

@@ -122,6 +122,12 @@ def scorer(name: str, folder: Path) -> Any:
     return save(*SCORERS[name], folder, decoder=name == "qwen3")
 
 
+def classifier(folder: Path, num_labels: int) -> Any:
+    """Save a BERT that classifies texts."""
+    kind, config = SCORERS["bert"]
+    return save(kind, config.__class__(**{**config.to_dict(), "num_labels": num_labels}), folder)
+
+
 def states(model: Any, ids: Sequence[int]) -> Tensor:
     """transformers' last hidden states of one text [tokens, hidden_size]."""
     body = getattr(model, "model", model) if isinstance(model, Qwen3ForCausalLM) else model

@@ -54,10 +54,7 @@ from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, gre
 from headway.core.select.layer_specs import LayerSpecs
 from headway.registry import create_registry
 from headway.testing.broken.attention import PlainBackend
-from made_engine import made_engine
-from registries import registering
-from run_engine import generate, tokens_of
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, generate, made_engine, registering, tokens_of
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40

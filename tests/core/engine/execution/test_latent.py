@@ -29,10 +29,7 @@ from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.operations import PlainLatentLayer
 from headway.registry import Registry, create_registry
 from headway.testing.broken.attention import PlainBackend, PlainPlan
-from made_engine import made_engine
-from registries import registering
-from run_engine import generate, tokens_of
-from tiny_model import TextModel
+from tiny_engine import TextModel, generate, made_engine, registering, tokens_of
 
 HEADS = 3
 SIZES = LatentConfig(kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)

@@ -19,11 +19,8 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from made_engine import made_engine
-from registries import registering
-from run_engine import Written, drain, generate, tokens_of
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, Written, drain, generate, made_engine, registering, tokens_of
 
 SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 

@@ -30,13 +30,9 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.registry import Registry
-from made_engine import made_engine
-from proposer_stub import Told, told_of
-from registries import registering
-from run_engine import drain, generate, tokens_of
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
 from stateful_model import MODELS, NO_ATTENTION, Stateful
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, Told, drain, generate, made_engine, registering, tokens_of, told_of
 
 CONFIG = EngineConfig(
     attn_backend="wide", block_size=8, max_num_batched_tokens=40, max_model_len=64, max_num_seqs=6, kv_cache_memory=2**18

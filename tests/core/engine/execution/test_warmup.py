@@ -24,10 +24,7 @@ from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.execution.model_runner import ModelRunner
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
-from made_engine import made_engine
-from registries import registering
-from run_engine import drain
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, drain, made_engine, registering
 
 CONFIG = EngineConfig(
     attn_backend="lazy", block_size=8, kv_cache_memory=2**18, max_model_len=48, max_num_seqs=9, max_num_batched_tokens=40

@@ -17,11 +17,9 @@ from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from made_engine import made_engine
-from proposer_stub import told_of
-from run_engine import generate, tokens_of
 from stateful_model import MODELS
 from stateful_worlds import live
+from tiny_engine import generate, made_engine, tokens_of, told_of
 
 pytestmark = pytest.mark.xdist_group("states")  # what lone texts say is computed once, for tests/core/engine/test_states.py too
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

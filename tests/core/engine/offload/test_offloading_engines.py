@@ -20,8 +20,7 @@ from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.layer_specs import LayerSpecs
 from headway.registry import Registry
-from made_engine import made_engine
-from run_engine import generate, tokens_of
+from tiny_engine import generate, made_engine, tokens_of
 from windowed_model import MODELS, Windowed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14)

@@ -32,13 +32,10 @@ from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.sampling.structured import StructuredOutputsParams
-from made_engine import made_engine
-from proposer_stub import Told, told_of
 from ranked_model import RankedModel, assert_ended, make_rank, pids_of, ranked_engine
-from registries import registering
-from run_engine import Written, drain, generate, tokens_of
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
 from thread_ranks import on_ranks
+from tiny_engine import Told, Written, drain, generate, made_engine, registering, tokens_of, told_of
 
 
 def tight(size: int) -> EngineConfig:

@@ -17,7 +17,7 @@ from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.child import module_path
 from ranked_model import assert_ended, pids_of, ranked_engine
-from run_engine import generate, tokens_of
+from tiny_engine import generate, tokens_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 CONFIG = {"block_size": 16, "kv_cache_memory": 2**22, "max_num_batched_tokens": 64, "max_num_seqs": 8}

@@ -13,10 +13,7 @@ from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting
 from headway.core.sampling.params import SamplingParams
 from headway.core.speculation.proposers import PLAIN, UNGUESSED, StepTimes, width_of
 from headway.registry import Registry
-from made_engine import made_engine
-from proposer_stub import Told, told_of
-from run_engine import drain, generate, tokens_of
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, Told, drain, generate, made_engine, tokens_of, told_of
 
 SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

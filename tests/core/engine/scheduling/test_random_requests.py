@@ -16,7 +16,7 @@ from headway.core.engine.data.request_limits import RequestLimits
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from random_engines import FAULTS, MAX_MODEL_LEN, World
-from run_engine import drain
+from tiny_engine import drain
 
 
 class Always(Random):
