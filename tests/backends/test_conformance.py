@@ -1,4 +1,4 @@
-"""The kit's quick cells on a CPU, and what they rest on: the readable reference, the comparison itself, the writers' edges."""
+"""The kit's quick cells on a CPU, what they rest on, and backends that keep a row's bits in every batch."""
 
 from __future__ import annotations
 

@@ -312,8 +312,7 @@ def test_prefill_without_context_needs_no_layout_and_no_block_size(backend: tupl
     kind, _ = backend
     assert kind.supports(on_gpu(spec()), VLLM_5D, 16, Phase.PREFILL)
     case = make_case(parse_case("1q9_1q20"), spec(), VLLM_5D, 8, write_rows, poison=math.nan)
-    made = kind(case.spec, VLLM_5D, 8)
-    assert relative_error(run_backend(made, case), reference(case), case) < 1e-6
+    assert relative_error(run_backend(kind(case.spec, VLLM_5D, 8), case), reference(case), case) < 1e-6
 
 
 def test_every_kernel_is_named(backend: tuple) -> None:
@@ -375,8 +374,7 @@ def test_available_on_a_gpu(backend: tuple, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_missing_library_is_named_with_what_installs_it(registry: Registry, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for known in [LIBRARIES[name], *(module for module in sys.modules if module.startswith(f"{LIBRARIES[name]}."))]:
         monkeypatch.setitem(sys.modules, known, None)  # not to be imported, whether it is installed or not
-    support = registry.backend(name).available()
-    reason = first_of_library(support)
+    reason = first_of_library(registry.backend(name).available())
     assert "ModuleNotFoundError" in reason.got
     assert "pip install" in reason.hint
 

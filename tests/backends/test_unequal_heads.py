@@ -70,8 +70,7 @@ def test_an_fp8_cache_is_read_with_its_scales(backend: type[AttentionBackend], l
 
 @BACKENDS
 def test_the_wrong_layout_is_refused_with_the_right_one(backend: type[AttentionBackend]) -> None:
-    support = backend.supports(IN_KEY["absorbed"], NHD, 16, Phase.DECODE)
-    assert "--kv-layout latent" in str(support)
+    assert "--kv-layout latent" in str(backend.supports(IN_KEY["absorbed"], NHD, 16, Phase.DECODE))
 
 
 def test_a_backend_that_needs_whole_blocks_refuses_foreign_memory() -> None:

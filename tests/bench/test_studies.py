@@ -201,8 +201,7 @@ def test_an_engine_runs_each_form(form: str, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "small" / "config.json").write_text(json.dumps({**config, **SMALL, "num_hidden_layers": 1}))
     weight_shapes(form, tmp_path / form, str(tmp_path / "small"))
     assert capsys.readouterr().out == f"{tmp_path / form}\n"
-    stated = json.loads((tmp_path / form / "config.json").read_text())
-    read = read_quantization(tmp_path / form, stated)
+    read = read_quantization(tmp_path / form, json.loads((tmp_path / form / "config.json").read_text()))
     assert ("bf16" if read is None else read.label) == LABELS[form]
     llm = LLM(
         str(tmp_path / form), load_format="dummy", skip_tokenizer_init=True, device="cpu", max_model_len=64, autotune_budget=0
@@ -264,8 +263,7 @@ def test_the_script_asks_for_what_there_is(tmp_path: Path) -> None:
     assert len(lines) == 15
     for words in lines:
         understand(words)
-    files = {words[words.index("--output") + 1] for words in lines}
-    assert len(files) == 11
+    assert len({words[words.index("--output") + 1] for words in lines}) == 11
     refused = subprocess.run(["sh", "bench/reproduce.sh", str(tmp_path), "rank"], cwd=ROOT, env=environment, check=False,
                              capture_output=True, text=True)  # fmt: skip
     assert refused.returncode == 2

@@ -1,4 +1,4 @@
-"""Invalid arguments of commands: numbers and files that are none, requests for more than a machine holds."""
+"""Invalid arguments of commands and errors of the system: each is one line, with the right exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nonsense is refused, not computed: configurations, RoPE parameters, tables, block sizes."""
+"""Nonsense is refused, not computed: configurations, RoPE parameters, tables, block sizes, and files with damaged bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request fails alone: a call is checked before any of its requests is queued, and a fault in a step ends no other request."""
+"""A request fails alone, before its call is queued or in a step; hostile text is escaped wherever it is shown."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ def decoder(folder: Path, dtype: torch.dtype, device: str) -> Decoder:
 
 
 def run(model: Decoder, registry: Registry, config: EngineConfig) -> list[list[int]]:
-    engine = made_engine(model, registry, config)
-    return tokens_of(generate(engine, PROMPTS, GREEDY))
+    return tokens_of(generate(made_engine(model, registry, config), PROMPTS, GREEDY))
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,7 @@ def test_same_tokens_as_transformers(registry: Registry) -> None:
     from transformers import AutoModelForCausalLM
 
     model = load_model(str(importlib.import_module(PACKAGE).assemble()), "float32")
-    windows = {spec.sliding_window for spec in model.decoder.attention_specs}
-    assert windows == {512, None}
+    assert {spec.sliding_window for spec in model.decoder.attention_specs} == {512, None}
     story = "".join(PROMPTS) * 3
     prompts = [model.tokenizer(text)["input_ids"] for text in (*PROMPTS[:3], story)]
     assert len(prompts[-1]) > 600, "past the window"
@@ -45,5 +44,4 @@ def test_same_tokens_as_transformers(registry: Registry) -> None:
             out = reference.generate(
                 torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, eos_token_id=-1
             )
-        theirs = out[0, len(ids) :].tolist()
-        assert ours.token_ids == theirs, model.tokenizer.decode(ours.token_ids)
+        assert ours.token_ids == out[0, len(ids) :].tolist(), model.tokenizer.decode(ours.token_ids)

@@ -1,4 +1,4 @@
-"""The public API: vLLM's offline shape."""
+"""The public API: vLLM's offline shape, its figures, and calls that come within a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's options, parameters and modules: what is taken, translated and refused."""
+"""vLLM's options, parameters and modules: what is taken, translated and refused; and the names that are stable."""
 
 from __future__ import annotations
 

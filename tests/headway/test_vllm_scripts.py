@@ -1,4 +1,4 @@
-"""Scripts in the manner of vLLM's documentation run here with nothing changed but the import."""
+"""Scripts and clients in the manner of vLLM's documentation run with nothing changed but the import or the address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM hands a layer, and the names by which its users choose, without vLLM."""
+"""What vLLM hands a layer and a step, and the names by which its users choose, without vLLM."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def test_a_layers_arguments_become_a_spec() -> None:
     rich = {**GIVEN, "sliding_window": 64, "logits_soft_cap": 30.0, "alibi_slopes": [0.5] * 4, "sinks": sinks}
     spec = LayerOptions.of(rich).spec(torch.bfloat16, torch.device("cpu"))
     assert (spec.sliding_window, spec.softcap, spec.alibi_slopes, spec.sinks) == (64, 30.0, (0.5,) * 4, (1.0, 2.0, 3.0, 4.0))
-    alone = LayerOptions.of({"num_heads": 4, "head_size": 8, "scale": 1.0})
-    assert alone.num_kv_heads == 4
+    assert LayerOptions.of({"num_heads": 4, "head_size": 8, "scale": 1.0}).num_kv_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -276,8 +275,7 @@ def test_warming_up_runs_every_phase_and_leaves_the_cache_as_it_was() -> None:
         tensor.nan_to_num_()
     before = [tensor.clone() for tensor in step.cache.tensors.values()]
     selector = select("prefill=sdpa.math,decode=told", registering(told=Told))
-    steps = warm(selector, {SPEC: step.cache}, write_rows, StepLimits(24, 3, 20))
-    assert steps > 12
+    assert warm(selector, {SPEC: step.cache}, write_rows, StepLimits(24, 3, 20)) > 12
     assert all(torch.equal(*pair) for pair in zip(before, step.cache.tensors.values(), strict=True))
 
 

@@ -145,8 +145,7 @@ def packed(model: Any, texts: list[Tensor]) -> Any:
         places = [torch.arange(start, start + count) for start, count in zip(done, counts, strict=True)]
         ids = torch.cat([text[place] for text, place in zip(texts, places, strict=True)])
         attention.begin([(seq, count) for seq, count in enumerate(counts) if count])
-        logits = model.compute_logits(model(ids, torch.cat(places), attention))
-        yield logits.split(list(counts))
+        yield model.compute_logits(model(ids, torch.cat(places), attention)).split(list(counts))
         done = [start + count for start, count in zip(done, counts, strict=True)]
     assert done == [len(text) for text in texts]
 

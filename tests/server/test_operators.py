@@ -1,4 +1,4 @@
-"""The operator's paths: a pause, requests that are ended, and what needs leave."""
+"""The operator's paths: a pause, requests that are ended, what needs leave, profiles, figures and traces."""
 
 from __future__ import annotations
 
@@ -169,8 +169,7 @@ def test_a_load_tells_where_the_time_of_steps_goes(llm: LLM, headway: Callable[.
         options = "--url", served.url, *LOAD, "--output", str(report)
         result = headway("bench", "serve", *options, "--profile-skip", "3", "--profile-steps", "4")
         assert result.code == 0, result
-        short = headway("bench", "serve", *options)
-        assert "no trace" in short.out
+        assert "no trace" in headway("bench", "serve", *options).out
         assert httpx.post(f"{served.url}/stop_profile").status_code == 409
     assert llm.engine.clock.enter_range is no_ranges
     (trace,) = (tmp_path / "traces").iterdir()

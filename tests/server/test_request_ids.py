@@ -1,4 +1,4 @@
-"""Ids that clients and proxies choose: in answers, beside each other, at the operator's paths, and in headers."""
+"""Ids that clients and proxies choose, in answers, at the operator's paths and in headers; and each answer's own tokens."""
 
 from __future__ import annotations
 

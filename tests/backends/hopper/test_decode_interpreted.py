@@ -250,8 +250,7 @@ def test_options_change_no_answer(monkeypatch: pytest.MonkeyPatch, options: dict
 @pytest.mark.slow
 def test_latents_that_are_parts_of_longer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     case = latent_case("1q1s100_1q3s80", 16, 16)
-    wide = torch.full((*case.cache.key.shape[:3], 640), math.nan, dtype=BF16)
-    rows = wide[..., 64:]
+    rows = torch.full((*case.cache.key.shape[:3], 640), math.nan, dtype=BF16)[..., 64:]
     rows.copy_(case.cache.key)
     q = torch.full((len(case.q), 16, 600), math.nan, dtype=BF16)[..., :576].copy_(case.q)
     check_latent(monkeypatch, dataclasses.replace(case, q=q, cache=LayerCache.wrap({"key": rows}, LATENT, case.spec)), EARLY)

@@ -155,8 +155,7 @@ def test_strong_and_weak_decays_beside_each_other(kind: str) -> None:
     )
     for gate in case.gates[:1]:
         gate.copy_(torch.where(torch.rand(gate.shape, generator=generator) < 0.2, 300.0, -8.0))
-    expected = check(case)
-    assert not expected.out.isnan().any()
+    assert not check(case).out.isnan().any()
 
 
 @pytest.mark.parametrize("kind", STATE_KINDS)
@@ -220,6 +219,5 @@ def test_gated_delta_is_that_of_transformers() -> None:
         use_qk_l2norm_in_kernel=True,
     )
     slot = int(case.metadata.out_slots[0, 0])
-    ours = run_states(TorchStates(spec, KEY_VALUE), case)
-    assert error(ours, out[0].flatten(1).double()) <= 2e-5
+    assert error(run_states(TorchStates(spec, KEY_VALUE), case), out[0].flatten(1).double()) <= 2e-5
     assert error(case.cache.logical_recurrent[slot], state[0].double()) <= 2e-5

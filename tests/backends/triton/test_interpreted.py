@@ -200,8 +200,7 @@ def test_decode_writes_where_it_keeps_cache_and_bits() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("case_name", ["decode ragged", rare("extend"), rare("prefill")])
 def test_fp8_cache(layout: CacheLayout, case_name: str) -> None:
-    layer = spec(kv_dtype=FP8, k_scale=0.02, v_scale=0.05)
-    assert error_of(case_of(case_name, layer, layout)) < 2e-6
+    assert error_of(case_of(case_name, spec(kv_dtype=FP8, k_scale=0.02, v_scale=0.05), layout)) < 2e-6
 
 
 INT8_LAYERS = {
@@ -295,8 +294,7 @@ def test_writers_leave_the_same_bits_in_an_int8_cache(dtype: torch.dtype) -> Non
 
 
 def test_writer_saturates() -> None:
-    geometry = CacheGeometry(1, 16, 1, 32, FP8, torch.device("cpu"))
-    cache = NHD.allocate(geometry)
+    cache = NHD.allocate(CacheGeometry(1, 16, 1, 32, FP8, torch.device("cpu")))
     k = torch.tensor([1e4, -1e4]).repeat(16).view(1, 1, 32)
     Writer()(k, k, cache, torch.tensor([3]))
     assert cache.gather(torch.tensor([3]))[0].float().flatten()[:2].tolist() == [448.0, -448.0]

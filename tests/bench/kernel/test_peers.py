@@ -1,4 +1,4 @@
-"""Libraries called bare: who is there, who is not and why, and that nobody is imported unasked."""
+"""Libraries called bare: who is there, who is not and why; and products over weights beside them."""
 
 from __future__ import annotations
 

@@ -197,8 +197,7 @@ def test_out_of_memory_makes_steps_smaller_and_ends_no_request(registry: Registr
 def test_a_single_token_without_memory_is_an_error(registry: Registry) -> None:
     model = Greedy()
     model.largest = 0
-    engine = made_engine(model, registry, SMALL)
-    seq = one(engine, [1, 2, 3], GREEDY)
+    seq = one(made_engine(model, registry, SMALL), [1, 2, 3], GREEDY)
     assert seq.finish_reason == "error"
     assert "out of memory" in (seq.error or "")
 
@@ -208,8 +207,7 @@ def test_nan_logits_end_that_request_only(registry: Registry, debug: str, monkey
     monkeypatch.setenv("HEADWAY_DEBUG", debug)
     model = Greedy()
     model.nan_for = 7
-    engine = made_engine(model, registry, SMALL)
-    sick, well = generate(engine, [[7], [1, 2, 3]], GREEDY)
+    sick, well = generate(made_engine(model, registry, SMALL), [[7], [1, 2, 3]], GREEDY)
     assert (sick.finish_reason, sick.token_ids) == ("error", [])
     assert "hold a NaN" in (sick.error or "")
     if 7 not in well.token_ids:

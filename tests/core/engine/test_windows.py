@@ -160,8 +160,7 @@ def test_a_prefix_must_be_held_in_every_group_but_only_its_last_window_in_a_wind
 def test_prefix_hit_is_shorter_without_its_last_window() -> None:
     """What a sequence gave back goes first, so a hit in its middle is lost while one at its end is not."""
     blocks = manager(18)
-    seq = computed(blocks, list(range(40)), chunk=4)
-    blocks.release(seq)
+    blocks.release(computed(blocks, list(range(40)), chunk=4))
     hog = computed(blocks, [49] * 8)  # takes the pages that were never used, and what was given back first
     held = [Sequence("", 0, [*range(length), 48], SamplingParams(), frozenset(), 200) for length in (40, 20)]
     assert [blocks.attach_prefix(each) for each in held] == [40, 0]
@@ -169,8 +168,7 @@ def test_prefix_hit_is_shorter_without_its_last_window() -> None:
 
 
 def test_chunk_is_cut_to_the_room_of_the_windowed_group() -> None:
-    groups = [CacheGroup(16), CacheGroup(4, window=8)]
-    blocks = BlockManager(30, 4, False, groups, smallest_chunk=8)
+    blocks = BlockManager(30, 4, False, [CacheGroup(16), CacheGroup(4, window=8)], smallest_chunk=8)
     scheduler = Scheduler(blocks, 1000, 4)
     scheduler.add(Sequence("", 0, [1] * 200, SamplingParams(max_tokens=3), frozenset(), 300))
     counts = []

@@ -1,4 +1,4 @@
-"""Patterns in forms are ECMA's, wherever they stand; what grammars cannot follow is refused in words."""
+"""Patterns in forms are ECMA's, or are refused in words; and large forms are tried before they hold up a step."""
 
 from __future__ import annotations
 
@@ -307,8 +307,7 @@ def test_a_schema_that_contains_itself_is_refused() -> None:
 
 def test_schemas_whose_properties_have_another_order_are_different_forms() -> None:
     one, other = ({name: {"type": "null"} for name in names} for names in ("ab", "ba"))
-    keys = {StructuredOutputsParams(json={"properties": each}).key for each in (one, other)}
-    assert len(keys) == 2
+    assert len({StructuredOutputsParams(json={"properties": each}).key for each in (one, other)}) == 2
 
 
 HOSTILE = {

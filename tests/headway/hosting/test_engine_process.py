@@ -261,8 +261,7 @@ def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed(llm: LLM)
 def test_health_tells_of_a_step_that_does_not_end(llm: LLM, apart: AsyncLLM) -> None:
     async def run(made: AsyncLLM) -> None:
         await made.query(_slow_down)
-        stream = made.generate([1, 2, 3], replace(GREEDY, max_tokens=1))
-        reading = asyncio.create_task(read(stream))
+        reading = asyncio.create_task(read(made.generate([1, 2, 3], replace(GREEDY, max_tokens=1))))
         await asyncio.sleep(0.4)
         with pytest.raises(EngineDeadError, match=r"stuck: no step has ended for \d+ s \(step_timeout=0.1\)"):
             await made.check_health(0.1)

@@ -1,4 +1,4 @@
-"""Several ranks behind every host of an engine: a lost one is told of at once, and none outlives what it belongs to."""
+"""Several ranks behind every host of an engine: a lost one is told of at once, and no interrupt leaves one behind."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ def test_ranks_end_with_a_process_of_the_engine_that_is_killed(stopped: bool) ->
 
 @pytest.mark.slow
 def test_a_server_answers_503_when_a_rank_is_lost_and_200_when_the_engine_runs_again() -> None:
-    make = partial(ranked_driver, 2)
-    made = AsyncLLM.over(EngineProcess(make, restarts=1))
+    made = AsyncLLM.over(EngineProcess(partial(ranked_driver, 2), restarts=1))
     server = Server(made, ServerOptions(served_model_names=("ranked",)), port=0)
     thread = Thread(target=server.run)
     thread.start()

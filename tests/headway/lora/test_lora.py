@@ -269,8 +269,7 @@ def test_a_draft_model_guesses_for_requests_with_adapters_and_takes_no_slots(
     base: Path, adapted: LLM, adapters: list[LoRARequest]
 ) -> None:
     llm = LLM(str(base), **OPTIONS, max_loras=2, speculative_model=str(base), num_speculative_tokens=3)
-    draft = llm.driver.assembly.draft
-    assert draft.engine.adapters is None
+    assert llm.driver.assembly.draft.engine.adapters is None
     named = [adapters[0], None]
     assert written(llm, PROMPTS[:2], named) == written(adapted, PROMPTS[:2], named)
 

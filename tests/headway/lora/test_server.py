@@ -1,4 +1,4 @@
-"""Adapters behind a server: named as models, listed, loaded and unloaded, and refused in the client's own shape of errors."""
+"""Adapters behind a server and on the command line: named as models, listed, loaded, unloaded, and refused in one line."""
 
 from __future__ import annotations
 

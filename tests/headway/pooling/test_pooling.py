@@ -1,4 +1,4 @@
-"""Embeddings and scores against transformers: every architecture, texts of mixed lengths, and what is refused."""
+"""Embeddings, scores and rewards against transformers: every architecture, texts of mixed lengths, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every form a prompt may have, what is refused, and chat templates that write BOS themselves."""
+"""Every form a prompt may have, embeddings too, what is refused, and chat templates that write BOS themselves."""
 
 from __future__ import annotations
 

@@ -187,8 +187,7 @@ def test_a_rows_bits_do_not_depend_on_others_in_deterministic_mode(tmp_path: Pat
             attention = DenseAttention(model)
             attention.begin([(0, before), (1, 5)] if before else [(1, 5)])
             places = torch.tensor([*range(before), *range(5)])
-            hidden = model(ids[7 - before :], places, attention)
-            found.append(joined(model, hidden[before:], ranks))
+            found.append(joined(model, model(ids[7 - before :], places, attention)[before:], ranks))
         return found
 
     for by_itself, beside in on_ranks(4, both):

@@ -1,4 +1,4 @@
-"""Safetensors folders: what is read, and every way in which one can be incomplete or wrong."""
+"""Safetensors folders: what is read, and how one can be incomplete or wrong; and products over weights that stay quantised."""
 
 from __future__ import annotations
 

@@ -132,8 +132,7 @@ def test_rows_are_cut_within_a_block_and_columns_by_expanding_it(tmp_path: Path)
     assert isinstance(weight, QuantizedWeight)
     held = torch.cat([expected[40:72], expected[200:230]])
     torch.testing.assert_close(weight.dequantized(torch.float32), held, rtol=1e-6, atol=0)
-    columns = Axis(128, (range(8, 20), range(40, 100)))
-    cut = weights.take_product({name: 256}, columns)
+    cut = weights.take_product({name: 256}, Axis(128, (range(8, 20), range(40, 100))))
     torch.testing.assert_close(cut, torch.cat([expected[:, 8:20], expected[:, 40:100]], dim=1), rtol=1e-6, atol=0)
 
 

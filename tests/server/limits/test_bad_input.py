@@ -1,4 +1,4 @@
-"""What clients get wrong: each is answered in OpenAI's shape, and the server lives."""
+"""What clients get wrong, also at random: each is answered in OpenAI's shape, and the server lives."""
 
 from __future__ import annotations
 

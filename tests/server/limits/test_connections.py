@@ -1,4 +1,4 @@
-"""Crowds of connections, and clients that take their time: everybody is answered, and nothing of them is left."""
+"""Crowds of connections, pipelines, slow clients and foreign pages: everybody is answered, and nothing of them is left."""
 
 from __future__ import annotations
 

@@ -80,8 +80,7 @@ def test_a_broken_line_fails_and_the_rest_runs(own: Running, api: OpenAI) -> Non
     assert batch.request_counts.model_dump() == {"total": 8, "completed": 2, "failed": 6}
     good, bad = results(api, batch.output_file_id), results(api, batch.error_file_id)
     assert [each["custom_id"] for each in good] == ["r1", "r2"]
-    body = json.loads(line(2))["body"]
-    same = httpx.post(own.url + CHAT, json=body).json()
+    same = httpx.post(own.url + CHAT, json=json.loads(line(2))["body"]).json()
     assert good[1]["response"]["status_code"] == 200
     assert good[1]["response"]["body"]["choices"] == same["choices"]
     codes = [each["error"]["code"] if each["error"] else each["response"]["status_code"] for each in bad]
@@ -136,8 +135,7 @@ def test_files_are_kept_listed_and_removed(own: Running, api: OpenAI) -> None:
     assert api.files.content(sent.id).read() == b"a\nb\n"
     assert api.files.delete(sent.id).deleted
     for gone in (sent.id, "file-../../etc/passwd", "batch-" + "0" * 32):
-        answer = httpx.get(f"{own.url}/v1/files/{gone}")
-        assert answer.status_code == 404
+        assert httpx.get(f"{own.url}/v1/files/{gone}").status_code == 404
     for body, param in (
         ({"input_file_id": sent.id, "endpoint": CHAT}, "input_file_id"),
         ({"input_file_id": sent.id, "endpoint": "/v1/images"}, "endpoint"),

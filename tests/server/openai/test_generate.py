@@ -1,4 +1,4 @@
-"""/generate as SGLang and vLLM's small server have it, and other paths that their programs ask for."""
+"""/generate as SGLang and vLLM's small server have it, other paths that their programs ask for, and beam search."""
 
 from __future__ import annotations
 
@@ -198,8 +198,7 @@ def test_completions_are_the_likeliest_continuations(served: Running, client: Op
 
 def test_a_chat_is_searched_too(served: Running, http: httpx.Client, llm: LLM) -> None:
     body = {"messages": ASK, "max_tokens": 5, "ignore_eos": True, "use_beam_search": True, "return_token_ids": True}
-    prompt = llm.chat_prompt(ASK)
-    beams = searched(llm, prompt, beam_width=4, max_tokens=5, ignore_eos=True)
+    beams = searched(llm, llm.chat_prompt(ASK), beam_width=4, max_tokens=5, ignore_eos=True)
     for more in ({}, {"logprobs": True, "top_logprobs": 2}):
         answer = http.post(CHAT, json={**body, "n": 4, **more}).json()
         assert [choice["token_ids"] for choice in answer["choices"]] == [beam.tokens[-5:] for beam in beams]

@@ -136,8 +136,7 @@ def test_graphs_of_decodes_and_prompts_and_pieces_of_the_rest(expected: list[lis
     engine = made_engine(LatentModel(), registering(plain=Uniform), replace(CONFIG, attn_backend="plain"))
     engine.executor.capture(AsItIs())
     assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected
-    alone = [generate(engine, [prompt], GREEDY)[0].token_ids for prompt in PROMPTS[:1]]
-    assert alone == expected[:1]
+    assert [generate(engine, [prompt], GREEDY)[0].token_ids for prompt in PROMPTS[:1]] == expected[:1]
     assert engine.stats.num_graph_steps > 10
     assert engine.stats.steps_in_pieces.total() > 0
 
@@ -210,8 +209,7 @@ def test_contexts_are_gathered_where_that_is_less_work_and_fits() -> None:
 
 
 def test_a_gathered_plan_reads_the_blocks_of_its_sequences() -> None:
-    tables = [[5, 2, 9], [1], [7, 3]]
-    view = AttentionMetadata.build([3, 4, 2], [17, 4, 9], tables, 8)
+    view = AttentionMetadata.build([3, 4, 2], [17, 4, 9], [[5, 2, 9], [1], [7, 3]], 8)
     backend = SDPAMath(replace(EXPANDED, dense=False), create_registry(load_entry_points=False).layout("nhd").layout, 8)
     plan = latent.plan_gathered(view, backend)
     assert plan.slots.view(-1, 8)[:, 0].tolist() == [8 * block for block in (5, 2, 9, 1, 7, 3)]

@@ -167,8 +167,7 @@ def test_page_whose_copy_failed_late_is_not_found() -> None:
     assert len(tiers.offloader.tier) == tiers.stats.blocks_offloaded - lost
     tiers.mover.move_out = real
     tiers.finish(sequence("third", [3] * 30, 1))
-    again = sequence("again", [2] * 30, 1)
-    tiers.finish(again)
+    tiers.finish(sequence("again", [2] * 30, 1))
     assert tiers.stats.offload_failures["not copied out"] == lost
 
 

@@ -143,8 +143,7 @@ def empty(path: Path) -> None:
 
 def exchange(path: Path) -> None:
     """Another page's file under this one's name."""
-    other = next(each for each in path.parent.iterdir() if each != path)
-    path.write_bytes(other.read_bytes())
+    path.write_bytes(next(each for each in path.parent.iterdir() if each != path).read_bytes())
 
 
 def fold(path: Path) -> None:
@@ -239,6 +238,5 @@ def test_page_memory_is_all_of_the_pool(name: str) -> None:
         view[:, 3] = 255
     group = pages.groups[0]
     for block in range(caches[group.layers[0]].geometry.num_blocks):
-        filled = bool(caches[group.layers[0]].key[block].isnan().all())
-        assert filled == (block in group.blocks_of([3]))
+        assert bool(caches[group.layers[0]].key[block].isnan().all()) == (block in group.blocks_of([3]))
     assert torch.equal(memory[0][:, 2], torch.zeros_like(memory[0][:, 2]))

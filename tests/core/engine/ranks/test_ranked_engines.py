@@ -137,8 +137,7 @@ def test_guesses_forms_and_more_ranks_change_no_token(size: int, tmp_path: Path,
 
     tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path))
     grammars = GrammarCompiler(tokenizer, RankedModel.vocab_size, [tokenizer.eos_token_id])
-    texts = [[*prompt, *range(60)] for prompt in ([5, 6], [9])]
-    proposer = told_of(texts, wrong_every=7)
+    proposer = told_of([[*prompt, *range(60)] for prompt in ([5, 6], [9])], wrong_every=7)
     for engine_size in (1, size):
         engines.append(ranked_engine(engine_size, tight(engine_size), proposer=proposer, grammars=grammars))
     form = StructuredOutputsParams(regex="(yes|no|perhaps)+")
@@ -325,8 +324,7 @@ def decode_step(count: int, **more: object) -> StepInput:
 
 def test_logits_processors_stay_on_rank_0() -> None:
     params = SamplingParams(logits_processors=[lambda output, logits: logits], extra_args={"lock": object()}, top_k=3)
-    step = decode_step(2, started=(StartedRow(1, params, 5),))
-    (found,) = decode(encode(step)).started
+    (found,) = decode(encode(decode_step(2, started=(StartedRow(1, params, 5),)))).started
     assert (found.row, found.seed, found.params.top_k, found.params.extra_args) == (1, 5, 3, None)
     assert len(found.params.logits_processors or ()) == 1
 
