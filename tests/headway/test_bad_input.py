@@ -404,15 +404,14 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"n": 0},
-        {"n": True},
-        {"temperature": "hot"},
-        {"top_p": None},
-        {"top_k": 1.5},
-        {"seed": 0.5},
-        {"seed": 2**64},
-        {"stop": [""]},
-        {"stop": [3]},
+        *({"n": value} for value in (0, True)),
+        *({"temperature": value} for value in ("hot", float("nan"), float("inf"))),
+        *({"top_p": value} for value in (None, 0.0, float("nan"))),
+        *({"top_k": value} for value in (1.5, -2)),
+        {"min_p": 2.0},
+        *({"max_tokens": value} for value in (0, True)),
+        *({"seed": value} for value in (0.5, 2**64, "x")),
+        *({"stop": value} for value in ("", [""], [3])),
         {"stop": ".", "detokenize": False},
         {"stop_token_ids": ["a"]},
         {"min_tokens": 17},
@@ -439,8 +438,10 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
     ids=str,
 )
 def test_bad_sampling_params_are_refused_when_they_are_made(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: needs "):
+    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: needs ") as caught:
         SamplingParams(**wrong)
+    assert caught.value.reason.what == next(iter(wrong))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,13 +24,12 @@ from headway.models.families.families import read_decoder_config
 from headway.models.layers.decoder import Decoder
 from headway.registry import Registry, create_registry
 from plain_models import sizes
-from sandbox import TOY, Result, install
+from sandbox import TOY, install
 from tiny_engine import TinyModel, drain, made_engine
 
 BATCHES = (2, 7, 64)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.5, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
-Headway = Callable[..., Result]
 
 
 def neighbours(count: int, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:

@@ -26,7 +26,7 @@ from transformers import (
 
 import hybrid_models
 from backend_cases import LAYOUTS
-from dense_attention import DenseAttention
+from dense_attention import DenseAttention, logits_of_text
 from engine_logits import logits_by_transformers, observed, save_random
 from headway.core.contract.errors import ModelError
 from headway.core.engine.data.config import EngineConfig
@@ -162,11 +162,7 @@ def test_a_configuration_alone_gives_all_specs(tmp_path: Path, name: str) -> Non
     kinds = [layer for layer in model.config.layers if layer.state]
     assert len(specs) == len(kinds) * (2 if HYBRIDS[name].model_type == "jamba" else 1)
     assert len(model.attention_specs) == len(model.kv_scales) == sum(layer.attention for layer in model.config.layers)
-    attention = DenseAttention(model)
-    attention.begin([(0, 5)])
-    with torch.inference_mode():
-        logits = model.compute_logits(model(torch.arange(3, 8), torch.arange(5), attention))
-    assert bool(logits.isfinite().all())
+    assert bool(logits_of_text(model, torch.arange(3, 8)).isfinite().all())
 
 
 def test_the_text_part_of_a_model_that_reads_images_too(tmp_path: Path) -> None:
@@ -175,11 +171,8 @@ def test_the_text_part_of_a_model_that_reads_images_too(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     model = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
     text = torch.randint(3, 90, (21,), generator=torch.Generator().manual_seed(1))
-    attention = DenseAttention(model)
-    attention.begin([(0, len(text))])
     with torch.inference_mode():
-        logits = model.compute_logits(model(text, torch.arange(len(text)), attention))
-        torch.testing.assert_close(logits, reference(input_ids=text[None]).logits[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits_of_text(model, text), reference(input_ids=text[None]).logits[0], rtol=0, atol=1e-4)
 
 
 def test_experts_that_a_checkpoint_stacks_are_read_as_single_ones(tmp_path: Path) -> None:
@@ -189,13 +182,7 @@ def test_experts_that_a_checkpoint_stacks_are_read_as_single_ones(tmp_path: Path
     first = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
     save_file(stacked, tmp_path / "model.safetensors")
     second = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
-    logits = []
-    for model in (first, second):
-        attention = DenseAttention(model)
-        attention.begin([(0, 9)])
-        with torch.inference_mode():
-            logits.append(model.compute_logits(model(torch.arange(3, 12), torch.arange(9), attention)))
-    assert torch.equal(*logits)
+    assert torch.equal(*(logits_of_text(model, torch.arange(3, 12)) for model in (first, second)))
 
 
 @pytest.mark.parametrize(("named", "dtype"), [("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)])

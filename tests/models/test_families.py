@@ -33,7 +33,7 @@ from transformers import (
 import hybrid_models
 import plain_models
 from config_changes import changes, fields_read
-from dense_attention import DenseAttention
+from dense_attention import logits_of_text
 from engine_logits import save_random
 from headway import LLM
 from headway.core.contract.errors import HeadwayError, ModelError
@@ -132,9 +132,7 @@ def decoders(config: PretrainedConfig, folder: Path) -> tuple[Tensor, Callable[[
 
     def ours() -> Tensor:
         model: Any = load_model(str(folder), "float32", skip_tokenizer_init=True, model_impl="headway").decoder
-        attention = DenseAttention(model)
-        attention.begin([(0, NUM_TOKENS)])
-        return model.compute_logits(model(ids, torch.arange(NUM_TOKENS), attention))
+        return logits_of_text(model, ids)
 
     return reference(ids[None], use_cache=False).logits[0], ours
 

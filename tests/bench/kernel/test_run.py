@@ -217,10 +217,8 @@ SMALL = ("--geometry", "4/2/32", "--rep-ms", "0", "--warmup-ms", "0", "--device"
 
 
 def cell_record(backend: str, us: float | None, **changes: object) -> KernelCell:
-    base = {"backend": backend, "owner": "backend", "phase": "decode", "case": "1q1s64", "geometry": "4/2/32", "layout": "nhd"}
-    base |= {"block_size": 16, "dtype": "float32", "kv_dtype": "float32", "status": "ok", "median_us": us}
-    base |= {} if us is not None else {"status": "error", "reason": "RuntimeError: it fell over"}
-    return KernelCell(**{**base, **changes})
+    told = {"status": "ok", "reason": ""} if us is not None else {"reason": "RuntimeError: it fell over"}
+    return a_cell(**{"backend": backend, "case": "1q1s64", "median_us": us, **told, **changes})
 
 
 def run_record(*words: str) -> Result:

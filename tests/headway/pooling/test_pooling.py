@@ -18,7 +18,20 @@ from headway.backends.sdpa import SDPAMath
 from headway.core.contract.errors import ConfigError, ModelError, PromptError, UnsupportedError
 from headway.core.pooling.engine import EncodedText
 from sandbox import save_tiny_model
-from tiny_encoders import EMBEDDERS, LONGEST, SCORERS, TEXTS, embedder, save, score, scorer, states, vector, write_modules
+from tiny_encoders import (
+    EMBEDDERS,
+    LONGEST,
+    SCORERS,
+    TEXTS,
+    classifier,
+    embedder,
+    save,
+    score,
+    scorer,
+    states,
+    vector,
+    write_modules,
+)
 from tiny_rewards import REWARDING, STEP, logits, rewarding
 
 OPTIONS = {"autotune_budget": 0, "num_threads": 1}
@@ -236,8 +249,7 @@ def test_a_named_backend_serves_and_another_is_refused_with_reasons(bert: tuple[
 
 
 def test_a_classifier_of_several_labels_gives_their_probabilities_and_scores_no_pair(tmp_path: Path) -> None:
-    kind, config = SCORERS["bert"]
-    model = save(kind, config.__class__(**{**config.to_dict(), "num_labels": 3}), tmp_path)
+    model = classifier(tmp_path, 3)
     llm = load(tmp_path)
     outputs = llm.classify(list(TEXTS), use_tqdm=False)
     with torch.no_grad():

@@ -13,12 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, Qwen3MoeConfig
 
-from dense_attention import DenseAttention
+from dense_attention import logits_of_text
 from engine_logits import save_random
 from headway import LLM
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.forms import QuantizedWeight
 from headway.models.checkpoints.formats.config import read_quantization
@@ -37,12 +36,8 @@ def open_weights(folder: Path, keep: bool = False, dtype: torch.dtype = torch.fl
 
 
 def logits_of(folder: Path, ranks: Ranks = ONE_RANK, **options: Any) -> Tensor:
-    with torch.inference_mode():
-        model: Any = load_model(str(folder), "float32", skip_tokenizer_init=True, ranks=ranks, **options).decoder
-        attention = DenseAttention(model)
-        attention.begin([(0, 9)])
-        ids = torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1))
-        return join_logits(model.compute_logits(model(ids, torch.arange(9), attention)), model.vocab_size, ranks)
+    model: Any = load_model(str(folder), "float32", skip_tokenizer_init=True, ranks=ranks, **options).decoder
+    return logits_of_text(model, torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1)), ranks)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -282,11 +277,7 @@ def test_ranks_round_their_parts_as_well_as_one_rounds_all(tmp_path: Path) -> No
     _, dense = save_both(tmp_path, FORMATS["fp8"])
 
     def logits(ranks: Ranks, quantization: str | None = "fp8") -> Tensor:
-        options: Any = {"skip_tokenizer_init": True, "options": LoadOptions(quantization=quantization), "ranks": ranks}
-        model: Any = load_model(str(dense), "float32", **options).decoder
-        attention = DenseAttention(model)
-        attention.begin([(0, 9)])
-        return join_logits(model.compute_logits(model(torch.arange(9), torch.arange(9), attention)), model.vocab_size, ranks)
+        return logits_of(dense, ranks, options=LoadOptions(quantization=quantization))
 
     (plain,) = on_ranks(1, lambda ranks: logits(ranks, None))
     (one,) = on_ranks(1, logits)

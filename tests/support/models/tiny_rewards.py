@@ -7,21 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertForTokenClassification,
-    ModernBertConfig,
-    ModernBertForTokenClassification,
-    Qwen2Config,
-    Qwen2Model,
-    Qwen2PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForTokenClassification,
-    XLMRobertaConfig,
-    XLMRobertaForTokenClassification,
-)
 
 from tiny_encoders import LONGEST, save
 
@@ -32,14 +19,14 @@ _PLACES = {"max_position_embeddings": LONGEST}
 _ROPE = {"num_key_value_heads": 2}
 
 
-class Qwen2ForRewardModel(Qwen2PreTrainedModel):
+class Qwen2ForRewardModel(transformers.Qwen2PreTrainedModel):
     """The architecture of Qwen2.5-Math-RM, whose code comes with its checkpoint: two products behind each state."""
 
     labels = 1
 
-    def __init__(self, config: Qwen2Config) -> None:
+    def __init__(self, config: transformers.Qwen2Config) -> None:
         super().__init__(config)
-        self.model = Qwen2Model(config)
+        self.model = transformers.Qwen2Model(config)
         size = config.hidden_size
         self.score = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.labels))
         self.post_init()
@@ -54,19 +41,25 @@ class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):
     labels = 2
 
 
-QWEN2 = Qwen2Config(**_SIZES, **_IDS, **_PLACES, **_ROPE)
+QWEN2 = transformers.Qwen2Config(**_SIZES, **_IDS, **_PLACES, **_ROPE)
 REWARDING: dict[str, tuple[Any, Any]] = {
-    "bert": (BertForTokenClassification, BertConfig(**_SIZES, **_IDS, **_PLACES, num_labels=5)),
-    "bert, one label": (BertForTokenClassification, BertConfig(**_SIZES, **_IDS, **_PLACES, num_labels=1)),
+    "bert": (transformers.BertForTokenClassification, transformers.BertConfig(**_SIZES, **_IDS, **_PLACES, num_labels=5)),
+    "bert, one label": (
+        transformers.BertForTokenClassification,
+        transformers.BertConfig(**_SIZES, **_IDS, **_PLACES, num_labels=1),
+    ),
     "xlm-roberta": (
-        XLMRobertaForTokenClassification,
-        XLMRobertaConfig(**_SIZES, **_IDS, max_position_embeddings=LONGEST + 1, type_vocab_size=1, num_labels=3),
+        transformers.XLMRobertaForTokenClassification,
+        transformers.XLMRobertaConfig(**_SIZES, **_IDS, max_position_embeddings=LONGEST + 1, type_vocab_size=1, num_labels=3),
     ),
     "modernbert": (
-        ModernBertForTokenClassification,
-        ModernBertConfig(**_SIZES, **_IDS, **_PLACES, local_attention=16, norm_bias=True, num_labels=4),
+        transformers.ModernBertForTokenClassification,
+        transformers.ModernBertConfig(**_SIZES, **_IDS, **_PLACES, local_attention=16, norm_bias=True, num_labels=4),
     ),
-    "qwen3": (Qwen3ForTokenClassification, Qwen3Config(**_SIZES, **_IDS, **_PLACES, **_ROPE, head_dim=16, num_labels=3)),
+    "qwen3": (
+        transformers.Qwen3ForTokenClassification,
+        transformers.Qwen3Config(**_SIZES, **_IDS, **_PLACES, **_ROPE, head_dim=16, num_labels=3),
+    ),
     "reward": (Qwen2ForRewardModel, QWEN2),
     "process reward": (Qwen2ForProcessRewardModel, QWEN2),
 }
@@ -76,7 +69,7 @@ def rewarding(name: str, folder: Path) -> Any:
     """Save one of REWARDING."""
     kind, config = REWARDING[name]
     model = save(kind, config, folder, decoder=config.model_type.startswith("qwen"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": [STEP]})
     assert len(tokenizer) <= config.vocab_size
     tokenizer.chat_template = "{% for each in messages %}{{ each.role }} {{ each.content }}<extra_0>{% endfor %}"
