@@ -18,8 +18,7 @@ from headway.server.options import ServerOptions
 from sandbox import save_tiny_model
 from server_thread import pooled, running
 from tiny_adapters import save_adapter
-from tiny_encoders import classifier, embedder
-from tiny_rewards import rewarding
+from tiny_encoders import classifier, embedder, rewarding
 from vllm_programs import FOLDER, ONLINE, PAGE, header, page, programs
 
 SCRIPTS = programs(FOLDER)

@@ -22,8 +22,7 @@ from headway.server.launch import ready_lines
 from headway.server.options import ServerOptions
 from server_clients import posted
 from server_thread import pooled
-from tiny_encoders import LONGEST, TEXTS, classifier, embedder, scorer
-from tiny_rewards import STEP, rewarding
+from tiny_encoders import LONGEST, STEP, TEXTS, classifier, embedder, rewarding, scorer
 
 CALLS = {"embeds": "/v1/embeddings", "classifies": "/classify", "scores": "/score"}
 

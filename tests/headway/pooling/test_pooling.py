@@ -21,10 +21,14 @@ from sandbox import save_tiny_model
 from tiny_encoders import (
     EMBEDDERS,
     LONGEST,
+    REWARDING,
     SCORERS,
+    STEP,
     TEXTS,
     classifier,
     embedder,
+    logits,
+    rewarding,
     save,
     score,
     scorer,
@@ -32,7 +36,6 @@ from tiny_encoders import (
     vector,
     write_modules,
 )
-from tiny_rewards import REWARDING, STEP, logits, rewarding
 
 OPTIONS = {"autotune_budget": 0, "num_threads": 1}
 
