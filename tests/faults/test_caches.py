@@ -222,7 +222,6 @@ class Sandbox:
         killed_after(["-m", "headway", *command], self.moments.uniform(0.3, before), self.folder)
 
     def run(self, *command: str) -> Result:
-        """Run a command that has to succeed."""
         done = run_headway(*command, cwd=self.folder)
         assert done.code == 0, done
         return done

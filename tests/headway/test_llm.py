@@ -20,7 +20,6 @@ from weakref import ref
 import pytest
 from torch import Tensor
 
-from async_reading import read
 from headway import LLM, AsyncLLM, EngineSnapshot, RequestOutput, RequestOutputKind, SamplingParams
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.stats import EngineStats
@@ -31,6 +30,7 @@ from headway.hosting.driver import FairLock
 from headway.hosting.stats_report import stats_line, stats_page
 from headway.models.layers.decoder import Decoder
 from sandbox import run_python
+from server_clients import read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -126,7 +126,6 @@ Pair = Callable[[PretrainedConfig, Path], tuple[Tensor, Callable[[], Tensor]]]
 
 
 def decoders(config: PretrainedConfig, folder: Path) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Logits of one text."""
     ids = torch.randint(3, 90, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
     reference = save_random(config, folder)
 
@@ -138,7 +137,6 @@ def decoders(config: PretrainedConfig, folder: Path) -> tuple[Tensor, Callable[[
 
 
 def encoders(config: PretrainedConfig, folder: Path) -> tuple[Tensor, Callable[[], Tensor]]:
-    """The embedding of one text."""
     ids = [*range(3, 3 + NUM_TOKENS // 2)]
     name = config.model_type
     reference = save(EMBEDDERS[name][0], config, folder)

@@ -83,7 +83,6 @@ def test_every_element_type(kind: str, dtype: str, state: str) -> None:
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 31, 63, 64, 65, 127, 128, 129, 191])
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_every_length(kind: str, length: int) -> None:
-    """A prompt and an extension of a length."""
     check(make_state_case([(length, length), (length + 8, 300)], spec_of(kind, heads=3, key_heads=3, key=4, value=6), KEY_VALUE))
 
 
@@ -111,7 +110,6 @@ class Sequence:
 
 
 def fresh(kind: str, tokens: int, seed: int = 0, **sizes: int) -> Sequence:
-    """A sequence of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     spec = spec_of(kind, **sizes)
     return Sequence(spec, random_parameters(spec, generator), random_inputs(spec, tokens, generator))

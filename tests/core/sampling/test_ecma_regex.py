@@ -26,7 +26,6 @@ ARABIC_THREE, KELVIN, LONG_S = "\u0663", "\u212a", "\u017f"
 
 
 def accepts(text: str, **form: Any) -> bool:
-    """Return whether a text has a form."""
     matcher = LLMatcher(BYTES, grammar_text(StructuredOutputsParams(**form)), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return all(matcher.consume_token(token) for token in BYTES.tokenize_bytes(text.encode())) and matcher.is_accepting()

@@ -13,9 +13,9 @@ from weakref import ref
 
 import pytest
 
-from async_reading import read
 from headway import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
 from headway.hosting.host import EngineThread
+from server_clients import read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

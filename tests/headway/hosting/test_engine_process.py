@@ -21,7 +21,6 @@ import httpx
 import psutil
 import pytest
 
-from async_reading import plain, read
 from headway import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError, PromptError, UnsupportedError
 from headway.core.contract.support import Reason
@@ -32,6 +31,7 @@ from headway.hosting.driver import driver_of
 from headway.hosting.process_host import EngineProcess
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
+from server_clients import plain, read
 
 pytestmark = pytest.mark.xdist_group("engine process")  # one process has the model
 

@@ -44,7 +44,6 @@ def changed(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def with_weights(folder: Path, weights: dict[str, torch.Tensor], to: Path) -> Path:
-    """A copy of a model with other weights."""
     shutil.copytree(folder, to)
     save_file(weights, to / "model.safetensors")
     return to

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import soak
+from headway.core.system.child import module_path
 from sandbox import run_python, save_tiny_model
 
 GROWTH = """
@@ -104,7 +105,7 @@ def test_mixed_work_with_faults_aborts_and_reloads_keeps_its_memory(tmp_path: Pa
     folder.mkdir(parents=True, exist_ok=True)
     out, model = folder / "soak.json", save_tiny_model(tmp_path / "model", chat=True)
     command = [sys.executable, soak.__file__, str(model), str(out), str(seconds), str(180 if long else seconds / 3)]
-    path = {"PYTHONPATH": str(Path(soak.__file__).parent), "HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": "1"}
+    path = {"PYTHONPATH": module_path(), "HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, timeout=seconds * 2 + 300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text())

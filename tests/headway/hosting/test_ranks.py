@@ -20,7 +20,6 @@ from threading import Thread, Timer
 import httpx
 import pytest
 
-from async_reading import read
 from headway import LLM, AsyncLLM, EngineDeadError, SamplingParams, StructuredOutputsParams
 from headway.bench.serve.client import Client
 from headway.core.contract.errors import ConfigError, HeadwayError
@@ -38,6 +37,7 @@ from headway.server.launch import Server
 from headway.server.options import ServerOptions
 from ranked_model import assert_ended, is_alive, pids_of, ranked_driver, ranked_engine
 from sandbox import save_tiny_model
+from server_clients import read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 KILLED = r"^rank 1 of 2 failed .*: its process \d+ was killed by SIGKILL"
@@ -230,7 +230,6 @@ def test_fifty_random_ends_of_ranks_under_load_are_clean_and_so_are_the_next_sta
 
 
 def load(engine: EngineLoop, draw: random.Random, number: Iterator[int]) -> None:
-    """Keep an engine busy with random requests."""
     while True:
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 12:
             prompt = [draw.randrange(512) for _ in range(draw.randint(1, 60))]

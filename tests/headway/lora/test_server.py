@@ -27,7 +27,6 @@ BODY = {"prompt": PROMPT, "max_tokens": 10, "ignore_eos": True, "temperature": 0
 
 @pytest.fixture
 def served(adapted: LLM, adapters: list[LoRARequest]) -> Iterator[Running]:
-    """A server with the first adapter."""
     adapted.add_lora(adapters[0])
     options = ServerOptions(served_model_names=("tiny",), operator_paths=True, lora_modules=adapters[:1])
     with running(adapted, options) as found:

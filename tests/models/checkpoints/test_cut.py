@@ -84,7 +84,6 @@ def logits_of(folder: Path, ranks: Ranks, **options: Any) -> Tensor:
 
 
 def joined(model: Any, hidden: Tensor, ranks: Ranks) -> Tensor:
-    """Logits of the whole vocabulary."""
     return join_logits(model.compute_logits(hidden), model.vocab_size, ranks)
 
 

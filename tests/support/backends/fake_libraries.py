@@ -302,7 +302,6 @@ class XFormers:
 
 
 def modules(fake: object) -> dict[str, ModuleType]:
-    """What to put into sys.modules for a fake library."""
     if isinstance(fake, FlashAttn2):
         return _tree({"flash_attn.flash_attn_interface": {"flash_attn_gpu": fake}})
     if isinstance(fake, FlashAttn4):

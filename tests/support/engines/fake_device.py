@@ -117,11 +117,9 @@ class FakeDevice:
         self.seed_of: NDArray[numpy.uint64] = numpy.zeros(rows, dtype=numpy.uint64)
 
     def read_page(self, page: int) -> Words:
-        """See PageMemory."""
         return self.memory[page].copy()
 
     def write_page(self, page: int, content: Words) -> None:
-        """See PageMemory."""
         self.memory[page] = content
 
     def capture(self) -> None:

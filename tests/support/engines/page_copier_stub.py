@@ -153,7 +153,6 @@ class Moving:
         self._queue.append(OnDisk(self._queue, work, self._random.randint(0, self._latest)))
 
     def finish(self) -> None:
-        """Do what the disk has yet to do."""
         if self._queue:
             self._queue[-1].result()
 

@@ -33,7 +33,6 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def answer(name: str, index: int) -> list[int]:
-    """What follows on a prompt."""
     return MODELS[name].greedy(prompts()[index], MOST)
 
 

@@ -107,7 +107,6 @@ class HostDecode(HopperDecoding):
         super().decode(q, cache, plan, out, lse)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
-        """Likewise."""
         self._tell(cache, plan)
         super().write_and_decode(q, k, v, cache, plan, out)
 

@@ -279,7 +279,6 @@ def write_config(folder: Path, stated: Mapping[str, Any] | None = None, **change
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Change the tensors of a checkpoint."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -110,18 +110,15 @@ def save_tokenizer(folder: Path, decoder: bool) -> None:
 
 
 def embedder(name: str, folder: Path) -> Any:
-    """Save one of EMBEDDERS."""
     kind, config, _ = EMBEDDERS[name]
     return save(kind, config, folder, decoder=name == "qwen3-embedding")
 
 
 def scorer(name: str, folder: Path) -> Any:
-    """Save one of SCORERS."""
     return save(*SCORERS[name], folder, decoder=name == "qwen3")
 
 
 def classifier(folder: Path, num_labels: int) -> Any:
-    """Save a BERT that classifies texts."""
     kind, config = SCORERS["bert"]
     return save(kind, config.__class__(**{**config.to_dict(), "num_labels": num_labels}), folder)
 
@@ -222,7 +219,6 @@ REWARDING: dict[str, tuple[Any, Any]] = {
 
 
 def rewarding(name: str, folder: Path) -> Any:
-    """Save one of REWARDING."""
     kind, config = REWARDING[name]
     model = save(kind, config, folder, decoder=config.model_type.startswith("qwen"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Clients of a server, many at once, some of whom go away."""
+"""Clients of a server, many at once, some of whom go away; reading asynchronous streams."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import json
 import random
 import shlex
+from collections.abc import AsyncGenerator
 from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
 
+from headway import RequestOutput
 from headway.core.contract.chat_parsers import ChatPiece
 from headway.outputs import CompletionOutput
 from headway.server.openai.chat import ChatAnswer
@@ -110,3 +112,12 @@ def always_read(monkeypatch: pytest.MonkeyPatch, pieces: list[ChatPiece]) -> Non
         return (pieces, "tool_calls") if new.finish_reason else ([], None)
 
     monkeypatch.setattr(ChatAnswer, "read", read)
+
+
+async def read(stream: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+def plain(output: RequestOutput) -> list[tuple[int, str, list[int], str | None]]:
+    """Completions without their log-probabilities, whose last bits depend on the batch."""
+    return [(each.index, each.text, each.token_ids, each.finish_reason) for each in output.outputs]

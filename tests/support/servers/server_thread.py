@@ -30,7 +30,6 @@ class Running:
         return app.state.service  # type: ignore[union-attr]
 
     def connect(self) -> socket.socket:
-        """A bare connection."""
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=10)
 
     def wait_idle(self, seconds: float = 10.0) -> None:
