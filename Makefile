@@ -45,7 +45,7 @@ SOAK_SECONDS ?= 1800
 soak: $(READY)  ## the tests of minutes; then an engine and a server, for SOAK_SECONDS each: memory or blocks not given back are errors
 	$(PYTEST) -m soak
 	OMP_NUM_THREADS=1 HEADWAY_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s -m slow \
-		tests/faults/test_soak.py tests/server/test_process.py -k "memory"
+		tests/headway/hosting/test_memory.py tests/server/test_process.py -k "memory"
 
 test-vllm: .venv-vllm/.ready  ## headway-vllm inside vLLM's CPU build, which serves SmolLM2; 4 GB on the disk, minutes
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -c /dev/null --rootdir=integrations/headway-vllm integrations/headway-vllm/tests

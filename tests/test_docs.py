@@ -14,11 +14,11 @@ import pytest
 
 import flows
 import path_of_a_request
-from backend_cases import CASES, LAYOUTS, SPECS, VERIFY
-from headway.core.contract.layout import CacheLayout, write_rows
+from backend_cases import CASES, LAYOUTS, SPECS, case_of
+from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
-from headway.core.oracle.cases import make_case, parse_case, reference, relative_error, run_backend
+from headway.core.oracle.cases import reference, relative_error, run_backend
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookspecs
 from headway.tuning.autotune import DEFAULT_BUDGET
@@ -51,9 +51,7 @@ def test_the_example_is_short() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_the_example_backend_is_right(example: ModuleType, layout: CacheLayout, case_name: str) -> None:
     registry = create_registry([example], load_entry_points=False)
-    verify = VERIFY.get(case_name, 1)
-    lens = parse_case(CASES[case_name], verify)
-    case = make_case(lens, SPECS["gqa 2"], layout, 8, write_rows, poison=float("nan"), padding_rows=2, decode_query_len=verify)
+    case = case_of(case_name, SPECS["gqa 2"], layout, 8, padding_rows=2)
     backend = registry.backend("example")(case.spec, layout, 8)
     assert relative_error(run_backend(backend, case), reference(case), case) < 1e-6
 

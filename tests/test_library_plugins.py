@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fake_fla
-from backend_cases import CASES, VERIFY, spec
+from backend_cases import CASES, case_of, spec
 from fake_flashinfer import modules
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import HND, LATENT, NHD, CacheGeometry, CacheLayout, write_rows
@@ -20,7 +20,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateBackend, StateLayout, StateSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
+from headway.core.oracle.cases import make_case, reference, relative_error, run_backend
 from headway.core.oracle.cells import CheckCell
 from headway.core.oracle.state_cases import make_state_case
 from headway.core.oracle.steps import Foreign
@@ -31,10 +31,8 @@ from headway.testing.diagnosis.states import Judge
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject, subject_of
-from latent_layers import case_of
-from made_engine import made_engine
-from run_engine import generate
 from stateful_model import MODELS
+from tiny_engine import generate, made_engine, tokens_of
 
 FILE = Path(__file__).resolve().parent.parent / "examples" / "headway-flashinfer" / "headway_flashinfer.py"
 LATENT_LAYER = spec(num_heads=3, num_kv_heads=1, head_dim=576, v_head_dim=512, value_in_key=True)
@@ -47,12 +45,6 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load_file(FILE)
 
 
-def case(name: str, layer: AttentionSpec, layout: CacheLayout) -> Case:
-    verify = VERIFY.get(name, 1)
-    lens = parse_case(CASES[name], verify)
-    return make_case(lens, layer, layout, 16, write_rows, poison=float("nan"), padding_rows=2, decode_query_len=verify)
-
-
 CHANGED = {"sliding_window": 7, "softcap": 20.0}
 
 
@@ -61,7 +53,7 @@ CHANGED = {"sliding_window": 7, "softcap": 20.0}
 )
 def test_it_computes_every_phase(plugin: ModuleType, name: str, layout: CacheLayout, changes: dict[str, Any]) -> None:
     layer = spec(num_heads=4, num_kv_heads=2, head_dim=64, **changes)
-    made = case(name, layer, layout)
+    made = case_of(name, layer, layout, padding_rows=2)
     backend = plugin.FlashInfer(layer, layout, 16)
     assert relative_error(run_backend(backend, made), reference(made), made) < 2e-6
 
@@ -340,9 +332,8 @@ def test_an_engine_has_others_decode_and_convolve(fla_plugin: ModuleType) -> Non
     )
     engine = made_engine(model, registry, config)
     prompts = [[number % 50 for number in range(start, start + length)] for start, length in ((0, 3), (5, 150), (5, 140))]
-    params = SamplingParams(temperature=0, max_tokens=8)
-    written = generate(engine, prompts, params)
-    assert [each.token_ids for each in written] == [model.greedy(prompt, 8) for prompt in prompts]
+    written = generate(engine, prompts, SamplingParams(temperature=0, max_tokens=8))
+    assert tokens_of(written) == [model.greedy(prompt, 8) for prompt in prompts]
     assert fake_fla.CALLS
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("structure")
 
 FILES, LINES = 514, 100_100
 """Of the installed package; the plan is 97,000 lines."""
-BENCH_LINES, TEST_LINES = 9_040, 60_200
+BENCH_LINES, TEST_LINES = 9_040, 58_800
 SMALL_WITH_ONE_IMPORTER = 0
 MANY_PARAMETERS = 6
 MIXED_SPLATS = 120

@@ -1,21 +1,26 @@
-"""The kit's quick cells on a CPU, and what they rest on: the readable reference, the comparison itself, the writers' edges."""
+"""The kit's quick cells on a CPU, what they rest on, and backends that keep a row's bits in every batch."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
+from backend_cases import LAYOUTS, SPECS, case_of, spec
+from headway.backends.sdpa import SDPA
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout, write_rows
+from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, CacheLayout, write_rows
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
+from headway.core.oracle.cases import reference, relative_error, run_backend
 from headway.core.oracle.cells import PHASES, CheckCell
 from headway.registry import Registry, create_registry
+from headway.testing.kit.checks.answers import dependent, invariance_case
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject
 
@@ -63,25 +68,19 @@ def test_the_quick_answers_of_a_phase_are_right(name: str, step: int, phase: str
     assert not [result for result in map(kit(name).run, cells) if result.status == "failed"]
 
 
-def case_of(name: str, layer: AttentionSpec, layout: CacheLayout, block_size: int = 8, **options: object) -> Case:
-    verify = VERIFY.get(name, 1)
-    lens = parse_case(CASES[name], verify)
-    return make_case(lens, layer, layout, block_size, write_rows, decode_query_len=verify, poison=math.nan, **options)
-
-
 @pytest.mark.parametrize("spec_name", ["mha", "head_dim 24", "window softcap alibi"])
 @pytest.mark.parametrize("case_name", ["one token", "mixed"])
 @pytest.mark.parametrize("backend_name", ["sdpa", "sdpa.math"])
 def test_odd_shapes_that_the_grid_has_not(registry: Registry, backend_name: str, case_name: str, spec_name: str) -> None:
-    case = case_of(case_name, SPECS[spec_name], NHD)
+    case = case_of(case_name, SPECS[spec_name], block_size=8)
     backend: AttentionBackend = registry.backend(backend_name)(case.spec, NHD, 8)
     assert relative_error(run_backend(backend, case), reference(case), case) < 1e-6
 
 
 def test_a_wrong_answer_would_be_seen(registry: Registry) -> None:
     """The comparison itself: one query shifted by one key is far beyond every tolerance used above."""
-    case = case_of("decode", spec(), NHD)
-    other = case_of("decode", spec(), NHD, seed=1)
+    case = case_of("decode", spec(), block_size=8)
+    other = case_of("decode", spec(), block_size=8, seed=1)
     assert relative_error(reference(other), reference(case), case) > 0.1
     missed = run_backend(registry.backend("sdpa")(case.spec, NHD, 8), case)
     missed[0] = math.nan
@@ -114,3 +113,62 @@ def test_refusals_carry_what_need_got(registry: Registry) -> None:
     (reason,) = support.reasons
     assert (reason.what, reason.got) == ("dtype", "torch.float64")
     assert "float32" in reason.need
+
+
+NAMES = list(create_registry(load_entry_points=False).backends)
+
+
+def check(registry: Registry, name: str, layer: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
+    asked = dataclasses.replace(layer, batch_invariant=True)
+    for phase in Phase:
+        support = registry.supports(name, asked, layout, block_size, phase)
+        if not support and name not in registry.able(layer.device):
+            pytest.skip(str(support))
+        claims = registry.backend(name).capabilities.batch_invariant
+        assert ("batch_invariant" in {reason.what for reason in support.reasons}) != claims, str(support)
+        if not support:
+            return
+    writer = registry.layout(layout.name).load_writer(layer.device)
+    case = invariance_case(layer, layout, block_size, writer)
+    assert not dependent(registry.backend(name)(case.spec, layout, block_size), case)
+
+
+@pytest.mark.sampled(5, 1)
+@pytest.mark.parametrize("spec_name", ["gqa 2", "mha", "gqa 8, head_dim 80", "head_dim 24", "window softcap alibi", "alibi"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_cpu(registry: Registry, name: str, layout: CacheLayout, spec_name: str) -> None:
+    check(registry, name, SPECS[spec_name], layout, 16)
+
+
+GPU_CELLS = {
+    "nhd 256, 16/8, bf16": (NHD, 256, 16, 8, torch.bfloat16),
+    "nhd 16, 32/8, bf16": (NHD, 16, 32, 8, torch.bfloat16),
+    "vllm_5d 16, 8/1, fp16": (VLLM_5D, 16, 8, 1, torch.float16),
+    "hnd 64, 16/8, fp32": (HND, 64, 16, 8, torch.float32),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", GPU_CELLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(registry: Registry, name: str, cell: str) -> None:
+    layout, block_size, num_heads, num_kv_heads, dtype = GPU_CELLS[cell]
+    layer = spec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128, dtype=dtype, device=torch.device("cuda"))
+    check(registry, name, layer, layout, block_size)
+
+
+class Dependent(SDPA):
+    """Off by a rounding where it is not alone."""
+
+    name = "dependent"
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Any, out: Tensor, lse: Tensor | None) -> None:
+        super()._attend(q, keys, values, group, out, lse)
+        if len(q) > group.count * group.query_len:
+            out[group.tokens] *= 1 + 2**-23
+
+
+def test_a_dependence_of_one_bit_would_be_seen(registry: Registry) -> None:
+    case = invariance_case(spec(), NHD, 16, registry.layout("nhd").load_writer(spec().device))
+    assert len(dependent(Dependent(case.spec, NHD, 16), case)) > 20

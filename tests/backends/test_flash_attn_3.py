@@ -9,28 +9,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend_cases import CASES, SPECS, VERIFY, spec
+import backend_cases
+from backend_cases import CASES, SPECS, spec
 from fake_flash_attn_3 import ARGUMENTS, HOMES, FlashAttn3
 from headway.backends import flash_attn_3 as module
 from headway.backends.flash_attn_3 import FlashAttention3
 from headway.backends.flash_attn_3_library import Library, Operators
 from headway.core.contract.backend import StepLimits, fits
 from headway.core.contract.errors import BackendError
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache, write_rows
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
+from headway.core.oracle.cases import Case, reference, relative_error, run_backend
 from headway.core.oracle.cells import CheckCell
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject
 from latent_layers import errors_of, strided
-from registries import registering
+from tiny_engine import registering
 
 GPU = torch.device("cuda")
 CLAIMS = FlashAttention3.capabilities
 POISON = 3e4
 """It reads whole blocks, whose slots are finite."""
+case_of = functools.partial(backend_cases.case_of, poison=POISON)
 ABSORBED = spec(num_heads=3, num_kv_heads=1, head_dim=576, v_head_dim=512, value_in_key=True)
 EXPANDED = spec(head_dim=192, v_head_dim=128)
 
@@ -44,13 +46,6 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FlashAttn3) -> FlashAttn3:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FlashAttn3:
     return install(monkeypatch, FlashAttn3())
-
-
-def case_of(name: str, layer: AttentionSpec, layout: CacheLayout = NHD, block_size: int = 16, padding_rows: int = 0) -> Case:
-    verify = VERIFY.get(name, 1)
-    lens = parse_case(CASES.get(name, name), verify)
-    options = {"decode_query_len": verify, "poison": POISON, "padding_rows": padding_rows}
-    return make_case(lens, layer, layout, block_size, write_rows, **options)
 
 
 def check(case: Case) -> None:

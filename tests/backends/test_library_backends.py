@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import backend_cases
 import fake_libraries
 from backend_cases import CASES, SPECS, VERIFY, spec
 from fake_libraries import FlashAttn2, FlashAttn4, TorchVarlen, XFormers
@@ -68,10 +69,8 @@ def on_gpu(layer: AttentionSpec, **changes: object) -> AttentionSpec:
 
 
 def case_of(name: str, layer: AttentionSpec, kind: type[AttentionBackend], block_size: int = BLOCK, **options: object) -> Case:
-    verify = VERIFY.get(name, 1)
-    lens = parse_case(CASES.get(name, name), verify)
-    options = {"poison": FINITE_POISON if kind.capabilities.reads_whole_blocks else math.nan, **options}
-    return make_case(lens, layer, NHD, block_size, write_rows, decode_query_len=verify, **options)
+    poison = FINITE_POISON if kind.capabilities.reads_whole_blocks else math.nan
+    return backend_cases.case_of(name, layer, block_size=block_size, **{"poison": poison, **options})
 
 
 def refusals(kind: type[AttentionBackend], case: Case) -> list[Reason]:
@@ -313,8 +312,7 @@ def test_prefill_without_context_needs_no_layout_and_no_block_size(backend: tupl
     kind, _ = backend
     assert kind.supports(on_gpu(spec()), VLLM_5D, 16, Phase.PREFILL)
     case = make_case(parse_case("1q9_1q20"), spec(), VLLM_5D, 8, write_rows, poison=math.nan)
-    made = kind(case.spec, VLLM_5D, 8)
-    assert relative_error(run_backend(made, case), reference(case), case) < 1e-6
+    assert relative_error(run_backend(kind(case.spec, VLLM_5D, 8), case), reference(case), case) < 1e-6
 
 
 def test_every_kernel_is_named(backend: tuple) -> None:
@@ -376,8 +374,7 @@ def test_available_on_a_gpu(backend: tuple, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_missing_library_is_named_with_what_installs_it(registry: Registry, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for known in [LIBRARIES[name], *(module for module in sys.modules if module.startswith(f"{LIBRARIES[name]}."))]:
         monkeypatch.setitem(sys.modules, known, None)  # not to be imported, whether it is installed or not
-    support = registry.backend(name).available()
-    reason = first_of_library(support)
+    reason = first_of_library(registry.backend(name).available())
     assert "ModuleNotFoundError" in reason.got
     assert "pip install" in reason.hint
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend_cases import CASES, spec
+from backend_cases import CASES, case_of, spec
 from headway.backends.sdpa import SDPA, SDPAMath
-from headway.core.contract import layout as layouts
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache, write_rows
@@ -20,7 +19,7 @@ from headway.core.oracle.cases import make_case, parse_case, reference, relative
 from headway.core.oracle.oracle import attend as exact
 from headway.registry import create_registry
 from headway.tuning.measure.workloads import Geometry, build_case, make_spec, make_work
-from latent_layers import IN_KEY, UNEQUAL, assert_small, case_of, dense_errors, errors_of, strided
+from latent_layers import IN_KEY, UNEQUAL, assert_small, dense_errors, errors_of, strided
 from shared_plans import errors_over_shared_plans
 
 BACKENDS = pytest.mark.parametrize("backend", [SDPA, SDPAMath], ids=lambda backend: backend.name)
@@ -71,8 +70,7 @@ def test_an_fp8_cache_is_read_with_its_scales(backend: type[AttentionBackend], l
 
 @BACKENDS
 def test_the_wrong_layout_is_refused_with_the_right_one(backend: type[AttentionBackend]) -> None:
-    support = backend.supports(IN_KEY["absorbed"], NHD, 16, Phase.DECODE)
-    assert "--kv-layout latent" in str(support)
+    assert "--kv-layout latent" in str(backend.supports(IN_KEY["absorbed"], NHD, 16, Phase.DECODE))
 
 
 def test_a_backend_that_needs_whole_blocks_refuses_foreign_memory() -> None:
@@ -88,7 +86,7 @@ def test_a_backend_that_needs_whole_blocks_refuses_foreign_memory() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_sdpa(name: str, backend: type[AttentionBackend]) -> None:
     layer = spec(kv_dtype=torch.float8_e4m3fn, sinks=(0.0,) * 4)
-    assert max(errors_over_shared_plans(backend, layer, name, layouts.write_rows)) < 2e-6
+    assert max(errors_over_shared_plans(backend, layer, name)) < 2e-6
 
 
 @pytest.mark.gpu
@@ -101,7 +99,7 @@ def test_shared_plans_on_a_gpu(name: str, backend: str) -> None:
     if Phase.DECODE not in registry.backend(backend).capabilities.phases and name not in ("prefill", "extend"):
         pytest.skip(f"{backend} serves no decode")
     layer = spec(num_heads=8, head_dim=128, dtype=torch.bfloat16, device=torch.device("cuda", 0), sinks=(0.0,) * 8)
-    assert max(errors_over_shared_plans(registry.backend(backend), layer, name, layouts.write_rows)) < 1.2e-2
+    assert max(errors_over_shared_plans(registry.backend(backend), layer, name)) < 1.2e-2
 
 
 GEOMETRY = Geometry(4, 2, 32)

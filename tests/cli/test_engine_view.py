@@ -16,9 +16,8 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from run_engine import drain
 from sandbox import Result
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, drain
 
 CONFIG = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**19, max_num_batched_tokens=64)
 

@@ -13,13 +13,13 @@ import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from architecture_table import BEGIN, END, adapt, outcomes, render, replace_in, tiny
+from engine_logits import logits_of, watched
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.models.families.families import FAMILIES
 from headway.registry import Registry
-from run_engine import generate
-from sampled_logits import logits_of, watched
+from tiny_engine import generate
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
 ROWS = {name: (native, adapter) for name, native, adapter in re.findall(r"^\| `(\w+)` \| (✓|–) \| (✓|–) \|$", PAGE, re.MULTILINE)}

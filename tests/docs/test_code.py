@@ -101,8 +101,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for example in ("example", "layout"):
         shutil.copy(folder / "examples" / f"headway-{example}" / f"headway_{example}.py", folder)
-    source = (folder / "headway_example.py").read_text()
-    (folder / "my_backend.py").write_text(re.sub(r"\bExample\b", "MyBackend", source))
+    (folder / "my_backend.py").write_text(re.sub(r"\bExample\b", "MyBackend", (folder / "headway_example.py").read_text()))
     (folder / "cache").mkdir()
     (folder / "cache" / "models").symlink_to(cache_folder() / "models")
     (folder / "installed").mkdir()

@@ -1,17 +1,23 @@
-"""Nonsense is refused, not computed: configurations, RoPE parameters, tables, block sizes."""
+"""Nonsense is refused, not computed: configurations, RoPE parameters, tables, block sizes, and files with damaged bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import resource
+import struct
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
 import hybrid_models
 import plain_models
@@ -19,30 +25,28 @@ import tiny_encoders
 from engine_logits import save_random
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.loop import EngineParts, make_engine
+from headway.core.system.json_files import write_json
+from headway.models.checkpoints.checkpoint import check_folder
+from headway.models.checkpoints.formats.config import read_quantization
+from headway.models.checkpoints.gguf import gguf
+from headway.models.checkpoints.tensor_files import plain_slices
+from headway.models.checkpoints.weights import Weights
 from headway.models.encoders.pooling.loader import load_pooling_model
 from headway.models.loader import load_model
 from headway.registry import Registry
+from headway.tuning.table.files import read_table
+from plain_models import sizes
+from quantized_models import FORMATS
 from sandbox import save_tiny_model
-from tables import a_device
+from tables import a_device, a_table
+from tiny_engine import made_engine
 
+BASE: dict[str, Any] = {"max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 PLAIN: dict[str, Any] = {
+    **sizes(64, 32, 64, 2, hidden_act="silu", sliding_window=None, rope_theta=10000.0, torch_dtype="float32", eos_token_id=2),
+    **BASE,
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "sliding_window": None,
-    "rope_theta": 10000.0,
-    "torch_dtype": "float32",
-    "eos_token_id": 2,
 }
 NAN, INFINITE = float("nan"), float("inf")
 SIZES = [0, -1, 1.5, NAN, "32", 2**31, 10**30]
@@ -152,10 +156,7 @@ def test_a_vast_integer_in_a_classifiers_configuration_takes_neither_memory_nor_
 @pytest.mark.parametrize(
     ("field", "words"),
     [
-        (
-            "intermediate_size",
-            r"needs a whole number of at most 65536 for tensors whose longest axis is 97 .*, got 1000000000",
-        ),
+        ("intermediate_size", r"needs a whole number of at most 65536 for tensors whose longest axis is 97 .*, got 1000000000"),
         ("num_labels", "num_labels needs a whole number of at most 65536 for tensors"),
         ("num_hidden_layers", "num_hidden_layers needs a whole number of at most 4096"),
         ("num_experts", "num_experts needs a whole number of at most 65536"),
@@ -163,8 +164,7 @@ def test_a_vast_integer_in_a_classifiers_configuration_takes_neither_memory_nor_
 )
 def test_a_vast_size_is_named_with_what_the_tensors_have(field: str, words: str, tmp_path: Path) -> None:
     save_random(FAMILIES["qwen3_moe"], tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, field: 10**9}))
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads((tmp_path / "config.json").read_text()), field: 10**9}))
     with pytest.raises(ModelError, match=words):
         load_model(str(tmp_path), skip_tokenizer_init=True)
 
@@ -172,12 +172,12 @@ def test_a_vast_size_is_named_with_what_the_tensors_have(field: str, words: str,
 def test_a_vast_context_of_windowed_layers_takes_no_vast_block_tables(registry: Registry, tmp_path: Path) -> None:
     model = load(tmp_path, sliding_window=8, max_position_embeddings=10**9).decoder
     with memory_bound(2 << 30):
-        engine = make_engine(EngineParts(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20)))
+        engine = made_engine(model, registry, EngineConfig(kv_cache_memory=2**20))
     assert 10**6 < engine.capacity.max_model_len < 10**8
     with pytest.raises(
         ConfigError, match=r"max_model_len: needs at most \d+, as far as block tables of 1 GiB .*, got 1000000000"
     ):
-        make_engine(EngineParts(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20, max_model_len=10**9)))
+        made_engine(model, registry, EngineConfig(kv_cache_memory=2**20, max_model_len=10**9))
 
 
 @pytest.mark.parametrize("name", ["mod\udcffel", "mod\udcffel.gguf"])
@@ -201,3 +201,149 @@ def test_a_device_edited_into_nonsense_is_refused(changes: dict[str, str]) -> No
     device = a_device()
     with pytest.raises(ValidationError, match="type: needs"):
         type(device).model_validate(device.model_dump() | changes)
+
+
+FEW, MANY = 12, 300
+EXAMPLES = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
+SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3))
+
+
+@st.composite
+def damaged(draw: Callable[..., Any], content: bytes) -> bytes:
+    """Draw versions of a file that are cut short, or with a few bytes changed, removed or inserted."""
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, max(len(content) - 1, 0)))
+        kind = draw(st.sampled_from(("cut", "change", "remove", "insert")))
+        size = draw(st.integers(1, 8))
+        if kind == "cut":
+            content = content[:place]
+        else:
+            new = b"" if kind == "remove" else draw(st.binary(min_size=size, max_size=size))
+            content = content[:place] + new + content[place + (0 if kind == "insert" else size) :]
+    return content
+
+
+def fuzz(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+    """Run a check on drawn inputs, the same ones each time."""
+
+    @seed(19)
+    @settings(max_examples=examples, deadline=5000, database=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def run(value: Any) -> None:
+        check(value)
+
+    run()
+
+
+def refused_in_one_line(act: Callable[[], object], kind: type[HeadwayError] = HeadwayError) -> None:
+    said = ""
+    try:
+        act()
+    except kind as error:
+        said = str(error)
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_mutated_tables_are_refused_or_read(tmp_path: Path, examples: int) -> None:
+    path = tmp_path / "table.json"
+    write_json(a_table(), path)
+    whole = path.read_bytes()
+
+    def check(content: bytes) -> None:
+        path.write_bytes(content)
+        refused_in_one_line(partial(read_table, path))
+
+    fuzz(examples, damaged(whole), check)
+    fields = json.loads(whole)
+    fuzz(
+        examples,
+        st.tuples(st.sampled_from(sorted(fields)), JSON),
+        lambda pair: check(json.dumps({**fields, pair[0]: pair[1]}).encode()),
+    )
+
+
+CONFIG = sizes(300, 32, 64, 2, architectures=["LlamaForCausalLM"], model_type="llama", **BASE)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_mutated_config_json_is_refused_or_read(tmp_path: Path, examples: int) -> None:
+    def check(content: bytes) -> None:
+        (tmp_path / "config.json").write_bytes(content)
+        refused_in_one_line(partial(check_folder, tmp_path), ModelError)
+
+    whole = json.dumps(CONFIG, indent=2).encode()
+    (tmp_path / "config.json").write_bytes(whole)
+    assert check_folder(tmp_path) == CONFIG
+    fuzz(examples, damaged(whole), check)
+    changed = st.tuples(st.sampled_from(sorted(CONFIG)), JSON)
+    fuzz(examples, changed, lambda pair: check(json.dumps({**CONFIG, pair[0]: pair[1]}).encode()))
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_a_mutated_quantization_config_is_refused_or_read(tmp_path: Path, examples: int) -> None:
+    def check(drawn: tuple[str, int, object]) -> None:
+        name, place, value = drawn
+        config = json.loads(json.dumps(FORMATS[name].config))
+        keys = [*_objects(config)]
+        inside, key = keys[place % len(keys)]
+        inside[key] = value
+        refused_in_one_line(partial(read_quantization, tmp_path, {"quantization_config": config}), ModelError)
+
+    fuzz(examples, st.tuples(st.sampled_from(sorted(FORMATS)), st.integers(0, 99), JSON), check)
+
+
+def _objects(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    for key, value in config.items():
+        yield config, key
+        if isinstance(value, dict):
+            yield from _objects(value)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_mutated_safetensors_are_refused_or_read(tmp_path: Path, examples: int) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(8), "b": torch.ones(2, 3, dtype=torch.bfloat16)}, path)
+    whole = path.read_bytes()
+
+    def check(content: bytes) -> None:
+        path.write_bytes(content)
+        refused_in_one_line(partial(plain_slices, tmp_path), ModelError)
+        refused_in_one_line(lambda: Weights(tmp_path, torch.float32, torch.device("cpu")).take("a", (8,)), ModelError)
+
+    fuzz(examples, damaged(whole), check)
+    header = st.dictionaries(st.text(max_size=4), JSON, max_size=3).map(lambda found: json.dumps(found).encode())
+    fuzz(examples, header, lambda found: check(struct.pack("<Q", len(found)) + found + bytes(32)))
+    lengths = st.integers(0, 2**64 - 1)
+    fuzz(examples, lengths, lambda length: check(struct.pack("<Q", length) + whole[8:]))
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_a_mutated_shard_index_is_refused_or_read(tmp_path: Path, examples: int) -> None:
+    save_file({"a": torch.zeros(8)}, tmp_path / "one.safetensors")
+
+    def check(found: Any) -> None:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(found))
+        refused_in_one_line(partial(plain_slices, tmp_path), ModelError)
+
+    fuzz(examples, JSON | st.fixed_dictionaries({"weight_map": JSON}), check)
+    fuzz(examples, st.dictionaries(st.text(max_size=4), st.text(max_size=12)), lambda names: check({"weight_map": names}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mutated_gguf_is_refused_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw headers with any contents."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 20) + b"general.architecture" + struct.pack("<IQ", 8, 5) + b"llama"
+
+    def check(content: bytes) -> None:
+        path.write_bytes(content)
+        refused_in_one_line(partial(gguf.convert, path), ModelError)
+        assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+    fuzz(50, damaged(header + bytes(64)), check)

@@ -1,27 +1,39 @@
-"""Plugins that misbehave at any hook: each is named, left out and remembered, and everything else goes on."""
+"""Plugins that misbehave in their trial, in their files and while they are measured: the process goes on, and says which."""
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from headway import create_registry
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, PluginError
+from headway.core.system.child import ChildDied
+from headway.core.system.json_files import write_json
 from headway.registry import Registry, isolation
 from headway.registry import create_registry as untried_registry
 from headway.registry.isolation import Verdict, verdicts
-from headway.registry.plugin_sources import PluginSource, installed_plugins
+from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins
 from headway.registry.records import PluginPolicy
+from headway.tuning.isolated import measure_in_child as apart
 from headway.tuning.isolated.child import judge
+from headway.tuning.isolated.measure_in_child import CRASHED, HUNG, can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.isolated.trial import try_plugins
-from hostile_plugins import HARMLESS, HOSTILE, install_hostile
-from sandbox import run_headway, save_tiny_model
+from headway.tuning.measure.points import Point
+from headway.tuning.measure.run import CrossoverOptions
+from headway.tuning.table.files import read_table
+from hostile_plugins import HARMLESS, HOSTILE, LATE, install_hostile, source
+from sandbox import BROKEN, BROKEN_SAYS, TOY, run_headway, save_tiny_model
+from tables import QUICK as QUICK_BENCH
+from tables import SPEC, a_table
 
 QUICK = [name for name in HOSTILE if not any(word in name for word in ("hangs", "spins", "sleeps", "its-parent"))]
 
@@ -33,7 +45,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(4321)  # another seed than a hostile plugin's, whatever a test before has set
-    for name in (*HOSTILE, *HARMLESS):  # of the test before
+    for name in (*HOSTILE, *HARMLESS, *LATE):  # of the test before
         sys.modules.pop(name.replace("-", "_"), None)
     return folder
 
@@ -227,7 +239,7 @@ def test_one_hostile_plugin_holds_a_start_up_for_less_than_eight_seconds(
 @pytest.mark.timeout(600)
 def test_a_default_start_goes_on_beside_all_of_them(plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
-    for name in (*HOSTILE, *HARMLESS):
+    for name in (*HOSTILE, *HARMLESS, *LATE):
         install_hostile(plugins, name)
     model = str(save_tiny_model(tmp_path / "model"))
     arguments = ("generate", "--model", model, "--max-tokens", "8", "--ignore-eos", "the quick fox")
@@ -242,3 +254,202 @@ def test_a_default_start_goes_on_beside_all_of_them(plugins: Path, tmp_path: Pat
     assert shown.out.count("  left out\n") == len(HOSTILE)
     assert shown.out.count("  loaded\n") == len(HARMLESS)
     assert "backends: well-behaved" in shown.out
+
+
+FAULTS = ("segfaults-on-import", "exits-on-import", "os-exits-in-decode", "sleeps-on-import", "prints-in-plan")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tried_toy.py").write_text(TOY)
+    yield tmp_path
+    for name in [name for name, module in sys.modules.items() if str(tmp_path) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
+
+
+def hostile(folder: Path, name: str) -> str:
+    file = folder / f"{name.replace('-', '_')}.py"
+    file.write_text(source(name))
+    return file.name
+
+
+@pytest.mark.slow
+def test_files_and_classes_of_files_are_tried(folder: Path) -> None:
+    targets = [hostile(folder, "segfaults-on-import"), "tried_toy.py", "tried_toy.py:ToyDecode"]
+    found = [judge(PluginFile.of(target), "cpu", 20.0) for target in targets]
+    assert [found[number].fault for number in (1, 2)] == ["", ""]
+    assert found[0].fault == "ends the process in its import: it was killed by SIGSEGV"
+
+
+def test_a_fault_is_an_error_in_one_line_and_is_not_remembered(folder: Path) -> None:
+    answers = [Verdict("hangs in its import: told"), Verdict("exits: told"), Verdict(date="today")]
+
+    def trial(listed: Sequence[PluginSource]) -> list[Verdict]:
+        return [answers.pop(0) for _ in listed]
+
+    for words in ("plugin tried_toy.py: hangs in its import: told (tried", "plugin tried_toy.py: exits: told (tried"):
+        with pytest.raises(PluginError) as refused:
+            untried_registry(["tried_toy.py"], trial=trial, load_entry_points=False)
+        assert str(refused.value).startswith(words)
+        assert ("HEADWAY_PLUGIN_TIMEOUT" in str(refused.value)) == ("hangs" in words)
+        assert "\n" not in str(refused.value)
+    for _ in range(2):  # the second finds what is remembered
+        (record,) = untried_registry(["tried_toy.py"], trial=trial, load_entry_points=False).plugins
+        assert (record.state, record.tried, record.target) == ("loaded", "today", str(folder / "tried_toy.py"))
+    assert answers == []
+
+
+@pytest.mark.parametrize("name", ["wrong_signature", "unknown_hook"])
+def test_a_file_whose_hooks_are_none_is_an_error_in_one_line(folder: Path, name: str) -> None:
+    (folder / "mine.py").write_text(BROKEN[name])
+    with pytest.raises(PluginError) as refused:
+        untried_registry(["mine.py"], load_entry_points=False)
+    assert all(word in str(refused.value) for word in ("mine", *BROKEN_SAYS[name])), refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_is_the_same_plugin_however_its_path_is_written(folder: Path) -> None:
+    ways = ("tried_toy.py", str(folder / "tried_toy.py"), f"../{folder.name}/tried_toy.py")
+    assert len({PluginFile.of(way).digest() for way in ways}) == 1
+    before = PluginFile.of("tried_toy.py").digest()
+    assert PluginFile.of("tried_toy.py:Toy").digest() != before
+    (folder / "tried_toy.py").write_text(f"{TOY}\n")
+    assert PluginFile.of("tried_toy.py").digest() != before
+
+
+def test_a_files_backends_are_measured_in_a_child_and_an_objects_are_not(folder: Path) -> None:
+    registry = untried_registry(["tried_toy.py"], load_entry_points=False)
+    names = ["sdpa", "toy", "toy.decode"]
+    assert third_party_files(registry, names) == dict.fromkeys(("toy", "toy.decode"), str(folder / "tried_toy.py"))
+    assert can_measure_in_child(registry, names)
+    handed = untried_registry([PluginFile.of("tried_toy.py").load()], load_entry_points=False)
+    assert not third_party_files(handed, names)
+    assert not can_measure_in_child(handed, names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_command_names_a_file_that_misbehaves_and_ends(folder: Path, name: str) -> None:
+    file = hostile(folder, name)
+    done = run_headway("backends", "--plugin", file, cwd=folder)
+    assert (done.code, done.out) == (2, "")
+    tried, refused = done.err.splitlines()
+    assert tried.startswith("headway: trying in a process of its own, once: plugin ")
+    assert refused.startswith(f"headway: error: plugin {file}: ")
+    assert HOSTILE[name][2] in refused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_shape_that_ends_the_process_costs_the_files_backend_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET", raising=False)
+    model = str(save_tiny_model(folder / "model"))
+    options = ("--plugin", hostile(folder, "segfaults-at-a-shape"), "--autotune-budget", "3", "--max-tokens", "8", "--ignore-eos")
+    done = run_headway("generate", "--model", model, *options, "the quick fox", cwd=folder)
+    assert done.code == 0, done
+    assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in done.err
+    assert "prefill: sdpa" in done.err
+    again = run_headway("generate", "--model", model, *options, "the quick fox", cwd=folder)
+    assert again.code == 0, again
+    assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in again.err, "the reason is kept"
+    assert "it is measured again" not in again.err, "the file is what it was"
+
+
+GRID = [Point("prefill", 1, 16, 16, 0), Point("prefill", 1, 64, 64, 0), Point("decode", 1, 1, 32, 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", LATE)
+def test_a_shape_that_crashes_the_process_excludes_that_backend_alone(
+    plugins: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "ANSWER_SECONDS", {"cpu": 5.0})
+    install_hostile(plugins, name)
+    registry = untried_registry()
+    names = ["sdpa", "sdpa.math", name]
+    assert third_party_files(registry, names) == {name: str(plugins / f"{name.replace('-', '_')}.py")}
+    table = tmp_path / "table.json"
+    options = CrossoverOptions(
+        SPEC,
+        names,
+        ["nhd"],
+        block_sizes=(16,),
+        grid=GRID,
+        refine=0,
+        turns=QUICK_BENCH,
+        budget=60,
+        output=table,
+        interruptible=False,
+    )
+    found = measure_in_child(options, registry)
+    assert found == read_table(table)
+    assert found.complete
+    assert not found.cut_short
+    records = {record.name: record for record in found.kernels}
+    timed = {cell.point: cell.kernel for cell in found.cells if cell.median_us is not None and cell.kernel == "sdpa"}
+    assert len(timed) == len(GRID)
+    reasons = [records[name].reason, *(cell.reason for cell in found.cells if cell.kernel == name)]
+    assert any(LATE[name][2] in reason for reason in reasons)
+    if name != "exits-at-a-shape":  # which is an exception like another
+        assert not records[name].usable
+        assert not any(cell.kernel == name for cell in found.cells)
+    again = measure_in_child(replace(options, excluded={name: records[name].reason} if records[name].reason else {}), registry)
+    assert again.complete
+
+
+class _Measuring:
+    """In place of the process that measures: it dies as a test says, then writes a table and is done."""
+
+    deaths: list[ChildDied]
+    asked: list[CrossoverOptions]
+
+    def __init__(self, command: object) -> None:
+        pass
+
+    def __enter__(self) -> _Measuring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, request: dict[str, dict[str, str]], timeout: float) -> dict[str, object]:
+        options: CrossoverOptions = pickle.loads(base64.b64decode(request["measure"]["options"]))
+        self.asked.append(options)
+        if self.deaths:
+            raise self.deaths.pop(0)
+        write_json(a_table(), options.output)
+        return {"done": True}
+
+
+@pytest.mark.parametrize(
+    ("died", "said"),
+    [
+        (
+            ChildDied("no answer within 15 s", "Fatal Python error: Aborted", timed_out=True),
+            f"{HUNG} in its self-test: no answer",
+        ),
+        (ChildDied("the process was killed by SIGSEGV", "Fatal Python error: Segmentation fault"), f"{CRASHED} in its self-test"),
+    ],
+)
+def test_a_hang_is_called_one_and_told_once(
+    plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, died: ChildDied, said: str
+) -> None:
+    monkeypatch.setattr(apart, "Child", _Measuring)
+    _Measuring.deaths, _Measuring.asked = [died], []
+    install_hostile(plugins, "hangs-at-a-shape")
+    table = tmp_path / "table.json"
+    write_json(a_table(command="of another version"), table)
+    measure_in_child(CrossoverOptions(SPEC, ["sdpa", "hangs-at-a-shape"], output=table), untried_registry())
+    first, second = _Measuring.asked
+    (why,) = second.excluded.values()
+    assert why.startswith(said)
+    assert "Aborted" not in why
+    assert caplog.text == "", "the start tells of it, once, when it reads the table"
+    assert not first.resume
+    assert not second.resume, "nothing was written by this run: what lies there is another's"

@@ -9,9 +9,9 @@ from itertools import chain, pairwise
 
 import pytest
 
-from async_reading import plain, read
 from headway import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, PromptError
+from server_clients import plain, read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -258,10 +258,7 @@ NORM = "model.norm.weight"
 MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "no config": (remove("config.json"), ("needs a config.json", "got none")),
     "broken config": (write("config.json", "{"), ("config.json cannot be used", "not a valid JSON")),
-    "unknown architecture": (
-        edit_config(model_type="own", architectures=["Own"]),
-        ("needs one of", "LlamaFor", "got Own"),
-    ),
+    "unknown architecture": (edit_config(model_type="own", architectures=["Own"]), ("needs one of", "LlamaFor", "got Own")),
     "an attention of its own": (write("config.json", BLOOM), ("BloomForCausalLM", "ignores transformers' attention interface")),
     "a state of its own": (write("config.json", MAMBA), ("MambaForCausalLM", "keeps a state of each sequence")),
     "an encoder with a decoder": (write("config.json", T5), ("needs causal attention", "is_encoder_decoder=true")),
@@ -300,10 +297,7 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     ),
     "broken index": (write("model.safetensors.index.json", "[]"), ("index.json is not a safetensors index",)),
     "missing tensor": (edit_tensors(lambda tensors: tensors.pop(NORM)), ("no tensor", NORM)),
-    "wrong shape": (
-        edit_tensors(lambda tensors: tensors.update({NORM: torch.ones(31)})),
-        (NORM, "needs shape [32]", "got [31]"),
-    ),
+    "wrong shape": (edit_tensors(lambda tensors: tensors.update({NORM: torch.ones(31)})), (NORM, "needs shape [32]", "got [31]")),
     "left-over tensors": (
         edit_tensors(lambda tensors: tensors.update({"model.layers.0.router.weight": torch.ones(3)})),
         ("1 tensors", "does not use", "model.layers.0.router.weight"),
@@ -330,10 +324,7 @@ def test_a_spoiled_model_is_refused(headway: Headway, model_copy: Path, name: st
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("int8 weights", "truncated safetensors", "missing shard", "missing tensor", "wrong shape", "left-over tensors"),
-    ],
+    "name", [*("int8 weights", "truncated safetensors", "missing shard", "missing tensor", "wrong shape", "left-over tensors")]
 )
 def test_spoiled_weights_are_refused_by_transformers_too(headway: Headway, model_copy: Path, name: str) -> None:
     spoil, words = MODELS[name]
@@ -413,15 +404,14 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"n": 0},
-        {"n": True},
-        {"temperature": "hot"},
-        {"top_p": None},
-        {"top_k": 1.5},
-        {"seed": 0.5},
-        {"seed": 2**64},
-        {"stop": [""]},
-        {"stop": [3]},
+        *({"n": value} for value in (0, True)),
+        *({"temperature": value} for value in ("hot", float("nan"), float("inf"))),
+        *({"top_p": value} for value in (None, 0.0, float("nan"))),
+        *({"top_k": value} for value in (1.5, -2)),
+        {"min_p": 2.0},
+        *({"max_tokens": value} for value in (0, True)),
+        *({"seed": value} for value in (0.5, 2**64, "x")),
+        *({"stop": value} for value in ("", [""], [3])),
         {"stop": ".", "detokenize": False},
         {"stop_token_ids": ["a"]},
         {"min_tokens": 17},
@@ -448,8 +438,10 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
     ids=str,
 )
 def test_bad_sampling_params_are_refused_when_they_are_made(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: needs "):
+    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: needs ") as caught:
         SamplingParams(**wrong)
+    assert caught.value.reason.what == next(iter(wrong))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,19 +18,18 @@ from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
+from headway.core.engine.loop import EngineLoop
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
 from headway.models.layers.decoder import Decoder
 from headway.registry import Registry, create_registry
-from run_engine import drain
-from sandbox import TOY, Result, install
-from tiny_model import TinyModel
+from plain_models import sizes
+from sandbox import TOY, install
+from tiny_engine import TinyModel, drain, made_engine
 
 BATCHES = (2, 7, 64)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.5, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
-Headway = Callable[..., Result]
 
 
 def neighbours(count: int, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
@@ -135,17 +133,7 @@ def test_a_real_model_has_the_same_bits_alone_and_in_batches() -> None:
 @pytest.fixture(scope="module")
 def larger_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3Config, Path]:
     """Heads of a size that kernels take."""
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=768,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=4096,
-        initializer_range=0.1,
-    )
+    config = Qwen3Config(**sizes(512, 512, 768, 3, 8, 4, head_dim=64, max_position_embeddings=4096, initializer_range=0.1))
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("larger")
     Qwen3ForCausalLM(config).save_pretrained(path)
@@ -168,7 +156,7 @@ def test_on_a_gpu_too(larger_model: tuple[Qwen3Config, Path], name: str, dtype: 
         enforce_eager=eager,
         cudagraph_capture_sizes=(1, 2, 4, 8, 32, 64),
     )
-    engine = make_engine(EngineParts(model=model, source=create_registry(load_entry_points=False), config=config))
+    engine = made_engine(model, create_registry(load_entry_points=False), config)
     for prompt in ([7, 3, 250, 9] * 13, list(range(500)) * 3):
         for params in (GREEDY, SAMPLED):
             logits, tokens = run(engine, (prompt, params), 0)
@@ -216,4 +204,4 @@ def test_a_named_backend_that_declares_nothing_is_refused_with_a_fix(tiny_model_
 
 def test_a_model_that_is_not_batch_invariant_is_refused(registry: Registry) -> None:
     with pytest.raises(ConfigError, match=r"deterministic: needs a model that keeps its rows' bits"):
-        make_engine(EngineParts(model=TinyModel(), source=registry, config=EngineConfig(deterministic=True)))
+        made_engine(TinyModel(), registry, EngineConfig(deterministic=True))

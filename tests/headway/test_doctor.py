@@ -82,8 +82,7 @@ def test_requirements_are_those_of_the_extras() -> None:
 
 @pytest.mark.parametrize("extra", [*PACKAGES, ""])
 def test_without_a_gpu_nothing_is_suggested(extra: str) -> None:
-    found = advice(extra, NO_GPU, LAPTOP, ("cuda",))
-    assert found == Advice("needs an NVIDIA GPU; nothing to install")
+    assert advice(extra, NO_GPU, LAPTOP, ("cuda",)) == Advice("needs an NVIDIA GPU; nothing to install")
 
 
 NO_CUDA = {"torch": "2.13.0+cpu", "torch_cuda": None, "cuda_works": False}

@@ -16,7 +16,7 @@ from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import HND, NHD, VLLM_5D
 from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
+from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
@@ -24,8 +24,8 @@ from headway.models.layers.decoder import Decoder
 from headway.models.loader import load_model
 from headway.registry import Registry, create_registry
 from hybrid_models import ROWS
-from proposer_stub import told_of
-from run_engine import generate
+from plain_models import sizes
+from tiny_engine import generate, made_engine, tokens_of, told_of
 
 pytestmark = pytest.mark.gpu
 
@@ -39,30 +39,18 @@ CHOICES = [(name, layout) for name in REGISTRY.backends for layout in (NHD, HND,
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=211,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
+    config = LlamaConfig(**sizes(211, 256, 256, 3, head_dim=64, max_position_embeddings=512, initializer_range=0.2))
     path = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(path)
     return path
 
 
 def decoder(folder: Path, dtype: torch.dtype, device: str) -> Decoder:
-    config = LlamaConfig.from_pretrained(folder)
-    return Decoder(read_decoder_config(config), Weights(folder, dtype, torch.device(device)))
+    return Decoder(read_decoder_config(LlamaConfig.from_pretrained(folder)), Weights(folder, dtype, torch.device(device)))
 
 
 def run(model: Decoder, registry: Registry, config: EngineConfig) -> list[list[int]]:
-    engine = make_engine(EngineParts(model=model, source=registry, config=config))
-    return [written.token_ids for written in generate(engine, PROMPTS, GREEDY)]
+    return tokens_of(generate(made_engine(model, registry, config), PROMPTS, GREEDY))
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +98,10 @@ def test_graphs_and_overlap_change_no_token(folder: Path, name: str, monkeypatch
         attn_backend=name, kv_cache_memory=4096 * bytes_per_token, max_model_len=512, max_num_batched_tokens=512
     )
     try:
-        plain = make_engine(
-            EngineParts(model=model, source=REGISTRY, config=replace(config, enforce_eager=True, async_scheduling=False))
-        )
+        plain = made_engine(model, REGISTRY, replace(config, enforce_eager=True, async_scheduling=False))
     except HeadwayError as error:
         pytest.skip(f"{name}: {error}")
-    fast = make_engine(EngineParts(model=model, source=REGISTRY, config=config))
+    fast = made_engine(model, REGISTRY, config)
     expected, got = many(plain), many(fast)
     same = sum(a == b for a, b in zip(expected, got, strict=True))
     assert {reason for _, reason in expected} == {"stop", "length"}
@@ -140,11 +126,11 @@ def test_drafts_of_a_hybrid_are_verified_in_graphs(tmp_path: Path, states: str, 
     random = Random(3)
     prompts = [[random.randrange(3, 50) for _ in range(length)] for length in (20, 90, 3, 41, 9)]
     config = EngineConfig(state_backend=states, kv_cache_memory=2**26, max_model_len=256, max_num_seqs=6)
-    plain = make_engine(EngineParts(model=model, source=REGISTRY, config=replace(config, enforce_eager=True)))
-    expected = [each.token_ids for each in generate(plain, prompts, GREEDY)]
+    plain = made_engine(model, REGISTRY, replace(config, enforce_eager=True))
+    expected = tokens_of(generate(plain, prompts, GREEDY))
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
-    fast = make_engine(EngineParts(model=model, source=REGISTRY, config=config, proposer=told_of(texts), measured=False))
-    assert [each.token_ids for each in generate(fast, prompts, GREEDY)] == expected
+    fast = made_engine(model, REGISTRY, config, proposer=told_of(texts), measured=False)
+    assert tokens_of(generate(fast, prompts, GREEDY)) == expected
     assert fast.stats.num_draft_tokens > fast.stats.num_accepted_tokens > 20
     assert fast.stats.num_graph_steps > 3
     assert not any("to verify" in reason for reason in fast.stats.steps_in_pieces)
@@ -158,18 +144,15 @@ def test_sampled_tokens_are_the_same_in_a_graph(folder: Path) -> None:
         SamplingParams(temperature=t, seed=n, top_k=k, max_tokens=20) for n, (t, k) in enumerate([(0, -1), (1.5, -1), (0.7, 9)])
     ]
     outputs = []
-    for engine in (
-        make_engine(EngineParts(model=model, source=REGISTRY, config=config)),
-        make_engine(EngineParts(model=model, source=REGISTRY, config=replace(config, enforce_eager=True))),
-    ):
-        outputs.append([written.token_ids for written in generate(engine, PROMPTS[: len(wishes)], wishes)])
+    for engine in (made_engine(model, REGISTRY, config), made_engine(model, REGISTRY, replace(config, enforce_eager=True))):
+        outputs.append(tokens_of(generate(engine, PROMPTS[: len(wishes)], wishes)))
     assert outputs[0] == outputs[1]
 
 
 def test_a_nan_in_a_graph_ends_its_request_only(folder: Path) -> None:
     model = decoder(folder, torch.float32, "cuda")
     model.embed = replace(model.embed, table=model.embed.table.clone())
-    engine = make_engine(EngineParts(model=model, source=REGISTRY, config=EngineConfig(kv_cache_memory=2**27, max_model_len=256)))
+    engine = made_engine(model, REGISTRY, EngineConfig(kv_cache_memory=2**27, max_model_len=256))
     (first,) = generate(engine, [[1, 2, 3]], GREEDY)
     sick = first.token_ids[5]
     assert sick not in PROMPTS[1]
@@ -181,9 +164,7 @@ def test_a_nan_in_a_graph_ends_its_request_only(folder: Path) -> None:
 
 
 def test_auto_on_a_gpu_runs_and_says_what_it_chose(folder: Path) -> None:
-    engine = make_engine(
-        EngineParts(model=decoder(folder, torch.bfloat16, "cuda"), source=REGISTRY, config=EngineConfig(kv_cache_memory=2**27))
-    )
+    engine = made_engine(decoder(folder, torch.bfloat16, "cuda"), REGISTRY, EngineConfig(kv_cache_memory=2**27))
     (seq,) = generate(engine, PROMPTS[1:2], GREEDY)
     assert len(seq.token_ids) == 24
     assert engine.selection.names[Phase.DECODE] == "triton"

@@ -1,26 +1,36 @@
-"""The public API: vLLM's offline shape."""
+"""The public API: vLLM's offline shape, its figures, and calls that come within a step."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import logging
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 from weakref import ref
 
 import pytest
+from torch import Tensor
 
-from headway import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from headway import LLM, AsyncLLM, EngineSnapshot, RequestOutput, RequestOutputKind, SamplingParams
 from headway.core.contract.errors import ConfigError
+from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.data.step import OutputDelta
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.hosting import assembly
 from headway.hosting.driver import FairLock
+from headway.hosting.stats_report import stats_line, stats_page
 from headway.models.layers.decoder import Decoder
+from sandbox import run_python
+from server_clients import read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -245,3 +255,161 @@ def test_priority_policy_serves_lower_priorities_first(llm: LLM, tiny_model_fold
         if output.finished:
             order.append(index)
     assert order == [2, 1, 3, 0]
+
+
+REQUESTS = """
+import sys
+from headway import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], device=sys.argv[2], autotune_budget=0, num_threads=1)
+before = set(sys.modules)
+plain = SamplingParams(temperature=0, max_tokens=4)
+drawn = SamplingParams(temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, seed=1, n=2, max_tokens=4)
+counted = SamplingParams(frequency_penalty=0.5, repetition_penalty=1.1, logprobs=2, prompt_logprobs=1, max_tokens=4)
+llm.generate(["Hello", "The capital of France is"], [plain, counted], use_tqdm=False)
+llm.chat([{"role": "user", "content": "Hello"}], drawn, use_tqdm=False)
+for _ in llm.stream("Hello", plain):
+    pass
+# Standard modules (a codec, a lock) take microseconds.
+later = sorted(name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names)
+assert not later, f"{len(later)} modules imported after the start: {later[:9]}"
+"""
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_nothing_is_imported_after_the_start(device: str, tmp_path: Path) -> None:
+    script = tmp_path / "requests.py"
+    script.write_text(REQUESTS)
+    result = run_python(str(script), "smollm2", device, cwd=tmp_path)
+    assert result.code == 0, result.err
+
+
+NONE = EngineSnapshot(0.0, 0, 0, 512, 0, 0, EngineStats())
+
+
+def test_the_numbers_of_a_snapshot_are_those_of_the_engine(tiny_model_folder: Path) -> None:
+    llm = LLM(str(tiny_model_folder), kv_cache_memory="1MiB", num_threads=1, block_size=16, attn_backend="sdpa")
+    prompt = list(range(1, 34))
+    start = llm.stats()
+    assert (start.num_running, start.num_used_blocks, start.num_cached_blocks) == (0, 0, 0)
+    stream = llm.stream(prompt, GREEDY)
+    next(stream)
+    during = llm.stats()
+    assert (during.num_running, during.num_waiting, during.num_used_blocks) == (1, 0, 3)
+    assert len(list(stream)) == 7
+    llm.generate([prompt], GREEDY, use_tqdm=False)
+    end = llm.stats()
+    assert (end.num_running, end.num_used_blocks, end.num_blocks) == (0, 0, llm.engine.blocks.num_pages)
+    assert end.num_cached_blocks == 3
+    done = end.totals - start.totals
+    assert (done.num_output_tokens, done.num_prompt_tokens, done.num_cached_tokens) == (16, 66, 32)
+    page = "\n".join(stats_page(end, start))
+    for words in ("66 tokens, 32 of them (48%)", "16 tokens in", "s of work", "0 running, 0 waiting", "16 sdpa", "3 cached"):
+        assert words in page
+    line = stats_line(end, during)
+    assert line.startswith("run 0 | ")
+    assert "hits 97%" in line  # of the second prompt alone
+    assert line.endswith("sdpa")
+
+
+def test_the_line_fits_80_columns_and_leaves_out_zeros() -> None:
+    assert stats_line(NONE, NONE) == "run 0 | 0.0 tok/s | blocks 0%, cached 0%"
+    many = EngineStats(
+        num_output_tokens=10**9,
+        num_prompt_tokens=10**9,
+        num_cached_tokens=10**9,
+        num_preemptions=10**7,
+        num_draft_tokens=10**9,
+        num_accepted_tokens=10**9,
+        steps_by_backend=Counter({"a_backend_with_a_long_name": 3, "another_of_the_kind": 2}),
+        steps_without_graph=Counter({"more tokens than were captured": 10**7}),
+    )
+    line = stats_line(EngineSnapshot(1.0, 10**6, 10**7, 10**7, 10**7, 10**7, many), NONE)
+    assert len(line) <= 80
+    assert line.startswith("run 1,000,000 wait 10,000,000 | 1,000,000,000 tok/s")
+    page = "\n".join(stats_page(EngineSnapshot(1.0, 1, 0, 10, 1, 0, many), NONE))
+    assert "outside a graph: 10,000,000 more tokens than were captured" in page
+
+
+def test_offloaded_blocks_are_shown_where_there_are_any() -> None:
+    now = EngineSnapshot(1.0, 0, 0, 512, 0, 256, EngineStats(), num_offloaded_blocks=1234)
+    assert stats_line(now, NONE) == "run 0 | 0.0 tok/s | blocks 0%, cached 50%, host 1,234"
+    assert "blocks     0 of 512 used, 256 cached; 1,234 kept in the host's memory" in stats_page(now, NONE)
+    assert "host" not in "\n".join([stats_line(NONE, NONE), *stats_page(NONE, NONE)])
+
+
+def test_a_line_is_logged_once_in_an_interval(tiny_model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="log_stats_interval: needs a number of seconds above 0, got 0"):
+        LLM(str(tiny_model_folder), log_stats_interval=0)
+    llm = LLM(str(tiny_model_folder), kv_cache_memory="1MiB", num_threads=1, log_stats_interval=1e-6)
+    assert not logging.getLogger("headway").isEnabledFor(logging.INFO)  # as in commands without -v
+    llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    lines = [record.message for record in caplog.records if " tok/s | blocks " in record.message]
+    assert len(lines) == 8
+    assert all(line.startswith("run ") for line in lines)
+
+
+PLAIN = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+WORDS = "a call within a step"
+
+
+def calling(function: Callable[[], object]) -> SamplingParams:
+    """A request whose logits processor calls a function and leaves the logits as they are."""
+
+    def process(output: list[int], logits: Tensor) -> Tensor:
+        function()
+        return logits
+
+    return SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logits_processors=[process])
+
+
+def test_a_processor_that_calls_its_llm_ends_its_request_with_an_error(llm: LLM) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate([5], PLAIN, use_tqdm=False),
+        lambda: list(llm.stream([5], PLAIN)),
+        llm.stats,
+        llm.abort,
+    ]
+    outputs = llm.generate([[5, 6]] * 5, [*map(calling, calls), PLAIN], use_tqdm=False)
+    for output in outputs[:4]:
+        assert output.outputs[0].finish_reason == "error"
+        assert WORDS in (output.outputs[0].error or "")
+    assert outputs[4].outputs[0].finish_reason == "length"
+    assert not llm.engine.has_unfinished
+
+
+def test_a_processor_that_calls_an_async_llm_of_its_engine_ends_its_request_with_an_error(llm: LLM, served: AsyncLLM) -> None:
+    def call() -> None:
+        asyncio.run(read(served.generate([5], PLAIN)))
+
+    (beside,) = llm.generate([[5, 6]], calling(call), use_tqdm=False)
+    assert WORDS in (beside.outputs[0].error or "")
+    last = asyncio.run(read(served.generate([5, 6], calling(call))))[-1]
+    assert WORDS in (last.outputs[0].error or "")
+
+
+def test_a_signals_handler_within_a_step_gets_an_error_and_the_step_goes_on(llm: LLM) -> None:
+    said: list[str] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        with pytest.raises(ConfigError, match=WORDS) as caught:
+            llm.generate([5], PLAIN, use_tqdm=False)
+        said.append(str(caught.value))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        (output,) = llm.generate([[5, 6]], calling(lambda: signal.raise_signal(signal.SIGUSR1)), use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert output.outputs[0].finish_reason == "length"
+    assert len(said) == 4
+
+
+def test_a_stream_that_is_given_up_within_a_step_ends_after_it(llm: LLM) -> None:
+    streams: list[Any] = [llm.stream([7, 8], PLAIN)]
+    next(streams[0])  # its request runs
+    (output,) = llm.generate([[5, 6]], calling(streams.clear), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+    assert not llm.engine.has_unfinished

@@ -96,8 +96,7 @@ def test_the_command_says_what_comes_next_and_all_of_it_works(tmp_path: Path) ->
     assert_refused(run_headway("new-backend", "oak", cwd=tmp_path), "--into", "does not exist yet")
     checked = run_headway("check", "headway_oak.py:Oak", "--quick", cwd=folder)
     assert checked.code == 0, checked
-    listed = run_headway("backends", "--plugin", "headway_oak.py", cwd=folder)
-    assert "oak" in listed.out
+    assert "oak" in run_headway("backends", "--plugin", "headway_oak.py", cwd=folder).out
 
 
 @pytest.mark.slow

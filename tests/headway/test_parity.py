@@ -12,13 +12,13 @@ import torch
 
 from headway.bench.generate.workloads import PROMPTS
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
+from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.machine.process import set_threads
 from headway.models.loader import LoadedModel, load_model
 from headway.registry import Registry
-from run_engine import Written
-from run_engine import generate as written_by
+from tiny_engine import Written, made_engine, tokens_of
+from tiny_engine import generate as written_by
 
 NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
@@ -83,7 +83,7 @@ def greedy(model: LoadedModel, prompts: list[list[int]]) -> Callable[[int, list[
 def generate(
     model: LoadedModel, registry: Registry, config: EngineConfig, prompts: list[list[int]]
 ) -> tuple[EngineLoop, list[Written]]:
-    engine = make_engine(EngineParts(model=model.decoder, source=registry, config=config, eos_token_ids=model.eos_token_ids))
+    engine = made_engine(model.decoder, registry, config, eos_token_ids=model.eos_token_ids)
     return engine, run(engine, prompts)
 
 
@@ -108,12 +108,12 @@ def test_same_tokens_as_transformers(
     engine, seqs = generate(model, registry, config, prompts[:count])
     assert set(engine.selection.names.values()) == {backend}
     assert (engine.selection.layout.name, engine.selection.block_size) == (layout, block_size)
-    assert [seq.token_ids for seq in seqs] == [greedy(number, seq.token_ids) for number, seq in enumerate(seqs)]
+    assert tokens_of(seqs) == [greedy(number, seq.token_ids) for number, seq in enumerate(seqs)]
     if prefix_caching:
         longest = sorted(range(count), key=lambda number: len(prompts[number]))[-2:]
         again = run(engine, [prompts[number] for number in longest])
         assert [seq.num_cached_tokens for seq in again] == [len(prompts[number]) - 1 for number in longest]
-        assert [seq.token_ids for seq in again] == [seqs[number].token_ids for number in longest]
+        assert tokens_of(again) == [seqs[number].token_ids for number in longest]
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_same_tokens_when_the_pool_is_so_small_that_sequences_are_preempted(
     )
     engine, seqs = generate(model, registry, config, prompts)
     assert engine.stats.num_preemptions > 0
-    assert [seq.token_ids for seq in seqs] == [greedy(number, seq.token_ids) for number, seq in enumerate(seqs)]
+    assert tokens_of(seqs) == [greedy(number, seq.token_ids) for number, seq in enumerate(seqs)]
 
 
 @pytest.mark.slow

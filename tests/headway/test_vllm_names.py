@@ -1,10 +1,11 @@
-"""vLLM's options, parameters and modules: what is taken, translated and refused."""
+"""vLLM's options, parameters and modules: what is taken, translated and refused; and the names that are stable."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from headway.compat import vllm
 from headway.compat.vllm import LACKING, MODULES, EngineArgs
 from headway.compat.vllm_words import LLM_OPTIONS, NEUTRAL_VALUES
 from headway.core.contract.errors import ConfigError
+from sandbox import run_python
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -97,10 +99,7 @@ def test_option_is_translated(options: dict[str, object], own: dict[str, object]
     [
         ({"enable_lora_bias": True}, "enable_lora_bias: needs .*adapters have no biases"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: needs .*tensor_parallel_size cuts"),
-        (
-            {"speculative_config": {"method": "eagle"}},
-            "needs the method ngram, suffix or draft_model, got eagle",
-        ),
+        ({"speculative_config": {"method": "eagle"}}, "needs the method ngram, suffix or draft_model, got eagle"),
         ({"speculative_config": {"method": "draft_model"}}, "needs the draft's name as model, got None"),
         ({"speculative_model": "a", "speculate": "ngram"}, "speculative_model: needs no other source of guesses"),
         ({"speculative_model": "a", "deterministic": True}, "speculative_model: needs steps whose shape"),
@@ -222,8 +221,7 @@ def brute_force(llm: LLM, prompt: list[int], width: int, steps: int) -> list[tup
 
 
 def test_beam_search_finds_what_scoring_every_beam_anew_finds(llm: LLM) -> None:
-    params = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
-    (output,) = llm.beam_search([{"prompt_token_ids": [5, 6, 7]}], params)
+    (output,) = llm.beam_search([{"prompt_token_ids": [5, 6, 7]}], BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True))
     wanted = brute_force(llm, [5, 6, 7], 3, 4)
     assert [sequence.tokens for sequence in output.sequences] == [tokens for _, tokens in wanted]
     torch.testing.assert_close(
@@ -240,3 +238,50 @@ def test_overridden_configuration_is_the_models(tiny_model_folder: Path) -> None
     assert llm.get_tokenizer() is not None
     with pytest.raises(ConfigError, match="hf_overrides: needs values as JSON has them"):
         LLM(str(tiny_model_folder), hf_overrides={"vocab_size": object()}, **options)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+STABLE = ("headway", "headway.contract", "headway.testing")
+PAGE = (ROOT / "docs" / "api.md").read_text()
+
+
+def listed(module: str) -> set[str]:
+    """The names in the first column of a module's table."""
+    section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+    (text,) = [part for part in section if part.startswith(f"{module}\n")]
+    rows = re.findall(r"^\| (`.+?) \|", text, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+@pytest.mark.parametrize("module", STABLE)
+def test_the_page_lists_each_stable_name_and_each_exists(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert listed(module) == set(loaded.__all__)
+    for name in loaded.__all__:
+        assert getattr(loaded, name) is not None
+
+
+@pytest.mark.parametrize("module", STABLE)
+def test_the_reference_has_each_stable_name(module: str) -> None:
+    page = (ROOT / "docs" / "reference" / f"{module.rpartition('.')[2]}.md").read_text()
+    described = set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", page, re.MULTILINE))
+    assert described == {name for name in importlib.import_module(module).__all__ if name != "__version__"}
+
+
+def test_examples_and_documents_import_stable_names_alone() -> None:
+    texts = [*(ROOT / "examples").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    for path in texts:
+        for module, names in re.findall(r"^from (headway[\w.]*) import \(?([\w, ]+)", path.read_text(), re.MULTILINE):
+            assert module in STABLE, f"{path.name} imports from {module}"
+            known = getattr(importlib.import_module(module), "__all__", None)
+            assert known is None or set(re.findall(r"\w+", names)) <= set(known), f"{path.name}: {names} of {module}"
+
+
+def test_the_contract_loads_no_library_but_torch() -> None:
+    code = """
+import sys, headway.contract
+heavy = {"transformers", "triton", "pluggy", "pydantic", "headway.registry", "headway.llm"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    result = run_python("-c", code, cwd=ROOT)
+    assert result.code == 0, result

@@ -1,21 +1,25 @@
-"""Scripts in the manner of vLLM's documentation run here with nothing changed but the import."""
+"""Scripts and clients in the manner of vLLM's documentation run with nothing changed but the import or the address."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 
 from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.server.options import ServerOptions
 from sandbox import save_tiny_model
+from server_thread import pooled, running
 from tiny_adapters import save_adapter
-from tiny_encoders import SCORERS, save
-from tiny_rewards import rewarding
-from vllm_programs import FOLDER, PAGE, header, page, programs
+from tiny_encoders import classifier, embedder, rewarding
+from vllm_programs import FOLDER, ONLINE, PAGE, header, page, programs
 
 SCRIPTS = programs(FOLDER)
 QUICK = ("basic", "chat", "clone_params", "llm_engine", "logits_processor", "stop_strings")
@@ -34,8 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "tiny")
-    kind, config = SCORERS["bert"]
-    save(kind, config.__class__(**{**config.to_dict(), "num_labels": 2}), folder / "classifier")
+    classifier(folder / "classifier", 2)
     for name, place in REWARDING_MODELS.items():
         rewarding(name, folder / place)
     return folder
@@ -134,3 +137,81 @@ def test_an_unknown_parameter_of_sampling_gets_the_nearest_of_ours(name: str, wo
 def test_an_element_type_may_have_vllms_name(models: Path) -> None:
     llm = LLM(str(models / "tiny"), kv_cache_memory="1MiB", num_threads=1, quantization=None, dtype="half")
     assert llm.model.decoder.attention_specs[0].dtype == torch.float16
+
+
+PROGRAMS = programs(ONLINE)
+QUICK_SERVER = ("chat_client", "sglang_generate", "api_server_client", "image_client", "embeddings_of_a_chat_model")
+"""Programs of the everyday suite."""
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+@pytest.fixture(scope="module")
+def served_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the programs' model is the tiny one."""
+    folder = tmp_path_factory.mktemp("served_models")
+    save_tiny_model(folder / MODEL, positions=4096, chat=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def generating(served_models: Path) -> Iterator[str]:
+    llm = LLM(str(served_models / MODEL), kv_cache_memory="8MiB", num_threads=1, enable_prompt_embeds=True)
+    options = ServerOptions(served_model_names=(MODEL,), operator_paths=True, files_dir=served_models / "files")
+    with running(llm, options) as found:
+        yield found.url
+
+
+def served_from(save: Callable[[Path], object], folder: Path) -> Iterator[str]:
+    save(folder)
+    with pooled(LLM(str(folder), autotune_budget=0, num_threads=1), "encoder") as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield from served_from(partial(embedder, "bert"), tmp_path_factory.mktemp("embedder"))
+
+
+@pytest.fixture(scope="module")
+def classifying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield from served_from(partial(classifier, num_labels=2), tmp_path_factory.mktemp("classifier"))
+
+
+@pytest.fixture(scope="module")
+def judging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield from served_from(partial(rewarding, "reward"), tmp_path_factory.mktemp("rewards"))
+
+
+SERVERS = {"": "generating", "embedder": "embedding", "classifier": "classifying", "rewards": "judging"}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(each, marks=() if each.stem in QUICK_SERVER else pytest.mark.slow) for each in PROGRAMS],
+    ids=lambda program: program.stem,
+)
+def test_program_runs_with_another_address(
+    program: Path,
+    served_models: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = program.read_text()
+    if needed := header(text, "needs"):
+        pytest.importorskip(needed)
+    url = request.getfixturevalue(SERVERS[header(text, "model")])
+    monkeypatch.chdir(served_models)
+    text, count = re.subn(r"http://localhost:(8000|30000)", url, text)
+    assert count
+    code, names = compile(text, str(program), "exec", dont_inherit=True), {"__name__": "__main__"}
+    refused = header(text, "refused")
+    if not refused:
+        exec(code, names)
+        assert capsys.readouterr().out, "a program shows what it found"
+        return
+    with pytest.raises(openai.APIStatusError) as error:
+        exec(code, names)
+    message = error.value.response.json()["error"]["message"]
+    assert refused in message
+    assert "\n" not in message

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, chunked_causal_mask_function
+from transformers.masking_utils import sliding_window_causal_mask_function as sliding
 
+import headway.integrations.transformers  # noqa: F401 -- registers the names
 import headway.integrations.transformers as integration
-from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.backends.sdpa import SDPA
+from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Support
+from headway.core.oracle.oracle import attend as exact_attend
+from headway.core.select.backend_request import BackendRequest
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selector import Selector
+from headway.integrations.dense import Sequences, Visibility
+from headway.integrations.transformers import StepAttention
+from tiny_engine import registering
 from tiny_transformers import CONFIGS, a_model, prompts, same
 from transformers_release import needs
 
@@ -154,3 +176,290 @@ def test_smollm2_says_the_same() -> None:
     )
     for cache in ("dynamic", "static"):
         same(model, "sdpa", "headway", inputs, max_new_tokens=24, cache_implementation=cache)
+
+
+needs("generate with Headway's attention")
+
+
+def logits_after_a_crop(model: Any) -> Tensor:
+    """A step, taken back, and another of the same length."""
+    cache = DynamicCache(config=model.config)
+    found = []
+    with torch.inference_mode():
+        model(prompts((0, 0), 9)["input_ids"], past_key_values=cache)
+        for token in (5, 6, 7):
+            found.append(model(torch.full((2, 1), token), past_key_values=cache).logits)
+            cache.crop(-1)
+        found.append(model(torch.tensor([[8, 9, 10], [3, 2, 1]]), past_key_values=cache).logits[:, -1:])
+    return torch.stack(found)
+
+
+def test_a_cropped_cache_forgets_what_was_taken_back() -> None:
+    model, _ = a_model("qwen3")
+    expected = logits_after_a_crop(model)
+    model.set_attn_implementation("headway")
+    torch.testing.assert_close(logits_after_a_crop(model), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2, "early_stopping": True}, {"prompt_lookup_num_tokens": 3}],
+    ids=["beams", "returned beams", "prompt lookup"],
+)
+def test_caches_in_another_order_and_rolled_back(name: str, options: dict[str, Any]) -> None:
+    model, own = a_model(name)
+    inputs = prompts((0,) if "prompt_lookup_num_tokens" in options else (4, 0))
+    answers = []
+    for implementation in (own, "headway"):
+        model.set_attn_implementation(implementation)
+        answers.append(model.generate(**inputs, do_sample=False, max_new_tokens=14, **options))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.slow
+def test_two_models_take_turns_in_a_process_and_run_in_two_threads() -> None:
+    models = [a_model("qwen3"), a_model("gemma2")]
+    inputs = [prompts((0, 5)), prompts((3, 0, 1), 17)]
+    options = {"do_sample": False, "max_new_tokens": 14}
+    expected = [model.generate(**each, **options) for (model, _), each in zip(models, inputs, strict=True)]
+    for model, _ in models:
+        model.set_attn_implementation("headway")
+
+    def answers(turn: int) -> None:
+        for number in (turn % 2, 1 - turn % 2):
+            assert torch.equal(models[number][0].generate(**inputs[number], **options), expected[number])
+
+    answers(0)
+    answers(1)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(answers, turn) for turn in range(4)]:
+            done.result()
+
+
+@pytest.mark.slow
+def test_under_torch_compile_attention_stands_apart() -> None:
+    model, _ = a_model("qwen3")
+    inputs = prompts((2, 0))
+    with torch.inference_mode():
+        expected = model(**inputs).logits
+        model.set_attn_implementation("headway")
+        found = torch.compile(model, backend="eager")(**inputs).logits
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0, 2:], expected[0, 2:], rtol=1e-4, atol=1e-4)
+
+
+needs("generate with Headway's attention")
+
+MODULE = SimpleNamespace(is_causal=True, layer_idx=0)
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is dispatched, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(function).removeprefix("aten.").partition(".")[0]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def layer(mask: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """A layer's call as transformers makes it; [batch, q_length, heads, dim]."""
+    attend: Callable[..., tuple[Tensor, None]] = AttentionInterface()["headway"]
+    return attend(MODULE, query, key, value, mask, **{"dropout": 0.0, "scaling": 0.3, **options})[0]
+
+
+def mask_of(batch: int, queries: int, keys: int, padding: Tensor | None = None, window: int | None = None) -> Any:
+    """A step's mask as transformers asks for it; the queries are the last ones."""
+    rule = causal_mask_function if window is None else sliding(window)
+    make = AttentionMaskInterface()["headway"]
+    return make(batch, queries, keys, keys - queries, 0, mask_function=rule, attention_mask=padding, local_size=window)
+
+
+def tensors(batch: int, queries: int, keys: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Query, key and value of a layer with 4 and 2 heads of 8 elements."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, 4, queries, 8), (batch, 2, keys, 8), (batch, 2, keys, 8)
+    return [torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape in shapes]
+
+
+def exact(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None = None, window: int | None = None, scale: float = 0.3
+) -> Tensor:
+    """The same by the definition, in float64; rows of padding are left out by the caller."""
+    queries, keys = query.shape[2], key.shape[2]
+    at = torch.arange(keys - queries, keys)[:, None]
+    seen = torch.arange(keys)[None] <= at
+    if window is not None:
+        seen &= torch.arange(keys)[None] > at - window
+    seen = seen.expand(len(query), 1, queries, keys)
+    if padding is not None:
+        seen = seen & padding.bool()[:, None, None]
+    k, v = (t.double().repeat_interleave(2, 1) for t in (key, value))
+    scores = (query.double() @ k.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def right(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_decode_is_planned_once_for_all_layers_with_four_views_each(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[AttentionMetadata] = []
+    monkeypatch.setattr(SDPA, "plan", lambda _, metadata: planned.append(metadata))
+    monkeypatch.setattr(SDPA, "decode", lambda *_: None)
+    mask = mask_of(2, 1, 9, torch.ones(2, 9, dtype=torch.bool)) if masked else None
+    layers = [tensors(2, 1, 9, seed) for seed in range(6)]
+    layer(mask, *layers[0])
+    with Operators() as operators:
+        for each in layers[1:]:
+            layer(mask, *each)
+    assert operators.seen == {"new_empty": 5, "select": 5, "as_strided": 10, "view": 5}
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize("queries", [1, 5, 9])
+def test_another_mask_over_the_same_tensors_is_another_plan(queries: int) -> None:
+    each = tensors(2, queries, 9)
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    for count in (0, 3, 1):
+        padding[1, :count] = False  # the same tensor, changed in place
+        padding[1, count:] = True
+        live = torch.arange(9 - queries, 9) >= count
+        found, expected = layer(mask_of(2, queries, 9, padding), *each), exact(*each, padding)
+        right(found[0], expected[0])
+        right(found[1, live], expected[1, live])
+        assert not found[1, ~live].any()
+
+
+def test_mask_keeps_a_copy_of_the_padding() -> None:
+    each, padding = tensors(1, 1, 9), torch.ones(1, 9, dtype=torch.bool)
+    padding[0, :4] = False
+    then = padding.clone()
+    mask = mask_of(1, 1, 9, padding)
+    padding.fill_(True)
+    right(layer(mask, *each), exact(*each, then))
+    assert mask.to("meta") is mask
+
+
+def test_layers_of_one_mask_that_differ_are_kinds_of_their_own() -> None:
+    mask, roomy = mask_of(2, 1, 9), tensors(2, 1, 40, 3)
+    for _ in range(2):
+        for seed in range(2):
+            each = tensors(2, 1, 9, seed)
+            right(layer(mask, *each), exact(*each))
+            right(layer(mask, *each, scaling=0.7), exact(*each, scale=0.7))
+            half = [t.half() for t in each]
+            torch.testing.assert_close(layer(mask, *half).double(), exact(*each), rtol=1e-2, atol=1e-2)
+            query = each[0]
+            views = [t[:, :, 31:] for t in roomy[1:]]  # the end of longer rows, and then the same strides before their end
+            right(layer(mask, query, *views), exact(query, *views))
+            views = [t[:, :, 5:14] for t in roomy[1:]]
+            right(layer(mask, query, *views), exact(query, *views))
+            turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in each[1:]]
+            right(layer(mask, query, *turned), exact(*each))
+            assert not torch.allclose(layer(mask, *each, softcap=0.2).double(), exact(*each), atol=1e-3)
+    assert len(mask.visibility.calls) == 7
+
+
+def test_windows_and_full_attention_take_turns() -> None:
+    full, near = mask_of(2, 1, 30), mask_of(2, 1, 30, None, 7)
+    for seed in range(4):
+        each, window = tensors(2, 1, 30, seed), (None, 7)[seed % 2]
+        right(layer((full, near)[seed % 2], *each), exact(*each, None, window))
+
+
+def test_calls_without_a_mask_of_other_sizes() -> None:
+    for batch, queries, keys in ((1, 1, 9), (2, 1, 9), (1, 1, 10), (1, 9, 9), (1, 1, 9), (1, 1, 1)):
+        for seed in range(2):
+            each = tensors(batch, queries, keys, seed)
+            right(layer(None, *each), exact(*each))
+    with pytest.raises(ConfigError, match="none for 3 queries of 9 keys"):
+        layer(None, *tensors(1, 3, 9))
+
+
+def test_a_backend_that_cannot_read_blocks_that_overlap_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Support.no("cache", "blocks that follow one another", "gaps between them")
+    monkeypatch.setattr(SDPA, "accepts", classmethod(lambda _, cache: answer))
+    each = tensors(1, 9, 9)
+    right(layer(mask_of(1, 9, 9), *each), exact(*each))  # a prompt reads no cache
+    with pytest.raises(UnsupportedError, match="needs blocks that follow one another"):
+        layer(mask_of(1, 1, 9), *tensors(1, 1, 9))
+
+
+def test_a_rule_that_only_looks_like_one_is_tried_out() -> None:
+    make = AttentionMaskInterface()["headway"]
+    strange = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+    mask = make(1, 1, 9, 8, 0, mask_function=strange, attention_mask=None, local_size=None)
+    with pytest.raises(ConfigError, match="neither causal nor causal within a window"):
+        layer(mask, *tensors(1, 1, 9))
+    wrong = make(1, 1, 9, 8, 0, mask_function=sliding(3), attention_mask=None, local_size=4)
+    with pytest.raises(ConfigError, match="neither causal nor causal within a window"):
+        layer(wrong, *tensors(1, 1, 9))
+    plain = make(1, 1, 9, 8, 0, mask_function=lambda _, __, q, k: k <= q, attention_mask=None, local_size=None)
+    each = tensors(1, 1, 9)
+    right(layer(plain, *each), exact(*each))
+
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
+# Of each sequence: its row of the batch, its first key there, its keys, its new tokens.
+CASES = {
+    "padded decodes": [(0, 5, 32, 1), (1, 0, 37, 1), (2, 36, 1, 1), (2, 0, 36, 1)],
+    "chunks": [(0, 3, 20, 6), (1, 0, 37, 7), (2, 1, 16, 16)],
+    "both": [(0, 0, 9, 9), (1, 2, 30, 1), (2, 20, 17, 4)],
+    "prompts": [(0, 0, 9, 9), (2, 20, 17, 17)],
+}
+
+
+@pytest.mark.parametrize("order", ["heads first", "tokens first", "a part of longer rows"])
+@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_sequences_are_read_where_they_lie(name: str, size: int, order: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = {"heads first": (3, 2, 37, 8), "tokens first": (3, 37, 2, 8), "a part of longer rows": (3, 2, 64, 8)}[order]
+    key, value = (torch.randn(shape, generator=generator) for _ in "kv")
+    if order == "tokens first":
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+    key, value = key[:, :, :37], value[:, :, :37]
+    call, starts = planned(name, "sdpa.math", size, key, value)
+    copied = call.blocks.room > 0
+    # The last block of the last row ends behind the memory, and is read unless all are prompts, which have keys of their own.
+    ends_behind = name not in ("chunks", "prompts") and order != "a part of longer rows"
+    assert copied == (size == 16 and ends_behind)
+    assert copied == (call.blocks.views(key, value)["key"].data_ptr() != key.data_ptr())
+    q = torch.randn(1, 4, int(starts[-1]), 8, generator=generator)
+    new = [
+        torch.cat([t[row, :, first + end - count : first + end].transpose(0, 1) for row, first, end, count in CASES[name]])
+        for t in (key, value)
+    ]
+    cache = call.blocks.cache(key, value, SPEC)
+    tokens, out = q[0].transpose(0, 1), torch.full((int(starts[-1]), 4, 8), torch.nan)
+    for part in call.parts:
+        index = part.tokens if part.tokens is not None else torch.arange(len(tokens))
+        result = torch.empty(len(index), 4, 8)
+        if part.decodes:
+            part.backend.decode(tokens[index], cache, part.plan, result)
+        else:
+            part.backend.prefill(tokens[index], *(t[index] for t in new), cache, part.plan, result)
+        out[index] = result
+    for start, (row, first, end, count) in zip(starts[:-1].tolist(), CASES[name], strict=True):
+        k, v = (t[row, :, first : first + end].transpose(0, 1).double() for t in (key, value))
+        expected = exact_attend(SPEC, tokens[start : start + count], k, v, end - count)[0]
+        torch.testing.assert_close(out[start : start + count].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def planned(name: str, backend: str, size: int, key: Tensor, value: Tensor) -> tuple[StepAttention, NDArray[numpy.int64]]:
+    """A case's call, and where each of its sequences begins among the packed tokens."""
+    rows, keys, kv_lens, query_lens = (list(each) for each in zip(*CASES[name], strict=True))
+    starts = numpy.cumsum([0, *query_lens])
+    visibility = Visibility(1, int(starts[-1]), key.shape[2], 0, 0, None, None)
+    visibility.__dict__["rows"] = Sequences(starts[:-1].tolist(), query_lens, keys, kv_lens, rows)
+    query = key.new_empty(1, 4, int(starts[-1]), 8)
+    asked = BackendRequest.parse(backend)
+    selector = Selector(registering(), LayerSpecs([SPEC]), asked, kv_layout="nhd", block_size=size)
+    return StepAttention.of(visibility, SPEC, selector, query, key, value), starts

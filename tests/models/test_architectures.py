@@ -26,7 +26,7 @@ from transformers import (
 
 import hybrid_models
 from backend_cases import LAYOUTS
-from dense_attention import DenseAttention
+from dense_attention import DenseAttention, logits_of_text
 from engine_logits import logits_by_transformers, observed, save_random
 from headway.core.contract.errors import ModelError
 from headway.core.engine.data.config import EngineConfig
@@ -37,9 +37,8 @@ from headway.models.loader import LoadOptions, load_model
 from headway.registry import Registry
 from hybrid_models import READS_IMAGES
 from hybrid_models import ROWS as HYBRIDS
-from made_engine import made_engine
 from plain_models import ROWS, SMALL, VOCAB
-from run_engine import generate
+from tiny_engine import generate, made_engine, tokens_of
 from transformers_release import needs
 
 BATCHED_TOKENS = 24
@@ -146,8 +145,7 @@ def packed(model: Any, texts: list[Tensor]) -> Any:
         places = [torch.arange(start, start + count) for start, count in zip(done, counts, strict=True)]
         ids = torch.cat([text[place] for text, place in zip(texts, places, strict=True)])
         attention.begin([(seq, count) for seq, count in enumerate(counts) if count])
-        logits = model.compute_logits(model(ids, torch.cat(places), attention))
-        yield logits.split(list(counts))
+        yield model.compute_logits(model(ids, torch.cat(places), attention)).split(list(counts))
         done = [start + count for start, count in zip(done, counts, strict=True)]
     assert done == [len(text) for text in texts]
 
@@ -164,11 +162,7 @@ def test_a_configuration_alone_gives_all_specs(tmp_path: Path, name: str) -> Non
     kinds = [layer for layer in model.config.layers if layer.state]
     assert len(specs) == len(kinds) * (2 if HYBRIDS[name].model_type == "jamba" else 1)
     assert len(model.attention_specs) == len(model.kv_scales) == sum(layer.attention for layer in model.config.layers)
-    attention = DenseAttention(model)
-    attention.begin([(0, 5)])
-    with torch.inference_mode():
-        logits = model.compute_logits(model(torch.arange(3, 8), torch.arange(5), attention))
-    assert bool(logits.isfinite().all())
+    assert bool(logits_of_text(model, torch.arange(3, 8)).isfinite().all())
 
 
 def test_the_text_part_of_a_model_that_reads_images_too(tmp_path: Path) -> None:
@@ -177,11 +171,8 @@ def test_the_text_part_of_a_model_that_reads_images_too(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     model = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
     text = torch.randint(3, 90, (21,), generator=torch.Generator().manual_seed(1))
-    attention = DenseAttention(model)
-    attention.begin([(0, len(text))])
     with torch.inference_mode():
-        logits = model.compute_logits(model(text, torch.arange(len(text)), attention))
-        torch.testing.assert_close(logits, reference(input_ids=text[None]).logits[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits_of_text(model, text), reference(input_ids=text[None]).logits[0], rtol=0, atol=1e-4)
 
 
 def test_experts_that_a_checkpoint_stacks_are_read_as_single_ones(tmp_path: Path) -> None:
@@ -191,13 +182,7 @@ def test_experts_that_a_checkpoint_stacks_are_read_as_single_ones(tmp_path: Path
     first = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
     save_file(stacked, tmp_path / "model.safetensors")
     second = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
-    logits = []
-    for model in (first, second):
-        attention = DenseAttention(model)
-        attention.begin([(0, 9)])
-        with torch.inference_mode():
-            logits.append(model.compute_logits(model(torch.arange(3, 12), torch.arange(9), attention)))
-    assert torch.equal(*logits)
+    assert torch.equal(*(logits_of_text(model, torch.arange(3, 12)) for model in (first, second)))
 
 
 @pytest.mark.parametrize(("named", "dtype"), [("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)])
@@ -255,21 +240,7 @@ def test_deterministic_mode_and_the_adapter_refuse_layers_with_a_state(tmp_path:
         load_model(str(tmp_path), "float32", skip_tokenizer_init=True, model_impl="transformers")
 
 
-WINDOWED_VOCAB = 97
-WINDOWED: dict[str, Any] = {
-    "vocab_size": WINDOWED_VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,  # large, so that attention is far from uniform and a wrong key shows
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+WINDOWED: dict[str, Any] = {**SMALL, "num_hidden_layers": 4, "head_dim": 16, "max_position_embeddings": 512}
 CONFIGS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**WINDOWED, sliding_window=19),
     "qwen2, one layer sees all": Qwen2Config(**WINDOWED, use_sliding_window=True, sliding_window=16, max_window_layers=1),
@@ -287,8 +258,8 @@ def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: 
     reference = save_random(CONFIGS[name], tmp_path)
     decoder = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
     random = Random(1)
-    shared = [random.randrange(3, WINDOWED_VOCAB) for _ in range(130)]
-    tails = ([], [3, 4], [random.randrange(3, WINDOWED_VOCAB) for _ in range(150)])
+    shared = [random.randrange(3, VOCAB) for _ in range(130)]
+    tails = ([], [3, 4], [random.randrange(3, VOCAB) for _ in range(150)])
     prompts = [[*shared, *tail] for tail in tails] + [[5] * 3, shared[:40]]
     engine = made_engine(decoder, registry, replace(CONFIG, kv_cache_memory=2**22))
     written = []
@@ -304,5 +275,5 @@ def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: 
     short = made_engine(decoder, registry, replace(tight, async_scheduling=True))
     crowd = [*range(5), *[3, 4] * 3]
     crowded = generate(short, [prompts[number] for number in crowd], GREEDY)
-    assert [each.token_ids for each in crowded] == [written[number] for number in crowd]
+    assert tokens_of(crowded) == [written[number] for number in crowd]
     assert short.stats.num_preemptions > 0

@@ -85,8 +85,7 @@ def test_blocks_are_what_the_gguf_package_makes_of_them_and_are_multiplied_so(na
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_a_rounding_of_x_is_far_below_that_of_the_blocks(name: str) -> None:
     """Beside exact activations: of ordinary size, with outliers, tiny, zero, and at the largest codes of either sign."""
-    found = functions()
-    bound = {0: 3e-6, 8: 3e-2, 16: 1e-4}[found.x_bits]
+    bound = {0: 3e-6, 8: 3e-2, 16: 1e-4}[functions().x_bits]
     weight = GgufWeight((name,), (blocks_of(name, 48, 768, seed=6),))
     linear, plain = Linear(weight, dtype=torch.float32), weight.dequantized(torch.float64).t()
     outliers = drawn(20, 768, seed=7)

@@ -33,13 +33,14 @@ from transformers import (
 import hybrid_models
 import plain_models
 from config_changes import changes, fields_read
-from dense_attention import DenseAttention
+from dense_attention import logits_of_text
 from engine_logits import save_random
 from headway import LLM
 from headway.core.contract.errors import HeadwayError, ModelError
 from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.families.plain_config import plain_config
 from headway.models.loader import load_model
+from plain_models import sizes
 from tiny_encoders import EMBEDDERS, save, vector
 from transformers_release import needs
 
@@ -125,21 +126,17 @@ Pair = Callable[[PretrainedConfig, Path], tuple[Tensor, Callable[[], Tensor]]]
 
 
 def decoders(config: PretrainedConfig, folder: Path) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Logits of one text."""
     ids = torch.randint(3, 90, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
     reference = save_random(config, folder)
 
     def ours() -> Tensor:
         model: Any = load_model(str(folder), "float32", skip_tokenizer_init=True, model_impl="headway").decoder
-        attention = DenseAttention(model)
-        attention.begin([(0, NUM_TOKENS)])
-        return model.compute_logits(model(ids, torch.arange(NUM_TOKENS), attention))
+        return logits_of_text(model, ids)
 
     return reference(ids[None], use_cache=False).logits[0], ours
 
 
 def encoders(config: PretrainedConfig, folder: Path) -> tuple[Tensor, Callable[[], Tensor]]:
-    """The embedding of one text."""
     ids = [*range(3, 3 + NUM_TOKENS // 2)]
     name = config.model_type
     reference = save(EMBEDDERS[name][0], config, folder)
@@ -216,21 +213,8 @@ def test_each_field_that_transformers_reads_is_computed_or_refused_by_name(tmp_p
     assert Counter(verdicts.values())["equal"] > 4, verdicts
 
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
-}
+NUMBERS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16"}
+COMMON = sizes(300, 64, 96, 2, max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=2, **NUMBERS)
 PLAIN = {
     "llama": {**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
     "mistral": {**COMMON, "model_type": "mistral", "sliding_window": None},

@@ -6,18 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    GptOssConfig,
-    LlamaConfig,
-    Olmo2Config,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-)
 
 from headway.core.contract.errors import ModelError
 from headway.kernels.linear.linear import Linear
@@ -28,28 +18,20 @@ from headway.models.checkpoints.formats.rounding import int8
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
 from headway.models.layers.decoder import Decoder
+from plain_models import sizes
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 84,  # not a multiple of a vector
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "initializer_range": 0.2,
-}
+SMALL = sizes(97, 48, 84, 2, head_dim=12, initializer_range=0.2)  # 84 is not a multiple of a vector
 CONFIGS = {
-    "llama, tied, biased": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
-    "qwen3": Qwen3Config(**SMALL),
-    "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=2.0),
-    "gpt2": GPT2Config(**{**SMALL, "n_inner": 84, "activation_function": "gelu"}),
-    "olmo2": Olmo2Config(**SMALL),
-    "qwen2_moe": Qwen2MoeConfig(
+    "llama, tied, biased": transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "qwen2": transformers.Qwen2Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
+    "qwen3": transformers.Qwen3Config(**SMALL),
+    "gemma2": transformers.Gemma2Config(**SMALL, final_logit_softcapping=2.0),
+    "gpt2": transformers.GPT2Config(**{**SMALL, "n_inner": 84, "activation_function": "gelu"}),
+    "olmo2": transformers.Olmo2Config(**SMALL),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
         **SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=28, shared_expert_intermediate_size=44
     ),
-    "gpt_oss": GptOssConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
+    "gpt_oss": transformers.GptOssConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
 }
 ROWS = (2, 3, 7, 15, 16, 17, 33, 64)
 CPU = torch.device("cpu")
@@ -71,7 +53,7 @@ SLOW = ("gpt2", "gemma2", "olmo2")
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CONFIGS])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(tmp_path)
     return request.param, tmp_path
 
 

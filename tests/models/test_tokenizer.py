@@ -120,7 +120,6 @@ def test_a_plain_one_says_what_transformers_says(tmp_path: Path, name: str, temp
 
 
 def result(tokenizer: Any, chat: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    """The text of a conversation, or the error."""
     try:
         return str(tokenizer.apply_chat_template(chat, **options, tokenize=False))
     except Exception as error:

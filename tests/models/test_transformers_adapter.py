@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from engine_logits import logits_of, watched
 from graph_stub import PiecesTape
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import AttentionSpec
@@ -23,9 +24,8 @@ from headway.models.transformers_adapter.interface import NAME, attend
 from headway.models.transformers_adapter.load import compile_layers
 from headway.models.transformers_adapter.model import TransformersModel
 from headway.registry import Registry
-from made_engine import made_engine
-from run_engine import generate
-from sampled_logits import logits_of, watched
+from plain_models import sizes
+from tiny_engine import generate, made_engine
 from transformers_release import needs
 
 NEW_TOKENS = 21
@@ -35,19 +35,10 @@ WINDOW = 6
 PROMPT_LENS = (13, 10, 31)
 """Of prompts that pass the window; the last is cut into chunks, which run beside the decodes of the others."""
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,  # large, so that attention is far from uniform and a wrong key shows
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+# Large weights, so that attention is far from uniform and a wrong key shows.
+SIZES = sizes(
+    VOCABULARY, 48, 80, 3, max_position_embeddings=64, initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=0
+)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {
     "num_key_value_heads": 4,
@@ -163,8 +154,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, registry: Registry, 
 
 def adapted(architecture: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersModel:
     torch.manual_seed(0)
-    config = config_of(architecture, **changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    model = AutoModelForCausalLM.from_config(config_of(architecture, **changes), dtype=dtype, attn_implementation=NAME)
     with torch.inference_mode():
         return TransformersModel(model, dtype, torch.device("cpu"))
 

@@ -14,22 +14,13 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from headway import LLM, SamplingParams
+from plain_models import sizes
 
 pytestmark = pytest.mark.gpu
 
-SIZES = {
-    "vocab_size": 211,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+SIZES = sizes(
+    211, 256, 256, 4, max_position_embeddings=512, initializer_range=0.1, bos_token_id=None, eos_token_id=None, pad_token_id=0
+)
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 64},

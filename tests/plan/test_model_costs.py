@@ -94,8 +94,7 @@ def test_ranks_share_weights_and_caches_out(name: str, size: int) -> None:
     config, dtype = read_planned_model(name)
     one, rank = rank_costs(config, dtype), rank_costs(config, dtype, size)
     assert 1 <= size * rank.weight_bytes / one.weight_bytes < 1.06  # routers, and repeated key-value heads, are on every rank
-    repeated = max(size / config.num_kv_heads, 1)
-    assert rank.cache_row_bytes * size == one.cache_row_bytes * repeated
+    assert rank.cache_row_bytes * size == one.cache_row_bytes * max(size / config.num_kv_heads, 1)
     assert size * rank.state_bytes == pytest.approx(one.state_bytes, rel=0.01)
     assert one.num_sums == 0
     assert rank.num_sums == 2 * config.num_layers + 1
@@ -107,8 +106,7 @@ def test_formats_and_cache_types_take_their_bytes() -> None:
     int4 = rank_costs(*model, weights=WEIGHT_FORMATS["int4"])
     kept = plain.plain_bytes
     assert int4.weight_bytes - kept == pytest.approx((plain.weight_bytes - kept) * 4.125 / 16)
-    fp8 = rank_costs(*model, kv_cache_dtype="fp8_e4m3")
-    assert 2 * fp8.cache_row_bytes == plain.cache_row_bytes
+    assert 2 * rank_costs(*model, kv_cache_dtype="fp8_e4m3").cache_row_bytes == plain.cache_row_bytes
 
 
 def test_what_a_gpu_does_not_cut_is_refused() -> None:
@@ -152,6 +150,5 @@ def test_experts_have_the_bytes_of_the_format(tmp_path: Path) -> None:
     params = plain.experts.params * plain.experts.count * plain.experts.config.num_held
     products = sum(each.rows * each.columns * each.count for each in plain.products)
     for name, of_product, of_expert in (("fp8", 1, 1), ("int4", 4.125 / 8, 4.125 / 8), ("mxfp4", dtype.itemsize, 4.25 / 8)):
-        costs = rank_costs(config, dtype, weights=WEIGHT_FORMATS[name])
-        saved = plain.weight_bytes - costs.weight_bytes
+        saved = plain.weight_bytes - rank_costs(config, dtype, weights=WEIGHT_FORMATS[name]).weight_bytes
         assert saved == pytest.approx(products * (dtype.itemsize - of_product) + params * (dtype.itemsize - of_expert)), name

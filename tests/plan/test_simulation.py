@@ -1,21 +1,39 @@
-"""A simulated replica: the engine's scheduler over predicted steps, arrivals and routing."""
+"""Times of steps, a simulated replica over them with arrivals and routing, and the search for a deployment."""
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.metadata import Phase
+from headway.core.select.costs import Shape
+from headway.plan.attention_times import AttentionTimes, MeasuredLayer
 from headway.plan.demand import Demand, LatencyLimits
-from headway.plan.devices import GPU_KINDS
-from headway.plan.model_costs import EngineLimits, EngineMemory, RankCosts, engine_memory, rank_costs, read_planned_model
+from headway.plan.devices import GPU_KINDS, H200, MESSAGE_BYTES
+from headway.plan.model_costs import (
+    WEIGHT_FORMATS,
+    EngineLimits,
+    EngineMemory,
+    RankCosts,
+    engine_memory,
+    rank_costs,
+    read_planned_model,
+)
+from headway.plan.results import PlanReport, report_of
+from headway.plan.search import FleetSearch
 from headway.plan.simulation import Replica, SimulatedRequest
 from headway.plan.step_time import StepPredictor, StepWork
+from headway.tuning.table.files import read_table
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +122,175 @@ def test_too_little_memory_is_refused_in_words(costs: RankCosts) -> None:
     small = replace(GPU_KINDS["l40s"], memory_bytes=int(21.5 * 2**30))
     with pytest.raises(ConfigError, match="one sequence of max_model_len=8192"):
         engine_memory(small, costs, EngineLimits(16, 8192))
+
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = GPU_KINDS["h200"]
+
+
+@pytest.fixture(scope="module")
+def measured() -> MeasuredLayer:
+    return MeasuredLayer.of(read_table(ROOT / "bench/results/h200/crossover-32-8-128.json"))
+
+
+def predictor(model: str, size: int = 1, *tables: MeasuredLayer) -> StepPredictor:
+    return StepPredictor(GPU, rank_costs(*read_planned_model(model), size), H200, AttentionTimes(GPU, H200, tables))
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
+def test_more_work_takes_longer_and_more_ranks_less(model: str) -> None:
+    one, four = predictor(model), predictor(model, 4)
+    steps = [StepWork(num_decodes=count, decode_kv=1000, num_sampled=count) for count in (1, 8, 64, 256)]
+    times = [one.step(work).device for work in steps]
+    assert times == sorted(times)
+    assert one.step(replace(steps[2], decode_kv=8000)).device > times[2]
+    for work, time in zip(steps, times, strict=True):
+        parts = four.step(work)
+        assert parts.sums > 0
+        assert time / 4 < parts.device < time
+    assert one.step(steps[0]).sums == 0
+
+
+def test_a_decode_reads_at_least_its_weights_and_cache_once() -> None:
+    """The roofline, counted apart: no prediction is faster than the memory."""
+    config, _ = read_planned_model("llama-3-8b")
+    weights = 2 * (config.num_layers * (4096 * (6144 + 4096) + 3 * 4096 * 14336) + 4096 * 128256)
+    cache = 64 * 1500 * 2 * 8 * 128 * 2 * 32
+    floor_us = (weights + cache) / GPU.read_rate * 1e6
+    found = predictor("llama-3-8b").step(StepWork(num_decodes=64, decode_kv=1500, num_sampled=64)).device
+    assert floor_us < found < 1.6 * floor_us
+
+
+def test_a_prompt_computes_at_most_at_the_matrix_rate() -> None:
+    params = 32 * (4096 * (6144 + 4096) + 3 * 4096 * 14336)
+    floor_us = 2 * params * 8192 / GPU.matrix_rate * 1e6
+    work = StepWork(query_lens=[8192], kv_lens=[8192], num_sampled=1)
+    assert floor_us < predictor("llama-3-8b").step(work).device < 2 * floor_us
+
+
+def test_a_table_tells_of_its_points_and_of_like_layers(measured: MeasuredLayer) -> None:
+    times = AttentionTimes(GPU, H200, [measured])
+    spec, shape = measured.spec, Shape(Phase.DECODE, 64, 1, 4096)
+    assert times.source(spec) == "table"
+    assert times.us(spec, shape) == pytest.approx(measured.fastest_us(shape) - H200.alone_us)
+    beyond = replace(shape, batch=1024)
+    assert times.us(spec, beyond) == pytest.approx(4 * times.us(spec, replace(shape, batch=256)), rel=0.05)
+    half = replace(spec, num_heads=16, num_kv_heads=4)
+    assert times.source(half) == "like"
+    assert times.us(half, beyond) == pytest.approx(times.us(spec, beyond) / 2, rel=0.05)
+    eight_bits = replace(spec, kv_dtype=torch.float8_e4m3fn)
+    assert 0.5 < times.us(eight_bits, beyond) / times.us(spec, beyond) < 0.6
+    other = replace(spec, head_dim=256, v_head_dim=256)
+    assert times.source(other) == "data sheet"
+    assert math.isfinite(times.us(other, shape))
+
+
+@pytest.mark.parametrize("name", GPU_KINDS)
+def test_sums_take_the_measured_times_and_lie_between_them(name: str) -> None:
+    table = GPU_KINDS[name].all_reduce
+    for ranks, times in table.by_ranks.items():
+        assert [table.us(ranks, size) for size in MESSAGE_BYTES] == pytest.approx(times)
+        assert table.us(ranks, 2 * MESSAGE_BYTES[-1]) == pytest.approx(2 * times[-1])
+        assert table.us(ranks, 1) == times[0]
+    size = 3 * 2**20
+    low, between, high = (table.us(ranks, size) for ranks in (2, 3, 4))
+    assert min(low, high) <= between <= max(low, high)
+    assert table.us(1, size) == 0
+
+
+def test_the_page_shows_what_is_predicted_for_more_ranks(measured: MeasuredLayer) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text()
+    for count, length in ((1, 768), (64, 1280), (256, 1280)):
+        work = StepWork(num_decodes=count, decode_kv=length, num_sampled=count)
+        parts = [predictor("llama-3-8b", size, measured).step(work) for size in (1, 2, 4, 8)]
+        cells = [f"{each.device / 1e3:.2f}" + (f" ({each.sums / 1e3:.2f})" if each.sums else "") for each in parts]
+        assert f"| {count}, {length:,} | {' | '.join(cells)} |" in page
+
+
+PLAIN = [WEIGHT_FORMATS["model"]]
+
+
+def search(demand: Demand, num_gpus: int = 2, model: str = "qwen3-0.6b", gpu: str = "h200") -> FleetSearch:
+    return FleetSearch(*read_planned_model(model), GPU_KINDS[gpu], num_gpus, demand)
+
+
+@cache
+def full_load() -> tuple[FleetSearch, PlanReport]:
+    found = search(Demand(200, 24, limits=LatencyLimits(per_token_ms=6.0)))
+    best = found.run(list(found.layouts([1, 2, 4], ["auto", "fp8_e4m3"], PLAIN)))
+    return found, report_of(found, best, "qwen3-0.6b", "headway plan qwen3-0.6b")
+
+
+def test_the_best_plan_gives_the_most_tokens_of_a_gpu_within_the_limits() -> None:
+    found, report = full_load()
+    rates = [row.tokens_per_second_per_gpu for row in report.plans]
+    assert rates == sorted(rates, reverse=True)
+    assert all(row.per_token_ms <= 6.0 for row in report.plans)
+    able = [plan.tokens_per_second_per_gpu for plan in found.plans if plan.per_token_ms <= 6.0]
+    assert rates[0] == max(able)
+    assert report.plans[0].reason == ""
+    assert all("of the best plan's tokens" in row.reason for row in report.plans[1:])
+    assert {row.layout: row.reason for row in report.refused} == {"tensor-parallel size 4": "4 GPUs for one replica, of 2"}
+
+
+def test_larger_batches_give_more_and_slower_tokens() -> None:
+    found, _ = full_load()
+    for layout in {plan.layout for plan in found.full_load}:
+        curve = [plan for plan in found.full_load if plan.layout == layout]
+        assert [plan.batch for plan in curve] == sorted(plan.batch for plan in curve)
+        for before, after in pairwise(curve):
+            assert after.tokens_per_second > 0.95 * before.tokens_per_second
+            assert after.per_token_ms > 0.97 * before.per_token_ms
+        assert curve[-1].memory_bytes < 0.9 * GPU_KINDS["h200"].memory_bytes
+
+
+def test_the_command_starts_what_was_planned() -> None:
+    _, report = full_load()
+    row = next(row for row in report.plans if (row.tensor_parallel_size, row.kv_cache_dtype) == (2, "fp8_e4m3"))
+    start = "headway serve qwen3-0.6b --tensor-parallel-size 2 --kv-cache-dtype fp8_e4m3"
+    assert row.command == f"{start} --max-num-seqs {row.batch} --max-model-len 224"
+
+
+def test_a_higher_rate_takes_more_gpus_and_no_replica_misses_its_limits() -> None:
+    taken = []
+    for rate in (40.0, 2000.0, 6000.0):
+        found = search(Demand(200, 24, rate, LatencyLimits(first_token_ms=100.0, per_token_ms=6.0)), 4000)
+        (best,) = found.run(list(found.layouts([1], ["auto"], PLAIN)))
+        taken.append(best.num_gpus)
+        assert best.first_token_ms <= 100.0
+        assert best.per_token_ms <= 6.0
+    assert taken[0] == 1
+    assert 1 < taken[1] < 20
+    assert taken[2] == pytest.approx(3 * taken[1], rel=0.4)
+
+
+def test_limits_that_nothing_meets_say_which_and_by_how_much() -> None:
+    found = search(Demand(200, 24, limits=LatencyLimits(per_token_ms=0.1)))
+    best = found.run(list(found.layouts([1, 2], ["auto"], PLAIN)))
+    with pytest.raises(
+        ConfigError, match=r"got time per token 0\.\d+ ms, limit 0\.1 ms for 95 % of requests by the closest of 2 plans"
+    ):
+        report_of(found, best, "qwen3-0.6b", "")
+
+
+def test_a_rate_that_is_too_high_says_what_can_be_served() -> None:
+    found = search(Demand(200, 24, 1e6), 1)
+    best = found.run(list(found.layouts([1], ["auto"], PLAIN)))
+    with pytest.raises(ConfigError, match=r"throughput [\d,]+ tokens/s, 24,000,000 arrive"):
+        report_of(found, best, "qwen3-0.6b", "")
+
+
+def test_a_model_that_fits_no_gpu_says_what_it_needs() -> None:
+    found = search(Demand(200, 24), 2, "qwen3-next-80b-a3b", "a100")
+    best = found.run(list(found.layouts([1, 2], ["auto"], PLAIN)))
+    with pytest.raises(ConfigError, match=r"memory: needs 74\.\d+ GiB of weights .* a GPU \(tensor-parallel size 2"):
+        report_of(found, best, "qwen3-next-80b-a3b", "")
+
+
+def test_weights_that_take_another_checkpoint_have_no_command() -> None:
+    found = search(Demand(200, 24), 1, "llama-3-8b", "l40s")
+    best = found.run(list(found.layouts([1], ["auto"], [WEIGHT_FORMATS["int4"]])))
+    report = report_of(found, best, "llama-3-8b", "")
+    assert report.plans[0].command == ""
+    assert any("weights in int4: products read their bytes at 0.64 of the rate of 16 bits" in line for line in report.sources)
+    assert any("a guess for this kind of GPU" in line for line in report.sources)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 import httpx
 import numpy
@@ -17,11 +18,11 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from headway import LLM
 from headway.pooling.assembly import AsyncPooling
-from headway.server.launch import Server, ready_lines
+from headway.server.launch import ready_lines
 from headway.server.options import ServerOptions
 from server_clients import posted
-from tiny_encoders import LONGEST, SCORERS, TEXTS, embedder, save, scorer
-from tiny_rewards import STEP, rewarding
+from server_thread import pooled
+from tiny_encoders import LONGEST, STEP, TEXTS, classifier, embedder, rewarding, scorer
 
 CALLS = {"embeds": "/v1/embeddings", "classifies": "/classify", "scores": "/score"}
 
@@ -38,52 +39,34 @@ def test_the_call_shown_at_the_start_works_as_printed(which: str, request: pytes
 LONG = "the quick brown fox " * 40
 
 
-@contextmanager
-def serving(llm: LLM, **options: object) -> Iterator[tuple[str, AsyncPooling]]:
-    pooling = AsyncPooling(llm.pooling)
-    server = Server(pooling, ServerOptions(served_model_names=("tiny", "small"), **options), port=0)
-    thread = Thread(target=server.run, name="server")
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the server has not started"
-            time.sleep(0.002)
-        yield f"http://127.0.0.1:{server.port}", pooling
-    finally:
-        server.should_exit = True
-        thread.join(20)
+def serving(llm: LLM, **options: object) -> AbstractContextManager[tuple[str, AsyncPooling]]:
+    return pooled(llm, "tiny", "small", **options)
 
 
 def load(folder: Path) -> LLM:
     return LLM(str(folder), autotune_budget=0, num_threads=1)
 
 
-@pytest.fixture(scope="module")
-def embeds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, str]]:
-    folder = tmp_path_factory.mktemp("embedder")
-    embedder("bert", folder)
+def served_from(save: Callable[[Path], object], folder: Path) -> Iterator[tuple[LLM, str]]:
+    save(folder)
     llm = load(folder)
     with serving(llm) as (url, _):
         yield llm, url
+
+
+@pytest.fixture(scope="module")
+def embeds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, str]]:
+    yield from served_from(partial(embedder, "bert"), tmp_path_factory.mktemp("embedder"))
 
 
 @pytest.fixture(scope="module")
 def classifies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, str]]:
-    folder = tmp_path_factory.mktemp("classifier")
-    kind, config = SCORERS["bert"]
-    save(kind, config.__class__(**{**config.to_dict(), "num_labels": 3}), folder)
-    llm = load(folder)
-    with serving(llm) as (url, _):
-        yield llm, url
+    yield from served_from(partial(classifier, num_labels=3), tmp_path_factory.mktemp("classifier"))
 
 
 @pytest.fixture(scope="module")
 def scores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, str]]:
-    folder = tmp_path_factory.mktemp("scorer")
-    scorer("bert", folder)
-    llm = load(folder)
-    with serving(llm) as (url, _):
-        yield llm, url
+    yield from served_from(partial(scorer, "bert"), tmp_path_factory.mktemp("scorer"))
 
 
 @pytest.fixture

@@ -27,8 +27,6 @@ _WHOLE_PAGE = re.compile(r"^<!-- no code of this page is run: (.+?) -->$", re.MU
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code."""
-
     page: str
     line: int
     language: str

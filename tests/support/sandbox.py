@@ -82,18 +82,16 @@ def save_tiny_model(folder: Path, positions: int = 256, chat: bool = False, spec
     syllables = " ".join(first + vowel + last for first in string.ascii_lowercase for vowel in "aeiou" for last in "nrst")
     tokenizer.train_from_iterator([string.printable, "the quick brown fox jumps over the lazy dog", syllables], trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    config = LlamaConfig(
-        vocab_size=len(wrapped),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=positions,
-        initializer_range=0.5,  # far from uniform logits, so that greedy choices are no near-ties
-        bos_token_id=None,
-        eos_token_id=wrapped.eos_token_id,
-    )
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+    }
+    ids = {"vocab_size": len(wrapped), "bos_token_id": None, "eos_token_id": wrapped.eos_token_id}
+    # Weights so large that logits are far from uniform: greedy choices are no near-ties.
+    config = LlamaConfig(**sizes, **ids, max_position_embeddings=positions, initializer_range=0.5)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
@@ -194,8 +192,6 @@ class Failing(Base):
         raise RuntimeError("the kernel fell over")
 
 
-
-
 def missing():
     raise ImportError("No module named 'libkernel'")
 
@@ -211,54 +207,17 @@ def headway_register_backends():
 '''
 """Source of a plugin whose backends cannot be used with the tiny model on a CPU."""
 
+_HOOK = "from headway import hookimpl\nfrom headway.contract import BackendInfo\n\n@hookimpl\ndef headway_register_"
 BROKEN = {
     "raises_on_import": 'raise RuntimeError("no such driver")\n',
     "syntax_error": "def headway_register_backends(:\n",
     "missing_dependency": "import a_library_nobody_has\n",
-    "wrong_signature": """
-from headway import hookimpl
-
-@hookimpl
-def headway_register_backends(surprise):
-    return []
-""",
-    "unknown_hook": """
-from headway import hookimpl
-
-@hookimpl
-def headway_register_engines():
-    return []
-""",
-    "wrong_api": """
-from headway import hookimpl
-from headway.contract import BackendInfo
-
-@hookimpl
-def headway_register_backends():
-    return [BackendInfo("from_the_future", "", lambda: None, api_version=99)]
-""",
-    "taken_name": """
-from headway import hookimpl
-from headway.contract import BackendInfo
-
-@hookimpl
-def headway_register_backends():
-    return [BackendInfo("sdpa", "", lambda: None, api_version=2)]
-""",
-    "raising_hook": """
-from headway import hookimpl
-
-@hookimpl
-def headway_register_backends():
-    raise KeyError("no table of kernels")
-""",
-    "wrong_answer": """
-from headway import hookimpl
-
-@hookimpl
-def headway_register_backends():
-    return ["flash"]
-""",
+    "wrong_signature": f"{_HOOK}backends(surprise):\n    return []\n",
+    "unknown_hook": f"{_HOOK}engines():\n    return []\n",
+    "wrong_api": f'{_HOOK}backends():\n    return [BackendInfo("from_the_future", "", lambda: None, api_version=99)]\n',
+    "taken_name": f'{_HOOK}backends():\n    return [BackendInfo("sdpa", "", lambda: None, api_version=2)]\n',
+    "raising_hook": f'{_HOOK}backends():\n    raise KeyError("no table of kernels")\n',
+    "wrong_answer": f'{_HOOK}backends():\n    return ["flash"]\n',
 }
 """Sources of plugins that break one rule each."""
 

@@ -17,16 +17,14 @@ from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.nvrtc.compiler import Compiler
-from host_hopper import HostDecode, HostLatent, decode_by_the_host, latent_by_the_host
+from host_hopper import HostDecode, HostLatent, decode_by_the_host, heads_of, latent_by_the_host
 
 pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings")
 
 
 def layer(heads: str = "16/8/128", **changes: object) -> AttentionSpec:
-    num_heads, num_kv_heads, head_dim = map(int, heads.split("/"))
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": head_dim}
-    return spec(**{**sizes, "dtype": torch.bfloat16, "device": torch.device("cuda"), **changes})
+    return heads_of(heads, **{"device": torch.device("cuda"), **changes})
 
 
 LAYERS = {
@@ -45,8 +43,7 @@ LAYERS = {
 @pytest.mark.parametrize(("asked", "tokens"), LAYERS.values(), ids=LAYERS)
 def test_every_layer_compiles_without_spills(compiler: Compiler, asked: AttentionSpec, tokens: int) -> None:
     blocks = row_blocks(asked.group_size * tokens, asked.head_dim)
-    cubin = variant_of(asked, 16, blocks).compile(ARCH, compiler)
-    assert most_local_bytes(cubin) <= 8
+    assert most_local_bytes(variant_of(asked, 16, blocks).compile(ARCH, compiler)) <= 8
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -83,8 +80,7 @@ def test_partial_results_fit_what_is_kept_free(monkeypatch: pytest.MonkeyPatch, 
     tables = [list(range(-(-length // 16))) for length in kv_lens]
     step = AttentionMetadata.build([1] * len(kv_lens), [length - 1 for length in kv_lens], tables, 16, "cpu")
     assert step.decode is not None
-    plan = made.plan(step.decode)
-    assert plan.partial.nbytes <= made.workspace_bytes(4096, len(kv_lens))
+    assert made.plan(step.decode).partial.nbytes <= made.workspace_bytes(4096, len(kv_lens))
 
 
 TILES = (128, 64, 2), (16, 64, 1), (20, 16, 1), (128, 48, 1), (96, 256, 2)

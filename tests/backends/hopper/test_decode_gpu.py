@@ -72,8 +72,7 @@ def test_new_tokens_are_written(number: int) -> None:
 @pytest.mark.parametrize("lengths", ["1q1s3000", "3q1s400_1q1s5000", "1q1s9_20q1s200"])
 def test_a_graph_serves_other_lengths(lengths: str) -> None:
     """Captured for the longest context, with two launches behind each other, and replayed many times."""
-    draw = random.Random(random.randrange(2**31))
-    asked = layer(draw, sliding_window=None, softcap=None)
+    asked = layer(random.Random(random.randrange(2**31)), sliding_window=None, softcap=None)
     case = make_case(parse_case(lengths, 1), asked, NHD, 16, write_rows, decode_query_len=1, poison=math.nan)
     view = case.metadata.decode
     backend = HopperDecoding(asked, NHD, 16)

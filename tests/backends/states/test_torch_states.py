@@ -83,7 +83,6 @@ def test_every_element_type(kind: str, dtype: str, state: str) -> None:
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 31, 63, 64, 65, 127, 128, 129, 191])
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_every_length(kind: str, length: int) -> None:
-    """A prompt and an extension of a length."""
     check(make_state_case([(length, length), (length + 8, 300)], spec_of(kind, heads=3, key_heads=3, key=4, value=6), KEY_VALUE))
 
 
@@ -111,7 +110,6 @@ class Sequence:
 
 
 def fresh(kind: str, tokens: int, seed: int = 0, **sizes: int) -> Sequence:
-    """A sequence of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     spec = spec_of(kind, **sizes)
     return Sequence(spec, random_parameters(spec, generator), random_inputs(spec, tokens, generator))
@@ -155,8 +153,7 @@ def test_strong_and_weak_decays_beside_each_other(kind: str) -> None:
     )
     for gate in case.gates[:1]:
         gate.copy_(torch.where(torch.rand(gate.shape, generator=generator) < 0.2, 300.0, -8.0))
-    expected = check(case)
-    assert not expected.out.isnan().any()
+    assert not check(case).out.isnan().any()
 
 
 @pytest.mark.parametrize("kind", STATE_KINDS)
@@ -220,6 +217,5 @@ def test_gated_delta_is_that_of_transformers() -> None:
         use_qk_l2norm_in_kernel=True,
     )
     slot = int(case.metadata.out_slots[0, 0])
-    ours = run_states(TorchStates(spec, KEY_VALUE), case)
-    assert error(ours, out[0].flatten(1).double()) <= 2e-5
+    assert error(run_states(TorchStates(spec, KEY_VALUE), case), out[0].flatten(1).double()) <= 2e-5
     assert error(case.cache.logical_recurrent[slot], state[0].double()) <= 2e-5

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
+from backend_cases import CASES, LAYOUTS, SPECS, case_of, spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
 from headway.backends.triton import configs
 from headway.backends.triton.backend import TritonAttention
@@ -24,7 +24,6 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, reference_with_lse, relative_error, run_backend
 from headway.testing.kit.checks.answers import dependent, invariance_case
 from latent_layers import IN_KEY, UNEQUAL, assert_small, dense_errors, errors_of, strided
-from latent_layers import case_of as latent_case
 from shared_plans import errors_over_shared_plans
 
 FP8 = torch.float8_e4m3fn
@@ -34,12 +33,6 @@ LAYERS = {name: layer for name, layer in SPECS.items() if layer.head_dim in Trit
 def rare(value: object) -> object:
     """A value of a parameter that the everyday subset leaves out."""
     return pytest.param(value, marks=pytest.mark.slow)
-
-
-def case_of(name: str, layer: AttentionSpec, layout: CacheLayout = NHD, block_size: int = 16, **options: object) -> Case:
-    verify = VERIFY.get(name, 1)
-    lens = parse_case(CASES.get(name, name), verify)
-    return make_case(lens, layer, layout, block_size, layouts.write_rows, decode_query_len=verify, poison=math.nan, **options)
 
 
 def error_of(case: Case, **options: str) -> float:
@@ -207,8 +200,7 @@ def test_decode_writes_where_it_keeps_cache_and_bits() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("case_name", ["decode ragged", rare("extend"), rare("prefill")])
 def test_fp8_cache(layout: CacheLayout, case_name: str) -> None:
-    layer = spec(kv_dtype=FP8, k_scale=0.02, v_scale=0.05)
-    assert error_of(case_of(case_name, layer, layout)) < 2e-6
+    assert error_of(case_of(case_name, spec(kv_dtype=FP8, k_scale=0.02, v_scale=0.05), layout)) < 2e-6
 
 
 INT8_LAYERS = {
@@ -302,8 +294,7 @@ def test_writers_leave_the_same_bits_in_an_int8_cache(dtype: torch.dtype) -> Non
 
 
 def test_writer_saturates() -> None:
-    geometry = CacheGeometry(1, 16, 1, 32, FP8, torch.device("cpu"))
-    cache = NHD.allocate(geometry)
+    cache = NHD.allocate(CacheGeometry(1, 16, 1, 32, FP8, torch.device("cpu")))
     k = torch.tensor([1e4, -1e4]).repeat(16).view(1, 1, 32)
     Writer()(k, k, cache, torch.tensor([3]))
     assert cache.gather(torch.tensor([3]))[0].float().flatten()[:2].tolist() == [448.0, -448.0]
@@ -373,7 +364,7 @@ def test_a_captured_plan_is_cut_anew_for_each_replay() -> None:
     ("layer", "layout"), [("expanded", VLLM_5D), ("192/128", NHD), ("longer value", HND), ("expanded, window softcap sinks", NHD)]
 )
 def test_unequal_heads(layer: str, layout: CacheLayout, case_name: str) -> None:
-    assert_small(errors_of(TritonAttention, latent_case(case_name, UNEQUAL[layer], layout)), 3e-6)
+    assert_small(errors_of(TritonAttention, case_of(case_name, UNEQUAL[layer], layout)), 3e-6)
 
 
 def test_a_layer_without_a_cache() -> None:
@@ -383,14 +374,14 @@ def test_a_layer_without_a_cache() -> None:
 @pytest.mark.slow
 def test_the_heads_of_a_latent_share_its_rows_and_programs_its_keys() -> None:
     layer = spec(num_heads=20, num_kv_heads=1, head_dim=160, v_head_dim=128, value_in_key=True)
-    case = latent_case("1q1s400_2q1s33_1q1s1", layer, LATENT)
+    case = case_of("1q1s400_2q1s33_1q1s1", layer, LATENT)
     expected, sums = reference_with_lse(case)
     for splits in ("1", "3", "40"):
         backend = TritonAttention(layer, LATENT, 16, {"num_splits": splits})
         lse = torch.full((20, len(case.q)), math.nan)
         assert relative_error(run_backend(backend, case, lse), expected, case) < 2e-6
         assert float((lse - sums).abs().max()) < 1e-5
-    several = latent_case("1q3s70_2q2s40", dataclasses.replace(layer, sinks=tuple(0.1 * n for n in range(20))), LATENT, verify=3)
+    several = case_of("1q3s70_2q2s40", dataclasses.replace(layer, sinks=tuple(0.1 * n for n in range(20))), LATENT, verify=3)
     assert relative_error(run_backend(TritonAttention(several.spec, LATENT, 16), several), reference(several), several) < 2e-6
 
 
@@ -403,12 +394,12 @@ def test_the_heads_of_a_latent_share_its_rows_and_programs_its_keys() -> None:
     ],
 )
 def test_values_inside_keys(layer: str, case_name: str) -> None:
-    assert_small(errors_of(TritonAttention, latent_case(case_name, IN_KEY[layer], LATENT)), 3e-6)
+    assert_small(errors_of(TritonAttention, case_of(case_name, IN_KEY[layer], LATENT)), 3e-6)
 
 
 @pytest.mark.parametrize("case_name", ["mixed", "decode ragged"])
 def test_a_cache_in_foreign_memory(case_name: str) -> None:
-    assert_small(errors_of(TritonAttention, strided(latent_case(case_name, spec(), NHD))))
+    assert_small(errors_of(TritonAttention, strided(case_of(case_name, spec(), NHD))))
 
 
 def test_the_log_sum_exp_of_split_sequences() -> None:
@@ -425,4 +416,4 @@ def test_the_log_sum_exp_of_split_sequences() -> None:
 @pytest.mark.parametrize("name", ["mixed", rare("decode ragged"), rare("extend"), rare("verify")])
 def test_layers_of_a_kind_share_a_plan_and_have_sinks_and_scales_of_their_own(name: str, kv_dtype: torch.dtype | None) -> None:
     layer = spec(kv_dtype=kv_dtype, sinks=(0.0,) * 4)
-    assert max(errors_over_shared_plans(TritonAttention, layer, name, layouts.write_rows)) < 2e-6
+    assert max(errors_over_shared_plans(TritonAttention, layer, name)) < 2e-6

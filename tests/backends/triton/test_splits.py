@@ -160,8 +160,7 @@ def test_nothing_is_merged_where_nothing_is_split() -> None:
 
 def test_the_first_tiles_may_keep_all_their_keys() -> None:
     work = check([(20, 320)], 4, whole=3)
-    slots = work.rows[: work.programs, 7].tolist()
-    assert slots == [-1, -1, -1, *range(8)]
+    assert work.rows[: work.programs, 7].tolist() == [-1, -1, -1, *range(8)]
 
 
 def test_padding_has_no_program() -> None:

@@ -172,8 +172,7 @@ def test_no_sequence_launches_nothing(launches: list[Launched]) -> None:
 
 def test_the_writer_and_the_copies_hand_in_what_the_kernels_declare(launches: list[Launched]) -> None:
     cache, other = cache_of(4), cache_of(4)
-    rows = torch.zeros(40, 3 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    _, k, v = rows.split(KV_HEADS, dim=1)
+    _, k, v = torch.zeros(40, 3 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16).split(KV_HEADS, dim=1)
     decode.write_rows(k, v, cache, torch.arange(40))
     pairs = torch.tensor([[0, 1], [2, 3]])
     decode.swap_blocks(cache.key, cache.value, other.key, other.value, pairs)
@@ -216,8 +215,7 @@ def test_short_contexts_and_many_sequences_take_the_single_pass(sequences: int, 
 
 
 def test_few_long_contexts_occupy_the_machine() -> None:
-    cut = choose(8, 8 * 2048, 2048, TILE_BYTES, H200)
-    assert 8 * cut.partitions >= 100
+    assert 8 * choose(8, 8 * 2048, 2048, TILE_BYTES, H200).partitions >= 100
 
 
 def test_one_long_sequence_among_short_ones_is_partitioned() -> None:

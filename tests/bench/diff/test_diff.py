@@ -13,15 +13,13 @@ from headway.backends.sdpa import SDPA
 from headway.bench.diff.results import DiffReport, PhaseDiff, SideReport, verdict
 from headway.bench.diff.run import BATCH, NextTokens, compare, num_steps
 from headway.bench.diff.sides import SideOptions, make_side
-from headway.core.contract.backend import BackendInfo
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.execution.attention import PagedAttention
-from headway.core.engine.loop import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
-from headway.registry import Registry, create_registry, hookimpl
+from headway.registry import Registry
 from headway.tuning.measure.device import identify_device
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, made_engine, registering
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
 MAX_TOKENS = 4
@@ -89,12 +87,7 @@ class Wrong(SDPA):
 
 
 def with_wrong(**where: Any) -> Registry:
-    class Plugin:
-        @hookimpl
-        def headway_register_backends(self) -> list[BackendInfo]:
-            return [BackendInfo("wrong", "wrong somewhere", lambda: type("Wrong", (Wrong,), where), api_version=2)]
-
-    return create_registry([Plugin()], load_entry_points=False)
+    return registering(wrong=type("Wrong", (Wrong,), where))
 
 
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.value)
@@ -141,7 +134,7 @@ class Spy(TinyModel):
 
 
 def test_both_sides_are_fed_the_greedy_tokens_of_side_b(registry: Registry) -> None:
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=EngineConfig(kv_cache_memory=2**20)))
+    engine = made_engine(TinyModel(), registry, EngineConfig(kv_cache_memory=2**20))
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), engine.limits.checked(prompt, SamplingParams(temperature=0, max_tokens=4)))
     written: list[list[int]] = [[] for _ in PROMPTS]

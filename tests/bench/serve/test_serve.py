@@ -63,8 +63,7 @@ def test_times_are_those_of_the_server(url: str) -> None:
 
 
 def test_naive_is_one_by_one_and_online_follows_the_clock(url: str) -> None:
-    naive = run(url, Load(3, parse_mix("5/2")), ServePlan("naive"))
-    assert naive.seconds >= 3 * 2 * PAUSE
+    assert run(url, Load(3, parse_mix("5/2")), ServePlan("naive")).seconds >= 3 * 2 * PAUSE
     online = run(url, Load(8, parse_mix("5/2")), ServePlan("online", 40.0))
     assert online.rate == 40
     assert online.seconds >= 7 / 40 * 0.5

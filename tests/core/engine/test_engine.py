@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from headway.backends.sdpa import SDPA
-from headway.core.contract.backend import BackendInfo
 from headway.core.contract.errors import ConfigError, PromptError, UnsupportedError
 from headway.core.contract.model import Attention
 from headway.core.engine.data.config import EngineConfig
@@ -21,11 +20,8 @@ from headway.core.engine.data.step import Sampled
 from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
-from headway.registry import Registry, create_registry, hookimpl
-from made_engine import made_engine
-from proposer_stub import Told
-from run_engine import Written, drain, generate
-from tiny_model import TinyModel
+from headway.registry import Registry
+from tiny_engine import TinyModel, Told, Written, drain, generate, made_engine, registering, tokens_of
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -33,7 +29,7 @@ SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 
 
 def run(engine: EngineLoop, params: SamplingParams | list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    return [written.token_ids for written in generate(engine, prompts, params)]
+    return tokens_of(generate(engine, prompts, params))
 
 
 def one(engine: EngineLoop, prompt: list[int], params: SamplingParams) -> Written:
@@ -71,8 +67,7 @@ def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Reg
 def test_the_completions_of_neighbouring_seeds_differ(registry: Registry) -> None:
     def completions(seed: int, n: int) -> list[tuple[int, ...]]:
         engine = made_engine(TinyModel(), registry, SMALL)
-        params = SamplingParams(n=n, seed=seed, temperature=2.0, max_tokens=12)
-        engine.add_request("r", engine.limits.checked([1, 2, 3], params))
+        engine.add_request("r", engine.limits.checked([1, 2, 3], SamplingParams(n=n, seed=seed, temperature=2.0, max_tokens=12)))
         return [tuple(each.token_ids) for _, each in sorted(drain(engine).items())]
 
     of_each = {seed: completions(seed, 3) for seed in (-3, -2, 5, 6, 7)}
@@ -139,17 +134,10 @@ class Failing(SDPA):
         raise RuntimeError("illegal memory access")
 
 
-class FailingPlugin:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("failing", "raises in decode", lambda: Failing, api_version=2)]
-
-
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: bool) -> None:
-    registry = create_registry([FailingPlugin()], load_entry_points=False)
-    config = replace(SMALL, attn_backend="failing", async_scheduling=overlapped)
-    engine = made_engine(TinyModel(), registry, config)
+    registry = registering(failing=Failing)
+    engine = made_engine(TinyModel(), registry, replace(SMALL, attn_backend="failing", async_scheduling=overlapped))
     message = r"backend failing failed in decode \(layer 0, q \[5, 4, 8\].*illegal memory access"
     for doomed in generate(engine, PROMPTS, SamplingParams(temperature=0, max_tokens=4)):
         assert doomed.finish_reason == "error"
@@ -209,8 +197,7 @@ def test_out_of_memory_makes_steps_smaller_and_ends_no_request(registry: Registr
 def test_a_single_token_without_memory_is_an_error(registry: Registry) -> None:
     model = Greedy()
     model.largest = 0
-    engine = made_engine(model, registry, SMALL)
-    seq = one(engine, [1, 2, 3], GREEDY)
+    seq = one(made_engine(model, registry, SMALL), [1, 2, 3], GREEDY)
     assert seq.finish_reason == "error"
     assert "out of memory" in (seq.error or "")
 
@@ -220,8 +207,7 @@ def test_nan_logits_end_that_request_only(registry: Registry, debug: str, monkey
     monkeypatch.setenv("HEADWAY_DEBUG", debug)
     model = Greedy()
     model.nan_for = 7
-    engine = made_engine(model, registry, SMALL)
-    sick, well = generate(engine, [[7], [1, 2, 3]], GREEDY)
+    sick, well = generate(made_engine(model, registry, SMALL), [[7], [1, 2, 3]], GREEDY)
     assert (sick.finish_reason, sick.token_ids) == ("error", [])
     assert "hold a NaN" in (sick.error or "")
     if 7 not in well.token_ids:
@@ -235,16 +221,9 @@ class Sick(SDPA):
         out.fill_(math.nan)
 
 
-class SickPlugin:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("sick", "writes NaN", lambda: Sick, api_version=2)]
-
-
 def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_DEBUG", "1")
-    registry = create_registry([SickPlugin()], load_entry_points=False)
-    engine = made_engine(TinyModel(), registry, replace(SMALL, attn_backend="sick"))
+    engine = made_engine(TinyModel(), registering(sick=Sick), replace(SMALL, attn_backend="sick"))
     seq = one(engine, [1, 2, 3], GREEDY)
     assert seq.error is not None
     assert "the first came from sick, in attention layer 0" in seq.error
@@ -282,14 +261,8 @@ class Half(SDPA):
     capabilities = replace(SDPA.capabilities, kv_dtypes=())
 
 
-class HalfPlugin:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("half", "reads no fp8", lambda: Half, api_version=2)]
-
-
 def test_a_cache_type_that_a_backend_does_not_read_is_refused_with_the_reason() -> None:
-    registry = create_registry([HalfPlugin()], load_entry_points=False)
+    registry = registering(half=Half)
     with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs the layer's dtype, got fp8_e4m3"):
         made_engine(TinyModel(), registry, replace(SMALL, attn_backend="half", kv_cache_dtype="fp8_e4m3"))
     int8 = replace(SMALL, attn_backend="half", kv_cache_dtype="int8_per_token_head")
@@ -342,7 +315,7 @@ def test_prefix_hit_of_part_of_a_block_changes_no_token(registry: Registry, layo
     engine = made_engine(TinyModel(), registry, replace(config, kv_cache_memory=short, max_model_len=128))
     params = SamplingParams(temperature=0, max_tokens=12)
     written = generate(engine, prompts, params)
-    assert [each.token_ids for each in written] == run(whole, params, prompts)
+    assert tokens_of(written) == run(whole, params, prompts)
     assert engine.stats.num_preemptions > 0
     assert any(each.num_cached_tokens % 32 for each in written)
 

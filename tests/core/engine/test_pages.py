@@ -23,9 +23,7 @@ from headway.core.engine.loop import occupancy
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from made_engine import made_engine
-from run_engine import generate
-from tiny_model import TinyModel
+from tiny_engine import TextModel, TinyModel, generate, made_engine, tokens_of
 from windowed_model import MODELS, Windowed
 
 
@@ -146,10 +144,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CONFIG = EngineConfig(block_size=16, kv_cache_memory=2**20, max_num_batched_tokens=24)
 
 
-class TwoKinds:
+class TwoKinds(TextModel):
     """A layer with keys and values of its own, and one whose values lie in its keys."""
 
-    vocab_size = 50
     max_position_embeddings = 64
 
     def __init__(self) -> None:
@@ -172,25 +169,6 @@ class TwoKinds:
                 x = x + attention(1, q, k, k[..., :8]).flatten(1) @ self.out
         return x
 
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mul(hidden @ self.embed.T, 0.2, out=out)
-
-    def greedy(self, prompt: list[int]) -> list[int]:
-        """The tokens, from the whole text at every step and without a cache."""
-
-        def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            spec = self.attention_specs[layer]
-            k, v = (each.repeat_interleave(spec.group_size, dim=1) for each in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
-            later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-            return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
-
-        text = list(prompt)
-        for _ in range(GREEDY.max_tokens):
-            hidden = self(torch.tensor(text), torch.arange(len(text)), dense)
-            text.append(int(self.compute_logits(hidden[-1:]).argmax()))
-        return text[len(prompt) :]
-
 
 @pytest.mark.parametrize(
     ("asked", "layouts"), [("auto", ["nhd", "latent", "nhd"]), ("vllm_5d", ["vllm_5d", "latent", "vllm_5d"])]
@@ -201,14 +179,14 @@ def test_each_group_has_its_layout_and_one_table_serves_all(registry: Registry, 
     assert [cache.layout.name for cache in engine.executor.caches] == layouts
     pool = engine.capacity.pool
     assert pool.num_bytes == sum(t.nbytes for cache in engine.executor.caches for t in cache.tensors.values())
-    expected = [model.greedy(prompt) for prompt in PROMPTS]
-    assert [written.token_ids for written in generate(engine, PROMPTS, GREEDY)] == expected
+    expected = [model.greedy(prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected
     again = generate(engine, PROMPTS, GREEDY)  # from the prefix cache, whole blocks and copied parts
-    assert [written.token_ids for written in again] == expected
+    assert tokens_of(again) == expected
     assert [written.num_cached_tokens for written in again] == [0, 19, 0, 24, 21]
     tight = replace(CONFIG, kv_layout=asked, kv_cache_memory=6 * pool.num_bytes // pool.num_pages, max_model_len=64)
     short = made_engine(model, registry, tight)
-    assert [written.token_ids for written in generate(short, PROMPTS, GREEDY)] == expected
+    assert tokens_of(generate(short, PROMPTS, GREEDY)) == expected
     assert short.stats.num_preemptions > 0
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graph_backend import WalkPlugin
+from graph_backend import Walk
 from graph_stub import AsItIs
 from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import ConfigError
@@ -20,11 +20,9 @@ from headway.core.contract.state import KEY_VALUE
 from headway.core.engine.data.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry
-from made_engine import made_engine
-from proposer_stub import told_of
-from run_engine import Written, drain, generate
 from stateful_model import MODELS, NO_ATTENTION
 from stateful_worlds import live
+from tiny_engine import drain, generate, made_engine, registering, tokens_of, told_of
 
 pytestmark = pytest.mark.xdist_group("states")  # what lone texts say is computed once
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -44,10 +42,6 @@ PROMPTS = [
 ]
 
 
-def tokens(written: list[Written]) -> list[list[int]]:
-    return [each.token_ids for each in written]
-
-
 @functools.cache
 def expected_of(name: str) -> list[list[int]]:
     return [EVERY[name].greedy(prompt, 20) for prompt in PROMPTS]
@@ -59,7 +53,7 @@ def test_tokens_are_those_of_a_lone_text(registry: Registry, name: str) -> None:
     """Chunks of prompts beside decodes, prefix hits, more sequences than rows; then everything again, from the cache."""
     engine = made_engine(EVERY[name], registry, CONFIG)
     for _ in range(2):
-        assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
+        assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
     assert engine.stats.num_checkpoint_hits > 3
     assert engine.stats.num_cached_tokens > 2 * 128
 
@@ -87,9 +81,8 @@ def test_states_that_a_failed_step_has_moved_on_are_computed_again(registry: Reg
             return result
 
     model.__class__ = Large
-    config = replace(CONFIG, max_num_batched_tokens=40, async_scheduling=overlapped)
-    engine = made_engine(model, registry, config)
-    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
+    engine = made_engine(model, registry, replace(CONFIG, max_num_batched_tokens=40, async_scheduling=overlapped))
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
     assert engine.scheduler.max_num_batched_tokens <= 5
     assert engine.stats.preemptions_by_kind["recompute"] > 2
     engine.blocks.check_integrity([])
@@ -97,16 +90,14 @@ def test_states_that_a_failed_step_has_moved_on_are_computed_again(registry: Reg
 
 def test_preempted_sequences_begin_again_from_a_checkpoint(registry: Registry) -> None:
     """Pages for few sequences: some are preempted, and compute what no checkpoint spares once more."""
-    model = MODELS["gated delta"]
-    config = replace(CONFIG, kv_cache_memory=90_000, max_model_len=256)
-    engine = made_engine(model, registry, config)
-    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+    engine = made_engine(MODELS["gated delta"], registry, replace(CONFIG, kv_cache_memory=90_000, max_model_len=256))
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
     assert engine.stats.num_preemptions > 0
 
 
 def test_without_a_prefix_cache_no_state_is_kept(registry: Registry) -> None:
     engine = made_engine(MODELS["kda"], registry, replace(CONFIG, enable_prefix_caching=False))
-    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("kda")
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected_of("kda")
     assert engine.capacity.states.num_checkpoints == engine.stats.num_checkpoints == 0
 
 
@@ -118,7 +109,7 @@ def test_drafts_that_hold_in_part_leave_the_state_after_the_last_that_held(regis
     engine = made_engine(
         EVERY[name], registry, replace(CONFIG, num_speculative_tokens=4), proposer=told_of(texts), measured=False
     )
-    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
@@ -130,13 +121,12 @@ class Bare(TorchStates):
 def test_convolutions_may_be_another_backend_s() -> None:
     registry = create_registry([Bare], load_entry_points=False)
     engine = made_engine(MODELS["gated delta"], registry, replace(CONFIG, state_backend="bare"))
-    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
 
 
 def test_completions_of_one_prompt_share_its_checkpoint(registry: Registry) -> None:
     engine = made_engine(MODELS["lightning"], registry, CONFIG)
-    params = SamplingParams(n=3, temperature=0, max_tokens=8)
-    engine.add_request("three", engine.limits.checked(SHARED, params))
+    engine.add_request("three", engine.limits.checked(SHARED, SamplingParams(n=3, temperature=0, max_tokens=8)))
     written = drain(engine)
     assert {tuple(each.token_ids) for each in written.values()} == {tuple(expected_of("lightning")[1][:8])}
     assert engine.stats.num_checkpoint_hits == 2
@@ -152,7 +142,7 @@ def test_an_aborted_sequence_gives_its_slots_back(registry: Registry) -> None:
         engine.abort(str(random.randrange(number + 1)))
         engine.blocks.check_integrity(engine.scheduler.holders)
     drain(engine)
-    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
 
 
 def test_a_second_turn_begins_where_the_first_prompt_ended(registry: Registry) -> None:
@@ -194,11 +184,11 @@ def test_a_model_without_attention_gives_all_memory_to_states(registry: Registry
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gated delta", "no attention"])
 def test_decodes_run_as_graphs_and_prompts_in_pieces(name: str) -> None:
-    registry = create_registry([WalkPlugin()], load_entry_points=False)
+    registry = registering(walk=Walk)
     config = replace(CONFIG, attn_backend="prefill=sdpa,decode=walk", cudagraph_capture_sizes=(1, 2, 4, 6))
     engine = made_engine(EVERY[name], registry, config)
     engine.executor.capture(AsItIs())  # type: ignore[call-arg]
-    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
     assert engine.stats.num_graph_steps > 10
     assert engine.stats.steps_in_pieces["a prompt in the step"] > 2
 

@@ -19,11 +19,8 @@ from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from headway.testing.broken.attention import PlainBackend
-from made_engine import made_engine
-from proposer_stub import Told
 from random_schedules import step_through
-from registries import registering
-from run_engine import Written, generate
+from tiny_engine import Told, generate, made_engine, registering, tokens_of
 from windowed_model import MODELS
 
 pytestmark = pytest.mark.xdist_group("windows")  # what lone texts say is computed once
@@ -44,10 +41,6 @@ PROMPTS = [
 ]
 
 
-def tokens(written: list[Written]) -> list[list[int]]:
-    return [each.token_ids for each in written]
-
-
 @functools.cache
 def expected_of(name: str) -> list[list[int]]:
     return [MODELS[name].greedy(prompt, 40) for prompt in PROMPTS]
@@ -62,18 +55,18 @@ def test_giving_pages_back_behind_windows_changes_no_token(registry: Registry, n
     config = replace(CONFIG, kv_layout=layout)
     engine = made_engine(model, registry, config)
     expected = expected_of(name)
-    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected
     assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
     again = generate(engine, PROMPTS, GREEDY)
-    assert tokens(again) == expected
+    assert tokens_of(again) == expected
     assert [each.num_cached_tokens for each in again] == [0, 89, 149, 0, 62, 90] + [0] * 8
     pages = engine.capacity.pool.page_format
     tight = replace(config, kv_cache_memory=(pages.pages_for(192, 55) + 2) * pages.page_bytes, max_model_len=192)
     short = made_engine(model, registry, replace(tight, async_scheduling=True))
-    assert tokens(generate(short, PROMPTS, GREEDY)) == expected
+    assert tokens_of(generate(short, PROMPTS, GREEDY)) == expected
     assert short.stats.num_preemptions > 0
     kept = made_engine(model, registry, replace(config, free_window_blocks=False))
-    assert tokens(generate(kept, PROMPTS, GREEDY)) == expected
+    assert tokens_of(generate(kept, PROMPTS, GREEDY)) == expected
     assert [usage.given_back for usage in kept.blocks.usage([])] == [0]
 
 
@@ -83,16 +76,16 @@ def test_windowed_layers_share_the_pages_of_an_int8_cache(registry: Registry) ->
     model, config = MODELS["two windows"], replace(CONFIG, kv_cache_dtype="int8_per_token_head")
     whole = replace(config, enable_prefix_caching=False, free_window_blocks=False, max_num_batched_tokens=512)
     alone = made_engine(model, registry, whole)
-    expected = [tokens(generate(alone, [each], GREEDY))[0] for each in PROMPTS]
+    expected = [tokens_of(generate(alone, [each], GREEDY))[0] for each in PROMPTS]
     engine = made_engine(model, registry, config)
-    assert [tokens(generate(engine, PROMPTS, GREEDY)) for _ in range(2)] == [expected, expected]
+    assert [tokens_of(generate(engine, PROMPTS, GREEDY)) for _ in range(2)] == [expected, expected]
     pages = engine.capacity.pool.page_format
     assert set(pages.column_bytes) == {"key", "value", "key_scale", "value_scale"}
     assert pages.page_bytes == pages.columns * sum(pages.column_bytes.values())
     assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
     tight = replace(config, kv_cache_memory=(pages.pages_for(192, 55) + 2) * pages.page_bytes, max_model_len=192)
     short = made_engine(model, registry, replace(tight, async_scheduling=True))
-    assert tokens(generate(short, PROMPTS, GREEDY)) == expected
+    assert tokens_of(generate(short, PROMPTS, GREEDY)) == expected
     assert short.stats.num_preemptions > 0
 
 
@@ -105,13 +98,12 @@ class Uniform(PlainBackend):
 def test_graphs_have_a_table_and_slots_for_each_group(name: str) -> None:
     """Replayed decodes, lone prompts and pieces write the tokens of the reference, overlapped."""
     registry = registering(plain=Uniform)
-    config = replace(CONFIG, attn_backend="plain", async_scheduling=True, max_num_seqs=6)
-    engine = made_engine(MODELS[name], registry, config)
+    engine = made_engine(MODELS[name], registry, replace(CONFIG, attn_backend="plain", async_scheduling=True, max_num_seqs=6))
     engine.executor.capture(AsItIs())
     alone = generate(engine, PROMPTS[:1], GREEDY)
     assert engine.stats.num_graph_steps == engine.stats.num_steps
     together = generate(engine, PROMPTS, GREEDY)
-    assert tokens([*alone, *together]) == [expected_of(name)[0], *expected_of(name)]
+    assert tokens_of([*alone, *together]) == [expected_of(name)[0], *expected_of(name)]
     assert engine.stats.num_graph_steps + engine.stats.steps_in_pieces.total() == engine.stats.num_steps
     assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
 
@@ -168,8 +160,7 @@ def test_a_prefix_must_be_held_in_every_group_but_only_its_last_window_in_a_wind
 def test_prefix_hit_is_shorter_without_its_last_window() -> None:
     """What a sequence gave back goes first, so a hit in its middle is lost while one at its end is not."""
     blocks = manager(18)
-    seq = computed(blocks, list(range(40)), chunk=4)
-    blocks.release(seq)
+    blocks.release(computed(blocks, list(range(40)), chunk=4))
     hog = computed(blocks, [49] * 8)  # takes the pages that were never used, and what was given back first
     held = [Sequence("", 0, [*range(length), 48], SamplingParams(), frozenset(), 200) for length in (40, 20)]
     assert [blocks.attach_prefix(each) for each in held] == [40, 0]
@@ -177,8 +168,7 @@ def test_prefix_hit_is_shorter_without_its_last_window() -> None:
 
 
 def test_chunk_is_cut_to_the_room_of_the_windowed_group() -> None:
-    groups = [CacheGroup(16), CacheGroup(4, window=8)]
-    blocks = BlockManager(30, 4, False, groups, smallest_chunk=8)
+    blocks = BlockManager(30, 4, False, [CacheGroup(16), CacheGroup(4, window=8)], smallest_chunk=8)
     scheduler = Scheduler(blocks, 1000, 4)
     scheduler.add(Sequence("", 0, [1] * 200, SamplingParams(max_tokens=3), frozenset(), 300))
     counts = []
@@ -207,7 +197,7 @@ def test_refused_drafts_need_no_page_that_was_given_back(registry: Registry, nam
 
     config = replace(CONFIG, enable_prefix_caching=False)
     engine = made_engine(MODELS[name], registry, config, proposer=Told(guess), measured=False)
-    assert tokens(generate(engine, PROMPTS[:3], GREEDY)) == expected[:3]
+    assert tokens_of(generate(engine, PROMPTS[:3], GREEDY)) == expected[:3]
     assert engine.stats.num_steps < 40, "drafts held"
     assert sum(usage.given_back for usage in engine.cache_usage().groups) > 40
 

@@ -97,8 +97,7 @@ class Pieces:
 
 
 def test_no_stop_text_counts_before_there_are_enough_tokens() -> None:
-    pieces = ["a END", " b", " END", " c END d"]
-    detokenizer = Detokenizer(Pieces(pieces), ["END"], min_tokens=3)
+    detokenizer = Detokenizer(Pieces(["a END", " b", " END", " c END d"]), ["END"], min_tokens=3)
     assert [detokenizer.append(number) for number in range(4)] == [False, False, False, True]
     assert detokenizer.text == "a END b END c "
 

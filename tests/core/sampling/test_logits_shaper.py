@@ -65,8 +65,7 @@ def many(random: Random, **wish: object) -> list[Row]:
 @pytest.mark.parametrize("penalty", [0.7, 1.3, 2.0])
 @pytest.mark.parametrize("noted", [0, 5])
 def test_the_repetition_penalty_is_transformers(penalty: float, noted: int) -> None:
-    random = Random(penalty)
-    rows, logits = many(random, repetition_penalty=penalty), torch.randn(6, VOCAB) * 3
+    rows, logits = many(Random(penalty), repetition_penalty=penalty), torch.randn(6, VOCAB) * 3
     theirs = RepetitionPenaltyLogitsProcessor(penalty)
     expected = [theirs(torch.tensor([row.tokens]), each[None].clone())[0] for row, each in zip(rows, logits, strict=True)]
     assert torch.equal(shape(logits, rows, noted=noted), torch.stack(expected))

@@ -13,9 +13,9 @@ from weakref import ref
 
 import pytest
 
-from async_reading import read
 from headway import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
 from headway.hosting.host import EngineThread
+from server_clients import read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -135,8 +135,7 @@ def test_stats_are_read_between_two_steps(served: AsyncLLM) -> None:
 
 def test_resetting_the_prefix_cache_forgets_what_is_on_disk(served: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[bool] = []
-    keeper = SimpleNamespace(forgotten=forgotten.append)
-    monkeypatch.setattr(served.engine.blocks, "keeper", keeper)
+    monkeypatch.setattr(served.engine.blocks, "keeper", SimpleNamespace(forgotten=forgotten.append))
     assert asyncio.run(served.reset_prefix_cache())
     assert forgotten == [True]
 

@@ -21,7 +21,6 @@ import httpx
 import psutil
 import pytest
 
-from async_reading import plain, read
 from headway import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError, PromptError, UnsupportedError
 from headway.core.contract.support import Reason
@@ -32,6 +31,7 @@ from headway.hosting.driver import driver_of
 from headway.hosting.process_host import EngineProcess
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
+from server_clients import plain, read
 
 pytestmark = pytest.mark.xdist_group("engine process")  # one process has the model
 
@@ -261,8 +261,7 @@ def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed(llm: LLM)
 def test_health_tells_of_a_step_that_does_not_end(llm: LLM, apart: AsyncLLM) -> None:
     async def run(made: AsyncLLM) -> None:
         await made.query(_slow_down)
-        stream = made.generate([1, 2, 3], replace(GREEDY, max_tokens=1))
-        reading = asyncio.create_task(read(stream))
+        reading = asyncio.create_task(read(made.generate([1, 2, 3], replace(GREEDY, max_tokens=1))))
         await asyncio.sleep(0.4)
         with pytest.raises(EngineDeadError, match=r"stuck: no step has ended for \d+ s \(step_timeout=0.1\)"):
             await made.check_health(0.1)

@@ -1,4 +1,4 @@
-"""Several ranks behind every host of an engine: a lost one is told of at once, and none outlives what it belongs to."""
+"""Several ranks behind every host of an engine: a lost one is told of at once, and no interrupt leaves one behind."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from threading import Thread, Timer
 import httpx
 import pytest
 
-from async_reading import read
 from headway import LLM, AsyncLLM, EngineDeadError, SamplingParams, StructuredOutputsParams
+from headway.bench.serve.client import Client
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.executor import ExecutorLostError
@@ -32,10 +32,12 @@ from headway.hosting import assembly
 from headway.hosting.host import EngineThread
 from headway.hosting.process_host import EngineProcess
 from headway.hosting.rank_assembly import rank_devices
+from headway.machine.process import handle_sigint, interrupt_command
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
 from ranked_model import assert_ended, is_alive, pids_of, ranked_driver, ranked_engine
 from sandbox import save_tiny_model
+from server_clients import read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 KILLED = r"^rank 1 of 2 failed .*: its process \d+ was killed by SIGKILL"
@@ -121,8 +123,7 @@ def test_ranks_end_with_a_process_of_the_engine_that_is_killed(stopped: bool) ->
 
 @pytest.mark.slow
 def test_a_server_answers_503_when_a_rank_is_lost_and_200_when_the_engine_runs_again() -> None:
-    make = partial(ranked_driver, 2)
-    made = AsyncLLM.over(EngineProcess(make, restarts=1))
+    made = AsyncLLM.over(EngineProcess(partial(ranked_driver, 2), restarts=1))
     server = Server(made, ServerOptions(served_model_names=("ranked",)), port=0)
     thread = Thread(target=server.run)
     thread.start()
@@ -229,7 +230,6 @@ def test_fifty_random_ends_of_ranks_under_load_are_clean_and_so_are_the_next_sta
 
 
 def load(engine: EngineLoop, draw: random.Random, number: Iterator[int]) -> None:
-    """Keep an engine busy with random requests."""
     while True:
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 12:
             prompt = [draw.randrange(512) for _ in range(draw.randint(1, 60))]
@@ -274,3 +274,71 @@ def test_more_ranks_than_gpus_are_refused_with_the_nearest_number(monkeypatch: p
     monkeypatch.setattr("torch.cuda.get_device_name", lambda number: names[number])
     with pytest.raises(ConfigError, match="needs GPUs of one kind, got one GPU, another GPU"):
         rank_devices(EngineArgs.of("no such model", tensor_parallel_size=2))
+
+
+COMMAND = """
+import atexit, signal, sys
+from headway.machine.process import handle_sigint, interrupt_command
+atexit.register(print, "cleaned up")
+with handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
+    try:
+        import presses_ctrl_c
+    except BaseException as error:
+        print("the import saw", type(error))
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def run_command(folder: Path, module: str) -> tuple[int, str]:
+    """Run COMMAND, which imports a module of this text; returns the exit code and all that it has printed."""
+    (folder / "presses_ctrl_c.py").write_text(module)
+    signals = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell in the background ignores it
+    command = [sys.executable, "-c", f"{signals}import sys; sys.path.insert(0, {str(folder)!r})\n{COMMAND}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "import signal; signal.raise_signal(signal.SIGINT)",
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    print('caught')",
+        "import signal, weakref\nclass A: pass\na = A()\nr = weakref.ref(a, lambda _: signal.raise_signal(signal.SIGINT))\ndel a",
+    ],
+    ids=["", "where errors are caught", "in a callback"],
+)
+def test_ctrl_c_during_an_import_ends_the_process_by_the_signal(tmp_path: Path, module: str) -> None:
+    assert run_command(tmp_path, module) == (-signal.SIGINT, "")
+
+
+def test_ctrl_c_after_the_imports_is_a_keyboard_interrupt(tmp_path: Path) -> None:
+    assert run_command(tmp_path, "") == (0, "interrupted\ncleaned up\n")
+
+
+def test_a_benchmark_of_a_server_cancels_its_requests_by_ctrl_c() -> None:
+    ended = []
+
+    async def request() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(5)
+        finally:
+            ended.append(sys.exc_info()[0])
+
+    with pytest.raises(KeyboardInterrupt), handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
+        Client.run(request())
+    assert ended == [asyncio.CancelledError]
+
+
+def test_a_command_in_the_background_goes_on_ignoring_ctrl_c() -> None:
+    """A shell starts background commands with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

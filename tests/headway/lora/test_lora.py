@@ -149,8 +149,7 @@ def test_chats_and_searches_have_adapters(adapted: LLM, adapters: list[LoRAReque
     )
     assert output.outputs[0].token_ids != plain[0].outputs[0].token_ids
     (found,) = adapted.beam_search(["the quick"], BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True), adapters[0])
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    (greedy,) = written(adapted, ["the quick"], adapters[:1], params)
+    (greedy,) = written(adapted, ["the quick"], adapters[:1], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     assert found.sequences[0].tokens[-6:] == greedy
     twice = SamplingParams(n=2, temperature=0, max_tokens=6, ignore_eos=True)
     (several,) = adapted.generate(["the quick"], twice, use_tqdm=False, lora_request=adapters[0])
@@ -270,8 +269,7 @@ def test_a_draft_model_guesses_for_requests_with_adapters_and_takes_no_slots(
     base: Path, adapted: LLM, adapters: list[LoRARequest]
 ) -> None:
     llm = LLM(str(base), **OPTIONS, max_loras=2, speculative_model=str(base), num_speculative_tokens=3)
-    draft = llm.driver.assembly.draft
-    assert draft.engine.adapters is None
+    assert llm.driver.assembly.draft.engine.adapters is None
     named = [adapters[0], None]
     assert written(llm, PROMPTS[:2], named) == written(adapted, PROMPTS[:2], named)
 

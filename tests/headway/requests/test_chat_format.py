@@ -256,12 +256,7 @@ def shouting(context: ChatContext) -> ChatParser:
 
 def test_a_plugin_brings_a_parser() -> None:
     info = ChatParserInfo(
-        "shouting",
-        "calls by a sign",
-        "calls",
-        shouting,
-        lambda template: "!" in template,
-        (CallSyntax("!", "", trigger="!"),),
+        "shouting", "calls by a sign", "calls", shouting, lambda template: "!" in template, (CallSyntax("!", "", trigger="!"),)
     )
 
     class Plugin:

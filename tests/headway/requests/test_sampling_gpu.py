@@ -19,7 +19,7 @@ from headway.core.engine.execution.token_sampler import TokenSampler
 from headway.core.sampling.logits_shaper import LogitsShaper, Shaped
 from headway.core.sampling.sampler import SHAPING, need_of
 from headway.kernels.sampling import fastest_sampling
-from run_engine import generate
+from tiny_engine import generate
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -18,12 +18,10 @@ from headway import LLM, CompletionOutput, SamplingParams, StructuredOutputsPara
 from headway.core.contract.errors import ConfigError  # noqa: E402
 from headway.core.engine.data.config import EngineConfig  # noqa: E402
 from headway.core.engine.execution.host_rows import HostRows  # noqa: E402
-from headway.core.engine.loop import EngineParts, make_engine  # noqa: E402
 from headway.core.sampling.grammar import GrammarCompiler  # noqa: E402
-from proposer_stub import Told  # noqa: E402
-from run_engine import generate  # noqa: E402
 from sandbox import save_tiny_model  # noqa: E402
 from schemas import SchemaMaker  # noqa: E402
+from tiny_engine import Told, generate, made_engine  # noqa: E402
 
 MOST = 1500
 """Tokens of the longest JSON."""
@@ -129,16 +127,8 @@ def test_drafts_change_no_token_under_a_grammar(llm: LLM) -> None:
     eos = llm.model.eos_token_ids
     hosts = HostRows(GrammarCompiler(llm.get_tokenizer(), llm.model.decoder.vocab_size, eos), {})
     config = EngineConfig(kv_cache_memory="1MiB", block_size=8)
-    engine = make_engine(
-        EngineParts(
-            model=llm.model.decoder,
-            source=llm.registry,
-            config=config,
-            eos_token_ids=eos,
-            proposer=Told(propose),
-            measured=False,
-            hosts=hosts,
-        )
+    engine = made_engine(
+        llm.model.decoder, llm.registry, config, eos_token_ids=eos, proposer=Told(propose), measured=False, hosts=hosts
     )
     (written,) = generate(engine, [prompt], params)
     assert written.token_ids == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,19 +193,3 @@ def test_a_digest_tells_one_content_from_another(model: Path, bank: AdapterBank,
 def test_a_request_without_a_name_a_number_or_a_path(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LoRARequest(**{"lora_name": "sql", "lora_int_id": 1, "lora_path": "folder", **given})
-
-
-TARGETS: dict[str, Sequence[str]] = {
-    "gemma2": ("q_proj", "o_proj", "gate_proj", "down_proj"),
-    "gpt2": ("c_attn", "c_proj", "c_fc"),
-    "granite": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    "opt": ("q_proj", "v_proj", "out_proj", "fc1", "fc2"),
-    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    "phi3, rotated in part": ("qkv_proj", "down_proj"),
-    "qwen3": ("q_proj", "k_proj", "up_proj"),
-    "olmo2": ("q_proj", "k_proj", "v_proj", "down_proj"),
-    "qwen3_moe": ("q_proj", "v_proj", "o_proj"),
-    "deepseek_v2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
-    "llama, tied, biased, linear rope": ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
-    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"),
-}

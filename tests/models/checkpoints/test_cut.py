@@ -27,8 +27,8 @@ from plain_models import ROWS as PLAIN
 from plain_models import SMALL, VOCAB
 from quantized_models import FORMATS, GPT_OSS, QWEN3_MOE, save_both, save_mxfp4
 from ranked_decoder import decoder_engine
-from run_engine import Written, drain
 from thread_ranks import alone, on_ranks
+from tiny_engine import Written, drain
 from transformers_release import needs
 
 UNEVEN = {**SMALL, "hidden_act": "silu", "moe_intermediate_size": 42, "num_experts": 12, "num_experts_per_tok": 3}
@@ -84,7 +84,6 @@ def logits_of(folder: Path, ranks: Ranks, **options: Any) -> Tensor:
 
 
 def joined(model: Any, hidden: Tensor, ranks: Ranks) -> Tensor:
-    """Logits of the whole vocabulary."""
     return join_logits(model.compute_logits(hidden), model.vocab_size, ranks)
 
 
@@ -187,8 +186,7 @@ def test_a_rows_bits_do_not_depend_on_others_in_deterministic_mode(tmp_path: Pat
             attention = DenseAttention(model)
             attention.begin([(0, before), (1, 5)] if before else [(1, 5)])
             places = torch.tensor([*range(before), *range(5)])
-            hidden = model(ids[7 - before :], places, attention)
-            found.append(joined(model, hidden[before:], ranks))
+            found.append(joined(model, model(ids[7 - before :], places, attention)[before:], ranks))
         return found
 
     for by_itself, beside in on_ranks(4, both):
@@ -196,8 +194,7 @@ def test_a_rows_bits_do_not_depend_on_others_in_deterministic_mode(tmp_path: Pat
 
 
 def changed(name: str, **values: Any) -> PretrainedConfig:
-    config = ROWS[name].to_dict()
-    return type(ROWS[name])(**{**config, **values})
+    return type(ROWS[name])(**{**ROWS[name].to_dict(), **values})
 
 
 REFUSED = [

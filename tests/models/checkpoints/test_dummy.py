@@ -21,17 +21,10 @@ from headway.models.checkpoints.formats.stored import ExpertsMxfp4, Float8Format
 from headway.models.checkpoints.rounded_weights import DummyInFormat
 from headway.models.checkpoints.weights import STD, DummyWeights
 from headway.models.loader import load_model
+from plain_models import sizes
 
 CPU = torch.device("cpu")
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SMALL = sizes(97, 48, 80, 2, max_position_embeddings=64)
 
 
 @pytest.fixture

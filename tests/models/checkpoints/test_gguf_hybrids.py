@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
-from dense_attention import DenseAttention
+from dense_attention import logits_of_text
 from engine_logits import save_random
 from gguf_models import architecture, converted, keys_of, save_gguf
 from headway.core.contract.errors import ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.models.checkpoints.gguf import gguf
 from headway.models.families.families import FAMILIES
 from headway.models.loader import load_model
@@ -84,11 +83,8 @@ def written(tmp_path: Path, name: str, change: Change = lambda keys, tensors: No
 def same_logits(path: Path, reference: Any, ranks: Ranks = ONE_RANK) -> None:
     model = load_model(str(path), "float32", skip_tokenizer_init=True, ranks=ranks).decoder
     text = torch.randint(3, VOCAB, (33,), generator=torch.Generator().manual_seed(1))
-    attention = DenseAttention(model)
-    attention.begin([(0, len(text))])
     with torch.inference_mode():
-        logits = join_logits(model.compute_logits(model(text, torch.arange(len(text)), attention)), model.vocab_size, ranks)
-        torch.testing.assert_close(logits, reference(text[None]).logits[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits_of_text(model, text, ranks), reference(text[None]).logits[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.sampled(4)
@@ -330,20 +326,14 @@ def test_positions_are_scaled_as_the_file_says(tmp_path: Path, rope: dict[str, A
     path, reference = written_plain(tmp_path, change, **rope)
     model = load_model(str(path), "float32", skip_tokenizer_init=True).decoder
     text = torch.randint(3, len(TOKENS), (200,), generator=torch.Generator().manual_seed(1))
-    attention = DenseAttention(model)
-    attention.begin([(0, len(text))])
     with torch.inference_mode():
-        logits = model.compute_logits(model(text, torch.arange(len(text)), attention))
-        torch.testing.assert_close(logits, reference(text[None]).logits[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits_of_text(model, text), reference(text[None]).logits[0], rtol=0, atol=1e-4)
 
 
 REFUSED_PLAIN: list[tuple[Change, str]] = [
     (stating_plain(type="longrope", factor=4.0), r"llama\.rope\.scaling\.type needs none, linear, or yarn .*, got longrope"),
     (stating_plain(type="linear"), r"llama\.rope\.scaling\.factor needs a number, got no such key"),
-    (
-        stating_plain(type="yarn", factor=4.0, original_context_length=64, attn_factor=2.0),
-        r"got llama\.rope\.scaling\.attn_",
-    ),
+    (stating_plain(type="yarn", factor=4.0, original_context_length=64, attn_factor=2.0), r"got llama\.rope\.scaling\.attn_"),
     (lacking_plain("context_length"), r"llama\.context_length needs a whole number of at least 1, got no such key"),
     (lacking_plain("attention.head_count"), r"llama\.attention\.head_count needs a whole number of at least 1, got no such key"),
     (
@@ -354,15 +344,9 @@ REFUSED_PLAIN: list[tuple[Change, str]] = [
         stated("feed_forward_length", 128),
         r"layers\.0\.mlp\.down_proj\.weight needs shape \[64, 128\] by its header, got \[64, 96\]",
     ),
-    (
-        adding_plain("rope_freqs.weight", torch.linspace(1, 9, 16)),
-        r"got rope_freqs\.weight, without which it would be another",
-    ),
+    (adding_plain("rope_freqs.weight", torch.linspace(1, 9, 16)), r"got rope_freqs\.weight, without which it would be another"),
     (adding_plain("rope_factors_long.weight", torch.ones(16)), r"got rope_factors_long\.weight, without which"),
-    (
-        adding_plain("blk.1.attn_q.bias", torch.ones(64)),
-        r"reads of llama, got blk\.1\.attn_q\.bias, .*use the model",
-    ),
+    (adding_plain("blk.1.attn_q.bias", torch.ones(64)), r"reads of llama, got blk\.1\.attn_q\.bias, .*use the model"),
     (lambda keys, tensors: keys.update(block_count=1), r"got blk\.1\..* and 8 more, without which it would be another model"),
 ]
 

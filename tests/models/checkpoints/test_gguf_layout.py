@@ -199,8 +199,7 @@ def keys_of(made: Tokenizer, **more: Any) -> dict[str, Any]:
 def built(tmp_path: Path, **keys: Any) -> Any:
     """The file's tokenizer, saved and read as the engine reads it."""
     save_gguf(tmp_path / "tiny.gguf", "qwen3next", {"block_count": 1}, {"token_embd.weight": torch.ones(2, 2)}, **keys)
-    tokenizer = build_tokenizer(Header(tmp_path / "tiny.gguf"))
-    tokenizer.save_pretrained(tmp_path / "folder")
+    build_tokenizer(Header(tmp_path / "tiny.gguf")).save_pretrained(tmp_path / "folder")
     (tmp_path / "folder" / "config.json").write_text(json.dumps({"model_type": "qwen3_next"}))
     return AutoTokenizer.from_pretrained(tmp_path / "folder")
 

@@ -201,8 +201,7 @@ def test_any_rows_and_whole_groups_of_columns_are_cut_out(form: QuantizedWeight)
     whole = form.dequantized(torch.float32)
     for rows in (range(32, 96), range(7, 50), range(96)):
         assert torch.equal(rows_of(form, rows).dequantized(torch.float32), whole[rows.start : rows.stop])
-    right = columns_of(form, range(64, 128))
-    assert torch.equal(right.dequantized(torch.float32), whole[:, 64:])
+    assert torch.equal(columns_of(form, range(64, 128)).dequantized(torch.float32), whole[:, 64:])
     within = columns_of(form, range(48, 112))
     assert within is None or torch.equal(within.dequantized(torch.float32), whole[:, 48:112])
 

@@ -11,21 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, Qwen3MoeConfig
 
-from dense_attention import DenseAttention
+from dense_attention import logits_of_text
 from engine_logits import save_random
 from headway import LLM
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.forms import QuantizedWeight
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import float8, int4, int8
 from headway.models.checkpoints.weights import Weights
 from headway.models.loader import LoadOptions, load_model
-from quantized_models import FORMATS, QWEN3, Format, edit, pack_quantized, save_both, save_mxfp4, write_config
+from quantized_models import FORMATS, QWEN3, Format, edit, gpt_oss, pack_quantized, save_both, save_mxfp4, write_config
 from thread_ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -37,12 +36,8 @@ def open_weights(folder: Path, keep: bool = False, dtype: torch.dtype = torch.fl
 
 
 def logits_of(folder: Path, ranks: Ranks = ONE_RANK, **options: Any) -> Tensor:
-    with torch.inference_mode():
-        model: Any = load_model(str(folder), "float32", skip_tokenizer_init=True, ranks=ranks, **options).decoder
-        attention = DenseAttention(model)
-        attention.begin([(0, 9)])
-        ids = torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1))
-        return join_logits(model.compute_logits(model(ids, torch.arange(9), attention)), model.vocab_size, ranks)
+    model: Any = load_model(str(folder), "float32", skip_tokenizer_init=True, ranks=ranks, **options).decoder
+    return logits_of_text(model, torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1)), ranks)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -132,8 +127,7 @@ def test_rows_are_cut_within_a_block_and_columns_by_expanding_it(tmp_path: Path)
     assert isinstance(weight, QuantizedWeight)
     held = torch.cat([expected[40:72], expected[200:230]])
     torch.testing.assert_close(weight.dequantized(torch.float32), held, rtol=1e-6, atol=0)
-    columns = Axis(128, (range(8, 20), range(40, 100)))
-    cut = weights.take_product({name: 256}, columns)
+    cut = weights.take_product({name: 256}, Axis(128, (range(8, 20), range(40, 100))))
     torch.testing.assert_close(cut, torch.cat([expected[:, 8:20], expected[:, 40:100]], dim=1), rtol=1e-6, atol=0)
 
 
@@ -150,16 +144,7 @@ def test_experts_are_expanded_one_by_one(tmp_path: Path, name: str, inner: int, 
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-GPT_OSS = GptOssConfig(
-    **{key: getattr(QWEN3, key) for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")},
-    hidden_size=64,
-    intermediate_size=64,
-    head_dim=16,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    max_position_embeddings=64,
-    initializer_range=0.2,
-)
+GPT_OSS = gpt_oss(64)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -292,11 +277,7 @@ def test_ranks_round_their_parts_as_well_as_one_rounds_all(tmp_path: Path) -> No
     _, dense = save_both(tmp_path, FORMATS["fp8"])
 
     def logits(ranks: Ranks, quantization: str | None = "fp8") -> Tensor:
-        options: Any = {"skip_tokenizer_init": True, "options": LoadOptions(quantization=quantization), "ranks": ranks}
-        model: Any = load_model(str(dense), "float32", **options).decoder
-        attention = DenseAttention(model)
-        attention.begin([(0, 9)])
-        return join_logits(model.compute_logits(model(torch.arange(9), torch.arange(9), attention)), model.vocab_size, ranks)
+        return logits_of(dense, ranks, options=LoadOptions(quantization=quantization))
 
     (plain,) = on_ranks(1, lambda ranks: logits(ranks, None))
     (one,) = on_ranks(1, logits)

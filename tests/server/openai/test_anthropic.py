@@ -10,31 +10,15 @@ import pytest
 
 from headway import LLM
 from headway.core.contract.chat_parsers import ChatPiece
-from headway.outputs import CompletionOutput
 from headway.server.anthropic import MessagesRequest
-from headway.server.openai.chat import ChatAnswer
 from headway.server.options import ServerOptions
 from sandbox import CHAT
+from server_clients import always_read, chat, events_of
 from server_thread import Running, running
 
 PATH = "/v1/messages"
 ASK = [{"role": "user", "content": "the quick fox"}]
 BODY = {"model": "tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "messages": ASK}
-
-
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The data of the events, each of which is named by its type."""
-    found = []
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def chat(http: httpx.Client, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    body = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
-    return dict(http.post("/v1/chat/completions", json=body).json())
 
 
 def test_a_message_is_the_chat_of_its_conversation(served: Running, http: httpx.Client) -> None:
@@ -101,16 +85,11 @@ PIECES = [
 ]
 
 
-def read(answer: ChatAnswer, index: int, new: CompletionOutput) -> tuple[list[ChatPiece], str | None]:
-    """Stands for a parser that finds a thought, a text and two calls in every answer."""
-    return (PIECES, "tool_calls") if new.finish_reason else ([], None)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_and_calls_are_blocks(
     served: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(ChatAnswer, "read", read)
+    always_read(monkeypatch, PIECES)
     answer = http.post(PATH, json={**BODY, "stream": stream})
     if not stream:
         message = answer.json()

@@ -299,8 +299,7 @@ def test_the_texts_stand_between_the_models_tokens(infilling: LLM) -> None:
     tokenizer = infilling.get_tokenizer()
     body = {"prompt": ["the ", "a"], "suffix": " fox", "max_tokens": 3, "temperature": 0, "return_token_ids": True}
     with running(infilling) as own:
-        answer = httpx.post(own.url + COMPLETIONS, json={**body, "ignore_eos": True}).json()
-        choices = answer["choices"]
+        choices = httpx.post(own.url + COMPLETIONS, json={**body, "ignore_eos": True}).json()["choices"]
         for choice, prefix in zip(choices, body["prompt"], strict=True):
             expected = tokenizer(f"<|fim_prefix|>{prefix}<|fim_suffix|> fox<|fim_middle|>")["input_ids"]
             assert choice["prompt_token_ids"] == expected

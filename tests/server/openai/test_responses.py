@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -12,9 +11,8 @@ from openai import OpenAI
 from pydantic import TypeAdapter
 
 from headway.core.contract.chat_parsers import ChatPiece
-from headway.outputs import CompletionOutput
-from headway.server.openai.chat import ChatAnswer
 from headway.server.openai.responses import ResponseStore, StoredResponse, messages_of_items
+from server_clients import always_read, chat, events_of
 from server_thread import Running
 
 responses = pytest.importorskip("openai.types.responses", reason="openai below 1.66 has no responses")
@@ -24,21 +22,13 @@ BODY = {"model": "tiny", "max_output_tokens": 8, "temperature": 0, "ignore_eos":
 EVENT: TypeAdapter[Any] = TypeAdapter(responses.ResponseStreamEvent)
 
 
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+def numbered(answer: httpx.Response) -> list[dict[str, Any]]:
     """The data of the events, each of which is numbered, named by its type and of OpenAI's type."""
-    found = []
-    for number, block in enumerate(answer.text.strip().split("\n\n")):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        assert found[-1]["sequence_number"] == number
-        EVENT.validate_python(found[-1])
+    found = events_of(answer)
+    assert [each["sequence_number"] for each in found] == [*range(len(found))]
+    for each in found:
+        EVENT.validate_python(each)
     return found
-
-
-def chat(http: httpx.Client, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    body = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    return dict(http.post("/v1/chat/completions", json=body).json())
 
 
 def test_a_response_is_the_chat_of_its_items(served: Running, http: httpx.Client) -> None:
@@ -54,7 +44,7 @@ def test_a_response_is_the_chat_of_its_items(served: Running, http: httpx.Client
 
 def test_a_stream_is_the_response_in_events(served: Running, http: httpx.Client) -> None:
     whole = http.post(PATH, json=BODY).json()
-    events = events_of(http.post(PATH, json={**BODY, "stream": True}))
+    events = numbered(http.post(PATH, json={**BODY, "stream": True}))
     kinds = [each["type"].removeprefix("response.") for each in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
@@ -111,16 +101,11 @@ PIECES = [
 ]
 
 
-def read(answer: ChatAnswer, index: int, new: CompletionOutput) -> tuple[list[ChatPiece], str | None]:
-    """Stands for a parser that finds a thought, a text and a call in every answer."""
-    return (PIECES, "tool_calls") if new.finish_reason else ([], None)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_and_calls_are_items(served: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(ChatAnswer, "read", read)
+    always_read(monkeypatch, PIECES)
     answer = http.post(PATH, json={**BODY, "stream": stream})
-    response = events_of(answer)[-1]["response"] if stream else answer.json()
+    response = numbered(answer)[-1]["response"] if stream else answer.json()
     responses.Response.model_validate(response)
     assert [each["type"] for each in response["output"]] == ["reasoning", "message", "function_call"]
     call = response["output"][2]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
-from headway.core.contract.layout import HND, NHD, VLLM_5D
+from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout, write_rows
 from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import Case, make_case, parse_case
 
 LAYOUTS = (NHD, HND, VLLM_5D)
 
@@ -44,3 +48,12 @@ SPECS = {
 }
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def case_of(
+    name: str, layer: AttentionSpec, layout: CacheLayout = NHD, block_size: int = 16, verify: int = 1, **options: Any
+) -> Case:
+    """A step of CASES, or of the grammar, over a cache that is NaN, or as options say, where it holds nothing."""
+    verify, options = VERIFY.get(name, verify), {"poison": math.nan, **options}
+    lens = parse_case(CASES.get(name, name), verify)
+    return make_case(lens, layer, layout, block_size, write_rows, decode_query_len=verify, **options)

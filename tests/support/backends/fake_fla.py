@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,111 +15,49 @@ _DELTA_GATES = {"use_gate_in_kernel", "A_log", "dt_bias"}
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: object = None,
-    **gates: Any,
-) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
+    chunk_indices=None, cp_context=None, **gates,
+):  # fmt: skip
     assert g.shape == beta.shape == v.shape[:3]
     assert chunk_indices is None or chunk_indices.tolist() == [
         [row, chunk] for row, length in enumerate(_lens(cu_seqlens)) for chunk in range(-(-length // 64))
     ]
-    return _delta(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu, gates,
-    )  # fmt: skip
+    assert use_beta_sigmoid_in_kernel, "raw gates were handed in"
+    states = scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu
+    return _delta(q, k, v, g, beta, gates, use_qk_l2norm_in_kernel, allow_neg_eigval, states)
 
 
 def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    cp_context: object = None,
-    use_graph: bool = False,
-    max_num_seqs: int | None = None,
-    **gates: Any,
-) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None,
+    disable_recompute=False, return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
+    cp_context=None, use_graph=False, max_num_seqs=None, **gates,
+):  # fmt: skip
     assert g.shape == (*v.shape[:3], q.shape[3])
     assert beta.shape == v.shape[:3]
-    return _delta(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu, {"use_gate_in_kernel": use_gate_in_kernel, **gates},
-    )  # fmt: skip
+    assert use_beta_sigmoid_in_kernel, "raw gates were handed in"
+    states = scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu
+    gates = {"use_gate_in_kernel": use_gate_in_kernel, **gates}
+    return _delta(q, k, v, g, beta, gates, use_qk_l2norm_in_kernel, allow_neg_eigval, states)
 
 
 def chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, Tensor]:
+    q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, state_v_first=False,
+    cu_seqlens=None, cu_seqlens_cpu=None, **others,
+):  # fmt: skip
     assert not others
     assert (g is None) != (g_gamma is None), "only one of them"
     assert q.shape[2] == v.shape[2], "no grouped heads"
-    decays = (g if g is not None else g_gamma.expand(v.shape[:3])).double()[..., None]  # type: ignore[union-attr]
+    decays = (g if g is not None else g_gamma.expand(v.shape[:3])).double()[..., None]
     beta = torch.ones(v.shape[:3], dtype=torch.float64)
-    return _over(
-        q, k, v, decays, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, delta=False
-    )
+    states = scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu
+    return _over(q, k, v, decays, beta, *states, delta=False)
 
 
-def _delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    qk_norm: bool,
-    beta_sigmoid: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    gates: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
+def _delta(q, k, v, g, beta, gates, qk_norm, allow_neg_eigval, states):
     assert set(gates) == _DELTA_GATES, "what the real functions do not know they pass over in silence"
     assert gates["use_gate_in_kernel"]
-    assert beta_sigmoid, "raw gates were handed in"
     heads, per_channel = v.shape[2], g.dim() == 4
     assert gates["A_log"].shape == (heads,)
     assert gates["dt_bias"].shape == (heads * (q.shape[3] if per_channel else 1),)
@@ -130,26 +67,12 @@ def _delta(
         q, k = (each.double() / (each.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
     q, k = (each.repeat_interleave(heads // each.shape[2], 2) for each in (q, k))
     beta = beta.double().sigmoid() * (2 if allow_neg_eigval else 1)
-    return _over(
-        q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, delta=True
-    )
+    return _over(q, k, v, g, beta, *states, delta=True)
 
 
 def _over(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    *,
-    delta: bool,
-) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, *, delta
+):  # fmt: skip
     """g: float64 [1, T, heads, K or 1]; q, k, v: [1, T, heads, dim]; beta: [1, T, heads]."""
     assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
     assert cu_seqlens_cpu.device.type == "cpu"

@@ -45,106 +45,56 @@ class _Wrapper:
         hidden = (left < 0) | (left > self.window if self.window >= 0 else False)
         out[tokens] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).to(out.dtype)
 
-    def _over_pages(self, q: Tensor, caches: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+
+class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
+    def plan(
+        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, causal, window_left, logits_soft_cap,
+        sm_scale, q_data_type, kv_data_type,
+    ):  # fmt: skip
+        assert qo_indptr.tolist() == kv_indptr.tolist()
+        self._plan(qo_indptr, sm_scale, window_left, logits_soft_cap, causal=causal)
+
+    def run(self, q, k, v, out):
+        for row, (first, end) in enumerate(pairwise(self.starts)):
+            self._attend(q, row, k[first:end], v[first:end], out)
+
+
+class _Paged(_Wrapper):
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
         assert len(q) == len(out) == self.starts[-1], "as many rows as were planned"
         for row, length in enumerate(self.lens):
-            rows = (cache[self.pages[row]] for cache in caches)
+            rows = (cache[self.pages[row]] for cache in paged_kv_cache)
             rows = (each.transpose(1, 2) if self.kv_layout == "HND" else each for each in rows)
             self._attend(q, row, *(each.flatten(0, 1)[:length] for each in rows), out)
         return out
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
+class BatchPrefillWithPagedKVCacheWrapper(_Paged):
     def plan(
-        self,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        causal: bool,
-        window_left: int,
-        logits_soft_cap: float,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        assert qo_indptr.tolist() == kv_indptr.tolist()
-        self._plan(qo_indptr, sm_scale, window_left, logits_soft_cap, causal=causal)
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        for row, (first, end) in enumerate(pairwise(self.starts)):
-            self._attend(q, row, k[first:end], v[first:end], out)
-
-
-class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    def plan(
-        self,
-        qo_indptr: Tensor,
-        paged_kv_indptr: Tensor,
-        paged_kv_indices: Tensor,
-        paged_kv_last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        causal: bool,
-        window_left: int,
-        logits_soft_cap: float,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
+        page_size, causal, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type,
+    ):  # fmt: skip
         lists = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         self._plan(qo_indptr, sm_scale, window_left, logits_soft_cap, *lists, causal=causal)
         self._pages(*lists, page_size)
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-        return self._over_pages(q, paged_kv_cache, out)
 
-
-class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+class BatchDecodeWithPagedKVCacheWrapper(_Paged):
     def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        window_left: int,
-        logits_soft_cap: float,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, window_left, logits_soft_cap,
+        sm_scale, q_data_type, kv_data_type,
+    ):  # fmt: skip
         lists = indptr, indices, last_page_len
         starts = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
         self._plan(starts, sm_scale, window_left, logits_soft_cap, *lists)
         self._pages(*lists, page_size)
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-        return self._over_pages(q, paged_kv_cache, out)
-
 
 class BatchMLAPagedAttentionWrapper(_Wrapper):
     def plan(
-        self,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        kv_len_arr: Tensor,
-        num_heads: int,
-        head_dim_ckv: int,
-        head_dim_kpe: int,
-        page_size: int,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
+        self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale,
+        q_data_type, kv_data_type,
+    ):  # fmt: skip
         assert (head_dim_ckv, head_dim_kpe) == (512, 64)
         self._plan(qo_indptr, sm_scale, -1, 0.0, kv_indptr, kv_indices, kv_len_arr, causal=causal)
         self.pages = [kv_indices[first:end] for first, end in pairwise(kv_indptr.tolist())]

@@ -13,19 +13,7 @@ import torch
 from torch import Tensor
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: bool,
-    left: int = -1,
-    right: int = -1,
-    softcap: float = 0.0,
-    slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    used: int | None = None,
-) -> Tensor:
+def attend(q, k, v, scale, causal, left=-1, right=-1, softcap=0.0, slopes=None, sinks=None, used=None):
     """One sequence, bottom-right aligned as flash-attn documents it. q: [n, heads, d]; k, v: [m, kv_heads, d], `used` of m."""
     n, m, dtype = len(q), len(k) if used is None else used, q.dtype
     if m == 0:
@@ -314,7 +302,6 @@ class XFormers:
 
 
 def modules(fake: object) -> dict[str, ModuleType]:
-    """What to put into sys.modules for a fake library."""
     if isinstance(fake, FlashAttn2):
         return _tree({"flash_attn.flash_attn_interface": {"flash_attn_gpu": fake}})
     if isinstance(fake, FlashAttn4):

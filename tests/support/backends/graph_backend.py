@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from graph_stub import Tape
-from headway.core.contract.backend import AttentionBackend, BackendInfo
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.execution.captured_step import DecodeGraph
-from headway.registry import hookimpl
 
 
 class Again(Tape):
@@ -87,9 +86,3 @@ class Wide(Walk):
             super().decode(q, cache, plan, out)
         else:
             self.prefill(q, q, q, cache, plan, out)
-
-
-class WalkPlugin:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("walk", "for tests", lambda: Walk, api_version=2)]

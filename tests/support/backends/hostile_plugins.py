@@ -167,5 +167,4 @@ def source(name: str) -> str:
 
 
 def install_hostile(folder: Path, name: str) -> None:
-    """Its distribution, in a folder."""
     install(folder, name.replace("-", "_"), source(name))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
 from headway.backends.sdpa import SDPA
 from headway.bench.kernel.results import KernelReport
 from headway.bench.kernel.run import KernelOptions, run_kernel_bench
-from headway.core.contract.backend import BackendInfo
-from headway.registry import Registry, create_registry, hookimpl
+from headway.registry import Registry
 from headway.tuning.measure.timing import Timer
 from headway.tuning.measure.workloads import AttentionWork, Geometry, make_spec, make_work
+from tiny_engine import registering
 
 QUICK = Timer(warmup_ms=0.0, rep_ms=0.0)
 CPU = torch.device("cpu")
@@ -25,24 +23,12 @@ def cell_of(phase: str, case: str, geometry: Geometry = SMALL, **dtypes: torch.d
 
 
 def run(registry: Registry, **changes: object) -> KernelReport:
-    options = KernelOptions(geometries=[SMALL], device=CPU, timer=QUICK, **changes)
-    return run_kernel_bench(options, registry)
-
-
-def plugin(name: str, **methods: object) -> SimpleNamespace:
-    """A plugin whose one backend is sdpa with some methods replaced."""
-    backend = type(name, (SDPA,), {"name": name, **methods})
-
-    class Plugin:
-        @hookimpl
-        def headway_register_backends(self) -> list[BackendInfo]:
-            return [BackendInfo(name, "for a test", lambda: backend, api_version=2)]
-
-    return Plugin()
+    return run_kernel_bench(KernelOptions(geometries=[SMALL], device=CPU, timer=QUICK, **changes), registry)
 
 
 def with_backend(name: str, **methods: object) -> Registry:
-    return create_registry({name: plugin(name, **methods)}, load_entry_points=False)
+    """The built-ins, and sdpa with some methods replaced under another name."""
+    return registering(**{name: type(name, (SDPA,), {"name": name, **methods})})
 
 
 def zeros(self, q, cache, plan, out):

@@ -1,19 +1,22 @@
-"""Logits that a real engine computes, beside those of transformers for the same tokens."""
+"""Logits that a real engine computes or samples from, beside those of transformers for the same tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
-from run_engine import drain
+from tiny_engine import drain
 
 
 def save_random(config: PretrainedConfig, folder: Path) -> transformers.PreTrainedModel:
@@ -55,3 +58,31 @@ def logits_by_transformers(model: transformers.PreTrainedModel, prompt: Sequence
     """What transformers computes in one pass for the places from which `tokens` were chosen."""
     with torch.inference_mode():
         return model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+
+
+def watched(engine: EngineLoop) -> Callable[[], dict[tuple[int, ...], Tensor]]:
+    """Have the logits of an engine's greedy requests kept.
+
+    What is returned gives them, [tokens, vocabulary], by the tokens that they chose, and begins anew. Fewer requests than
+    max_num_seqs must run meanwhile, so that no row has two of them.
+    """
+    seen: dict[int, list[Tensor]] = defaultdict(list)
+
+    def look(rows: NDArray[numpy.int32], logits: Tensor) -> None:
+        for row, own in zip(rows.tolist(), logits.clone(), strict=True):
+            seen[row].append(own)
+
+    def take() -> dict[tuple[int, ...], Tensor]:
+        found = {tuple(torch.stack(own).argmax(-1).tolist()): torch.stack(own) for own in seen.values()}
+        seen.clear()
+        return found
+
+    engine.executor.observe(look)
+    return take
+
+
+def logits_of(reference: Any, prompt: list[int], written: list[int]) -> Tensor:
+    """[len(written), vocabulary]: what transformers computes before each token, over the whole sequence at once."""
+    with torch.inference_mode():
+        logits: Tensor = reference(torch.tensor([prompt + written[:-1]]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 :]

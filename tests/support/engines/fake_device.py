@@ -11,13 +11,12 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from device_demands import demand
 from headway.core.engine.data.executor import Capacity, ExecutorLostError
 from headway.core.engine.data.groups import NULL_PAGE
 from headway.core.engine.data.step import NEWEST, Sampled, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import NOT_A_TOKEN, keys_of
-from page_copier_stub import Moving
+from page_copier_stub import Moving, demand
 
 Words = NDArray[numpy.uint64]
 
@@ -118,11 +117,9 @@ class FakeDevice:
         self.seed_of: NDArray[numpy.uint64] = numpy.zeros(rows, dtype=numpy.uint64)
 
     def read_page(self, page: int) -> Words:
-        """See PageMemory."""
         return self.memory[page].copy()
 
     def write_page(self, page: int, content: Words) -> None:
-        """See PageMemory."""
         self.memory[page] = content
 
     def capture(self) -> None:

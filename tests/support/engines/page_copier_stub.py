@@ -7,8 +7,18 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Generic, Protocol, TypeVar
 
-from device_demands import demand
 from headway.core.engine.data.page_mover import KeptPage, LinkRates, PageName
+
+
+class Violation(BaseException):
+    """The engine has asked for what is wrong. No Exception, for the engine takes those for faults of the device."""
+
+
+def demand(holds: object, what: str) -> None:
+    """:raises Violation: it does not hold."""
+    if not holds:
+        raise Violation(what)
+
 
 Result = TypeVar("Result")
 Work = Callable[[], frozenset[PageName]]
@@ -143,7 +153,6 @@ class Moving:
         self._queue.append(OnDisk(self._queue, work, self._random.randint(0, self._latest)))
 
     def finish(self) -> None:
-        """Do what the disk has yet to do."""
         if self._queue:
             self._queue[-1].result()
 

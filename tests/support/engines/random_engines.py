@@ -176,7 +176,6 @@ class World:
             self.look_at_what_is_left()
 
     def serve(self, num_requests: int) -> None:
-        """Send requests over time, and run until all have ended."""
         draw, engine, sent, steps = self.draw, self.engine, 0, 0
         crowd = draw.choice([8, 32, 64])
         while sent < num_requests or engine.has_unfinished:

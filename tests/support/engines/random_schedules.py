@@ -69,11 +69,9 @@ class Cache:
         """What each slot (page, place) holds, whatever the group that wrote it: the group, and the prefix."""
 
     def read_page(self, page: int) -> dict[int, tuple[int, ...]]:
-        """See PageMemory."""
         return {place: held for (number, place), held in self.slots.items() if number == page}
 
     def write_page(self, page: int, content: dict[int, tuple[int, ...]]) -> None:
-        """See PageMemory."""
         self.slots.update({(page, place): held for place, held in content.items()})
 
     def run(self, step: ScheduledStep, running: list[Sequence]) -> None:
@@ -118,7 +116,6 @@ class Cache:
 def step_through(
     scheduler: Scheduler, cache: Cache | None = None, sampled: Callable[[ScheduledSequence], list[int]] = verified
 ) -> ScheduledStep:
-    """Schedule, run and read one step."""
     step = scheduler.schedule()
     if scheduler.offloader is not None:
         scheduler.offloader.flush()
@@ -134,7 +131,6 @@ def step_through(
 
 
 def finish(scheduler: Scheduler, *seqs: Sequence, cache: Cache | None = None) -> list[ScheduledStep]:
-    """Run sequences to their ends; returns the steps."""
     for seq in seqs:
         scheduler.add(seq)
     steps = []

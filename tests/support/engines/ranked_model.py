@@ -140,25 +140,34 @@ def ranked_engine(
     if size == 1:
         return make_engine(EngineParts(model=RankedModel(device=device), **options))
     devices = ["cpu"] * size if device == "cpu" else [f"{device}:{number}" for number in range(size)]
-    processes = RankProcesses(size, MODULE, devices, num_threads=1)
-    try:
-        max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
-        ranks = processes.join(
-            partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault, compile_ahead=compile_ahead)
-        )
+    max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
+    rank = partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault, compile_ahead=compile_ahead)
+
+    def own_model(ranks: Ranks) -> RankedModel:
         choose_all_reduce(ranks, MEASURED)
-        return make_engine(EngineParts(model=RankedModel(ranks, devices[0]), ranks=ranks, processes=processes, **options))
+        return RankedModel(ranks, devices[0])
+
+    return joined_engine(RankProcesses(size, MODULE, devices, num_threads=1), rank, own_model, **options)
+
+
+def joined_engine(
+    processes: RankProcesses, rank: Callable[..., LocalExecutor], model_of: Callable[[Ranks], Any], **options: Any
+) -> EngineLoop:
+    """Start the ranks of processes, and an engine over them; where that fails, all of them end."""
+    try:
+        ranks = processes.join(rank)
+        return make_engine(EngineParts(model=model_of(ranks), ranks=ranks, processes=processes, **options))
     except Exception as error:
         try:
             processes.fail(error)
         finally:
             processes.end()
+        raise
 
 
 def ranked_driver(size: int, fault: str = "") -> EngineDriver:
     """An engine of `size` ranks as a host has one; token ids in and out."""
-    config = EngineConfig(block_size=8, kv_cache_memory=2**20 // size)
-    engine = ranked_engine(size, config, fault=fault)
+    engine = ranked_engine(size, EngineConfig(block_size=8, kv_cache_memory=2**20 // size), fault=fault)
     model: Any = LoadedModel("ranked", Path(), RankedModel(), "a model of a test", None, frozenset())
     return EngineDriver(Assembly(registry(), torch.device("cpu"), 1, model, engine, None, PartClock()))
 

@@ -59,7 +59,6 @@ def part_of(logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def take(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """The tokens."""
     return choose(logits, params, seeds, positions).tokens
 
 

@@ -12,6 +12,7 @@ from headway.core.contract.model import Attention, AttentionFunctions, StateLaye
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2, StateParameters, StateSpec
 from headway.core.oracle.state_reference import SequenceState, advance
+from tiny_engine import TextModel
 
 WIDTH = 32
 """Elements of the residual stream."""
@@ -28,10 +29,9 @@ def _spec(kind: str) -> StateSpec:
     return replace(heads, conv_channels=heads.input_channels, conv_width=4)
 
 
-class Stateful:
+class Stateful(TextModel):
     """Layers of attention (a window or None) and of kinds of states (names); a token depends on all that came before it."""
 
-    vocab_size = 50
     max_position_embeddings = 512
 
     def __init__(self, *layers: int | str | None) -> None:
@@ -64,9 +64,6 @@ class Stateful:
             x = x + out / (out.norm(dim=-1, keepdim=True) + 1) * 3
             x = x / x.norm(dim=-1, keepdim=True) * 6
         return x
-
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mul(hidden @ self.embed.T, 0.2, out=out)
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
         """The tokens, one sequence by itself: its prompt, then token by token."""

@@ -10,13 +10,12 @@ from typing import Any
 
 from headway.core.contract.state import KEY_VALUE
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
+from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from page_copier_stub import Later
-from proposer_stub import told_of
-from run_engine import Written, drain
 from stateful_model import MODELS
+from tiny_engine import Written, drain, made_engine, told_of
 
 MOST = 24
 """Tokens of the longest completion."""
@@ -34,7 +33,6 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def answer(name: str, index: int) -> list[int]:
-    """What follows on a prompt."""
     return MODELS[name].greedy(prompts()[index], MOST)
 
 
@@ -66,7 +64,7 @@ def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000
     indices = every[-most_prompts:] if crowded else every[:most_prompts]  # the longer ones stand behind
     texts = [[*prompts()[index], *answer(name, index)] for index in indices]
     guesses = told_of(texts, wrong_every=random.randrange(2, 7)) if drafts else None
-    engine = make_engine(EngineParts(model=MODELS[name], source=registry, config=config, proposer=guesses, measured=False))
+    engine = made_engine(MODELS[name], registry, config, proposer=guesses, measured=False)
     if offloads:
         _delay(engine.executor.mover, random, broken=random.choice((0.0, 0.0, 0.2)))
     asked: dict[str, tuple[int, SamplingParams]] = {}

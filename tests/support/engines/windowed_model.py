@@ -9,12 +9,12 @@ from torch import Tensor
 
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
+from tiny_engine import TextModel
 
 
-class Windowed:
+class Windowed(TextModel):
     """Layers of several windows and numbers of heads; every token depends on all that its layers see."""
 
-    vocab_size = 50
     max_position_embeddings = 256
 
     def __init__(self, *layers: tuple[int | None, int]) -> None:
@@ -34,26 +34,6 @@ class Windowed:
             x = x + attention(layer, q, k, v).flatten(1)
             x = x / x.norm(dim=-1, keepdim=True) * 6
         return x
-
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mul(hidden @ self.embed.T, 0.2, out=out)
-
-    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The tokens, from the whole text at every step and without a cache."""
-
-        def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            spec = self.attention_specs[layer]
-            k, v = (each.repeat_interleave(spec.group_size, dim=1) for each in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
-            ages = torch.arange(len(q))[:, None] - torch.arange(len(q))
-            hidden = (ages < 0) | (ages >= (spec.sliding_window or len(q)))
-            return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-
-        text = list(prompt)
-        for _ in range(max_tokens):
-            hidden = self(torch.tensor(text), torch.arange(len(text)), dense)
-            text.append(int(self.compute_logits(hidden[-1:]).argmax()))
-        return text[len(prompt) :]
 
 
 MODELS = {

@@ -46,7 +46,6 @@ class Compilations:
 
     @property
     def kernels(self) -> set[object]:
-        """Names of those that were launched."""
         return {variant[0] for variant in self.variants}
 
     @property

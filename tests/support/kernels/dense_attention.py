@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu, softplus
 
 from headway.core.contract.model import StateLayer, latent_layers, state_layers
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
+from headway.core.sampling.ranked_vocabulary import join_logits
 
 
 class DenseAttention:
@@ -48,6 +50,15 @@ class DenseAttention:
             kept = self._kept.setdefault(("state", layer, seq), {})
             outs.append(run_tokens(self._states[layer], rows.double(), [part.double() for part in parts], kept).to(x.dtype))
         return torch.cat(outs)
+
+
+@torch.inference_mode()
+def logits_of_text(model: Any, ids: Tensor, ranks: Ranks = ONE_RANK) -> Tensor:
+    """Logits [tokens, vocab_size] of a model over one text, of its part on a rank and of the others'."""
+    attention = DenseAttention(model)
+    attention.begin([(0, len(ids))])
+    hidden = model(ids, torch.arange(len(ids)), attention)
+    return join_logits(model.compute_logits(hidden), model.vocab_size, ranks)
 
 
 def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:

@@ -110,7 +110,6 @@ class Layer:
         return dataclasses.replace(self.weights(self.dtype, device), **placed)  # type: ignore[arg-type]
 
     def norm_of(self, dtype: torch.dtype, device: str = "cpu") -> Norm:
-        """The norm before it."""
         return Norm(self.norm.to(device, dtype), 1e-5)
 
     def reference(self, x: Tensor, routing: Routing | None = None) -> Tensor:

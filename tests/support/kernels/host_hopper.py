@@ -6,17 +6,19 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from struct import Struct
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from backend_cases import spec
 from headway.backends.hopper import backend, decode, latent
 from headway.backends.hopper.decode import HopperDecoding
 from headway.backends.hopper.latent import HopperLatent
 from headway.backends.triton.decode import DecodePlan
 from headway.core.contract.layout import LayerCache
+from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Launch
 from host_kernels import MULTIPROCESSORS, SAID, compiled, places
@@ -34,19 +36,23 @@ def host_tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) ->
     return _MAP.pack(tensor.data_ptr(), *strides, *reversed(tensor.shape), *reversed(box), size, swizzle).ljust(MAP_BYTES, b"\0")
 
 
-class LatentKernel:
+class HostKernel:
     """A kernel of the host in place of one that the driver launches; order: in which threads run, see host.h."""
 
-    launches: list[tuple[int, int, int]]
-    """Grids so far."""
+    known: Sequence[Tensor] = ()
+    """What the kernel may read by instructions of its own."""
 
     def __init__(self, variant: Variant, order: int) -> None:
-        self._variant, self._order, self.launches = variant, order, []
+        self._variant, self._order = variant, order
+        self.launches: list[tuple[int, int, int]] = []
+        """Grids so far."""
 
     def allow_shared(self, shared_bytes: int) -> None:
         """As much as a block of threads may have."""
         assert shared_bytes <= 227 * 1024
 
+
+class LatentKernel(HostKernel):
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
         """Run all blocks of threads, cluster by cluster."""
         queries, keys, packed = arguments.values
@@ -64,18 +70,10 @@ class HostLatent(HopperLatent):
     tolerance = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # noqa: RUF012 -- as the base declares it
 
 
-def latent_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors: int = MULTIPROCESSORS) -> list[LatentKernel]:
+def latent_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors: int = MULTIPROCESSORS) -> list[HostKernel]:
     """Have `HostLatent` find a GPU of 9.0, and kernels that the host runs; returns those that are made from now on."""
-    made: list[LatentKernel] = []
-
-    def load(variant: Variant, *_: object) -> LatentKernel:
-        made.append(LatentKernel(variant, order))
-        return made[-1]
-
-    find_hopper(monkeypatch, multiprocessors)
-    monkeypatch.setattr(latent, "load", load)
     monkeypatch.setattr(latent, "tensor_map", host_tensor_map)
-    return made
+    return _by_the_host(monkeypatch, latent, LatentKernel, order, multiprocessors)
 
 
 def find_hopper(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
@@ -86,26 +84,13 @@ def find_hopper(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
     monkeypatch.setattr(backend, "capability", lambda device: (9, 0))
 
 
-class DecodeKernel:
-    """A kernel of the host in place of one that the driver launches; order: in which threads run, see host.h."""
-
-    known: Sequence[Tensor]
-    """What the kernel may read by instructions of its own."""
-
-    def __init__(self, variant: Variant, order: int) -> None:
-        self._variant, self._order, self.blocks, self.known = variant, order, 0, ()
-
-    def allow_shared(self, shared_bytes: int) -> None:
-        """As much as a block of threads may have."""
-        assert shared_bytes <= 227 * 1024
-
+class DecodeKernel(HostKernel):
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
         """Run all blocks of threads, one after the other."""
         (packed,) = arguments.values
         assert isinstance(packed, bytes)
-        blocks, _, _ = launch.grid
-        self.blocks = max(self.blocks, blocks)
-        sizes = blocks, launch.block[0], launch.shared_bytes, self._order
+        self.launches.append(launch.grid)
+        sizes = launch.grid[0], launch.block[0], launch.shared_bytes, self._order
         assert not compiled(self._variant).run(ctypes.c_char_p(packed), *sizes, *places(self.known)), SAID
 
 
@@ -114,7 +99,7 @@ class HostDecode(HopperDecoding):
 
     capabilities = replace(HopperDecoding.capabilities, devices=("cpu",))
     tolerance = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # noqa: RUF012 -- as the base declares it
-    made: Sequence[DecodeKernel] = ()
+    made: Sequence[HostKernel] = ()
 
     def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
         """The same, with all that the kernel may read told to the host."""
@@ -122,7 +107,6 @@ class HostDecode(HopperDecoding):
         super().decode(q, cache, plan, out, lse)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
-        """Likewise."""
         self._tell(cache, plan)
         super().write_and_decode(q, k, v, cache, plan, out)
 
@@ -131,15 +115,24 @@ class HostDecode(HopperDecoding):
             kernel.known = *cache.tensors.values(), plan.partial, plan.arrivals
 
 
-def decode_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors: int = MULTIPROCESSORS) -> list[DecodeKernel]:
-    """Have `HostDecode` find a GPU of 9.0, and kernels that the host runs; returns those that are made from now on."""
-    made: list[DecodeKernel] = []
-
-    def load(variant: Variant, *_: object) -> DecodeKernel:
-        made.append(DecodeKernel(variant, order))
-        return made[-1]
-
-    find_hopper(monkeypatch, multiprocessors)
-    monkeypatch.setattr(decode, "load", load)
+def decode_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors: int = MULTIPROCESSORS) -> list[HostKernel]:
+    """As `latent_by_the_host`, for `HostDecode`."""
+    made = _by_the_host(monkeypatch, decode, DecodeKernel, order, multiprocessors)
     monkeypatch.setattr(HostDecode, "made", made)
     return made
+
+
+def _by_the_host(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: type[HostKernel], order: int, multiprocessors: int
+) -> list[HostKernel]:
+    made: list[HostKernel] = []
+    find_hopper(monkeypatch, multiprocessors)
+    monkeypatch.setattr(module, "load", lambda variant, *_: made.append(kernel(variant, order)) or made[-1])
+    return made
+
+
+def heads_of(heads: str = "16/8/128", dtype: torch.dtype = torch.bfloat16, **changes: object) -> AttentionSpec:
+    """A layer by its numbers of heads and of kv heads and its head_dim."""
+    num_heads, num_kv_heads, head_dim = map(int, heads.split("/"))
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": head_dim}
+    return spec(**{**sizes, "dtype": dtype, **changes})

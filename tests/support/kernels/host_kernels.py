@@ -138,11 +138,9 @@ class HostProduct:
 
     @property
     def eps(self) -> ctypes.c_float:
-        """Of the norm."""
         return ctypes.c_float(0.0 if self.norm is None else self.norm.eps)
 
     def variant(self, of: type[CudaVariant], read: ArrangedWeight) -> CudaVariant:
-        """What the kernel is compiled for."""
         (rows, columns), out = self.x.shape, self.y.shape[1]
         cut = self.rule(read.described, rows, out, self.gated, MULTIPROCESSORS)
         shape = read.described, read.scales.dtype, read.wide, cut, max(most_rows_of(rows), 8 if cut.splits else 1), columns, out
@@ -153,14 +151,12 @@ class HostProduct:
         return of(self.x.dtype, *shape, before, self.gated, self.activation, self.add, self.bias is not None, heads, head_norm)
 
     def tensors(self, read: ArrangedWeight, x: Tensor) -> list[Tensor | None]:
-        """What the kernel is given. x: as it reads it."""
         turned = self.rotation
         rotation = [] if turned is None else [turned.cos, turned.sin, turned.q_norm, turned.k_norm, turned.arrivals]
         return [x, read.codes, read.scales, read.zeros, self.norm_weight, self.bias, self.y, *rotation]
 
     @property
     def norm_weight(self) -> Tensor | None:
-        """Of the norm."""
         return None if self.norm is None else self.norm.weight
 
 
@@ -293,7 +289,6 @@ class HostKernel:
         self._constants = dict(source.constants)
 
     def allow_shared(self, shared_bytes: int) -> None:
-        """See CompiledKernel."""
         self._allowed = max(self._allowed, shared_bytes)
 
     def __call__(self, launch: Launch, arguments: Arguments) -> None:

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from backend_cases import CASES, VERIFY, spec
+from backend_cases import case_of, spec
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.layout import CacheLayout, LayerCache, write_rows
+from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import Case, make_case, parse_case, reference_with_lse, relative_error, run_backend
+from headway.core.oracle.cases import Case, reference_with_lse, relative_error, run_backend
 from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.operations import Embedding, Norm, Operations
 
@@ -29,16 +29,6 @@ IN_KEY = {
     "576/512": spec(num_heads=3, num_kv_heads=1, head_dim=576, v_head_dim=512, value_in_key=True),
     "short value": spec(num_heads=2, num_kv_heads=2, head_dim=64, v_head_dim=16, value_in_key=True),
 }
-
-
-def case_of(
-    name: str, layer: AttentionSpec, layout: CacheLayout, block_size: int = 16, finite: bool = False, verify: int = 1
-) -> Case:
-    """A step of the shared cases, or of the grammar, over a cache that is poisoned where it holds nothing."""
-    verify = VERIFY.get(name, verify)
-    lens = parse_case(CASES.get(name, name), verify)
-    poison = 1e4 if finite else math.nan
-    return make_case(lens, layer, layout, block_size, write_rows, decode_query_len=verify, poison=poison)
 
 
 def errors_of(backend: type[AttentionBackend], case: Case) -> tuple[float, float]:

@@ -244,7 +244,6 @@ def attend(spec: AttentionSpec, layout: CacheLayout, block_size: int, every: boo
 
 
 def run_states(spec: StateSpec, layout: StateLayout = KEY_VALUE, steps: Sequence[Sequence[Lengths]] | None = None) -> None:
-    """Steps of a layer with a state."""
     backend = TritonStates(spec, layout)
     cache, bias = layout.allocate(spec, 100), spec.kind == "mamba1"
     heads, keys, conv = spec.num_heads, spec.key_dim, spec.conv_channels

@@ -63,6 +63,5 @@ FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 
 
 def moved(weight: QuantizedWeight, device: str | torch.device) -> QuantizedWeight:
-    """The weight on another device."""
     values = {field.name: getattr(weight, field.name) for field in fields(weight)}
     return replace(weight, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from backend_cases import CASES, VERIFY
+from backend_cases import case_of
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import NHD, CacheLayout
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import make_case, parse_case, reference, relative_error
+from headway.core.oracle.cases import reference, relative_error
 
 
 def of_a_kind(spec: AttentionSpec) -> list[AttentionSpec]:
@@ -26,18 +26,12 @@ def of_a_kind(spec: AttentionSpec) -> list[AttentionSpec]:
 
 
 def errors_over_shared_plans(
-    make: Callable[[AttentionSpec, CacheLayout, int], AttentionBackend],
-    spec: AttentionSpec,
-    name: str,
-    write: Callable[..., None],
-    layout: CacheLayout = NHD,
+    make: Callable[[AttentionSpec, CacheLayout, int], AttentionBackend], spec: AttentionSpec, name: str
 ) -> Sequence[float]:
     """The relative error of each of three layers, the first once more at the end. name: of CASES."""
-    block_size, verify = 16, VERIFY.get(name, 1)
-    lens = parse_case(CASES[name], verify)
     layers = of_a_kind(spec)
-    cases = [make_case(lens, each, layout, block_size, write, decode_query_len=verify) for each in layers]
-    backends = [make(each, layout, block_size) for each in layers]
+    cases = [case_of(name, each) for each in layers]
+    backends = [make(each, NHD, 16) for each in layers]
     assert all(each.capabilities.shares_plans for each in backends)
     views = cases[0].metadata.prefill, cases[0].metadata.decode
     plans = [None if view is None else backends[0].plan(view) for view in views]

@@ -13,19 +13,11 @@ from transformers import LlamaConfig
 
 from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
 from headway.models.checkpoints.gguf.blocks import FOLDER, PREFIX
+from plain_models import sizes
 
 SCALES_AT = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
 """Where the float16 of a type's blocks lie; of the others at 0."""
-CONFIG = LlamaConfig(
-    vocab_size=160,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    tie_word_embeddings=True,
-)
+CONFIG = LlamaConfig(**sizes(160, 256, 512, 3, max_position_embeddings=256, tie_word_embeddings=True))
 
 
 def blocks_of(name: str, rows: int, columns: int, seed: int, scale: float = 0.1) -> Tensor:

@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import (
-    BambaConfig,
-    FalconH1Config,
-    GraniteMoeHybridConfig,
-    JambaConfig,
-    KimiLinearConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    MiniMaxConfig,
-    NemotronHConfig,
-    OlmoHybridConfig,
-    PretrainedConfig,
-    Qwen3_5Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-)
+import transformers
 
 import plain_models
 
@@ -56,9 +40,11 @@ MULTIPLIERS = {
 MIXED = ["linear_attention", "full_attention"] * 2
 SINGLE = ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]
 ROUTED = {"num_experts": 6, "num_experts_per_tok": 2}
-ROWS: dict[str, PretrainedConfig] = {
-    "bamba": BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1]),
-    "bamba, biased": BambaConfig(
+_STATES = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 10, "chunk_size": 16}
+NEMOTRON = {**{key: value for key, value in SMALL.items() if key != "num_hidden_layers"}, **_STATES, "head_dim": 16}
+ROWS: dict[str, transformers.PretrainedConfig] = {
+    "bamba": transformers.BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1]),
+    "bamba, biased": transformers.BambaConfig(
         **SMALL,
         **MAMBA,
         attn_layer_indices=[0, 2],
@@ -67,12 +53,12 @@ ROWS: dict[str, PretrainedConfig] = {
         attention_bias=True,
         mlp_bias=True,
     ),
-    "bamba, no attention": BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[]),
-    "falcon_h1": FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=96, **MULTIPLIERS),
-    "falcon_h1, normed": FalconH1Config(
+    "bamba, no attention": transformers.BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[]),
+    "falcon_h1": transformers.FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=96, **MULTIPLIERS),
+    "falcon_h1, normed": transformers.FalconH1Config(
         **SMALL, **MAMBA, mamba_d_ssm=96, mamba_rms_norm=True, mamba_norm_before_gate=False, projectors_bias=True
     ),
-    "granitemoehybrid": GraniteMoeHybridConfig(
+    "granitemoehybrid": transformers.GraniteMoeHybridConfig(
         **SMALL,
         **MAMBA,
         layer_types=MIXED,
@@ -83,13 +69,13 @@ ROWS: dict[str, PretrainedConfig] = {
         residual_multiplier=0.6,
         logits_scaling=2.5,
     ),
-    "granitemoehybrid, dense, rope": GraniteMoeHybridConfig(
+    "granitemoehybrid, dense, rope": transformers.GraniteMoeHybridConfig(
         **SMALL, **MAMBA, layer_types=MIXED, num_local_experts=0, shared_intermediate_size=56, position_embedding_type="rope"
     ),
-    "jamba": JambaConfig(
+    "jamba": transformers.JambaConfig(
         **SMALL, **ROUTED, mamba_d_state=6, mamba_dt_rank=5, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=3
     ),
-    "kimi_linear": KimiLinearConfig(
+    "kimi_linear": transformers.KimiLinearConfig(
         **{**SMALL, "num_key_value_heads": 4},
         layer_types=MIXED,
         linear_num_heads=4,
@@ -102,15 +88,15 @@ ROWS: dict[str, PretrainedConfig] = {
         num_experts_per_tok=2,
         moe_intermediate_size=40,
     ),
-    "lfm2": Lfm2Config(**SMALL, layer_types=["conv", "full_attention"] * 2, block_multiple_of=16),
-    "lfm2, biased": Lfm2Config(
+    "lfm2": transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"] * 2, block_multiple_of=16),
+    "lfm2, biased": transformers.Lfm2Config(
         **SMALL, layer_types=["conv", "full_attention"] * 2, conv_bias=True, block_auto_adjust_ff_dim=False
     ),
-    "lfm2, no attention": Lfm2Config(**SMALL, layer_types=["conv"] * 4, block_multiple_of=16),
-    "lfm2_moe": Lfm2MoeConfig(
+    "lfm2, no attention": transformers.Lfm2Config(**SMALL, layer_types=["conv"] * 4, block_multiple_of=16),
+    "lfm2_moe": transformers.Lfm2MoeConfig(
         **SMALL, **ROUTED, layer_types=["conv", "full_attention"] * 2, moe_intermediate_size=40, num_dense_layers=1
     ),
-    "minimax": MiniMaxConfig(
+    "minimax": transformers.MiniMaxConfig(
         **SMALL,
         head_dim=16,
         layer_types=MIXED,
@@ -123,24 +109,9 @@ ROWS: dict[str, PretrainedConfig] = {
         mlp_alpha_factor=1.2,
         mlp_beta_factor=0.9,
     ),
-    "nemotron_h": NemotronHConfig(
-        **{key: value for key, value in SMALL.items() if key != "num_hidden_layers"},
-        head_dim=16,
-        mamba_num_heads=8,
-        mamba_head_dim=12,
-        n_groups=2,
-        ssm_state_size=10,
-        chunk_size=16,
-        layers_block_type=SINGLE,
-    ),
-    "nemotron_h, experts": NemotronHConfig(
-        **{key: value for key, value in SMALL.items() if key != "num_hidden_layers"},
-        head_dim=16,
-        mamba_num_heads=8,
-        mamba_head_dim=12,
-        n_groups=2,
-        ssm_state_size=10,
-        chunk_size=16,
+    "nemotron_h": transformers.NemotronHConfig(**NEMOTRON, layers_block_type=SINGLE),
+    "nemotron_h, experts": transformers.NemotronHConfig(
+        **NEMOTRON,
         layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "moe"],
         n_routed_experts=8,
         num_experts_per_tok=3,
@@ -150,17 +121,21 @@ ROWS: dict[str, PretrainedConfig] = {
         moe_shared_expert_intermediate_size=56,
         routed_scaling_factor=1.5,
     ),
-    "olmo_hybrid": OlmoHybridConfig(**SMALL, **EQUAL_DELTA, layer_types=MIXED),
-    "qwen3_5": Qwen3_5TextConfig(**SMALL, **DELTA, head_dim=16, full_attention_interval=2),
-    "qwen3_5_moe": Qwen3_5MoeTextConfig(
+    "olmo_hybrid": transformers.OlmoHybridConfig(**SMALL, **EQUAL_DELTA, layer_types=MIXED),
+    "qwen3_5": transformers.Qwen3_5TextConfig(**SMALL, **DELTA, head_dim=16, full_attention_interval=2),
+    "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(
         **{key: value for key, value in SMALL.items() if key != "intermediate_size"},
         **DELTA,
         **SHARED,
         head_dim=16,
         full_attention_interval=2,
     ),
-    "qwen3_next": Qwen3NextConfig(**SMALL, **DELTA, **SHARED, head_dim=16, full_attention_interval=2, mlp_only_layers=[1]),
-    "qwen3_next, no attention": Qwen3NextConfig(**SMALL, **DELTA, **SHARED, head_dim=16, layer_types=["linear_attention"] * 4),
+    "qwen3_next": transformers.Qwen3NextConfig(
+        **SMALL, **DELTA, **SHARED, head_dim=16, full_attention_interval=2, mlp_only_layers=[1]
+    ),
+    "qwen3_next, no attention": transformers.Qwen3NextConfig(
+        **SMALL, **DELTA, **SHARED, head_dim=16, layer_types=["linear_attention"] * 4
+    ),
 }
 _SPLIT_ROPE = {
     "rope_type": "default",
@@ -169,7 +144,7 @@ _SPLIT_ROPE = {
     "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
 }
-READS_IMAGES = Qwen3_5Config(
+READS_IMAGES = transformers.Qwen3_5Config(
     text_config={**SMALL, **DELTA, "head_dim": 16, "full_attention_interval": 2, "rope_parameters": _SPLIT_ROPE},
     vision_config={
         "depth": 1,

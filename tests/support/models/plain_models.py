@@ -4,44 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    OPTConfig,
-    Phi3Config,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
+import transformers
 
 VOCAB = 97
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # large, so that attention is far from uniform and a wrong key shows
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+
+
+def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int = 4, kv_heads: int = 2, **more: Any) -> dict[str, Any]:
+    """Fields of a configuration by the names that transformers gives them."""
+    named = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {**named, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
+
+
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+# Large weights, so that attention is far from uniform and a wrong key shows.
+SMALL = sizes(VOCAB, 48, 80, 3, max_position_embeddings=128, initializer_range=0.2, **IDS)
 GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20}
 EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 LATENT = {
@@ -64,42 +40,52 @@ OF_TYPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 SHARPENED = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
-ROWS: dict[str, PretrainedConfig] = {
-    "deepseek_v2": DeepseekV2Config(
+ROWS: dict[str, transformers.PretrainedConfig] = {
+    "deepseek_v2": transformers.DeepseekV2Config(
         **LATENT, q_lora_rank=24, n_routed_experts=12, topk_method="group_limited_greedy", n_group=4, topk_group=2
     ),
-    "deepseek_v2, as Lite": DeepseekV2Config(**LATENT, q_lora_rank=None, n_routed_experts=10, rope_parameters=SHARPENED),
-    "deepseek_v3": DeepseekV3Config(**LATENT, q_lora_rank=24, n_routed_experts=12, n_group=4, topk_group=2, attention_bias=True),
-    "deepseek_v3, as Moonlight": DeepseekV3Config(**LATENT, q_lora_rank=None, n_routed_experts=10, n_group=1, topk_group=1),
-    "deepseek_v3, halves turn": DeepseekV3Config(
+    "deepseek_v2, as Lite": transformers.DeepseekV2Config(
+        **LATENT, q_lora_rank=None, n_routed_experts=10, rope_parameters=SHARPENED
+    ),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **LATENT, q_lora_rank=24, n_routed_experts=12, n_group=4, topk_group=2, attention_bias=True
+    ),
+    "deepseek_v3, as Moonlight": transformers.DeepseekV3Config(
+        **LATENT, q_lora_rank=None, n_routed_experts=10, n_group=1, topk_group=1
+    ),
+    "deepseek_v3, halves turn": transformers.DeepseekV3Config(
         **{**LATENT, "first_k_dense_replace": 3}, q_lora_rank=None, rope_interleave=False, rope_parameters=SHARPENED
     ),
-    "gemma": GemmaConfig(**SMALL, head_dim=16),
-    "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
-    "gemma3": Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
-    "gemma3, as the larger ones": Gemma3TextConfig(**GEMMA, sliding_window_pattern=3, rope_parameters=OF_TYPES),
-    "gpt2": GPT2Config(**{**SMALL, "n_inner": 100}),
-    "gpt_oss": GptOssConfig(**SMALL, head_dim=16, num_local_experts=6, num_experts_per_tok=3, sliding_window=7),
-    "granite": GraniteConfig(
+    "gemma": transformers.GemmaConfig(**SMALL, head_dim=16),
+    "gemma2": transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "gemma3": transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
+    "gemma3, as the larger ones": transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=3, rope_parameters=OF_TYPES),
+    "gpt2": transformers.GPT2Config(**{**SMALL, "n_inner": 100}),
+    "gpt_oss": transformers.GptOssConfig(**SMALL, head_dim=16, num_local_experts=6, num_experts_per_tok=3, sliding_window=7),
+    "granite": transformers.GraniteConfig(
         **SMALL, attention_multiplier=0.4, embedding_multiplier=3.0, residual_multiplier=0.6, logits_scaling=2.5, mlp_bias=True
     ),
-    "llama": LlamaConfig(**SMALL, head_dim=16),
-    "llama, tied, biased, linear rope": LlamaConfig(
+    "llama": transformers.LlamaConfig(**SMALL, head_dim=16),
+    "llama, tied, biased, linear rope": transformers.LlamaConfig(
         **SMALL, head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_parameters=LINEAR
     ),
-    "llama, yarn": LlamaConfig(**SMALL, rope_parameters=YARN),
-    "llama, llama3 rope": LlamaConfig(**SMALL, head_dim=12, rope_parameters=LLAMA3),
-    "llama, gelu": LlamaConfig(**SMALL, hidden_act="gelu"),
-    "mistral": MistralConfig(**SMALL, head_dim=16, sliding_window=7),
-    "mixtral": MixtralConfig(**SMALL, head_dim=16, num_local_experts=6, num_experts_per_tok=2, sliding_window=7),
-    "olmo2": Olmo2Config(**SMALL, attention_bias=True),
-    "opt": OPTConfig(**{**SMALL, "ffn_dim": 100, "word_embed_proj_dim": 48, "init_std": 0.2, "activation_function": "gelu"}),
-    "phi3": Phi3Config(**SMALL, sliding_window=7),
-    "phi3, rotated in part": Phi3Config(**SMALL, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
-    "qwen2": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1),
-    "qwen2_moe": Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=56, decoder_sparse_step=2),
-    "qwen3": Qwen3Config(**SMALL, head_dim=16),
-    "qwen3_moe": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
-    "smollm3": SmolLM3Config(**SMALL, no_rope_layer_interval=2),
-    "starcoder2": Starcoder2Config(**SMALL, sliding_window=7),
+    "llama, yarn": transformers.LlamaConfig(**SMALL, rope_parameters=YARN),
+    "llama, llama3 rope": transformers.LlamaConfig(**SMALL, head_dim=12, rope_parameters=LLAMA3),
+    "llama, gelu": transformers.LlamaConfig(**SMALL, hidden_act="gelu"),
+    "mistral": transformers.MistralConfig(**SMALL, head_dim=16, sliding_window=7),
+    "mixtral": transformers.MixtralConfig(**SMALL, head_dim=16, num_local_experts=6, num_experts_per_tok=2, sliding_window=7),
+    "olmo2": transformers.Olmo2Config(**SMALL, attention_bias=True),
+    "opt": transformers.OPTConfig(
+        **{**SMALL, "ffn_dim": 100, "word_embed_proj_dim": 48, "init_std": 0.2, "activation_function": "gelu"}
+    ),
+    "phi3": transformers.Phi3Config(**SMALL, sliding_window=7),
+    "phi3, rotated in part": transformers.Phi3Config(
+        **SMALL, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "qwen2": transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen2_moe": transformers.Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=56, decoder_sparse_step=2),
+    "qwen3": transformers.Qwen3Config(**SMALL, head_dim=16),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
+    "smollm3": transformers.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
+    "starcoder2": transformers.Starcoder2Config(**SMALL, sliding_window=7),
 }

@@ -14,32 +14,23 @@ from torch import Tensor
 from transformers import GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from engine_logits import save_random
+from plain_models import sizes
 
 VOCAB = 61
 QWEN3 = Qwen3Config(
-    vocab_size=VOCAB,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=64,
-    initializer_range=0.1,
-    tie_word_embeddings=True,
+    **sizes(VOCAB, 128, 256, 2, head_dim=32, max_position_embeddings=64, initializer_range=0.1, tie_word_embeddings=True)
 )
 SIZES = {key: value for key, value in QWEN3.to_dict().items() if key not in ("architectures", "model_type")}
 QWEN3_MOE = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1)
-GPT_OSS = GptOssConfig(
-    **{key: getattr(QWEN3, key) for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")},
-    hidden_size=64,
-    intermediate_size=128,
-    head_dim=16,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    max_position_embeddings=64,
-    initializer_range=0.2,
-)
+
+
+def gpt_oss(inner: int) -> GptOssConfig:
+    """A tiny gpt-oss whose experts have so many hidden elements."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return GptOssConfig(**sizes(VOCAB, 64, inner, 2, head_dim=16, max_position_embeddings=64, initializer_range=0.2, **experts))
+
+
+GPT_OSS = gpt_oss(128)
 Packed = tuple[dict[str, Tensor], Tensor]
 """The tensors of a module, by what their names add, and its weight, float32 [N, K]."""
 F8 = torch.float8_e4m3fn
@@ -288,7 +279,6 @@ def write_config(folder: Path, stated: Mapping[str, Any] | None = None, **change
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Change the tensors of a checkpoint."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -15,7 +15,7 @@ from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.select.layer_specs import LayerSpecs
 from headway.models.loader import load_model
 from headway.registry import create_registry
-from ranked_model import MODULE
+from ranked_model import MODULE, joined_engine
 
 CONFIG = EngineConfig(block_size=8, kv_cache_memory=2**21, max_model_len=64, max_num_batched_tokens=48, max_num_seqs=8)
 
@@ -26,14 +26,7 @@ def decoder_engine(folder: Path, size: int) -> EngineLoop:
     if size == 1:
         return make_engine(EngineParts(model=_decoder(folder, ONE_RANK), **options))
     processes = RankProcesses(size, MODULE, ["cpu"] * size, num_threads=1)
-    try:
-        ranks = processes.join(partial(make_rank, folder=folder))
-        return make_engine(EngineParts(model=_decoder(folder, ranks), ranks=ranks, processes=processes, **options))
-    except Exception as error:
-        try:
-            processes.fail(error)
-        finally:
-            processes.end()
+    return joined_engine(processes, partial(make_rank, folder=folder), partial(_decoder, folder), **options)
 
 
 def make_rank(start: RankStart, folder: Path) -> LocalExecutor:

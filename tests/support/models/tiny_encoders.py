@@ -1,4 +1,4 @@
-"""Tiny models of transformers that embed or score, saved with a tokenizer, and what transformers computes with them."""
+"""Tiny models of transformers that embed, score or reward, saved with a tokenizer, and what transformers computes with them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    Gemma3TextConfig,
-    Gemma3TextModel,
-    ModernBertConfig,
-    ModernBertForSequenceClassification,
-    ModernBertModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-    RobertaConfig,
-    RobertaModel,
-    XLMRobertaConfig,
-    XLMRobertaForSequenceClassification,
-    XLMRobertaModel,
-)
 
 LONGEST = 64
 _SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -42,33 +23,50 @@ _PLACES = {"max_position_embeddings": LONGEST}
 _WINDOW = {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2, "norm_bias": True, "attention_bias": True}
 _AFTER_PADDING = {"max_position_embeddings": LONGEST + 1, "type_vocab_size": 1}
 EMBEDDERS: dict[str, tuple[Any, Any, str]] = {
-    "bert": (BertModel, BertConfig(**_SIZES, **_IDS, **_PLACES), "cls"),
-    "roberta": (RobertaModel, RobertaConfig(**_SIZES, **_IDS, **_AFTER_PADDING), "cls"),
-    "xlm-roberta": (XLMRobertaModel, XLMRobertaConfig(**_SIZES, **_IDS, **_AFTER_PADDING), "cls"),
-    "modernbert": (ModernBertModel, ModernBertConfig(**_SIZES, **_IDS, **_PLACES, local_attention=16), "cls"),
-    "modernbert, biases": (ModernBertModel, ModernBertConfig(**_SIZES, **_IDS, **_PLACES, **_WINDOW, mlp_bias=True), "cls"),
+    "bert": (transformers.BertModel, transformers.BertConfig(**_SIZES, **_IDS, **_PLACES), "cls"),
+    "roberta": (transformers.RobertaModel, transformers.RobertaConfig(**_SIZES, **_IDS, **_AFTER_PADDING), "cls"),
+    "xlm-roberta": (transformers.XLMRobertaModel, transformers.XLMRobertaConfig(**_SIZES, **_IDS, **_AFTER_PADDING), "cls"),
+    "modernbert": (
+        transformers.ModernBertModel,
+        transformers.ModernBertConfig(**_SIZES, **_IDS, **_PLACES, local_attention=16),
+        "cls",
+    ),
+    "modernbert, biases": (
+        transformers.ModernBertModel,
+        transformers.ModernBertConfig(**_SIZES, **_IDS, **_PLACES, **_WINDOW, mlp_bias=True),
+        "cls",
+    ),
     "embeddinggemma": (
-        Gemma3TextModel,
-        Gemma3TextConfig(
+        transformers.Gemma3TextModel,
+        transformers.Gemma3TextConfig(
             **_SIZES, **_IDS, **_PLACES, **_HEADS, sliding_window=16, query_pre_attn_scalar=16, use_bidirectional_attention=True
         ),
         "mean",
     ),
-    "qwen3-embedding": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, **_IDS, **_PLACES, **_HEADS), "last"),
+    "qwen3-embedding": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**_SIZES, **_IDS, **_PLACES, **_HEADS), "last"),
 }
 """Class, configuration, and how a text is pooled where no file says so."""
 _ONE = {"num_labels": 1}
 SCORERS: dict[str, tuple[Any, Any]] = {
-    "bert": (BertForSequenceClassification, BertConfig(**_SIZES, **_IDS, **_PLACES, **_ONE)),
-    "xlm-roberta": (XLMRobertaForSequenceClassification, XLMRobertaConfig(**_SIZES, **_IDS, **_AFTER_PADDING, **_ONE)),
-    "modernbert": (ModernBertForSequenceClassification, ModernBertConfig(**_SIZES, **_IDS, **_PLACES, **_WINDOW, **_ONE)),
+    "bert": (transformers.BertForSequenceClassification, transformers.BertConfig(**_SIZES, **_IDS, **_PLACES, **_ONE)),
+    "xlm-roberta": (
+        transformers.XLMRobertaForSequenceClassification,
+        transformers.XLMRobertaConfig(**_SIZES, **_IDS, **_AFTER_PADDING, **_ONE),
+    ),
+    "modernbert": (
+        transformers.ModernBertForSequenceClassification,
+        transformers.ModernBertConfig(**_SIZES, **_IDS, **_PLACES, **_WINDOW, **_ONE),
+    ),
     "modernbert, mean": (
-        ModernBertForSequenceClassification,
-        ModernBertConfig(
+        transformers.ModernBertForSequenceClassification,
+        transformers.ModernBertConfig(
             **_SIZES, **_IDS, **_PLACES, **_ONE, local_attention=16, classifier_pooling="mean", classifier_bias=True
         ),
     ),
-    "qwen3": (Qwen3ForSequenceClassification, Qwen3Config(**_SIZES, **_IDS, **_PLACES, **_HEADS, **_ONE)),
+    "qwen3": (
+        transformers.Qwen3ForSequenceClassification,
+        transformers.Qwen3Config(**_SIZES, **_IDS, **_PLACES, **_HEADS, **_ONE),
+    ),
 }
 TEXTS = (
     "a",
@@ -106,25 +104,28 @@ def save_tokenizer(folder: Path, decoder: bool) -> None:
     single, pair = ("$A <sep>", "$A $B <sep>") if decoder else ("<cls> $A <sep>", "<cls> $A <sep> $B:1 <sep>:1")
     tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ends)
     names = ["input_ids", "token_type_ids", "attention_mask"]
-    PreTrainedTokenizerFast(
+    transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", model_input_names=names[:1] + names[2:] if decoder else names
     ).save_pretrained(folder)
 
 
 def embedder(name: str, folder: Path) -> Any:
-    """Save one of EMBEDDERS."""
     kind, config, _ = EMBEDDERS[name]
     return save(kind, config, folder, decoder=name == "qwen3-embedding")
 
 
 def scorer(name: str, folder: Path) -> Any:
-    """Save one of SCORERS."""
     return save(*SCORERS[name], folder, decoder=name == "qwen3")
+
+
+def classifier(folder: Path, num_labels: int) -> Any:
+    kind, config = SCORERS["bert"]
+    return save(kind, config.__class__(**{**config.to_dict(), "num_labels": num_labels}), folder)
 
 
 def states(model: Any, ids: Sequence[int]) -> Tensor:
     """transformers' last hidden states of one text [tokens, hidden_size]."""
-    body = getattr(model, "model", model) if isinstance(model, Qwen3ForCausalLM) else model
+    body = getattr(model, "model", model) if isinstance(model, transformers.Qwen3ForCausalLM) else model
     with torch.no_grad():
         return body(torch.tensor([ids])).last_hidden_state[0]
 
@@ -137,8 +138,8 @@ def vector(model: Any, ids: Sequence[int], pooling: str) -> Tensor:
 
 def score(model: Any, folder: Path, query: str, document: str) -> float:
     """The sigmoid of a classifier's logit."""
-    inputs = AutoTokenizer.from_pretrained(folder)(query, document, return_tensors="pt")
-    if not isinstance(model, BertForSequenceClassification):
+    inputs = transformers.AutoTokenizer.from_pretrained(folder)(query, document, return_tensors="pt")
+    if not isinstance(model, transformers.BertForSequenceClassification):
         inputs.pop("token_type_ids", None)
     with torch.no_grad():
         return float(model(**inputs).logits[0, 0].sigmoid())
@@ -164,3 +165,71 @@ def write_modules(folder: Path, pooling: dict[str, Any], dense: Sequence[tuple[i
         (folder / path / "config.json").write_text(json.dumps(config))
         made.append((weight, bias))
     return made
+
+
+STEP = "<extra_0>"
+_SHORT = {**_SIZES, "num_hidden_layers": 2}
+_ROPE = {"num_key_value_heads": 2}
+
+
+class Qwen2ForRewardModel(transformers.Qwen2PreTrainedModel):
+    """The architecture of Qwen2.5-Math-RM, whose code comes with its checkpoint: two products behind each state."""
+
+    labels = 1
+
+    def __init__(self, config: transformers.Qwen2Config) -> None:
+        super().__init__(config)
+        self.model = transformers.Qwen2Model(config)
+        size = config.hidden_size
+        self.score = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.labels))
+        self.post_init()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return type("Output", (), {"logits": self.score(self.model(input_ids).last_hidden_state)})
+
+
+class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):
+    """That of Qwen2.5-Math-PRM: logits of a bad and of a good step."""
+
+    labels = 2
+
+
+QWEN2 = transformers.Qwen2Config(**_SHORT, **_IDS, **_PLACES, **_ROPE)
+REWARDING: dict[str, tuple[Any, Any]] = {
+    "bert": (transformers.BertForTokenClassification, transformers.BertConfig(**_SHORT, **_IDS, **_PLACES, num_labels=5)),
+    "bert, one label": (
+        transformers.BertForTokenClassification,
+        transformers.BertConfig(**_SHORT, **_IDS, **_PLACES, num_labels=1),
+    ),
+    "xlm-roberta": (
+        transformers.XLMRobertaForTokenClassification,
+        transformers.XLMRobertaConfig(**_SHORT, **_IDS, max_position_embeddings=LONGEST + 1, type_vocab_size=1, num_labels=3),
+    ),
+    "modernbert": (
+        transformers.ModernBertForTokenClassification,
+        transformers.ModernBertConfig(**_SHORT, **_IDS, **_PLACES, local_attention=16, norm_bias=True, num_labels=4),
+    ),
+    "qwen3": (
+        transformers.Qwen3ForTokenClassification,
+        transformers.Qwen3Config(**_SHORT, **_IDS, **_PLACES, **_ROPE, head_dim=16, num_labels=3),
+    ),
+    "reward": (Qwen2ForRewardModel, QWEN2),
+    "process reward": (Qwen2ForProcessRewardModel, QWEN2),
+}
+
+
+def rewarding(name: str, folder: Path) -> Any:
+    kind, config = REWARDING[name]
+    model = save(kind, config, folder, decoder=config.model_type.startswith("qwen"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [STEP]})
+    assert len(tokenizer) <= config.vocab_size
+    tokenizer.chat_template = "{% for each in messages %}{{ each.role }} {{ each.content }}<extra_0>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def logits(model: Any, ids: Sequence[int]) -> Tensor:
+    """transformers' logits of each token [tokens, labels]."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0]

@@ -52,7 +52,6 @@ def status_of(answer: bytes) -> tuple[str, bool]:
 
 
 def main() -> None:
-    """See above."""
     port, count, idle = map(int, sys.argv[1:])
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

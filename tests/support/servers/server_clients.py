@@ -1,4 +1,4 @@
-"""Clients of a server, many at once, some of whom go away."""
+"""Clients of a server, many at once, some of whom go away; reading asynchronous streams."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import asyncio
 import json
 import random
 import shlex
+from collections.abc import AsyncGenerator
 from itertools import pairwise
 from typing import Any
 
 import httpx
+import pytest
+
+from headway import RequestOutput
+from headway.core.contract.chat_parsers import ChatPiece
+from headway.outputs import CompletionOutput
+from headway.server.openai.chat import ChatAnswer
 
 PLANS = ("read", "read", "whole", "whole", "close", "cancel")
 
@@ -80,3 +87,37 @@ def posted(call: str) -> Any:
     headers = dict(value.split(": ", 1) for flag, value in pairwise(options) if flag == "-H")
     (body,) = [value for flag, value in pairwise(options) if flag == "-d"]
     return httpx.post(url, content=body, headers=headers, timeout=60).raise_for_status().json()
+
+
+def chat(http: httpx.Client, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The greedy answer of eight tokens to a conversation."""
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
+    return dict(http.post("/v1/chat/completions", json=body).json())
+
+
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The data of the events of a stream, each of which is named by its type."""
+    found = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def always_read(monkeypatch: pytest.MonkeyPatch, pieces: list[ChatPiece]) -> None:
+    """Stand for a parser that finds these pieces, and calls, in every answer."""
+
+    def read(answer: ChatAnswer, index: int, new: CompletionOutput) -> tuple[list[ChatPiece], str | None]:
+        return (pieces, "tool_calls") if new.finish_reason else ([], None)
+
+    monkeypatch.setattr(ChatAnswer, "read", read)
+
+
+async def read(stream: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+def plain(output: RequestOutput) -> list[tuple[int, str, list[int], str | None]]:
+    """Completions without their log-probabilities, whose last bits depend on the batch."""
+    return [(each.index, each.text, each.token_ids, each.finish_reason) for each in output.outputs]

@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
+from typing import Any
 
 from headway import LLM, AsyncLLM
+from headway.pooling.assembly import AsyncPooling
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
 from headway.server.service import Service
@@ -28,7 +30,6 @@ class Running:
         return app.state.service  # type: ignore[union-attr]
 
     def connect(self) -> socket.socket:
-        """A bare connection."""
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=10)
 
     def wait_idle(self, seconds: float = 10.0) -> None:
@@ -43,23 +44,40 @@ class Running:
 
 
 @contextmanager
-def running(llm: LLM, options: ServerOptions | None = None) -> Iterator[Running]:
-    """Serve an LLM; it is left as it was found."""
-    served = AsyncLLM.from_llm(llm)
-    server = Server(served, options or ServerOptions(served_model_names=("tiny",)), port=0)
+def listening(server: Server) -> Iterator[str]:
+    """Run a server in a thread; yields its URL."""
     thread = Thread(target=server.run, name="server")
     thread.start()
     try:
         while not server.started:
             assert thread.is_alive(), "the server has not started"
             time.sleep(0.002)
-        found = Running(server, served)
-        yield found
-        found.wait_idle()
+        yield f"http://127.0.0.1:{server.port}"
     finally:
         server.should_exit = True
         thread.join(20)
+
+
+@contextmanager
+def running(llm: LLM, options: ServerOptions | None = None) -> Iterator[Running]:
+    """Serve an LLM; it is left as it was found."""
+    served = AsyncLLM.from_llm(llm)
+    server = Server(served, options or ServerOptions(served_model_names=("tiny",)), port=0)
+    try:
+        with listening(server):
+            found = Running(server, served)
+            yield found
+            found.wait_idle()
+    finally:
         served.shutdown()
+
+
+@contextmanager
+def pooled(llm: LLM, *names: str, **options: Any) -> Iterator[tuple[str, AsyncPooling]]:
+    """Serve a model that is pooled under these names; yields the URL."""
+    pooling = AsyncPooling(llm.pooling)
+    with listening(Server(pooling, ServerOptions(served_model_names=names, **options), port=0)) as url:
+        yield url, pooling
 
 
 def raw(method: str, path: str, body: bytes = b"", **headers: object) -> bytes:

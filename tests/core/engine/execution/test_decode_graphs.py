@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from examples import examples
-from graph_backend import Again, Walk, WalkPlugin
+from graph_backend import Again, Walk
 from graph_stub import PiecesTape, Tape
 from headway.core.contract.backend import Backends
 from headway.core.contract.errors import BackendError
@@ -54,10 +54,7 @@ from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, gre
 from headway.core.select.layer_specs import LayerSpecs
 from headway.registry import create_registry
 from headway.testing.broken.attention import PlainBackend
-from made_engine import made_engine
-from registries import registering
-from run_engine import generate
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, generate, made_engine, registering, tokens_of
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
@@ -96,8 +93,7 @@ def test_a_replay_is_fed_what_the_metadata_says(prompts: list[list[int]], spare:
     """Through admission, growth, preemption and readmission in another row."""
     scheduler = Scheduler(BlockManager(MAX_MODEL_LEN // BLOCK_SIZE + spare, BLOCK_SIZE, False), 64, ROWS)
     for number, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0, max_tokens=15)
-        scheduler.add(Sequence(str(number), 0, prompt, params, frozenset(), MAX_MODEL_LEN))
+        scheduler.add(Sequence(str(number), 0, prompt, SamplingParams(temperature=0, max_tokens=15), frozenset(), MAX_MODEL_LEN))
     inputs = DecodeInputs(graph_step(), [decode_shapes(graph_step(), ROWS)])
     tables, in_flight = HostBlockTables(ROWS, MAX_MODEL_LEN // BLOCK_SIZE, scheduler.blocks.groups), []
     while scheduler.has_unfinished:
@@ -176,8 +172,7 @@ def test_reason_for_a_step_without_graph_is_named(caplog: pytest.LogCaptureFixtu
 
 def engine(**options: object) -> EngineLoop:
     config = EngineConfig(attn_backend="walk", block_size=8, max_num_batched_tokens=24, max_model_len=64, max_num_seqs=6)
-    registry = create_registry([WalkPlugin()], load_entry_points=False)
-    return made_engine(TinyModel(), registry, replace(config, kv_cache_memory=9 * 8 * 512, **options))
+    return made_engine(TinyModel(), registering(walk=Walk), replace(config, kv_cache_memory=9 * 8 * 512, **options))
 
 
 @pytest.mark.sampled(4, 1)
@@ -298,11 +293,11 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     ]
     prompts = [[3, 1], [4, 1, 5], [9, 2, 6], [5]]
     made = engine()
-    registry = create_registry([WalkPlugin()], load_entry_points=False)
+    registry = registering(walk=Walk)
     fast = made_engine(TinyModel(), registry, made.config, sampling=SamplingOps(choose=choose))
     fast.executor.capture(Again())
-    expected = [each.token_ids for each in generate(made, prompts, wishes)]
-    assert [each.token_ids for each in generate(fast, prompts, wishes)] == expected
+    expected = tokens_of(generate(made, prompts, wishes))
+    assert tokens_of(generate(fast, prompts, wishes)) == expected
     assert changed == [1] * 7, "while the row with top_k runs; the two steps after it draw inside"
     assert fast.stats.steps_after_model == {"top_k or top_p": 7}
     assert not fast.stats.steps_waiting
@@ -310,7 +305,7 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     changed.clear()
     inside = made_engine(TinyModel(), registry, made.config, sampling=SamplingOps(choose=choose, filter=torch_filter))
     inside.executor.capture(Again())
-    assert [each.token_ids for each in generate(inside, prompts, wishes)] == expected
+    assert tokens_of(generate(inside, prompts, wishes)) == expected
     assert not changed
     assert not inside.stats.steps_after_model
 
@@ -343,8 +338,7 @@ class Counting(Tape):
 
 def uniform_engine(**options: object) -> EngineLoop:
     config = EngineConfig(attn_backend="plain", block_size=8, max_num_batched_tokens=40, max_model_len=48, max_num_seqs=4)
-    registry = registering(plain=Uniform)
-    return made_engine(TinyModel(), registry, replace(config, kv_cache_memory=30 * 8 * 512, **options))
+    return made_engine(TinyModel(), registering(plain=Uniform), replace(config, kv_cache_memory=30 * 8 * 512, **options))
 
 
 @pytest.mark.parametrize("wish", [{"temperature": 0}, {"seed": 3}], ids=str)
@@ -413,8 +407,8 @@ def test_steps_of_prompts_extends_and_decodes_are_the_same_in_pieces_and_larger_
     plain, fast = piecewise_engine(max_num_batched_tokens=24), piecewise_engine(max_num_batched_tokens=24)
     tape = PiecesTape()
     fast.executor.capture(tape)
-    expected = [each.token_ids for each in generate(plain, prompts, params)]
-    assert [each.token_ids for each in generate(fast, prompts, params)] == expected
+    expected = tokens_of(generate(plain, prompts, params))
+    assert tokens_of(generate(fast, prompts, params)) == expected
     stats = fast.stats
     assert stats.num_graph_steps == 0, "sdpa.math needs exact lengths, so no decode is captured"
     assert stats.steps_in_pieces.total() == stats.num_steps

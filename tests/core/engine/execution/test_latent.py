@@ -29,9 +29,7 @@ from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.operations import PlainLatentLayer
 from headway.registry import Registry, create_registry
 from headway.testing.broken.attention import PlainBackend, PlainPlan
-from made_engine import made_engine
-from registries import registering
-from run_engine import generate
+from tiny_engine import TextModel, generate, made_engine, registering, tokens_of
 
 HEADS = 3
 SIZES = LatentConfig(kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
@@ -42,10 +40,9 @@ ABSORBED = AttentionSpec(HEADS, 1, SIZES.kv_dim, 0.3, v_head_dim=SIZES.kv_lora_r
 EXPANDED = AttentionSpec(HEADS, HEADS, SIZES.q_dim, 0.3, v_head_dim=SIZES.v_head_dim, dense=True)
 
 
-class LatentModel:
+class LatentModel(TextModel):
     """Two latent layers around one with keys and values of its own."""
 
-    vocab_size = 50
     max_position_embeddings = 96
 
     def __init__(self) -> None:
@@ -73,30 +70,14 @@ class LatentModel:
             x = x + found.flatten(1) @ self.out
         return x
 
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mul(hidden @ self.embed.T, 0.2, out=out)
-
-    def greedy(self, prompt: list[int]) -> list[int]:
-        """The tokens, from the whole text at every step, every latent expanded and none cached."""
-
-        def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if layer in self.latent_layers:
-                k, v = self.latent_layers[layer].expand(k)
-            k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
-            later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-            return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
-
-        text = list(prompt)
-        for _ in range(GREEDY.max_tokens):
-            hidden = self(torch.tensor(text), torch.arange(len(text)), dense)
-            text.append(int(self.compute_logits(hidden[-1:]).argmax()))
-        return text[len(prompt) :]
+    def dense(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Every latent is expanded, and none cached."""
+        return super().dense(layer, q, *(self.latent_layers[layer].expand(k) if layer in self.latent_layers else (k, v)))
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    return [LatentModel().greedy(prompt) for prompt in PROMPTS]
+    return [LatentModel().greedy(prompt, GREEDY.max_tokens) for prompt in PROMPTS]
 
 
 @pytest.fixture
@@ -126,10 +107,10 @@ def test_chunks_are_absorbed_or_their_contexts_expanded_and_nobody_can_tell(
     monkeypatch.setattr(latent, "gathers", lambda view, cached, expanded: gathers)
     engine = made_engine(LatentModel(), registry, replace(CONFIG, attn_backend=backend))
     assert [cache.layout.name for cache in engine.executor.caches] == ["latent", "nhd", "latent"]
-    assert [written.token_ids for written in generate(engine, PROMPTS, GREEDY)] == expected
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected
     assert calls.keys() == {("prefill", False), ("decode", False), ("extend", gathers)}
     again = generate(engine, PROMPTS, GREEDY)  # from the prefix cache
-    assert [written.token_ids for written in again] == expected
+    assert tokens_of(again) == expected
     assert sum(written.num_cached_tokens for written in again) > 80
 
 
@@ -152,12 +133,10 @@ class Uniform(PlainBackend):
 
 
 def test_graphs_of_decodes_and_prompts_and_pieces_of_the_rest(expected: list[list[int]]) -> None:
-    registry = registering(plain=Uniform)
-    engine = made_engine(LatentModel(), registry, replace(CONFIG, attn_backend="plain"))
+    engine = made_engine(LatentModel(), registering(plain=Uniform), replace(CONFIG, attn_backend="plain"))
     engine.executor.capture(AsItIs())
-    assert [written.token_ids for written in generate(engine, PROMPTS, GREEDY)] == expected
-    alone = [generate(engine, [prompt], GREEDY)[0].token_ids for prompt in PROMPTS[:1]]
-    assert alone == expected[:1]
+    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected
+    assert [generate(engine, [prompt], GREEDY)[0].token_ids for prompt in PROMPTS[:1]] == expected[:1]
     assert engine.stats.num_graph_steps > 10
     assert engine.stats.steps_in_pieces.total() > 0
 
@@ -167,7 +146,7 @@ def test_what_an_fp8_cache_holds_is_what_prompts_see(registry: Registry) -> None
     config = replace(CONFIG, attn_backend="sdpa.math", kv_cache_dtype="fp8_e4m3")
     whole = made_engine(LatentModel(), registry, replace(config, max_num_batched_tokens=96))
     cut = made_engine(LatentModel(), registry, replace(config, max_num_batched_tokens=10))
-    written = [[one.token_ids for one in generate(engine, PROMPTS, GREEDY)] for engine in (whole, cut)]
+    written = [tokens_of(generate(engine, PROMPTS, GREEDY)) for engine in (whole, cut)]
     assert written[0] == written[1]
 
 
@@ -230,8 +209,7 @@ def test_contexts_are_gathered_where_that_is_less_work_and_fits() -> None:
 
 
 def test_a_gathered_plan_reads_the_blocks_of_its_sequences() -> None:
-    tables = [[5, 2, 9], [1], [7, 3]]
-    view = AttentionMetadata.build([3, 4, 2], [17, 4, 9], tables, 8)
+    view = AttentionMetadata.build([3, 4, 2], [17, 4, 9], [[5, 2, 9], [1], [7, 3]], 8)
     backend = SDPAMath(replace(EXPANDED, dense=False), create_registry(load_entry_points=False).layout("nhd").layout, 8)
     plan = latent.plan_gathered(view, backend)
     assert plan.slots.view(-1, 8)[:, 0].tolist() == [8 * block for block in (5, 2, 9, 1, 7, 3)]
@@ -242,10 +220,10 @@ def test_a_gathered_plan_reads_the_blocks_of_its_sequences() -> None:
 def test_latent_caches_go_to_the_host_and_come_back(registry: Registry) -> None:
     model = LatentModel()
     prompts = [[*range(number, number + 30), *range(10)] for number in range(4)]
-    expected = [each.token_ids for each in generate(made_engine(model, registry, CONFIG), prompts, GREEDY)]
+    expected = tokens_of(generate(made_engine(model, registry, CONFIG), prompts, GREEDY))
     pages = made_engine(model, registry, CONFIG).capacity.pool.page_format
     tight = replace(CONFIG, kv_cache_memory=13 * pages.page_bytes, kv_offload_size="1MiB", preemption_mode="swap")
     engine = made_engine(model, registry, tight)
     for _ in range(2):
-        assert [each.token_ids for each in generate(engine, prompts, GREEDY)] == expected
+        assert tokens_of(generate(engine, prompts, GREEDY)) == expected
     assert engine.stats.offload_hits > 0

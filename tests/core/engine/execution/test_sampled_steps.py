@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from graph_backend import Again, WalkPlugin
+from graph_backend import Again, Walk
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo
 from headway.core.engine.data.config import EngineConfig
@@ -18,11 +18,9 @@ from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
-from headway.registry import Registry, create_registry
-from made_engine import made_engine
-from run_engine import Written, drain, generate
+from headway.registry import Registry
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, Written, drain, generate, made_engine, registering, tokens_of
 
 SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 
@@ -135,7 +133,7 @@ def test_neither_batches_nor_graphs_nor_drafts_change_it(
     options: dict[str, Any] = {"proposer": propose} if how == "drafts" else {}
     if graphs:
         config = replace(config, attn_backend="walk")
-        registry = create_registry([WalkPlugin()], load_entry_points=False)
+        registry = registering(walk=Walk)
     if how in (inside := {"graphs that draw": DRAWS_INSIDE, "graphs that filter": FILTERS_INSIDE}):
         options["sampling"] = inside[how]
     made = engine(registry, config, **options)
@@ -189,7 +187,7 @@ def test_a_processor_that_raises_ends_its_request_alone(registry: Registry, over
     for one, text in zip(bad, words, strict=True):
         assert text in (one.error or "")
     expected = generate(engine(registry, SMALL), [[1, 2, 3]] * 2, wishes[-2:])
-    assert [processed.token_ids, plain.token_ids] == [one.token_ids for one in expected]
+    assert [processed.token_ids, plain.token_ids] == tokens_of(expected)
     assert all((a + b) % 2 for a, b in zip([0, *processed.token_ids], processed.token_ids, strict=False))
 
 

@@ -30,13 +30,9 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.registry import Registry
-from made_engine import made_engine
-from proposer_stub import Told, told_of
-from registries import registering
-from run_engine import drain, generate
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
 from stateful_model import MODELS, NO_ATTENTION, Stateful
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, Told, drain, generate, made_engine, registering, tokens_of, told_of
 
 CONFIG = EngineConfig(
     attn_backend="wide", block_size=8, max_num_batched_tokens=40, max_model_len=64, max_num_seqs=6, kv_cache_memory=2**18
@@ -168,7 +164,7 @@ def test_a_state_backend_that_cannot_be_captured_wide_is_named(caplog: pytest.Lo
 def test_a_step_takes_the_narrowest_graph_that_holds_it(count: int, drafts: int) -> None:
     prompts = [[number, *range(20)] for number in range(count)]
     wishes = SamplingParams(temperature=0, max_tokens=16)
-    expected = [each.token_ids for each in generate(made(None), prompts, wishes)]
+    expected = tokens_of(generate(made(None), prompts, wishes))
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
 
     def propose(token_ids: list[int]) -> list[int]:
@@ -177,7 +173,7 @@ def test_a_step_takes_the_narrowest_graph_that_holds_it(count: int, drafts: int)
 
     engine, recorder = made(Told(propose), max_num_seqs=32, num_speculative_tokens=max(drafts, 1)), Once()
     engine.executor.capture(recorder)  # type: ignore[arg-type]
-    assert [each.token_ids for each in generate(engine, prompts, wishes)] == expected
+    assert tokens_of(generate(engine, prompts, wishes)) == expected
     width = {1: 2, 2: 4, 3: 4, 4: 8, 7: 8}[drafts]
     assert (1 if count == 1 else 4, width) in recorder.shapes
     assert max(each for _, each in recorder.shapes) == width
@@ -191,7 +187,7 @@ def test_logits_are_seen_of_every_token_that_is_sampled() -> None:
     engine = made(told_of([[*prompt, *expected]]), DRAWS_INSIDE)
     engine.executor.capture(Again())
     engine.executor.observe(lambda rows, logits: seen.append((rows.tolist(), tuple(logits.argmax(-1).tolist()))))
-    assert [each.token_ids for each in generate(engine, [prompt], params)] == [expected]
+    assert tokens_of(generate(engine, [prompt], params)) == [expected]
     at = 0
     for rows, best in seen:
         assert len(rows) == len(best)
@@ -206,8 +202,7 @@ def test_a_backend_that_cannot_be_captured_wide_is_named(caplog: pytest.LogCaptu
         name = "wide"
         graph_level = GraphLevel.DECODE
 
-    registry = registering(wide=Narrow)
-    engine = made_engine(TinyModel(), registry, CONFIG, proposer=Told(lambda _: [1]), measured=False)
+    engine = made_engine(TinyModel(), registering(wide=Narrow), CONFIG, proposer=Told(lambda _: [1]), measured=False)
     with caplog.at_level("WARNING", "headway"):
         engine.executor.capture(Again())
     (record,) = caplog.records
@@ -233,7 +228,7 @@ def test_replays_write_the_block_tables_that_have_changed(monkeypatch: pytest.Mo
     engine = made(Told(propose))
     engine.executor.capture(Again())
     monkeypatch.setattr(MirroredTables, "fill", counting)
-    assert [each.token_ids for each in generate(engine, prompts, wishes)] == [text[16:] for text in texts]
+    assert tokens_of(generate(engine, prompts, wishes)) == [text[16:] for text in texts]
     assert engine.stats.num_graph_steps == len(written) >= 10
     new_pages = 4 * (57 // 8 - 16 // 8)
     assert sum(count for _, count in written) <= 2 * (4 + new_pages)  # in each of two buffers

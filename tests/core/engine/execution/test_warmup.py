@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.backends.sdpa import SDPAMath
-from headway.core.contract.backend import API_VERSION, BackendInfo, Lengths, StepLimits, fits, lattice
+from headway.core.contract.backend import Lengths, StepLimits, fits, lattice
 from headway.core.contract.kernel import announce_compilation
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
@@ -24,10 +24,7 @@ from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.execution.model_runner import ModelRunner
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
-from headway.registry import create_registry, hookimpl
-from made_engine import made_engine
-from run_engine import drain
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, drain, made_engine, registering
 
 CONFIG = EngineConfig(
     attn_backend="lazy", block_size=8, kv_cache_memory=2**18, max_model_len=48, max_num_seqs=9, max_num_batched_tokens=40
@@ -72,19 +69,9 @@ class Odd(Lazy):
         ]
 
 
-class Plugin:
-    def __init__(self, backend: type[Lazy]) -> None:
-        self.backend = backend
-
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo(self.backend.name, "a test's", lambda: self.backend, api_version=API_VERSION)]
-
-
 def engine_with(backend: type[Lazy], ahead: Any = nullcontext, **options: Any) -> EngineLoop:
-    registry = create_registry([Plugin(backend)], load_entry_points=False)
     config = replace(CONFIG, attn_backend=backend.name, **options)
-    return made_engine(TinyModel(), registry, config, compile_ahead=ahead)
+    return made_engine(TinyModel(), registering(**{backend.name: backend}), config, compile_ahead=ahead)
 
 
 def serve(engine: EngineLoop, prompts: list[list[int]], seed: int) -> None:

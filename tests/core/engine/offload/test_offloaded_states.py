@@ -17,11 +17,9 @@ from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from made_engine import made_engine
-from proposer_stub import told_of
-from run_engine import generate
 from stateful_model import MODELS
 from stateful_worlds import live
+from tiny_engine import generate, made_engine, tokens_of, told_of
 
 pytestmark = pytest.mark.xdist_group("states")  # what lone texts say is computed once, for tests/core/engine/test_states.py too
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -44,7 +42,7 @@ def expected_of(name: str) -> list[list[int]]:
 
 
 def tokens(engine: EngineLoop) -> list[list[int]]:
-    return [each.token_ids for each in generate(engine, PROMPTS, GREEDY)]
+    return tokens_of(generate(engine, PROMPTS, GREEDY))
 
 
 def check(engine: EngineLoop) -> None:
@@ -63,7 +61,7 @@ def test_a_start_comes_back_with_its_state(registry: Registry, name: str, rows: 
     engine = made_engine(MODELS[name], registry, replace(CONFIG, max_num_seqs=rows))
     assert tokens(engine) == expected_of(name)
     again = generate(engine, PROMPTS, GREEDY)
-    assert [each.token_ids for each in again] == expected_of(name)
+    assert tokens_of(again) == expected_of(name)
     assert [each.num_cached_tokens for each in again] == [128] * len(PROMPTS)
     stats = engine.stats
     assert stats.offload_hits > 3 * 128
@@ -81,8 +79,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(registry: Registry, name: str
     """Nothing of a swapped sequence is computed again, not even the tokens of a page that is not whole."""
     computed = {}
     for mode in ("recompute", "swap"):
-        config = replace(CONFIG, preemption_mode=mode, kv_cache_memory=memory)
-        engine = made_engine(MODELS[name], registry, config)
+        engine = made_engine(MODELS[name], registry, replace(CONFIG, preemption_mode=mode, kv_cache_memory=memory))
         assert tokens(engine) == expected_of(name)
         stats = engine.stats
         assert stats.num_preemptions > 0
@@ -136,8 +133,7 @@ def test_a_held_slot_is_not_handed_out() -> None:
     ("name", "lives"), [("lightning", 2), *(pytest.param(name, 5, marks=pytest.mark.slow) for name in ("lightning", "mamba1"))]
 )
 def test_random_lives_in_a_crowded_cache_write_the_tokens_of_lone_texts(registry: Registry, name: str, lives: int) -> None:
-    happened = live(registry, name, range(lives), most_prompts=8, crowded=True)
-    assert happened["states_offloaded"]
+    assert live(registry, name, range(lives), most_prompts=8, crowded=True)["states_offloaded"]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from examples import examples
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.cache.block_manager import BlockManager
-from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.page_mover import KeptPage, PageName
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
@@ -27,7 +25,7 @@ from headway.core.engine.offload.page_copier import CopyEvents, CopyInFlight
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.system import files
 from page_copier_stub import Later, Moving
-from random_schedules import ARRIVALS, GROUPS, Arrival, Cache, Traffic, finish, room, sequence
+from random_schedules import ARRIVALS, GROUPS, Cache, Traffic, finish, room, sequence
 
 PAGE_BYTES = 1000
 
@@ -54,24 +52,9 @@ PAGE_BYTES = 1000
     seed=st.integers(0, 2**16),
 )
 def test_no_page_leaks_none_is_mixed_up_and_every_request_finishes(
-    arrivals: list[Arrival],
-    block_size: int,
-    spare: int,
-    budget: int,
-    max_num_seqs: int,
-    aborted: set[int],
-    overlapped: bool,
-    drafts: int,
-    failing: bool,
-    grouped: Callable[[int], list[CacheGroup]],
-    num_slots: int,
-    max_stored: int,
-    mode: str,
-    rate: float,
-    faults: float,
-    lookahead: int,
-    seed: int,
-) -> None:
+    arrivals, block_size, spare, budget, max_num_seqs, aborted, overlapped, drafts, failing, grouped, num_slots, max_stored,
+    mode, rate, faults, lookahead, seed,
+) -> None:  # fmt: skip
     groups = grouped(block_size)
     blocks = BlockManager(room(groups, 6) + spare, block_size, True, groups, 6)
     cache, stats = Cache(blocks, failing), EngineStats()
@@ -184,8 +167,7 @@ def test_page_whose_copy_failed_late_is_not_found() -> None:
     assert len(tiers.offloader.tier) == tiers.stats.blocks_offloaded - lost
     tiers.mover.move_out = real
     tiers.finish(sequence("third", [3] * 30, 1))
-    again = sequence("again", [2] * 30, 1)
-    tiers.finish(again)
+    tiers.finish(sequence("again", [2] * 30, 1))
     assert tiers.stats.offload_failures["not copied out"] == lost
 
 

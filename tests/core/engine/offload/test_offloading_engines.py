@@ -20,8 +20,7 @@ from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.layer_specs import LayerSpecs
 from headway.registry import Registry
-from made_engine import made_engine
-from run_engine import generate
+from tiny_engine import generate, made_engine, tokens_of
 from windowed_model import MODELS, Windowed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14)
@@ -41,7 +40,7 @@ def small(model: Any, **options: Any) -> EngineConfig:
 
 
 def tokens(engine: EngineLoop, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    return [each.token_ids for each in generate(engine, prompts, GREEDY)]
+    return tokens_of(generate(engine, prompts, GREEDY))
 
 
 EVERYDAY = {("plain", "vllm_5d"), ("two windows", "hnd")}
@@ -58,11 +57,10 @@ EVERYDAY = {("plain", "vllm_5d"), ("two windows", "hnd")}
 def test_offloading_changes_no_token(registry: Registry, name: str, layout: str) -> None:
     model = MODELS.get(name, PLAIN)
     expected = [model.greedy(prompt, 14) for prompt in PROMPTS]
-    config = small(model, kv_offload_size="4MiB", preemption_mode="swap", kv_layout=layout)
-    engine = made_engine(model, registry, config)
+    engine = made_engine(model, registry, small(model, kv_offload_size="4MiB", preemption_mode="swap", kv_layout=layout))
     assert tokens(engine) == expected
     again = generate(engine, PROMPTS, GREEDY)
-    assert [each.token_ids for each in again] == expected
+    assert tokens_of(again) == expected
     stats = engine.stats
     assert stats.blocks_offloaded > 0
     assert stats.offload_hits > 0
@@ -110,7 +108,7 @@ def test_second_start_finds_pages_that_the_first_stored(registry: Registry, tmp_
     assert len(files(tmp_path)) > 12
     second = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path)))
     written = generate(second, PROMPTS, GREEDY)
-    assert [each.token_ids for each in written] == expected
+    assert tokens_of(written) == expected
     assert [each.num_cached_tokens // 8 for each in written] == [(len(prompt) - 1) // 8 for prompt in PROMPTS]
     assert not second.stats.offload_failures
     finish(second)
@@ -124,7 +122,7 @@ def test_forgotten_prefixes_are_found_neither_in_memory_nor_on_disk(registry: Re
     expected = tokens(engine)
     engine.forget_prefixes(everywhere=True)
     again = generate(engine, PROMPTS, GREEDY)
-    assert [each.token_ids for each in again] == expected
+    assert tokens_of(again) == expected
     assert [each.num_cached_tokens for each in again] == [0] * len(PROMPTS)
     finish(engine)
 
@@ -145,8 +143,7 @@ def empty(path: Path) -> None:
 
 def exchange(path: Path) -> None:
     """Another page's file under this one's name."""
-    other = next(each for each in path.parent.iterdir() if each != path)
-    path.write_bytes(other.read_bytes())
+    path.write_bytes(next(each for each in path.parent.iterdir() if each != path).read_bytes())
 
 
 def fold(path: Path) -> None:
@@ -241,6 +238,5 @@ def test_page_memory_is_all_of_the_pool(name: str) -> None:
         view[:, 3] = 255
     group = pages.groups[0]
     for block in range(caches[group.layers[0]].geometry.num_blocks):
-        filled = bool(caches[group.layers[0]].key[block].isnan().all())
-        assert filled == (block in group.blocks_of([3]))
+        assert bool(caches[group.layers[0]].key[block].isnan().all()) == (block in group.blocks_of([3]))
     assert torch.equal(memory[0][:, 2], torch.zeros_like(memory[0][:, 2]))

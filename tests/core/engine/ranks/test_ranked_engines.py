@@ -32,13 +32,10 @@ from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.sampling.structured import StructuredOutputsParams
-from made_engine import made_engine
-from proposer_stub import Told, told_of
 from ranked_model import RankedModel, assert_ended, make_rank, pids_of, ranked_engine
-from registries import registering
-from run_engine import Written, drain, generate
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
 from thread_ranks import on_ranks
+from tiny_engine import Told, Written, drain, generate, made_engine, registering, tokens_of, told_of
 
 
 def tight(size: int) -> EngineConfig:
@@ -140,8 +137,7 @@ def test_guesses_forms_and_more_ranks_change_no_token(size: int, tmp_path: Path,
 
     tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path))
     grammars = GrammarCompiler(tokenizer, RankedModel.vocab_size, [tokenizer.eos_token_id])
-    texts = [[*prompt, *range(60)] for prompt in ([5, 6], [9])]
-    proposer = told_of(texts, wrong_every=7)
+    proposer = told_of([[*prompt, *range(60)] for prompt in ([5, 6], [9])], wrong_every=7)
     for engine_size in (1, size):
         engines.append(ranked_engine(engine_size, tight(engine_size), proposer=proposer, grammars=grammars))
     form = StructuredOutputsParams(regex="(yes|no|perhaps)+")
@@ -152,7 +148,7 @@ def test_guesses_forms_and_more_ranks_change_no_token(size: int, tmp_path: Path,
         SamplingParams(temperature=0, max_tokens=30),
     ]
     prompts = [[5, 6], [5, 6], [9], [9]]
-    one, several = ([each.token_ids for each in generate(engine, prompts, wishes)] for engine in engines)
+    one, several = (tokens_of(generate(engine, prompts, wishes)) for engine in engines)
     assert several == one
     first, second = engines
     compare(write_all(first), write_all(second))
@@ -171,8 +167,7 @@ def test_guesses_forms_and_more_ranks_change_no_token(size: int, tmp_path: Path,
 )
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_rank_that_fails_in_a_step_ends_the_engine(fault: str, text: str, size: int, engines: list[EngineLoop]) -> None:
-    config = EngineConfig(block_size=8, kv_cache_memory=2**20)
-    engine = ranked_engine(size, config, fault=fault)
+    engine = ranked_engine(size, EngineConfig(block_size=8, kv_cache_memory=2**20), fault=fault)
     engines.append(engine)
     pids = pids_of(engine)
     generate(engine, [[1, 2, 3]], SamplingParams(temperature=0))
@@ -329,8 +324,7 @@ def decode_step(count: int, **more: object) -> StepInput:
 
 def test_logits_processors_stay_on_rank_0() -> None:
     params = SamplingParams(logits_processors=[lambda output, logits: logits], extra_args={"lock": object()}, top_k=3)
-    step = decode_step(2, started=(StartedRow(1, params, 5),))
-    (found,) = decode(encode(step)).started
+    (found,) = decode(encode(decode_step(2, started=(StartedRow(1, params, 5),)))).started
     assert (found.row, found.seed, found.params.top_k, found.params.extra_args) == (1, 5, 3, None)
     assert len(found.params.logits_processors or ()) == 1
 

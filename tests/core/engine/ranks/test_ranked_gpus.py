@@ -17,7 +17,7 @@ from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.child import module_path
 from ranked_model import assert_ended, pids_of, ranked_engine
-from run_engine import generate
+from tiny_engine import generate, tokens_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 CONFIG = {"block_size": 16, "kv_cache_memory": 2**22, "max_num_batched_tokens": 64, "max_num_seqs": 8}
@@ -31,7 +31,7 @@ def test_two_gpus_write_what_one_writes(enforce_eager: bool) -> None:
     written = []
     for size in (1, 2):
         engine = ranked_engine(size, config, device="cuda")
-        written.append([each.token_ids for each in generate(engine, prompts, wishes)])
+        written.append(tokens_of(generate(engine, prompts, wishes)))
         engine.executor.shutdown()
     assert written[0] == written[1]
 
@@ -55,9 +55,7 @@ def test_gpus_without_peer_access_sum_by_nccl(monkeypatch: pytest.MonkeyPatch, c
     for disabled in ("0", "1"):
         monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
         engine = ranked_engine(2, EngineConfig(**CONFIG), device="cuda")
-        written.append(
-            [each.token_ids for each in generate(engine, [[7, 3, 9]] * 2, SamplingParams(temperature=0, max_tokens=30))]
-        )
+        written.append(tokens_of(generate(engine, [[7, 3, 9]] * 2, SamplingParams(temperature=0, max_tokens=30))))
         engine.executor.shutdown()
     assert written[0] == written[1]
     (told,) = [each.getMessage() for each in caplog.records if "one_shot is left out" in each.getMessage()]

@@ -128,8 +128,7 @@ def run(scheduler: Scheduler, table: AdapterTable, device: Slots, store: Adapter
 
 
 def sequence(name: str, known: KnownAdapter | None, prompt: int, tokens: int) -> Sequence:
-    params = SamplingParams(temperature=0, max_tokens=tokens)
-    return Sequence(name, 0, [5] * prompt, params, frozenset(), 60, adapter=known)
+    return Sequence(name, 0, [5] * prompt, SamplingParams(temperature=0, max_tokens=tokens), frozenset(), 60, adapter=known)
 
 
 @settings(max_examples=25, deadline=None)

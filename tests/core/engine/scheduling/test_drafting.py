@@ -13,10 +13,7 @@ from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting
 from headway.core.sampling.params import SamplingParams
 from headway.core.speculation.proposers import PLAIN, UNGUESSED, StepTimes, width_of
 from headway.registry import Registry
-from made_engine import made_engine
-from proposer_stub import Told, told_of
-from run_engine import drain, generate
-from tiny_model import TinyModel
+from tiny_engine import TinyModel, Told, drain, generate, made_engine, tokens_of, told_of
 
 SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -147,11 +144,11 @@ def test_times_come_from_the_table_until_they_are_measured() -> None:
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3, max_tokens=24)], ids=["greedy", "sampled"])
 def test_measured_drafts_change_no_token(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
     config = replace(SMALL, async_scheduling=overlapped)
-    plain = [each.token_ids for each in generate(made_engine(TinyModel(), registry, config), PROMPTS, params)]
+    plain = tokens_of(generate(made_engine(TinyModel(), registry, config), PROMPTS, params))
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, plain, strict=True)]
     engine = made_engine(TinyModel(), registry, config, proposer=told_of(texts))
     for _ in range(2):
-        assert [each.token_ids for each in generate(engine, PROMPTS, params)] == plain
+        assert tokens_of(generate(engine, PROMPTS, params)) == plain
     assert set(engine.stats.steps_without_drafts) <= {COSTLY, MEASURING, "no guess"}
     assert engine.stats.steps_without_drafts[MEASURING] > 0
 
@@ -160,11 +157,11 @@ def test_measured_drafts_change_no_token(registry: Registry, params: SamplingPar
 def test_the_built_in_proposers_change_no_token(registry: Registry, name: str) -> None:
     from headway.core.contract.sampling_plugins import ProposerOptions
 
-    plain = [each.token_ids for each in generate(made_engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
+    plain = tokens_of(generate(made_engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY))
     proposer = registry.proposer(name).make(ProposerOptions())
     engine = made_engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
     for _ in range(2):
-        assert [each.token_ids for each in generate(engine, PROMPTS, GREEDY)] == plain
+        assert tokens_of(generate(engine, PROMPTS, GREEDY)) == plain
     assert engine.stats.num_draft_tokens > 0
     if name == "suffix":
         assert engine.stats.num_accepted_tokens > 50, "the second time it knows the outputs"
@@ -179,10 +176,10 @@ class Broken(Told):
     "proposer", [Broken(lambda _: []), Told(lambda _: [50]), Told(lambda _: [-1])], ids=["raises", "50", "-1"]
 )
 def test_a_broken_proposer_costs_no_request(registry: Registry, proposer: Told, caplog: pytest.LogCaptureFixture) -> None:
-    plain = [each.token_ids for each in generate(made_engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
+    plain = tokens_of(generate(made_engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY))
     engine = made_engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
     with caplog.at_level("WARNING", "headway"):
-        assert [each.token_ids for each in generate(engine, PROMPTS, GREEDY)] == plain
+        assert tokens_of(generate(engine, PROMPTS, GREEDY)) == plain
     assert len(caplog.records) == len(PROMPTS)
     assert "goes on without guesses, for its proposer raised" in caplog.records[0].message
     assert engine.stats.num_draft_tokens == 0

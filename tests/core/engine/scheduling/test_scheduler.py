@@ -1,23 +1,34 @@
-"""Scheduler and block manager under random work: no block leaked, none owned twice, every request finishes."""
+"""Scheduler and block manager under random work, and engines under random requests: no block leaked, all end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from random import Random
 
 import numpy
+import pytest
 from hypothesis import strategies as st
 
 from examples import examples
+from fake_device import VOCABULARY, FakeDevice, History
 from headway.core.contract.metadata import Phase
 from headway.core.engine.cache.block_manager import BlockManager
-from headway.core.engine.data.groups import CacheGroup
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.executor import Capacity
+from headway.core.engine.data.groups import CacheGroup, PageFormat
+from headway.core.engine.data.pool import PoolSize
+from headway.core.engine.data.request_limits import RequestLimits
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.step import NEWEST, ScheduledSequence, ScheduledStep
+from headway.core.engine.loop import EngineLoop
 from headway.core.engine.scheduling.deterministic import IndependentScheduler
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import prepare
 from headway.core.sampling.params import SamplingParams
+from random_engines import FAULTS, World
+from random_engines import MAX_MODEL_LEN as LONGEST
 from random_schedules import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Traffic, finish, room, sequence, step_through
+from tiny_engine import drain
 
 
 @examples(
@@ -40,22 +51,9 @@ from random_schedules import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Tr
     priorities=st.integers(0, 3),
 )
 def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
-    arrivals: list[Arrival],
-    block_size: int,
-    spare: int,
-    budget: int,
-    max_num_seqs: int,
-    prefix_caching: bool,
-    chunked: bool,
-    aborted: set[int],
-    overlapped: bool,
-    stop: frozenset[int],
-    drafts: int,
-    failing: bool,
-    grouped: Callable[[int], list[CacheGroup]],
-    smallest: int,
-    priorities: int,
-) -> None:
+    arrivals, block_size, spare, budget, max_num_seqs, prefix_caching, chunked, aborted, overlapped, stop, drafts, failing,
+    grouped, smallest, priorities,
+) -> None:  # fmt: skip
     max_model_len, groups = MAX_MODEL_LEN, grouped(block_size)
     budget = budget if chunked else max(budget, max_model_len)
     blocks = BlockManager(
@@ -148,8 +146,7 @@ def test_lowest_priority_is_preempted_and_waits_behind_higher_ones() -> None:
 
 
 def test_an_equal_prefix_is_found_after_its_owner_is_gone() -> None:
-    blocks = BlockManager(32, 4)
-    scheduler = Scheduler(blocks, 64, 4)
+    scheduler = Scheduler(BlockManager(32, 4), 64, 4)
     finish(scheduler, sequence("first", list(range(10)), 2))
     second = sequence("second", [*range(9), 77], 2)
     other = sequence("other", [5, *range(1, 10)], 2)  # differs in the first block, so no later block may be scheduledd
@@ -167,8 +164,7 @@ def test_a_whole_cached_prompt_still_computes_its_last_token() -> None:
 
 
 def test_least_recently_freed_page_is_handed_out_first() -> None:
-    blocks = BlockManager(6, 4)
-    scheduler = Scheduler(blocks, 64, 4)
+    scheduler = Scheduler(BlockManager(6, 4), 64, 4)
     finish(scheduler, sequence("a", [1] * 8, 1))
     finish(scheduler, sequence("b", [2] * 8, 1))
     finish(scheduler, sequence("big", [3] * 15, 1))  # takes the two empty blocks and the two freed longest ago
@@ -216,14 +212,7 @@ def test_sampled_token_is_scheduled_before_the_host_has_read_it() -> None:
     grouped=st.sampled_from(GROUPS),
 )
 def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
-    arrivals: list[Arrival],
-    others: list[Arrival],
-    block_size: int,
-    spare: int,
-    budget: int,
-    max_num_seqs: int,
-    chunked: bool,
-    grouped: Callable[[int], list[CacheGroup]],
+    arrivals, others, block_size, spare, budget, max_num_seqs, chunked, grouped
 ) -> None:
     budget = budget if chunked else max(budget, MAX_MODEL_LEN)
     groups = grouped(block_size)
@@ -368,3 +357,76 @@ def test_budget_below_the_running_sequences_dissolves_the_batch() -> None:
     step = launch(scheduler)
     assert not step.members
     assert [each.seq for each in step] == seqs[:2]
+
+
+class Always(Random):
+    """Whatever may happen does."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("ooms", [0, 1], ids=["launched", "without memory for it"])
+def test_steps_launched_after_a_faulty_step_fail_with_it(ooms: int) -> None:
+    prompt = [0, 1, 2] * 12
+    histories = {seed: History(prompt, seed, LONGEST) for seed in (8, 16, 24)}
+    pool = PoolSize(64, PageFormat((CacheGroup(4),), 4, 1), LONGEST)
+    device = FakeDevice(Capacity(pool, 4, LONGEST), histories, Always(), faults=1.0)
+    config = EngineConfig(max_model_len=LONGEST, max_num_batched_tokens=64, async_scheduling=True)
+    engine = EngineLoop(device, config, RequestLimits(LONGEST, VOCABULARY, ""))
+    engine.add_request("first", engine.limits.checked(prompt, SamplingParams(max_tokens=3, seed=8)))
+    assert engine.step() == []
+    device.faults, device.ooms = 0.0, ooms
+    # the second finds the prompt of the first in the cache
+    engine.add_request("second", engine.limits.checked(prompt, SamplingParams(max_tokens=3, seed=16)))
+    ended = {delta.request_id: (delta.finish_reason, delta.error) for delta in engine.step()}
+    assert ended == dict.fromkeys(["first", "second"], ("error", "a fault of the device"))
+    engine.add_request("third", engine.limits.checked(prompt, SamplingParams(max_tokens=3, seed=24)))
+    written = drain(engine)["third", 0]
+    assert (written.finish_reason, written.num_cached_tokens) == ("length", 0)
+    assert written.token_ids == histories[24].tokens[36:39].tolist()
+
+
+def test_deltas_kept_by_an_interrupt_are_dropped_for_an_aborted_request() -> None:
+    pool = PoolSize(64, PageFormat((CacheGroup(4),), 4, 1), LONGEST)
+    device = FakeDevice(Capacity(pool, 4, LONGEST), {8: History([0, 1], 8, LONGEST)}, Random(0), interrupts=1.0)
+    config = EngineConfig(max_model_len=LONGEST, max_num_batched_tokens=64, async_scheduling=True)
+    engine = EngineLoop(device, config, RequestLimits(LONGEST, VOCABULARY, ""))
+    engine.add_request("first", engine.limits.checked([0, 1], SamplingParams(max_tokens=9, seed=8)))
+    assert engine.step() == []
+    for _ in range(2):  # the second time after a step was read
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.abort("first")
+    assert not engine.has_unfinished
+
+
+def run_worlds(first: int, num_worlds: int, num_requests: int) -> Counter[str]:
+    """Returns what has happened in all of them."""
+    counts: Counter[str] = Counter()
+    for seed in range(first, first + num_worlds):
+        world = World(seed)
+        try:
+            world.run(num_requests)
+        except BaseException as error:
+            error.add_note(world.told)
+            raise
+        counts += world.counts
+    return counts
+
+
+def test_200_random_requests() -> None:
+    counts = run_worlds(first=200, num_worlds=10, num_requests=20)
+    assert counts["swap"]
+    assert counts["hits"]
+    assert counts["stored"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "num_worlds"), [(1000, 40), pytest.param(2000, 100, marks=pytest.mark.soak)], ids=["4,000", "10,000"]
+)
+def test_thousands_of_random_requests(first: int, num_worlds: int) -> None:
+    counts = run_worlds(first, num_worlds, num_requests=100)
+    never = [what for what in ("swap", "recompute", "hits", "stored", "interrupts", *FAULTS) if not counts[what]]
+    assert not never, "requests as random as these should have come to that"
