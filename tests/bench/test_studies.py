@@ -18,10 +18,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from headway import LLM, SamplingParams
-from headway.bench.crossover import plot as curves
-from headway.bench.crossover.report import view
-from headway.bench.diff import results as report
-from headway.bench.diff.results import DiffReport
 from headway.bench.generate.profile import STEP
 from headway.bench.generate.results import OfflineReport, PeerEngine, PeersFile
 from headway.bench.generate.workloads import RandomTokens
@@ -326,6 +322,7 @@ def test_what_is_no_trace_of_steps_is_refused(tmp_path: Path, text: str | None) 
         path.write_text(text)
     with pytest.raises(ConfigError, match="bench throughput --profile"):
         read_trace(path)
+<<<<<<< HEAD
 
 
 pytest.importorskip("matplotlib", reason="the extra plot is not installed")
@@ -387,3 +384,5 @@ def test_a_comparison_is_drawn_with_its_tolerance_and_what_is_no_number(monkeypa
     whole = found["phases"][0]["layers"]
     assert ([layer["layer"] for layer in whole], [layer["relative_error"] for layer in whole]) in lines(figure.axes[0])
     assert ([0, 1], [4e-6, 4e-6]) in lines(figure.axes[0])
+=======
+>>>>>>> w/P

@@ -8,6 +8,9 @@ import time
 from typing import Any
 
 import pytest
+
+pytest.importorskip("llguidance", reason="needs llguidance: pip install 'headway[structured]'")
+
 from llguidance import LLMatcher, LLTokenizer
 from transformers import AutoTokenizer
 
@@ -17,9 +20,6 @@ from headway.core.sampling.grammar import GrammarCompiler, GrammarError, grammar
 from headway.core.sampling.grammar_queue import SMALL_FORM_BYTES, GrammarQueue
 from headway.core.sampling.structured import MOST_FORM_BYTES, MOST_SCHEMA_LEVELS, StructuredOutputsParams
 from sandbox import save_tiny_model
-
-pytest.importorskip("llguidance", reason="needs llguidance: pip install 'headway[structured]'")
-
 
 BYTES = LLTokenizer("byte")
 ARABIC_THREE, KELVIN, LONG_S = "\u0663", "\u212a", "\u017f"
@@ -175,9 +175,6 @@ def test_json_has_at_most_one_space_between_its_parts(form: dict[str, Any]) -> N
 def test_flags_that_a_grammar_gives_are_refused_like_those_of_a_pattern() -> None:
     with pytest.raises(ValueError, match="needs flags of i, m, s, u, x, got 'q'"):
         rust_regex("a", "q")
-
-
-pytest.importorskip("llguidance", reason="needs llguidance: pip install 'headway[structured]'")
 
 
 @pytest.fixture(scope="module")
