@@ -38,11 +38,11 @@ from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.locate import locate
-from headway.tuning.measure.counted_layer import timed_table
 from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.products import ProductsFile
 from headway.tuning.table.convert import to_costs
-from headway.tuning.table.files import find_prior, prior_path, read_table
-from headway.tuning.table.schema import DeviceInfo, LinearRecord, PriorRecord
+from headway.tuning.table.files import find_prior, read_table
+from headway.tuning.table.schema import DeviceInfo, PriorRecord
 from sandbox import save_tiny_model
 from tables import a_cell, a_device, a_table
 
@@ -114,13 +114,11 @@ def test_a_shipped_table_chooses_as_the_measured_one(tmp_path: Path, monkeypatch
     assert "commit c4a0fe8900f3" in found.record().made
 
 
-def test_times_of_products_ship_under_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADWAY_PRIORS", str(tmp_path / "priors"))
-    table = timed_table(LinearRecord(layer="fp8 rows"), a_device(), ["kernel"], [])
-    table.complete, table.origin = True, COMMIT
+def test_times_of_products_ship_under_their_name(tmp_path: Path) -> None:
+    kept = ProductsFile(device=a_device(), origin=COMMIT, product="fp8 rows", rows=[1], us={"kernel": [1.0]})
     path = tmp_path / "some-product.json"
-    write_json(table, path)
-    assert ship(path, tmp_path / "priors") == prior_path(a_device(), table.spec)
+    write_json(kept, path)
+    assert ship(path, tmp_path / "priors") == tmp_path / "priors" / "products" / "some-product.json"
 
 
 @pytest.mark.parametrize(
@@ -322,67 +320,3 @@ def test_what_is_no_trace_of_steps_is_refused(tmp_path: Path, text: str | None) 
         path.write_text(text)
     with pytest.raises(ConfigError, match="bench throughput --profile"):
         read_trace(path)
-<<<<<<< HEAD
-
-
-pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-
-
-def texts(figure: Any) -> list[str]:
-    from matplotlib.text import Text
-
-    figure.canvas.draw()
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
-
-
-def lines(axis: Any) -> list[tuple[list[float], list[float]]]:
-    """Coordinates of the lines of more than one point."""
-    return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines if len(line.get_xdata()) > 1]
-
-
-def test_a_curve_for_each_backend_has_its_times_at_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "png", lambda figure: figure)
-    figure: Any = curves.to_curves(view(a_table()))
-    (axis, *_) = figure.axes
-    assert lines(axis) == [([64, 4096], [10.0, 200.0]), ([64, 4096], [30.0, 100.0])]
-    assert (axis.get_xscale(), axis.get_yscale()) == ("log", "log")
-    said = texts(figure)
-    for word in ("time of one layer (us)", "cached tokens of each sequence", "1 sequence", "a", "b", "tie: cannot be told apart"):
-        assert word in said
-    assert any("measured 2026-11-21" in text and "kv_layout nhd, block_size 16" in text for text in said)
-
-
-def test_a_tie_is_shaded_and_a_rough_time_is_hollow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "png", lambda figure: figure)
-    cells = [
-        a_cell(us, kernel=name, case=f"1q1s{kv_len}", kv_len=kv_len, status=status, reason="slow" * (status == "dropped"))
-        for kv_len, times in ((64, ((10.0, "ok"), (10.05, "tie"))), (4096, ((20.0, "ok"), (100.0, "dropped"))))
-        for name, (us, status) in zip("ab", times, strict=True)
-    ]
-    figure: Any = curves.to_curves(view(a_table(*cells)))
-    assert len(figure.axes[0].patches) == 1
-    assert "a clear loser, few runs" in texts(figure)
-    faces = [line.get_markerfacecolor() for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
-    assert faces.count("white") == 1
-
-
-def test_a_table_of_single_lengths_has_no_curves() -> None:
-    with pytest.raises(ConfigError, match="at several lengths"):
-        curves.to_curves(view(a_table(a_cell())))
-
-
-@pytest.mark.slow
-def test_a_comparison_is_drawn_with_its_tolerance_and_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "png", lambda figure: figure)
-    found = json.loads((ROOT / "bench/results/cpu/diff-fp8.json").read_text())
-    found["phases"][2]["layers"][3] |= {"relative_error": None, "heads": [None] * 9}
-    figure: Any = report.to_png(DiffReport.model_validate(found))
-    said = texts(figure)
-    assert any(text.startswith("sdpa with a fp8_e4m3 cache against sdpa: beyond the declared tolerance") for text in said)
-    assert sum(text == "relative error" for text in said) == 3
-    assert any("no number in layers 3" in text for text in said)
-    whole = found["phases"][0]["layers"]
-    assert ([layer["layer"] for layer in whole], [layer["relative_error"] for layer in whole]) in lines(figure.axes[0])
-    assert ([0, 1], [4e-6, 4e-6]) in lines(figure.axes[0])
-=======
->>>>>>> w/P
