@@ -38,11 +38,11 @@ from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.locate import locate
+from headway.tuning.measure.counted_layer import timed_table
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.products import ProductsFile
 from headway.tuning.table.convert import to_costs
-from headway.tuning.table.files import find_prior, read_table
-from headway.tuning.table.schema import DeviceInfo, PriorRecord
+from headway.tuning.table.files import find_prior, prior_path, read_table
+from headway.tuning.table.schema import DeviceInfo, LinearRecord, PriorRecord
 from sandbox import save_tiny_model
 from tables import a_cell, a_device, a_table
 
@@ -114,11 +114,13 @@ def test_a_shipped_table_chooses_as_the_measured_one(tmp_path: Path, monkeypatch
     assert "commit c4a0fe8900f3" in found.record().made
 
 
-def test_times_of_products_ship_under_their_name(tmp_path: Path) -> None:
-    kept = ProductsFile(device=a_device(), origin=COMMIT, product="fp8 rows", rows=[1], us={"kernel": [1.0]})
+def test_times_of_products_ship_under_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_PRIORS", str(tmp_path / "priors"))
+    table = timed_table(LinearRecord(layer="fp8 rows"), a_device(), ["kernel"], [])
+    table.complete, table.origin = True, COMMIT
     path = tmp_path / "some-product.json"
-    write_json(kept, path)
-    assert ship(path, tmp_path / "priors") == tmp_path / "priors" / "products" / "some-product.json"
+    write_json(table, path)
+    assert ship(path, tmp_path / "priors") == prior_path(a_device(), table.spec)
 
 
 @pytest.mark.parametrize(
