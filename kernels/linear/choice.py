@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
@@ -17,10 +17,9 @@ from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.linear import FUSED, LinearKernel, LinearSpec
 from headway.core.contract.support import Support
 
-if TYPE_CHECKING:
-    from headway.kernels.linear.linear import Linear
-
 log = logging.getLogger("headway")
+Layer = Any
+"""A `Linear`, whose module imports this one."""
 
 ROW_COUNTS = tuple(2**n for n in range(14))
 """Numbers of rows that are measured; any other takes the choice of the next larger one, whose tiles are the same."""
@@ -143,20 +142,20 @@ class LinearChoice:
         self.gated = gated
         self.kernels = dict(kernels)
         self.refused = dict(refused or {})
-        self.compute: Callable[[str, Tensor, Linear], Tensor] = compute_alone
+        self.compute: Callable[[str, Tensor, Layer], Tensor] = self._alone
         """The step of x [rows, in_features] and a layer by a kernel: the product, or if it is gated and the device's operations
         fuse that, RMSNorm (weight 1, epsilon 1e-6), both products, and SiLU of the first times the second."""
-        self._layers: WeakSet[Linear] = WeakSet()
+        self._layers: WeakSet[Layer] = WeakSet()
         self._guests = frozenset(guests)
         self._named = named
         self._times: ProductTimes | None = None
 
     @property
-    def layers(self) -> list[Linear]:
+    def layers(self) -> list[Layer]:
         """A model's layers of this kind, in their order."""
         return sorted(self._layers, key=lambda layer: layer.number)
 
-    def add(self, layer: Linear) -> None:
+    def add(self, layer: Layer) -> None:
         """Count a layer as one of this kind."""
         self._layers.add(layer)
 
@@ -231,6 +230,11 @@ class LinearChoice:
         ranges = ", ".join(f"{name} from {rows}" for rows, name in self.changes().items())
         return f"{ranges} rows on ({self.source})"
 
+    def _alone(self, name: str, x: Tensor, layer: Layer) -> Tensor:
+        """Return a layer's product by one kernel, with nothing before and after it."""
+        found: Tensor = layer.bound_to(self.kernels[name])(x)
+        return found
+
     def replace_failed(self, name: str, error: Exception) -> LinearKernel | None:
         """Leave a kernel out that raised in a step, with a warning; return None if it was left out before.
 
@@ -244,12 +248,6 @@ class LinearChoice:
             log.warning("products %s: %s serves no longer: it raised %s", self.name, name, why)
             self.leave_out(name, Support.no("a step", "no exception", why))
         return kernel
-
-
-def compute_alone(name: str, x: Tensor, layer: Linear) -> Tensor:
-    """Return a layer's product by one kernel, with nothing before and after it. name: of one of the layer's choice."""
-    assert layer.choice is not None
-    return layer.bound_to(layer.choice.kernels[name])(x)
 
 
 class LinearKernels:
@@ -273,6 +271,8 @@ class LinearKernels:
         self._supports = supports
         self._guests = frozenset(guests)
         self._choices: dict[LinearSpec, LinearChoice] = {}
+        self._unserved: dict[str, Support] = {}
+        """Kinds of layers that the kernel that the user asks for does not compute, and why."""
 
     def choice(self, spec: LinearSpec) -> LinearChoice:
         """Return the choice for layers of a kind, made at its first call."""
@@ -288,8 +288,7 @@ class LinearKernels:
                 for variant in ("", *kernel.variants):
                     made = kernel(_bare(spec, kernel), variant) if variant else kernel(_bare(spec, kernel))
                     kernels[made.label] = made
-            if self.named in refused:
-                log.info("products %s: --linear-kernel %s does not serve them: %s", spec, self.named, refused[self.named])
+            self._note_named(spec, refused)
             found = LinearChoice(str(spec), kernels, refused, spec.gated, self._guests, self.named)
             self._choices[spec] = found
         return found
@@ -306,7 +305,18 @@ class LinearKernels:
 
     def reads(self, spec: LinearSpec) -> bool:
         """Return whether a kernel reads the weight of a layer as it is, and not dequantised when it is loaded."""
-        return any(self._kernel(name, spec)[0] is not None for name in self._names if name != EXPANDED)
+        if any(self._kernel(name, spec)[0] is not None for name in self._names if name != EXPANDED):
+            return True
+        if self.named is not None:
+            self._note_named(spec, {self.named: self._kernel(self.named, spec)[1]})
+        return False
+
+    def _note_named(self, spec: LinearSpec, refused: Mapping[str, Support]) -> None:
+        """Log once for each kind of layer why the kernel that the user asks for does not compute it."""
+        kind = str(spec)
+        if self.named in refused and kind not in self._unserved:
+            self._unserved[kind] = refused[self.named]
+            log.info("products %s: --linear-kernel %s does not serve them: %s", kind, self.named, refused[self.named])
 
     def check_named(self, choices: Sequence[LinearChoice]) -> None:
         """Check that the kernel that the user asks for serves one of a model's kinds of layers.
@@ -315,7 +325,7 @@ class LinearKernels:
         """
         if self.named is None or any(self.named not in choice.refused for choice in choices):
             return
-        reasons = dict.fromkeys(f"{choice.name}: {choice.refused[self.named]}" for choice in choices)
+        reasons = [f"{kind}: {why}" for kind, why in self._unserved.items()]
         raise ConfigError(
             "linear_kernel", "auto, or a kernel that serves a layer of the model", f"{self.named}: {'; '.join(reasons)}"
         )
@@ -342,10 +352,3 @@ def builtin_kernels(device: torch.device, names: Collection[str] | None = None) 
         return available if not available else kernel.supports(spec)
 
     return LinearKernels(device, [*names], lambda name: known[name].load(), supports)
-
-
-def each_prepared(layers: Sequence[Linear], kernel: LinearKernel) -> Iterator[int]:
-    """Prepare layers for a kernel one by one, and yield the bytes that each takes besides its weight."""
-    for layer in layers:
-        layer.prepared_for(kernel)
-        yield layer.bytes_of(kernel)

@@ -61,7 +61,7 @@ class Native(FusedKernel):
         assert found is not None
         return found
 
-    def compute(self, x: Tensor, weight: Panels, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def compute(self, x: Tensor, weight: Panels, out: Tensor | None = None) -> Tensor:
         """Return the product of x, bias included."""
         return multiply(weight, x, out)
 
@@ -113,7 +113,7 @@ class Int4Pack(FusedKernel):
         both = torch.stack([scales.t(), zeros.t()], dim=2).to(self.spec.dtype).contiguous()
         return PackedInt4(codes, both, group, weight.order, bias)
 
-    def compute(self, x: Tensor, weight: PackedInt4, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def compute(self, x: Tensor, weight: PackedInt4, out: Tensor | None = None) -> Tensor:
         """Return the product of x, bias included."""
         x = x if weight.order is None else x.index_select(1, weight.order)
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight.codes, weight.group, weight.scales)
@@ -155,9 +155,10 @@ class OneDnn(FusedKernel):
         assert isinstance(weight, Tensor)
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS), bias
 
-    def compute(self, x: Tensor, weight: tuple[Tensor, Tensor | None], out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def compute(self, x: Tensor, weight: tuple[Tensor, Tensor | None], out: Tensor | None = None) -> Tensor:
         """Return the product of x, bias included."""
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, *weight, "none", [], "")
+        packed, bias = weight
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return y if out is None else out.copy_(y)
 
 
@@ -202,7 +203,7 @@ class TorchMM(FusedKernel):
         assert isinstance(weight, Tensor)
         return weight.t(), bias
 
-    def compute(  # type: ignore[override]
+    def compute(
         self, x: Tensor, weight: tuple[Tensor, Tensor | None], add_to: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Return the product of x, bias included, added to `add_to` in place if that is given."""
@@ -232,6 +233,6 @@ class Expanded(FusedKernel):
         stored: Any = weight
         return Linear(stored.dequantized(self.spec.dtype), bias)
 
-    def compute(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def compute(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
         """Return the product of x, bias included."""
         return weight(x, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -11,8 +11,7 @@ from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.linear import LinearKernel
 from headway.core.contract.weights import Weight
 from headway.kernels.linear.forms import Operand
-from headway.kernels.step.config import Activation
-from headway.kernels.step.operations import Heads, Norm, Rope
+from headway.kernels.step.operations import Heads
 
 
 class FusedKernel(LinearKernel):
@@ -28,24 +27,14 @@ class FusedKernel(LinearKernel):
         """Return what `compute` reads of a layer."""
         return Operand.of(weight, bias)
 
-    @abstractmethod
-    def compute(
-        self,
-        x: Tensor,
-        weight: Any,
-        norm: Norm | None = None,
-        gated: bool = False,
-        activation: Activation | None = None,
-        add_to: Tensor | None = None,
-        rotated: tuple[Heads, Rope] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the product of x [rows, in_features]: [rows, out_features], half of it if gated.
+    compute: Callable[..., Tensor]
+    """Returns the product of x [rows, in_features], bias included: [rows, out_features], half of it if gated.
 
-        weight: what `prepare` returned. norm: RMSNorm of x, before. activation: of the product; gated: of its first half, times
-        the second. add_to: what the product is added to, in place. rotated: its q and k heads are normed and RoPE is applied.
-        out: where it goes, contiguous, unless it is added to something.
-        """
+    Its arguments, all but the first two of which are left out where nothing of the kind is there, and taken by kernels that fuse
+    it: x; weight: what `prepare` returned; norm: `Norm` (RMSNorm) of x, before; gated and activation: of the product, or if
+    gated of its first half, times the second; add_to: what the product is added to, in place; rotated: `Heads` of q and k that
+    are normed and rotated (RoPE), with cos and sin; out: where it goes, contiguous, unless it is added to something.
+    """
 
     def rotates(self, rows: int, weight: Any, heads: Heads) -> bool:
         """Return whether the kernel applies RoPE to these heads, too."""

@@ -48,15 +48,13 @@ ALL: Final = frozenset(("norm", "bias", "activation", "gated", "residual", "rota
 
 
 class ProductsKernel(FusedKernel):
-    """A kernel of ours, whose launches one object holds."""
+    """A kernel of ours, whose launches one object holds: `compute` is that object, so that a step calls nothing in between."""
 
-    products: Any
-    """Computes products of an `Operand`, with what is fused."""
-
-    @property
-    def compute(self) -> Any:
-        """The launches themselves, which a step then calls without a call in between."""
-        return self.products
+    def __init__(self, spec: LinearSpec, variant: str, products: Any) -> None:
+        """products: computes products of an `Operand`, with what is fused."""
+        super().__init__(spec, variant)
+        self.products = products
+        self.compute = products
 
     def rotates(self, rows: int, weight: Any, heads: Heads) -> bool:
         """Return whether the launch applies RoPE to these heads, too."""
@@ -71,8 +69,7 @@ class Gemv(ProductsKernel):
     arrangement = "plain"
 
     def __init__(self, spec: LinearSpec, variant: str = "") -> None:
-        super().__init__(spec, variant)
-        self.products = FewRows(spec.device)
+        super().__init__(spec, variant, FewRows(spec.device))
 
     @classmethod
     def available(cls) -> Support:
@@ -92,8 +89,7 @@ class Tiles(ProductsKernel):
     arrangement = "plain"
 
     def __init__(self, spec: LinearSpec, variant: str = "") -> None:
-        super().__init__(spec, variant)
-        self.products = TiledProducts(spec.device)
+        super().__init__(spec, variant, TiledProducts(spec.device))
 
     @classmethod
     def available(cls) -> Support:
@@ -123,10 +119,9 @@ class TritonKernel(ProductsKernel):
     variants = tuple(CHANGES)
 
     def __init__(self, spec: LinearSpec, variant: str = "") -> None:
-        super().__init__(spec, variant)
         change = CHANGES.get(variant)
         rule = quantized_cut if change is None else lambda *product: change(quantized_cut(*product))
-        self.products = QuantizedProducts(spec.device, rule)
+        super().__init__(spec, variant, QuantizedProducts(spec.device, rule))
 
     @classmethod
     def available(cls) -> Support:
@@ -163,8 +158,7 @@ class CudaKernel(ProductsKernel):
     launches: ClassVar[type[CudaProducts]] = CudaProducts
 
     def __init__(self, spec: LinearSpec, variant: str = "") -> None:
-        super().__init__(spec, variant)
-        self.products = self.launches(spec.device, self.cuts[variant])
+        super().__init__(spec, variant, self.launches(spec.device, self.cuts[variant]))
 
     @classmethod
     def available(cls) -> Support:
@@ -330,7 +324,7 @@ class ScaledMM(FusedKernel):
         """Return the weight with its scales as torch reads them."""
         return Float8Operand(weight, bias)
 
-    def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:
         """A launch for x, one for the product, and one for a bias."""
         rows = x.shape[0]
         y, x_scales = self._rounding(x, weight.group, norm)
@@ -397,7 +391,7 @@ class Dequantize(FusedKernel):
         """Return whether the weight is quantised: x may have any type."""
         return cls.capabilities.check(dataclasses.replace(spec, dtype=torch.bfloat16))
 
-    def compute(self, x: Tensor, weight: Operand, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def compute(self, x: Tensor, weight: Operand, out: Tensor | None = None) -> Tensor:
         """A launch that dequantises the weight, and one for the product."""
         x = x if weight.order is None else x.index_select(1, weight.order)
         dense = self._dequantizer(weight.weight, x.dtype).t()

@@ -153,7 +153,7 @@ class Linear:
             self.dtype = dtype or (usual if bias is None else bias.dtype)
             self.reads_quantized = True
         if self.device.type == "cpu" and not (kept and not isinstance(weight, Tensor)):
-            self._bind_on_cpu(kernels or _usual())
+            self._bind_on_cpu(kernels or usual_kernels())
 
     def spec(self, device: torch.device | None = None, gated: bool = False) -> LinearSpec:
         """Return the layer as kernels are asked for it. device: another than the weight's."""
@@ -244,6 +244,11 @@ class Linear:
         held = held_tensors(self.prepared.get(kernel.arrangement or kernel.name)).values()
         return sum(each.nbytes for each in held if each.untyped_storage().data_ptr() not in own)
 
+    def prepare(self, kernel: LinearKernel) -> int:
+        """Prepare the layer for a kernel, and return the bytes that this takes besides the weight and the bias."""
+        self.prepared_for(kernel)
+        return self.bytes_of(kernel)
+
     def release(self, kernel: LinearKernel) -> None:
         """Drop what was prepared for a kernel."""
         self.prepared.pop(kernel.arrangement or kernel.name, None)
@@ -317,6 +322,6 @@ class _Unbound:
 
 
 @cache
-def _usual() -> LinearKernels:
+def usual_kernels() -> LinearKernels:
     """Headway's own kernels for a CPU."""
     return builtin_kernels(torch.device("cpu"))

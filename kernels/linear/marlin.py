@@ -186,7 +186,7 @@ class Cutlass(FusedKernel):
         """Return the weight with its scales as the library reads them."""
         return Float8Operand(weight, bias)
 
-    def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:
         """A launch for x, one for the product, and one for a bias over blocks."""
         rows, blocks, bias = x.shape[0], weight.blocks, weight.bias
         y, x_scales = self._rounding(x, weight.group, norm)
@@ -262,7 +262,7 @@ class Marlin(FusedKernel):
             type_id=type_of(weight),
         )
 
-    def compute(self, x: Tensor, weight: MarlinWeight, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def compute(self, x: Tensor, weight: MarlinWeight, out: Tensor | None = None) -> Tensor:
         """One launch, and one before it for columns in another order."""
         x = x if weight.order is None else x.index_select(1, weight.order)
         product: Tensor = self._operators[_PRODUCT](

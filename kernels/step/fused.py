@@ -355,7 +355,7 @@ class BoundSteps(list[Step]):
         """Bind a bucket at its first step, and run that."""
         kernel = choice.kernels[choice.kernel_for(1 << bucket)]
         step = self[bucket] = bound_step(self.ops, linear, kernel, heads, 1 << bucket)
-        return step(x, **around)
+        return step(**{"x": x, **around})
 
     def _nothing(self, linear: Linear, x: Tensor, **around: Any) -> Tensor:
         """Return the result of a step without rows."""
@@ -416,14 +416,18 @@ class Surrounded:
             inner["add_to"] = add_to
         if rotated is not None and self._rotates:
             inner["rotated"] = rotated
-        y = self._compute(x, **inner) if out is None else self._compute(x, out=out, **inner)
+        if out is not None:
+            inner["out"] = out
+        inner["x"] = x
+        y = self._compute(**inner)
         if gated and not self._gates:
             assert activation is not None
             y = ops.gated(y, activation, scaled_by)
         elif not gated and activation is not None and not self._activates:
             y = ACTIVATE[activation](y)
         if rotated is not None and not self._rotates:
-            ops.rotate(y, *rotated, scaled_by)
+            heads, rope = rotated
+            ops.rotate(y, heads, rope, scaled_by)
         return y if add_to is None or self._adds else add_to.add_(y)
 
 

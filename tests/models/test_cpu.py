@@ -167,7 +167,7 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
     assert "install gcc" in str(support)
     for module in (panels_module, cpu_kernels):
         monkeypatch.setattr(module, "functions", lambda: None)
-    monkeypatch.setattr(linear_module, "_usual", lambda: builtin_kernels(CPU))
+    monkeypatch.setattr(linear_module, "usual_kernels", lambda: builtin_kernels(CPU))
     weight, x = drawn(520, 400), drawn(7, 400, seed=1)
     linear = Linear(weight)
     assert linear.panels is None

@@ -19,7 +19,7 @@ from headway.core.contract.errors import BackendError
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.support import Support
 from headway.core.system.files import cache_folder
-from headway.kernels.linear.choice import KERNEL, ROW_COUNTS, ProductTimes, each_prepared
+from headway.kernels.linear.choice import KERNEL, ROW_COUNTS, ProductTimes
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, cells_to_check, times_with, unchecked
@@ -127,7 +127,7 @@ def _unfit(kind: LinearChoice, name: str, rows: int) -> str | None:
             needed, room = sum(layer.held_bytes for layer in layers), _room(layers[0].device)
             if needed > _SHARE * room:
                 raise MemoryError(f"it needs {needed / 1e9:.1f} GB of its own, and of {room / 1e9:.1f} GB may take {_SHARE:.0%}")
-        taken = sum(each_prepared(layers, kernel))
+        taken = sum(layer.prepare(kernel) for layer in layers)
         SampleProduct(kind).check(name, rows)
     except Exception as raised:
         for layer in layers:
@@ -271,7 +271,7 @@ class SampleProduct:
         try:
             for kernel in kernels:
                 with suppress(Exception):
-                    taken = sum(each_prepared(self.layers(1), kernel))
+                    taken = sum(layer.prepare(kernel) for layer in self.layers(1))
                     log.info("products %s: %s is tried with %.1f MB of its own", self.kind.name, kernel.label, taken / 1e6)
             yield
         finally:

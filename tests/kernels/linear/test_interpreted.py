@@ -69,7 +69,7 @@ def weights_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave weights as they are, also those that a CPU would arrange for its own products."""
     monkeypatch.setattr(cpu_kernels, "SMALL", math.inf)
     own = builtin_kernels(torch.device("cpu"))
-    monkeypatch.setattr(linear, "_usual", lambda: own)
+    monkeypatch.setattr(linear, "usual_kernels", lambda: own)
 
 
 @pytest.mark.parametrize(
