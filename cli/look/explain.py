@@ -93,7 +93,7 @@ def explain_products(products: Sequence[tuple[Linear, bool]], device: torch.devi
             "layers": count,
             "ways": kind.changes(),
             "by": kind.source if kind.is_open or not on_cpu else "the form, nothing is measured",
-            "refused": {way: support.brief for way, support in kind.refused.items()},
+            "refused": {way: support.brief for way, support in kind.refused.items() if kind.is_open or not on_cpu},
         }
         for kind, count in kinds.items()
     ]

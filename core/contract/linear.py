@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -47,6 +47,18 @@ class LinearSpec:
     def fused(self) -> tuple[str, ...]:
         """Names of what stands before and after the product, out of FUSED."""
         return tuple(name for name in FUSED if getattr(self, name))
+
+    def with_only(self, fused: Collection[str]) -> LinearSpec:
+        """Return the layer with nothing before and after the product but what is named, out of FUSED."""
+        return replace(
+            self,
+            norm=self.norm and "norm" in fused,
+            bias=self.bias and "bias" in fused,
+            activation=self.activation if "activation" in fused else None,
+            gated=self.gated and "gated" in fused,
+            residual=self.residual and "residual" in fused,
+            rotary=self.rotary and "rotary" in fused,
+        )
 
     def __str__(self) -> str:
         words = [str(self.weight), f"{self.out_features}x{self.in_features}", *(["gated"] if self.gated else [])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, Final
 from weakref import WeakSet
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import BackendError, ConfigError, HeadwayError
 from headway.core.contract.kernel import GraphLevel
-from headway.core.contract.linear import FUSED, LinearKernel, LinearSpec
+from headway.core.contract.linear import LinearKernel, LinearSpec
 from headway.core.contract.support import Support
 
 log = logging.getLogger("headway")
@@ -285,8 +285,8 @@ class LinearKernels:
                 if kernel is None:
                     refused[name] = support
                     continue
-                for variant in ("", *kernel.variants):
-                    made = kernel(_bare(spec, kernel), variant) if variant else kernel(_bare(spec, kernel))
+                own = spec.with_only(kernel.capabilities.fused)
+                for made in (kernel(own), *(kernel(own, variant) for variant in kernel.variants)):
                     kernels[made.label] = made
             self._note_named(spec, refused)
             found = LinearChoice(str(spec), kernels, refused, spec.gated, self._guests, self.named)
@@ -298,7 +298,7 @@ class LinearKernels:
             kernel = self._load(name)
         except (HeadwayError, ImportError):
             return None, self._supports(name, spec)
-        support = self._supports(name, _bare(spec, kernel))
+        support = self._supports(name, spec.with_only(kernel.capabilities.fused))
         if spec.device.type == "cuda" and kernel.graph_level == GraphLevel.NONE:
             support &= Support.no("graph_level", "one for captured steps, such as GraphLevel.ANY, on a GPU", "NONE")
         return (kernel if support else None), support
@@ -313,10 +313,10 @@ class LinearKernels:
 
     def _note_named(self, spec: LinearSpec, refused: Mapping[str, Support]) -> None:
         """Log once for each kind of layer why the kernel that the user asks for does not compute it."""
-        kind = str(spec)
-        if self.named in refused and kind not in self._unserved:
-            self._unserved[kind] = refused[self.named]
-            log.info("products %s: --linear-kernel %s does not serve them: %s", kind, self.named, refused[self.named])
+        kind, why = str(spec), None if self.named is None else refused.get(self.named)
+        if why is not None and kind not in self._unserved:
+            self._unserved[kind] = why
+            log.info("products %s: --linear-kernel %s does not serve them: %s", kind, self.named, why)
 
     def check_named(self, choices: Sequence[LinearChoice]) -> None:
         """Check that the kernel that the user asks for serves one of a model's kinds of layers.
@@ -329,12 +329,6 @@ class LinearKernels:
         raise ConfigError(
             "linear_kernel", "auto, or a kernel that serves a layer of the model", f"{self.named}: {'; '.join(reasons)}"
         )
-
-
-def _bare(spec: LinearSpec, kernel: type[LinearKernel]) -> LinearSpec:
-    """A layer without what stands around it and the kernel does not fuse."""
-    changes: dict[str, Any] = {name: None if name == "activation" else False for name in FUSED}
-    return replace(spec, **{name: off for name, off in changes.items() if name not in kernel.capabilities.fused})
 
 
 def builtin_kernels(device: torch.device, names: Collection[str] | None = None) -> LinearKernels:

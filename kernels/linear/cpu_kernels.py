@@ -15,8 +15,8 @@ from headway.core.contract.linear import LinearCapabilities, LinearSpec
 from headway.core.contract.support import YES, Support
 from headway.core.contract.weights import FORMATS, Int4Weight, Weight, WeightFormat, packed, unpacked
 from headway.kernels.linear.choice import EXPANDED, INT4PACK, NATIVE, ONEDNN, TORCH
+from headway.kernels.linear.forms import GgufWeight
 from headway.kernels.linear.fused_kernel import FusedKernel
-from headway.kernels.linear.gguf_weight import GgufWeight
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native.library import TYPES, Panels, coded_panels, dense_panels, functions, multiply, native_support
 

@@ -204,7 +204,9 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
     """
     described, columns = weight_bytes(weight), weight.shape[1]
     if described is None or described.kind not in KINDS or dtype not in HALVES:
-        return Support.no(format_of(weight), "fp8, int8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype)
+        return Support.no(
+            str(format_of(weight)), "fp8, int8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype
+        )
     support, span, by_row = YES, described.scale_span, described.scale_span >= described.row
     if rows is None and (weight.shape[0] % (2 * PART_ROWS) or described.row % (SLICE_BYTES * (1 if described.half else 2))):
         support &= Support.no("shape", "multiples of 32 x 128", f"{weight.shape[0]} x {columns}")

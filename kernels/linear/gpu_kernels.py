@@ -50,11 +50,17 @@ ALL: Final = frozenset(("norm", "bias", "activation", "gated", "residual", "rota
 class ProductsKernel(FusedKernel):
     """A kernel of ours, whose launches one object holds: `compute` is that object, so that a step calls nothing in between."""
 
-    def __init__(self, spec: LinearSpec, variant: str, products: Any) -> None:
-        """products: computes products of an `Operand`, with what is fused."""
+    launches: Callable[[torch.device], Any]
+    """Makes what computes products of an `Operand`, with what is fused."""
+
+    def __init__(self, spec: LinearSpec, variant: str = "", products: Any = None) -> None:
         super().__init__(spec, variant)
-        self.products = products
-        self.compute = products
+        self.products = self.compute = products or type(self).launches(spec.device)
+
+    @classmethod
+    def available(cls) -> Support:
+        """Return whether Triton runs here."""
+        return can_launch()
 
     def rotates(self, rows: int, weight: Any, heads: Heads) -> bool:
         """Return whether the launch applies RoPE to these heads, too."""
@@ -67,14 +73,7 @@ class Gemv(ProductsKernel):
     name = GEMV
     capabilities = LinearCapabilities(frozenset({"plain"}), devices=DEVICES, fused=ALL)
     arrangement = "plain"
-
-    def __init__(self, spec: LinearSpec, variant: str = "") -> None:
-        super().__init__(spec, variant, FewRows(spec.device))
-
-    @classmethod
-    def available(cls) -> Support:
-        """Return whether Triton runs here."""
-        return can_launch()
+    launches = FewRows
 
     def runs(self, rows: int) -> bool:
         """Return whether the weight is small enough for this number of rows."""
@@ -87,14 +86,7 @@ class Tiles(ProductsKernel):
     name = TILES
     capabilities = LinearCapabilities(frozenset({"plain"}), devices=DEVICES, fused=ALL - {"norm", "rotary"})
     arrangement = "plain"
-
-    def __init__(self, spec: LinearSpec, variant: str = "") -> None:
-        super().__init__(spec, variant, TiledProducts(spec.device))
-
-    @classmethod
-    def available(cls) -> Support:
-        """Return whether Triton runs here."""
-        return can_launch()
+    launches = TiledProducts
 
     def runs(self, rows: int) -> bool:
         """Return whether there are tiles for the weight and this number of rows."""
@@ -124,11 +116,6 @@ class TritonKernel(ProductsKernel):
         super().__init__(spec, variant, QuantizedProducts(spec.device, rule))
 
     @classmethod
-    def available(cls) -> Support:
-        """Return whether Triton runs here."""
-        return can_launch()
-
-    @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
         """Return whether the weight has groups of at least 16 columns that fill a row, and x a type with room for its scales."""
         support = cls.capabilities.check(spec)
@@ -155,10 +142,10 @@ class CudaKernel(ProductsKernel):
     arrangement = "cuda"
     cuts: ClassVar[Mapping[str, CudaCutRule]]
     """Rules of tiles by variant."""
-    launches: ClassVar[type[CudaProducts]] = CudaProducts
+    cuda: ClassVar[type[CudaProducts]] = CudaProducts
 
     def __init__(self, spec: LinearSpec, variant: str = "") -> None:
-        super().__init__(spec, variant, self.launches(spec.device, self.cuts[variant]))
+        super().__init__(spec, variant, self.cuda(spec.device, self.cuts[variant]))
 
     @classmethod
     def available(cls) -> Support:
@@ -220,7 +207,7 @@ class W8A8Kernel(CudaKernel):
     rounds_input = True
     variants = ("narrow",)
     cuts: ClassVar[Mapping[str, CudaCutRule]] = {"": float8_cut, "narrow": float8_cut_narrow}
-    launches = Float8Products
+    cuda = Float8Products
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
@@ -377,14 +364,14 @@ class Dequantize(FusedKernel):
     name = DEQUANTIZED
     capabilities = LinearCapabilities(QUANTIZED, devices=DEVICES, order=True, fused=frozenset({"bias"}))
 
-    @cached_property
-    def _dequantizer(self) -> Dequantizer:
-        return Dequantizer(self.spec.device)
-
     @classmethod
     def available(cls) -> Support:
         """Return whether Triton runs here."""
         return can_launch()
+
+    @cached_property
+    def _dequantizer(self) -> Dequantizer:
+        return Dequantizer(self.spec.device)
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:

@@ -19,7 +19,6 @@ from headway.kernels.linear.choice import (
     EXPANDED,
     INT4PACK,
     NATIVE,
-    NUM_BUCKETS,
     TORCH,
     LinearChoice,
     LinearKernels,
@@ -74,17 +73,22 @@ class Applied:
 
 
 class Buckets:
-    """A layer's kernels by number of rows."""
+    """A layer's kernels on a CPU by number of rows, each bound at its first step."""
 
     def __init__(self, layer: Linear) -> None:
         self._layer = layer
+        self.bound: dict[int, Compute] = {}
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the product by the kernel for the rows of x."""
-        rows = x.shape[0]
+        rows, layer = x.shape[0], self._layer
         if not rows:
-            return x.new_empty(0, self._layer.out_features) if out is None else out
-        return self._layer.buckets[(rows - 1).bit_length()](x, out=out)
+            return x.new_empty(0, layer.out_features) if out is None else out
+        compute = self.bound.get(bucket := (rows - 1).bit_length())
+        if compute is None:
+            assert layer.choice is not None
+            compute = self.bound[bucket] = layer.bound_to(layer.choice.kernels[layer.choice.kernel_for(rows)])
+        return compute(x, out=out)
 
 
 class Linear:
@@ -140,8 +144,6 @@ class Linear:
         self.steps: Any = None
         """The layer bound to kernels by the operations of a GPU, `kernels/step/fused.py`; None until they need it."""
         self.gated_steps: Any = None
-        self.buckets: tuple[Compute, ...] = ()
-        """The layer bound to kernels on a CPU where a third party's takes part, by number of rows."""
         self._compute: Compute | None = None
         self._transposed = weight.t() if isinstance(weight, Tensor) else None
         if isinstance(weight, Tensor):
@@ -174,14 +176,12 @@ class Linear:
         if choice.is_open:
             choice.add(self)
             self._compute = Buckets(self)
-            self.unbind()
         else:
             self._close(choice.kernels[choice.kernel_for(1)])
 
     def _close(self, kernel: LinearKernel) -> None:
         """Bind the layer to one kernel for good: the weight stays in no other form."""
         quantized = not isinstance(self.weight, Tensor)
-        self.buckets = ()
         self._compute = None if kernel.name == TORCH else self.bound_to(kernel)
         if kernel.name == EXPANDED:
             self._take(self.prepared.pop(kernel.name))
@@ -221,7 +221,7 @@ class Linear:
         self.steps = None
         self.gated_steps = None
         if isinstance(self._compute, Buckets):
-            self.buckets = tuple(_Unbound(self, 1 << bucket) for bucket in range(NUM_BUCKETS))
+            self._compute.bound.clear()
 
     def prepared_for(self, kernel: LinearKernel) -> Any:
         """Return what a kernel reads of the layer, which is made at the first call.
@@ -299,26 +299,9 @@ class Linear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + y in one product where there is no bias; residual: [rows, out_features], overwritten or not."""
-        if self._transposed is None or self.bias is not None or self.buckets:
+        if self._transposed is None or self.bias is not None or self._compute is not None:
             return residual + self(x)
         return residual.addmm_(x, self._transposed)
-
-
-class _Unbound:
-    """A bucket of a layer whose kernel is bound at the first call."""
-
-    def __init__(self, layer: Linear, rows: int) -> None:
-        self._layer = layer
-        self._rows = rows
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Bind the bucket, and return the product."""
-        layer, choice = self._layer, self._layer.choice
-        assert choice is not None
-        compute = layer.bound_to(choice.kernels[choice.kernel_for(self._rows)])
-        bucket = self._rows.bit_length() - 1
-        layer.buckets = (*layer.buckets[:bucket], compute, *layer.buckets[bucket + 1 :])
-        return compute(x, out=out)
 
 
 @cache

@@ -224,7 +224,7 @@ class TiledProducts:
 
     def runs(self, rows: int, weight: tuple[int, int], gated: bool) -> bool:
         """Return whether the kernel computes products of this number of rows. weight: its out_features and in_features."""
-        return rows <= MAX_ROWS and self._tiling(rows, weight[0] // (2 if gated else 1), *weight) is not None
+        return rows <= MAX_ROWS and self._tiling(rows, weight[0] // (2 if gated else 1), weight[0], weight[1]) is not None
 
     def _tiling(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
         size = weight_rows * in_features

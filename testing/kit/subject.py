@@ -123,6 +123,8 @@ def load_any_subject(
     file = str(path) if has_hooks(module) else f"{path}:{found.__name__}"
     if issubclass(found, StateBackend):
         return replace(state_subject_of(found, device, target, module, tuple(plugins)), file=file)
+    if not issubclass(found, AttentionBackend):
+        raise ConfigError("backend", "a class of an attention backend or of a state backend", f"{target}, a {found.__name__}")
     return replace(subject_of(found, device, target, module, plugins), file=file)
 
 

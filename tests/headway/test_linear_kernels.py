@@ -49,6 +49,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     return iter(())
 
 
+def test_the_page_shows_the_example() -> None:
+    source = EXAMPLE.read_text()
+    page = (EXAMPLE.parents[2] / "docs" / "tutorial-linear-kernel.md").read_text()
+    assert source[source.index("import torch") :].rstrip() in page
+
+
 def mine(example: ModuleType, **body: Any) -> type[LinearKernel]:
     """The example's kernel with other methods."""
     return type("Mine", (example.Int4,), {"name": "mine", **body})

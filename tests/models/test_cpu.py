@@ -17,8 +17,7 @@ from headway.core.contract.linear import LinearSpec
 from headway.kernels.linear import cpu_kernels
 from headway.kernels.linear import linear as linear_module
 from headway.kernels.linear.choice import builtin_kernels
-from headway.kernels.linear.forms import format_of
-from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
+from headway.kernels.linear.forms import BLOCK_TYPES, GgufWeight, format_of
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native import library
 from headway.kernels.runtime.native import library as panels_module
