@@ -15,11 +15,13 @@ from headway.core.chat import builtin as chat_parsers
 from headway.core.contract.backend import API_VERSION, BackendInfo
 from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheWriter, LayoutInfo
+from headway.core.contract.linear import LinearKernelInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateBackendInfo, StateLayout, StateSpec
 from headway.core.speculation.proposers import BUILTIN
+from headway.kernels.linear.choice import BUILTIN as LINEAR_KERNELS
 from headway.registry.hookspecs import hookimpl
 
 log = logging.getLogger("headway")
@@ -121,6 +123,22 @@ def headway_register_state_backends() -> list[StateBackendInfo]:
             _class("states.torch_states:TorchStates"),
             api_version=API_VERSION,
         ),
+    ]
+
+
+@hookimpl
+def headway_register_kernels() -> list[LinearKernelInfo]:
+    """Register the built-in kernels of linear layers."""
+    return [
+        LinearKernelInfo(
+            each.name,
+            each.summary,
+            each.load,
+            each.extra,
+            devices=_GPUS if each.devices == ("cuda",) else each.devices,
+            api_version=API_VERSION,
+        )
+        for each in LINEAR_KERNELS
     ]
 
 

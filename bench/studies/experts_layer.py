@@ -26,7 +26,7 @@ from headway.kernels.experts.methods import Method
 from headway.kernels.experts.plain import PlainExperts, Routing, activate
 from headway.kernels.experts.route_kernels import Routed
 from headway.kernels.experts.weights import ExpertWeights, forms_of, reads_experts
-from headway.kernels.linear.forms import QuantizedWeight, form_name, num_bytes
+from headway.kernels.linear.forms import QuantizedWeight, format_of, num_bytes
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.step.operations import Norm
 from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
@@ -336,7 +336,7 @@ class RandomLayer:
                 return draw(*sizes)
             form = quantize(draw(*sizes).flatten(0, 1))
             if not reads_experts(form, dtype, device):
-                raise ConfigError("form", f"one that the kernels read of {sizes[-1]} columns and x in {dtype}", form_name(form))
+                raise ConfigError("form", f"one that the kernels read of {sizes[-1]} columns and x in {dtype}", format_of(form))
             return form
 
         self._weights = ExpertWeights(

@@ -89,7 +89,7 @@ def show(found: Section, console: Console, all_kernels: bool) -> None:
 
 
 def explain_products(
-    model: str | None, quantization: str | None, dtype: str, device: str | None
+    model: str | None, quantization: str | None, dtype: str, device: str | None, registry: Registry
 ) -> tuple[dict[str, Any], list[Section]]:
     """Return what would serve a model's linear layers with quantised weights, as plain data and for a person.
 
@@ -114,49 +114,36 @@ def explain_products(
         options=LoadOptions(quantization=quantization),
     )
     assert isinstance(shapes.decoder, Decoder)
-    products = shapes.decoder.products
-    found = _on_cpu(products) if place.type == "cpu" else _on_gpu(products, place)
+    found = _products(shapes.decoder.products, place, registry)
     none = [Section("no product over a quantised weight: --quantization rounds plain ones")]
     return {"model": shapes.name, "device": str(place), "products": found}, list(map(product_section, found)) or none
 
 
-def _on_cpu(products: Sequence[tuple[Linear, bool]]) -> list[dict[str, Any]]:
-    """Nothing is chosen: torch packs a form or does not."""
+def _products(products: Sequence[tuple[Linear, bool]], device: torch.device, registry: Registry) -> list[dict[str, Any]]:
+    """Return what would serve a model's linear layers on a device: stored times choose, else the rule.
+
+    products: whose weights need no elements, and True for each that is gated.
+    """
     from torch import Tensor
 
-    from headway.kernels.linear.forms import form_name
-    from headway.kernels.linear.linear import packs
-
-    kinds: Counter[tuple[str, str]] = Counter()
-    for linear, _ in products:
-        weight = linear.weight
-        if not isinstance(weight, Tensor):
-            way = "torch's product over packed weights" if packs(weight, linear.dtype) else "expanded on loading"
-            kinds[f"{form_name(weight)} {linear.out_features}x{linear.in_features}", way] += 1
-    return [
-        {"product": name, "layers": count, "ways": {1: way}, "by": "the form, nothing is measured"}
-        for (name, way), count in kinds.items()
-    ]
-
-
-def _on_gpu(products: Sequence[tuple[Linear, bool]], device: torch.device) -> list[dict[str, Any]]:
-    """Kept times choose, or the rule."""
-    from headway.kernels.linear.quantized_ways import QuantizedWays
     from headway.tuning.measure.device import identify_device
     from headway.tuning.measure.products import linear_layer
 
-    ways = QuantizedWays(device)
-    kinds = Counter(kind for linear, gated in products if (kind := ways.kind(linear, linear.dtype, gated)) is not None)
+    kernels, on_cpu = registry.linear_kernels(device), device.type == "cpu"
+    specs = [(linear, linear.spec(device, gated and not on_cpu)) for linear, gated in products]
+    chosen = [(linear, kernels.choice(spec)) for linear, spec in specs]
+    kinds = Counter(choice for linear, choice in chosen if choice.is_open or not isinstance(linear.weight, Tensor))
     identity = identify_device(device)
     for kind in kinds:
-        linear_layer(kind, identity).obey(0.0)
+        if kind.is_open or not on_cpu:
+            linear_layer(kind, identity).obey(0.0)
     return [
         {
             "product": kind.name,
             "layers": count,
             "ways": kind.changes(),
-            "by": kind.source,
-            "refused": {way: support.brief for way, support in kind.refused.items()},
+            "by": kind.source if kind.is_open or not on_cpu else "the form, nothing is measured",
+            "refused": {way: support.brief for way, support in kind.refused.items() if kind.is_open or not on_cpu},
         }
         for kind, count in kinds.items()
     ]
@@ -286,7 +273,9 @@ def explain(
     The table below lists each backend's time, or the reason why it has none.
     """
     if linear or quantization is not None:
-        plain, sections = explain_products(model, quantization, dtype, device)
+        from headway.tuning.isolated.trial import create_registry
+
+        plain, sections = explain_products(model, quantization, dtype, device, create_registry(plugin or ()))
         return _print(plain, sections, all_backends, as_json)
     from headway.core.engine.data.config import check_block_size
     from headway.core.select.backend_request import BackendRequest

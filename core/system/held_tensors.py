@@ -13,7 +13,10 @@ _OWN = "headway."  # Modules whose objects are entered; so are torch's modules, 
 
 
 def held_tensors(*roots: object) -> dict[str, Tensor]:
-    """Return path -> tensor (`0.layers.3.norm.weight`) reachable from objects of Headway or torch; the first path counts."""
+    """Return path -> tensor (`0.layers.3.norm.weight`) reachable from objects of Headway or torch; the first path counts.
+
+    Objects whose class sets `borrows` refer to tensors of others, and are not entered.
+    """
     found: dict[str, Tensor] = {}
     seen: dict[int, object] = {}  # holds what properties make, so that no id is given to another object meanwhile
     waiting: list[tuple[str, object]] = [(str(number), root) for number, root in enumerate(roots)]
@@ -31,7 +34,9 @@ def held_tensors(*roots: object) -> dict[str, Tensor]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, object]]:
-    """What an object holds; nothing where it is none of those that are entered."""
+    """What an object holds; nothing if it is not one of those that are entered."""
+    if getattr(type(value), "borrows", False):
+        return
     if isinstance(value, dict):
         yield from ((str(name), each) for name, each in value.items())
     elif isinstance(value, list | tuple):

@@ -26,6 +26,7 @@ from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.sampling import fastest_sampling
 from headway.machine.process import bound_kernel_caches, set_threads
 from headway.models.loader import LoadedModel, LoadOptions, load_model
+from headway.registry import Registry
 from headway.tuning.autotune import TableRequest
 from headway.tuning.measure.all_reduce import choose_all_reduce
 from headway.tuning.measure.device import resolve_device
@@ -118,14 +119,14 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     ahead = compile_ahead(device)
     budget = 0.0 if config.deterministic else TableRequest(budget=args.autotune_budget).seconds(device)
     choose_all_reduce(start.ranks, budget)
-    decoder = load_part(args, device, start.ranks).decoder
+    decoder = load_part(args, registry, device, start.ranks).decoder
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     if config.deterministic:
         config = prepare_deterministic(registry, layers, state_layers(decoder), config)
     choices: EngineChoices = start.choices()
     if not config.deterministic:
         choose_experts(decoder.expert_kinds, 0, ahead)  # rank 0 has measured, and written it down
-        choose_products(decoder.product_kinds, 0, ahead)  # likewise
+        choose_products(decoder.linear_choices, 0, ahead)  # likewise
     states = dict.fromkeys(layers.states)
     parts = DeviceParts(
         model=decoder,
@@ -165,7 +166,7 @@ def sampling_of(
         return TORCH_SAMPLING
 
 
-def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedModel:
+def load_part(args: EngineArgs, registry: Registry, device: torch.device, ranks: Ranks) -> LoadedModel:
     """Load the part of a model that a rank holds; rank 0 alone has the tokenizer."""
     options = LoadOptions(
         batch_invariant=args.deterministic,
@@ -175,6 +176,7 @@ def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedMod
         origin=args.origin,
         slots=args.adapter_slots,
         max_model_len=args.max_model_len,
+        kernels=registry.linear_kernels(device, args.linear_kernel),
     )
     return load_model(
         args.model,

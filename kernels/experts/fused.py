@@ -29,7 +29,7 @@ from headway.kernels.experts.route_kernels import Routed, Router
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.cuda_products import Arrangements
 from headway.kernels.linear.forms import QuantizedWeight
-from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.linear.gpu_kernels import Dequantizer
 from headway.kernels.step.operations import Norm
 
 
@@ -40,11 +40,11 @@ class Dequantized:
     engine's trial step counts it among activations.
     """
 
-    def __init__(self, inner: Method, config: ExpertsConfig, ways: QuantizedWays) -> None:
+    def __init__(self, inner: Method, config: ExpertsConfig, dequantizer: Dequantizer) -> None:
         self.name = f"dequantize+{inner.name}"
         self._inner = inner
         self._config = config
-        self._ways = ways
+        self._dequantized = dequantizer
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method. For experts of some pairs each: with fewer, expanding takes longer than all the rest."""
@@ -65,7 +65,7 @@ class Dequantized:
     def _plain(self, weight: Tensor | QuantizedWeight, rows: int, dtype: torch.dtype) -> Tensor:
         if isinstance(weight, Tensor):
             return weight
-        return self._ways.dequantize.dequantized(weight, dtype).view(-1, rows, weight.shape[1])
+        return self._dequantized(weight, dtype).view(-1, rows, weight.shape[1])
 
 
 def scratch_bytes(weights: ExpertWeights) -> int:
@@ -172,9 +172,9 @@ class FusedExperts:
 
 def _by_expanding(config: ExpertsConfig, router: Router, device: torch.device) -> list[Method]:
     """Methods over plain weights that quantised ones may be expanded for."""
-    ways = QuantizedWays(device)
+    dequantizer = Dequantizer(device)
     inner: list[Method] = [TileMethod(tiling, config, router, device) for tiling in TILINGS if tiling.block_m == 128]
-    return [Dequantized(method, config, ways) for method in (*inner, GroupedMM(config, router, device))]
+    return [Dequantized(method, config, dequantizer) for method in (*inner, GroupedMM(config, router, device))]
 
 
 class FusedLayer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.weights import Float4Weight, Int4Weight
 from headway.kernels.linear.axes import Axis, Division
-from headway.kernels.linear.forms import QuantizedWeight, form_name, rows_of, weight_bytes
+from headway.kernels.linear.forms import QuantizedWeight, format_of, rows_of, weight_bytes
 
 
 class ExpertsCut:
@@ -104,4 +104,5 @@ def reads_form(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
 def forms_of(weights: ExpertWeights) -> tuple[str, str]:
     """Name the forms of a layer's two weights; "" of a plain one."""
     gate_up, down = weights.gate_up, weights.down
-    return "" if isinstance(gate_up, Tensor) else form_name(gate_up), "" if isinstance(down, Tensor) else form_name(down)
+    first, second = ("" if isinstance(each, Tensor) else str(format_of(each)) for each in (gate_up, down))
+    return first, second

@@ -19,6 +19,7 @@ from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA
 from headway.kernels.experts.plain import Experts
 from headway.kernels.experts.weights import ExpertWeights, each_expert
 from headway.kernels.linear.axes import Axis
+from headway.kernels.linear.choice import LinearChoice, LinearKernels
 from headway.kernels.linear.forms import num_bytes
 from headway.kernels.linear.linear import Linear
 from headway.kernels.lora.bank import AdapterBank
@@ -39,7 +40,6 @@ from headway.models.layers.tensors import LayerTensors, read_kv_scales
 
 if TYPE_CHECKING:
     from headway.kernels.experts.fused import FusedExperts
-    from headway.kernels.linear.quantized_choice import ProductKind
 
 log = logging.getLogger("headway")
 
@@ -286,10 +286,11 @@ class SideBySide:
         return ops.add_products(x, [(attended, self._attention.out_proj), (moved, self._state.out_proj)])
 
 
-def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
+def operations_for(inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None) -> Operations:
     """Return the fused kernels on a GPU with Triton, our C on a CPU with a compiler, torch's operations elsewhere.
 
-    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, as `rope_tables` makes them.
+    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, as `rope_tables` makes them. kernels: for linear
+    layers; None means Headway's own.
     """
     if inv_freq.device.type != "cuda":
         return _on_cpu(inv_freq, factors) if inv_freq.device.type == "cpu" else TorchOperations(inv_freq, factors)
@@ -297,7 +298,7 @@ def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
         from headway.kernels.step.fused import Fused
     except ImportError:  # torch for a GPU brings Triton, but not on every system
         return TorchOperations(inv_freq, factors)
-    return Fused(inv_freq, factors)
+    return Fused(inv_freq, factors, kernels)
 
 
 def _on_cpu(inv_freq: Tensor, factors: Tensor) -> Operations:
@@ -318,11 +319,13 @@ class Decoder:
         batch_invariant: bool = False,
         ranks: Ranks = ONE_RANK,
         slots: AdapterSlots | None = None,
+        kernels: LinearKernels | None = None,
     ) -> None:
         """Take the layers' tensors from `weights`: of several ranks, each its part (`ModelCut`).
 
         batch_invariant: a row's bits do not depend on the other rows; slower. ranks: all of them call the decoder alike; its
         layers' specs are those of this rank's own heads, and its logits those of its own tokens. slots: for adapters; None: none.
+        kernels: for linear layers; None means Headway's own.
 
         :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
         :raises ConfigError: the model does not divide among so many ranks.
@@ -334,7 +337,8 @@ class Decoder:
         self.dtype = weights.dtype
         cut = ModelCut(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
         ranks = SumsInOrder(ranks) if batch_invariant else ranks
-        tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks), cut.vocabulary
+        self._kernels = kernels
+        tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks, kernels=kernels), cut.vocabulary
         table = vocabulary.table(tensors.take(f"{names.embed}.weight", vocabulary.axis, config.hidden_size))
         positions = cut.once(_positions(config, tensors))
         self.embed = Embedding(table, _rounded(config.embedding_scale, table), positions, vocabulary.tokens)
@@ -375,7 +379,8 @@ class Decoder:
 
     def _operations(self, ranks: Ranks) -> Operations:
         """Return the operations of this device, and let our C run whole layers if they are its own."""
-        operations = operations_for(*rope_tables(self.config.ropes, self.device))
+        inv_freq, factors = rope_tables(self.config.ropes, self.device)
+        operations = operations_for(inv_freq, factors, self._kernels)
         if self._invariant:
             operations = invariant_operations(operations, self._linears, self.device)
         own = operations if isinstance(operations, NativeOperations) and ranks.size == 1 else None
@@ -394,7 +399,8 @@ class Decoder:
         cut = ModelCut(self.config, by_expert=weights.device.type == "cpu")
         before = self.layers[:index]
         places = sum(each.attention is not None for each in before), sum(each.num_states for each in before)
-        layer = DecoderLayer(cut.own, index, places, LayerTensors(cut.own, weights, cut, ONE_RANK), self._invariant)
+        tensors = LayerTensors(cut.own, weights, cut, ONE_RANK, kernels=self._kernels)
+        layer = DecoderLayer(cut.own, index, places, tensors, self._invariant)
         layer.absorb_norms(self.operations)
         return layer
 
@@ -425,9 +431,15 @@ class Decoder:
         return f".gguf blocks: activations rounded to {bits} bits (AVX-512 VNNI); dtype=float32 rounds nothing"
 
     @property
-    def product_kinds(self) -> list[ProductKind]:
-        """Kinds of products that choose among ways of computing them."""
-        return self.operations.product_kinds(self.products)
+    def linear_choices(self) -> list[LinearChoice]:
+        """Kinds of linear layers whose kernel is chosen by times."""
+        return self.operations.linear_choices(self.products)
+
+    @property
+    def choices(self) -> list[LinearChoice]:
+        """All kinds of its linear layers."""
+        self.operations.linear_choices(self.products)
+        return list(dict.fromkeys(linear.choice for linear, _ in self.products if linear.choice is not None))
 
     @property
     def max_position_embeddings(self) -> int:

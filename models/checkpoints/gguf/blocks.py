@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
+from headway.kernels.linear.forms import BLOCK_TYPES, GgufWeight
 from headway.models.checkpoints.formats.config import FormatRule, Quantization
 from headway.models.checkpoints.formats.stored import QuantizedModule, StoredFormat
 

@@ -20,7 +20,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
 from headway.core.contract.support import YES
 from headway.core.oracle.cases import reference
-from headway.kernels.linear.linear import Linear, packs
+from headway.kernels.linear.linear import Linear
 from headway.registry import Registry
 from headway.tuning.measure.workloads import build_case
 from tiny_bench import CPU, QUICK, SMALL, cell_of
@@ -133,8 +133,8 @@ def test_every_form_gets_the_ways_that_a_cpu_has(dtype: torch.dtype) -> None:
         assert cell.relative_error < (1e-5 if dtype == torch.float32 else 1e-2)
         assert cell.chosen or (form, way) == ("int4", "expanded") or form == "plain"
     ways = {way for form, _, way in cells if form == "int4"}
-    weight = ProductLayers.drawn(SHAPE, "int4", CPU).weights[0]
-    assert ways == ({"packed", "expanded"} if packs(weight, dtype) else {"expanded"})
+    packed = ProductLayers.drawn(SHAPE, "int4", CPU, dtype).linears[0].reads_quantized
+    assert ways == ({"packed", "expanded"} if packed else {"expanded"})
     assert cells["int4", 1, "expanded"].chosen == ("packed" not in ways)
 
 

@@ -13,7 +13,7 @@ from headway.kernels.experts.fused import Dequantized, FusedExperts
 from headway.kernels.experts.methods import ExpertTiling, RowCut, RowMethod, TileMethod
 from headway.kernels.experts.plain import route, sort_by_expert
 from headway.kernels.experts.route_kernels import Router
-from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.linear.gpu_kernels import Dequantizer
 
 CPU = torch.device("cpu")
 UNEVEN = dataclasses.replace(SMALL, intermediate_size=24, num_experts=5, top_k=2, renormalize=True)
@@ -126,7 +126,7 @@ def quantized_way(method: str, config: ExpertsConfig) -> object:
         return RowMethod(config, router, CPU)
     tiles = ExpertTiling(16, 32, 64, 4, 2, swapped=True, group_m=2)
     if method == "dequantize":
-        return Dequantized(TileMethod(tiles, config, router, CPU), config, QuantizedWays(CPU))
+        return Dequantized(TileMethod(tiles, config, router, CPU), config, Dequantizer(CPU))
     tilings = {"tiles": tiles, "wide": dataclasses.replace(tiles, block_n=64, block_k=128)}
     return TileMethod({**tilings, "whole": dataclasses.replace(tiles, whole=True)}[method], config, router, CPU)
 

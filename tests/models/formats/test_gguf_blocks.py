@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.bench.generate.roofline import ElementBytes, Roofline
-from headway.kernels.linear.gguf_weight import BLOCK_TYPES
+from headway.kernels.linear.forms import BLOCK_TYPES
 from headway.kernels.runtime.native.library import functions, native_support
 from headway.models.layers.decoder import Decoder
 from headway.models.loader import LoadOptions, load_model

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
+from headway.kernels.linear.forms import BLOCK_TYPES, GgufWeight
 from headway.models.checkpoints.gguf.blocks import FOLDER, PREFIX
 from plain_models import sizes
 
