@@ -78,6 +78,7 @@ _COMMANDS: Final = {
     "build": ("run.warm", CHOOSE),
     "diff": ("measure.diff", MEASURE),
     "new-backend": ("look.plugins", WRITE),
+    "new-kernel": ("look.plugins", WRITE),
     "check": ("measure.check", WRITE),
     "plugins": ("look.plugins", WRITE),
 }

@@ -1,4 +1,4 @@
-"""`headway plugins`, which lists the installed plugins, and `headway new-backend`, which writes the package of a new one."""
+"""`headway plugins`, which lists the installed plugins, and `headway new-kernel`, which writes the package of a new one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from headway.core.contract.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headway.core.contract.operation import OperationKind
     from headway.registry import Registry
     from headway.registry.records import PluginRecord
 
@@ -24,28 +25,48 @@ TEMPLATE: Final = Path(__file__).parents[2] / "template"
 """Folder of the package's template, in copier's form."""
 
 
-def new_backend(
-    name: Annotated[str, typer.Argument(help="The backend's name, as --attn-backend will take it: my_kernel.")],
-    into: Annotated[Path | None, typer.Option(help="Folder to write. Default: headway-NAME, here.")] = None,
-) -> None:
+_WRITTEN: Final = {
+    "attention": (
+        "attend()",
+        "headway check {module}:{title} --quick",
+        'headway generate --plugin {module} --attn-backend {name} "The capital of France is"',
+    ),
+    "linear": ("apply()", "pytest", 'headway generate --model MODEL-AWQ --plugin {module} --linear-kernel {name} "Hello"'),
+}
+"""Kind of operation -> the function that an author replaces, and what to type next."""
+Name = Annotated[str, typer.Argument(help="The kernel's name, as --attn-backend or --linear-kernel will take it: my_kernel.")]
+Into = Annotated[Path | None, typer.Option(help="Folder to write. Default: headway-NAME, here.")]
+
+
+def new_backend(name: Name, into: Into = None) -> None:
     """Write the package of a backend that runs, with its tests.
 
     It has a README and a workflow too. docs/tutorial-backend.md continues from there.
     """
+    new_kernel(name, "attention", into)
+
+
+def new_kernel(
+    name: Name,
+    kind: Annotated[str, typer.Option(help="Operation: attention or linear.")] = "attention",
+    into: Into = None,
+) -> None:
+    """Write the package of a kernel that runs, with its tests.
+
+    docs/tutorial-backend.md and docs/tutorial-linear-kernel.md continue from there.
+    """
+    from headway.core.contract.operation import kind_of
     from headway.tuning.isolated.trial import create_registry
 
-    folder = into or Path(distribution_of(name))
-    files = write_package(name, folder, create_registry())
+    operation, folder = kind_of(kind, "--kind"), into or Path(distribution_of(name))
+    files = write_package(name, folder, create_registry(), operation)
+    replaced, *following = _WRITTEN[kind]
     module = next(path for path in files if path.suffix == ".py" and path.parent == Path())
     title = "".join(part.capitalize() for part in name.split("_"))
     written = f"{folder}: {', '.join(map(str, files))}"
     print(textwrap.fill(written, 79, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
-    print(f"It runs as it is. Your kernel replaces attend() in {module}. Next:\n")
-    for line in (
-        f"cd {folder}",
-        f"headway check {module}:{title} --quick",
-        f'headway generate --plugin {module} --attn-backend {name} "The capital of France is"',
-    ):
+    print(f"It runs as it is. Your kernel replaces {replaced} in {module}. Next:\n")
+    for line in (f"cd {folder}", *(line.format(module=module, title=title, name=name) for line in following)):
         print(f"    {line}")
 
 
@@ -54,26 +75,31 @@ def distribution_of(name: str) -> str:
     return f"headway-{name.replace('_', '-')}"
 
 
-def write_package(name: str, folder: Path, registry: Registry) -> list[Path]:
-    """Write the package of a backend into a new folder; returns the files, relative to it.
+def write_package(name: str, folder: Path, registry: Registry, kind: OperationKind | None = None) -> list[Path]:
+    """Write the package of a kernel (of attention, if no kind is given) into a new folder; returns the files, relative to it.
 
     :raises ConfigError: an invalid name or one that is taken, a folder that exists or cannot be made, or copier is missing.
     """
     from headway.core.contract.backend import API_VERSION
+    from headway.core.contract.operation import ATTENTION
     from headway.registry.validate import RESERVED
 
+    kind = kind or ATTENTION
+    if kind.name not in _WRITTEN:
+        raise ConfigError("--kind", f"one that there is a template for: {' or '.join(_WRITTEN)}", kind.name)
+    known = registry.of(kind).entries
     ok = name.isidentifier() and name.isascii() and name == name.lower() and not keyword.iskeyword(name)
     if not ok or name in RESERVED:
         raise ConfigError("NAME", "a Python identifier in lower case, such as my_kernel", repr(name))
-    if name in registry.backends:
-        raise ConfigError("NAME", "a name that no backend has", f"{name!r} of {registry.backends[name].owner}")
+    if name in known:
+        raise ConfigError("NAME", f"a name that no {kind.word} has", f"{name!r} of {known[name].owner}")
     if folder.exists():
         raise ConfigError("--into", "a folder that does not exist yet", str(folder))
     try:
         from copier import run_copy
     except ImportError as error:
-        raise ConfigError("headway new-backend", "the package copier", str(error), 'pip install "headway[kit]"') from error
-    answers = {"name": name, "distribution": distribution_of(name), "api_version": API_VERSION}
+        raise ConfigError("headway new-kernel", "the package copier", str(error), 'pip install "headway[kit]"') from error
+    answers = {"kind": kind.name, "name": name, "distribution": distribution_of(name), "api_version": API_VERSION}
     try:
         run_copy(str(TEMPLATE), folder, answers, defaults=True, quiet=True)
     except OSError as error:
@@ -85,6 +111,8 @@ _STATES = {"loaded": "green", "left out": "bold red", "blocked": "yellow"}
 _KINDS = {
     "backends": "backends",
     "state_backends": "state backends",
+    "linear_kernels": "linear kernels",
+    "experts_kernels": "experts kernels",
     "layouts": "cache layouts",
     "state_layouts": "state layouts",
     "proposers": "proposers",

@@ -15,6 +15,7 @@ import torch
 from headway.cli.look.plugins import distribution_of, write_package
 from headway.contract import API_VERSION
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.operation import LINEAR, STATE
 from headway.core.oracle.cells import CheckCell
 from headway.registry import create_registry
 from headway.registry.plugin_sources import load_file
@@ -84,6 +85,27 @@ def test_a_name_that_is_taken_and_a_folder_that_is_there_are_refused(tmp_path: P
     monkeypatch.setitem(sys.modules, "copier", None)
     with pytest.raises(ConfigError, match=r'pip install "headway\[kit\]"'):
         write_package("walnut", tmp_path / "new", REGISTRY)
+
+
+def test_a_linear_kernels_package_passes_its_own_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "headway-oak"
+    files = {str(path) for path in write_package("oak", folder, REGISTRY, LINEAR)}
+    assert files > {"headway_oak.py", "pyproject.toml", "tests/test_oak.py"}
+    module = load_file(folder / "headway_oak.py")
+    monkeypatch.setitem(sys.modules, "headway_oak", module)
+    own = load_file(folder / "tests" / "test_oak.py")
+    for zeros in (False, True):
+        own.test_it_multiplies(16, zeros)
+    registry = create_registry([str(folder / "headway_oak.py")], load_entry_points=False)
+    assert registry.linear.entries["oak"].info.api_version == API_VERSION
+    with pytest.raises(ConfigError, match="NAME: needs a name that no linear kernel has, got 'marlin' of built-in"):
+        write_package("marlin", tmp_path / "other", REGISTRY, LINEAR)
+    with pytest.raises(ConfigError, match="--kind: needs one that there is a template for: attention or linear, got state"):
+        write_package("oak", tmp_path / "other", REGISTRY, STATE)
+
+
+def test_an_unknown_kind_is_one_line(tmp_path: Path) -> None:
+    assert_refused(run_headway("new-kernel", "oak", "--kind", "convolution", cwd=tmp_path), "--kind", "one of attention, state")
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_the_fastest_right_way_serves_each_number_of_rows(cache: Path, caplog: p
     choose_products([kind], 60.0, timer=TableTimer(bench=bench))
     assert [kind.kernel_for(rows) for rows in (1, 32, 33, 5000)] == ["kernel", "kernel", "scaled_mm", "scaled_mm"]
     assert "kernel n64 is left out from 1 rows on: ArithmeticError: its answer is off by 2.0e-01" in caplog.text
-    assert "products fp8 rows 32x64 float32: kernel from 1, scaled_mm from 33 rows on (crossover table of " in caplog.text
+    assert "products fp8 rows 32x64 float32: kernel from 1, scaled_mm from 33 rows on (measured " in caplog.text
     (path,) = cache.glob("*.json")
     us = to_times(read_table(path, "linear"), ROW_COUNTS)
     assert us["kernel"][:3] == [11.0, 12.0, 14.0], "a layer's time, not that of all"

@@ -55,10 +55,13 @@ def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] 
     return CostTable(samples, table.noise, source or source_of(table), excluded, phases)
 
 
+_SOURCES = {"attention": "crossover table of", "state": "state table of"}
+
+
 def source_of(table: CrossoverTable) -> str:
     """Return where a table's times come from, in words."""
     if table.prior is None:
-        return f"{'state' if table.kind == 'state' else 'crossover'} table of {table.date[:10]}"
+        return f"{_SOURCES.get(table.kind, 'measured')} {table.date[:10]}"
     checked = f"checked here {table.date[:10]}" if table.prior.checked else "not checked here"
     return f"shipped table of {table.prior.date[:10]}, {checked}"
 
