@@ -190,6 +190,55 @@ class StepCosts:
         return all(table.covers(shape) for table, _ in self.parts if shape.phase in table.phases)
 
 
+@dataclass(frozen=True)
+class Axis:
+    """Counts of rows, tokens or bytes at which the kernels of one kind are measured."""
+
+    unit: str
+    counts: Sequence[int]
+    """In ascending order."""
+    nearest: bool = False
+    """True if any other count takes the cell of the nearest one, by ratio; False if it takes that of the next larger one."""
+
+    def cell(self, count: int) -> int:
+        """Return the index in `counts` of the cell that a count takes; the last one beyond them."""
+        cell = min(bisect_left(self.counts, count), len(self.counts) - 1)
+        closer_before = self.nearest and cell > 0 and count * count < self.counts[cell - 1] * self.counts[cell]
+        return cell - closer_before
+
+    def changes(self, serving: Callable[[int], str]) -> dict[int, str]:
+        """Return the count from which each kernel serves -> its name. serving: returns the kernel of one of `counts`."""
+        names = [serving(count) for count in self.counts]
+        starts = self.counts if self.nearest else [1, *(count + 1 for count in self.counts)]
+        return {starts[cell]: name for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]}
+
+    def describe(self, changes: Mapping[int, str], source: str) -> str:
+        """Return the ranges of `changes` in words. source: where the choice comes from."""
+        ranges = ", ".join(f"{name} from {start:,}" for start, name in changes.items())
+        return f"{ranges} {self.unit} on ({source})"
+
+
+@dataclass(frozen=True)
+class AxisTimes:
+    """Measured times of the kernels of one kind over one axis, on one device."""
+
+    axis: Axis
+    us: Mapping[str, Sequence[float | None]]
+    """Kernel -> microseconds at each of the axis' counts; None: it does not take that many, failed, or was far behind before."""
+    source: str
+    """Where they come from, in words."""
+
+    def fastest(self, count: int, able: Iterable[str], handicap: Mapping[str, float] | None = None) -> str | None:
+        """Return the fastest kernel at a count; None if none of them was measured there.
+
+        able: kernels that can serve. handicap: kernel -> the factor by which it must be faster than others; 1 if missing.
+        """
+        cell, factors = self.axis.cell(count), handicap or {}
+        known = [(self.us[name][cell], name) for name in able if cell < len(self.us.get(name, ()))]
+        times = [(us * factors.get(name, 1.0), name) for us, name in known if us is not None]
+        return min(times)[1] if times else None
+
+
 def _by_phase(samples: Iterable[Sample]) -> dict[Phase, list[Shape]]:
     shapes = list(dict.fromkeys(sample.shape for sample in samples))
     return {phase: [shape for shape in shapes if shape.phase is phase] for phase in Phase}

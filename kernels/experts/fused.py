@@ -9,8 +9,9 @@ from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.select.costs import AxisTimes
 from headway.kernels.experts import cuda_lots
-from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes, rules
+from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS, rules
 from headway.kernels.experts.cuda_lots import CudaLots, computes_lots
 from headway.kernels.experts.cuda_rows import LOTS, CudaRows, computes_experts
 from headway.kernels.experts.methods import (
@@ -111,7 +112,7 @@ class FusedExperts:
         self.example: ExpertWeights | None = None
         """The weights of one layer of this kind, to measure with."""
         self._layers: list[ExpertWeights] = []
-        self._times: ExpertTimes | None = None
+        self._times: AxisTimes | None = None
         self._chosen: dict[int, Method] = {}
 
     def layer(self, weights: ExpertWeights, norm: Norm) -> FusedLayer:
@@ -134,18 +135,15 @@ class FusedExperts:
         ways = {way for way in map(self.method_for, TOKEN_COUNTS) if isinstance(way, CudaRows | CudaLots)}
         return max((sum(way.prepare(weights) for weights in self._layers) for way in ways), default=0)  # they share it
 
-    def obey(self, times: ExpertTimes) -> None:
+    def obey(self, times: AxisTimes) -> None:
         """Choose by measured times from now on."""
         self._times = times
         self._chosen.clear()
 
     def describe(self) -> str:
         """Which method serves how many tokens, and by whose word."""
-        names = [self.method_for(count).name for count in TOKEN_COUNTS]
-        changes = [cell for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]]
-        ranges = ", ".join(f"{names[cell]} from {TOKEN_COUNTS[cell]}" for cell in changes)
         source = "not measured" if self._times is None else self._times.source
-        told = f"{ranges} tokens on ({source})"
+        told = TOKENS.describe(TOKENS.changes(lambda count: self.method_for(count).name), source)
         if self.forms == ("", ""):
             return told
         first, second = (form or DTYPE_NAMES[self.dtype] for form in self.forms)

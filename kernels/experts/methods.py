@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.kernel import AHEAD
-from headway.kernels.experts.choice import nearest
+from headway.kernels.experts.choice import TOKENS
 from headway.kernels.experts.plain import ExpertOrder
 from headway.kernels.experts.route_kernels import Routed, Router, dot_type
 from headway.kernels.experts.row_kernels import down_quantized_rows, down_rows, gate_up_quantized_rows, gate_up_rows
@@ -154,7 +154,7 @@ class RowMethod:
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
-        return self._config.gated and nearest(num_tokens) <= nearest(MAX_ROWS)
+        return self._config.gated and TOKENS.cell(num_tokens) <= TOKENS.cell(MAX_ROWS)
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """See Method."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from headway.core.contract.support import Support
+from headway.core.select.costs import Axis, AxisTimes
 from headway.kernels.linear.linear import Linear
 
 ROW_COUNTS = tuple(2**n for n in range(14))
 """Numbers of rows that are measured; any other takes the choice of the next larger one, whose kernel is cut alike."""
+ROWS = Axis("rows", ROW_COUNTS)
 FEW, SHARED = "few_rows", "shared_rows"
 """Kernels of ours in CUDA C++, for up to 16 rows and for up to 512."""
 FLOAT8 = "w8a8"
@@ -21,28 +22,6 @@ FLOAT8 = "w8a8"
 KERNEL, SCALED, DEQUANTIZED = "kernel", "scaled_mm", "dequantize"
 """Our kernel in Triton; `torch._scaled_mm`, for which x is rounded to floats of 8 bits; the weight expanded for each product of
 cuBLAS."""
-
-
-@dataclass(frozen=True)
-class ProductTimes:
-    """Measured times of one kind of product on one device."""
-
-    us: Mapping[str, Sequence[float | None]]
-    """Way -> microseconds for each of ROW_COUNTS; None: it does not take so many, failed, or was far behind with fewer."""
-    source: str
-    """Where they come from, in words."""
-
-    def fastest(self, rows: int, able: Collection[str], coarser: Collection[str] = ()) -> str | None:
-        """Return the fastest of the ways; None where nothing was measured. coarser: those that must be WORTH times as fast."""
-        cell = cell_of(rows)
-        known = [(self.us[way][cell], way) for way in able if cell < len(self.us.get(way, ()))]
-        times = [(us * (WORTH if way in coarser else 1.0), way) for us, way in known if us is not None]
-        return min(times)[1] if times else None
-
-
-def cell_of(rows: int) -> int:
-    """Index of the least of ROW_COUNTS that is not below `rows`; of the last, where there is none."""
-    return min(max(rows - 1, 0).bit_length(), len(ROW_COUNTS) - 1)
 
 
 def rule(rows: int, able: Collection[str]) -> str:
@@ -106,7 +85,7 @@ class ProductKind:
         RMSNorm (weight 1, epsilon 1e-6), both products, and SiLU of the first times the second."""
         self.examples: list[Linear] = []
         """A model's layers of this kind, to measure with."""
-        self._times: ProductTimes | None = None
+        self._times: AxisTimes | None = None
         self._chosen: dict[int, str] = {}
         self._trial: str | None = None
 
@@ -127,12 +106,12 @@ class ProductKind:
         way = self._chosen.get(rows)
         if way is None:
             able = self.able(rows)
-            coarser = [name for name in able if self.ways[name].rounds]
+            coarser = {name: WORTH for name in able if self.ways[name].rounds}
             measured = None if self._times is None else self._times.fastest(rows, able, coarser)
             way = self._chosen[rows] = measured or rule(rows, able)
         return way
 
-    def obey(self, times: ProductTimes) -> None:
+    def obey(self, times: AxisTimes) -> None:
         """Choose by measured times from now on: before any graph is captured."""
         self._times = times
         self._chosen.clear()
@@ -157,11 +136,8 @@ class ProductKind:
 
     def changes(self) -> dict[int, str]:
         """Number of rows -> the way that serves from there on."""
-        names = [self.way_for(count) for count in ROW_COUNTS]
-        starts = [1, *(count + 1 for count in ROW_COUNTS)]
-        return {starts[cell]: name for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]}
+        return ROWS.changes(self.way_for)
 
     def describe(self) -> str:
         """Which way serves how many rows, and by whose word."""
-        ranges = ", ".join(f"{name} from {rows}" for rows, name in self.changes().items())
-        return f"{ranges} rows on ({self.source})"
+        return ROWS.describe(self.changes(), self.source)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from expert_layers import CONFIGS, Layer
-from headway.core.engine.ranks.torch_ranks import SIZES, AllReduceChoice
+from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, describe_sums, fastest_sum
+from headway.core.select.costs import AxisTimes
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.kernels.experts.choice import TOKEN_COUNTS
@@ -142,21 +142,6 @@ def test_quantised_layers_have_times_of_their_own(cache: Path) -> None:
     assert len([*cache.glob("*.json")]) == 3
 
 
-@dataclass
-class Way:
-    name: str
-
-    def takes(self, x: torch.Tensor) -> bool:
-        return True
-
-    def __call__(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
-        return x
-
-    def abort(self) -> None:
-        pass
-
-
-ONE_SHOT, NCCL = Way("one_shot"), Way("nccl")
 US: dict[str, list[float | None]] = {
     "one_shot": [5.0 if size <= 2**17 else 20.0 if size <= 2**19 else None for size in SIZES],
     "nccl": [10.0] * len(SIZES),
@@ -164,12 +149,12 @@ US: dict[str, list[float | None]] = {
 
 
 def test_the_fastest_way_serves_the_nearest_sizes() -> None:
-    choice = AllReduceChoice(US, "measured today")
-    found = [choice.fastest(count, [ONE_SHOT, NCCL]).name for count in (1, 1024, 150_000, 200_000, 2**19, 2**26)]
+    times = AxisTimes(BYTES, US, "measured today")
+    found = [fastest_sum(times, count, list(US)) for count in (1, 1024, 150_000, 200_000, 2**19, 2**26)]
     assert found == ["one_shot", "one_shot", "one_shot", "nccl", "nccl", "nccl"]
-    assert choice.fastest(1024, [NCCL]) is NCCL
-    assert AllReduceChoice({}, "").fastest(1024, [ONE_SHOT, NCCL]) is NCCL
-    assert str(choice) == "one_shot from 1,024 bytes, nccl from 262,144 bytes on (measured today)"
+    assert fastest_sum(times, 1024, ["nccl"]) == "nccl"
+    assert fastest_sum(AxisTimes(BYTES, {}, ""), 1024, list(US)) == "nccl"
+    assert describe_sums(times) == "one_shot from 1,024, nccl from 262,144 bytes on (measured today)"
 
 
 def test_kept_times_are_those_of_this_software_and_so_many_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

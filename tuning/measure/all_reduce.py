@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headway.core.engine.ranks.torch_ranks import SIZES, AllReduce, AllReduceChoice
+from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, AllReduce, describe_sums
+from headway.core.select.costs import AxisTimes
 from headway.core.system.files import cache_folder
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us
@@ -70,9 +71,10 @@ def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
         if ranks.rank == 0:
             _place(device, ranks.size).keep(_by_name(table))
     if not bool(table.isnan().all()):
-        ranks.sum_by(ways, AllReduceChoice(_by_name(table), source))
+        ranks.sum_by(ways, AxisTimes(BYTES, _by_name(table), source))
     if ranks.rank == 0:
-        log.info("all-reduce: %s", ranks.times or "one_shot where it takes the tensor, else nccl (not measured)")
+        unmeasured = "one_shot where it takes the tensor, else nccl (not measured)"
+        log.info("all-reduce: %s", unmeasured if ranks.times is None else describe_sums(ranks.times))
 
 
 def kept_times(device: DeviceIdentity, size: int) -> AllReduceFile | None:
@@ -93,7 +95,7 @@ def describe_kept(device: torch.device, size: int) -> str:
     kept = kept_times(identity, size)
     if kept is None:
         return "not measured yet: the first start of so many ranks measures and keeps it"
-    return str(AllReduceChoice(kept.us, f"measured {kept.device.date}, {kept_path(identity, size).name}"))
+    return describe_sums(AxisTimes(BYTES, kept.us, f"measured {kept.device.date}, {kept_path(identity, size).name}"))
 
 
 def _one_shot(ranks: TorchRanks) -> AllReduce | None:

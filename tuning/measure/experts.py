@@ -15,8 +15,9 @@ from torch import Tensor
 
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.select.costs import AxisTimes
 from headway.core.system.files import cache_folder
-from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes
+from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS
 from headway.kernels.experts.plain import PlainExperts, Routing
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.device import identify_device
@@ -64,7 +65,7 @@ def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileA
         if kept is None:
             kept = _measured(kind, place, budget, ahead) if budget > 0 else unchecked(place.shipped(), kind.methods)
         if kept is not None:
-            kind.obey(ExpertTimes(kept.us, kept.source(place.path)))
+            kind.obey(AxisTimes(TOKENS, kept.us, kept.source(place.path)))
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:

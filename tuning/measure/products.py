@@ -17,9 +17,10 @@ from torch.nn.functional import rms_norm, silu
 
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.support import Support
+from headway.core.select.costs import AxisTimes
 from headway.core.system.files import cache_folder
 from headway.kernels.linear.forms import num_bytes
-from headway.kernels.linear.quantized_choice import KERNEL, ROW_COUNTS, ProductTimes
+from headway.kernels.linear.quantized_choice import KERNEL, ROW_COUNTS, ROWS
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, cells_to_check, times_with, unchecked
@@ -151,7 +152,7 @@ def obey_shipped(kind: ProductKind, device: DeviceIdentity) -> bool:
 
 def _obey(kind: ProductKind, found: ProductsFile | None, path: Path) -> bool:
     if found is not None:
-        kind.obey(ProductTimes(found.us, found.source(path)))
+        kind.obey(AxisTimes(ROWS, found.us, found.source(path)))
     return found is not None
 
 

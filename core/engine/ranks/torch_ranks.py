@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import HeadwayError
+from headway.core.select.costs import Axis, AxisTimes
 from headway.core.system.shared_ring import LifeSigns
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
 SIZES: Final = tuple(2**n for n in range(10, 24))
 """Bytes of tensors that are measured; any other takes the nearest one's choice, by ratio."""
+BYTES: Final = Axis("bytes", SIZES, nearest=True)
 
 
 class AllReduce(Protocol):
@@ -39,30 +39,15 @@ class AllReduce(Protocol):
         """Have calls that wait for other ranks end or fail; any thread may do so."""
 
 
-@dataclass(frozen=True)
-class AllReduceChoice:
-    """Measured times of one number of ranks on GPUs of one kind."""
+def fastest_sum(times: AxisTimes, num_bytes: int, names: Sequence[str]) -> str:
+    """Return the fastest way of summing this many bytes; the last of `names`, which takes any tensor, if none was measured."""
+    return times.fastest(num_bytes, names) or names[-1]
 
-    us: Mapping[str, Sequence[float | None]]
-    """Way -> microseconds for each of SIZES; None: it does not take so many bytes, or failed."""
-    source: str
-    """Where they come from, in words."""
 
-    def fastest(self, num_bytes: int, able: Sequence[AllReduce]) -> AllReduce:
-        """Return the fastest of the ways that take so many bytes; the last of them where nothing was measured."""
-        names = {each.name: each for each in able}
-        return names[self._fastest(num_bytes, list(names))]
-
-    def _fastest(self, num_bytes: int, names: Sequence[str]) -> str:
-        cell = min(max(round(math.log2(max(num_bytes, 1))) - round(math.log2(SIZES[0])), 0), len(SIZES) - 1)
-        times = [(us, name) for name in names if name in self.us and (us := self.us[name][cell]) is not None]
-        return min(times)[1] if times else names[-1]
-
-    def __str__(self) -> str:
-        chosen = [self._fastest(size, list(self.us)) for size in SIZES]
-        changes = [cell for cell, name in enumerate(chosen) if cell == 0 or name != chosen[cell - 1]]
-        ranges = ", ".join(f"{chosen[cell]} from {SIZES[cell]:,} bytes" for cell in changes)
-        return f"{ranges} on ({self.source})"
+def describe_sums(times: AxisTimes) -> str:
+    """Return in words which way sums how many bytes."""
+    changes = BYTES.changes(lambda num_bytes: fastest_sum(times, num_bytes, list(times.us)))
+    return BYTES.describe(changes, times.source)
 
 
 LOOPBACK: Final = "127.0.0.1"
@@ -120,7 +105,7 @@ class TorchRanks:
         self.store = store
         self.device = device
         self._sums: Sequence[AllReduce] = [GroupAllReduce(self._group, "gloo" if device.type == "cpu" else "nccl")]
-        self.times: AllReduceChoice | None = None
+        self.times: AxisTimes | None = None
         self._chosen: dict[tuple[int, torch.dtype], AllReduce] = {}
 
     @property
@@ -139,11 +124,12 @@ class TorchRanks:
         kind = x.nbytes, x.dtype
         way = self._chosen.get(kind)
         if way is None:
-            able = [each for each in self._sums if each.takes(x)]
-            way = self._chosen[kind] = able[0] if self.times is None else self.times.fastest(x.nbytes, able)
+            able = {each.name: each for each in self._sums if each.takes(x)}
+            names = list(able)
+            way = self._chosen[kind] = able[names[0] if self.times is None else fastest_sum(self.times, x.nbytes, names)]
         return way(x, onto)
 
-    def sum_by(self, sums: Sequence[AllReduce], times: AllReduceChoice | None) -> None:
+    def sum_by(self, sums: Sequence[AllReduce], times: AxisTimes | None) -> None:
         """Sum in these ways from now on, before any graph is captured. sums: see `sums`; times: None: in their order."""
         self._sums = sums
         self.times = times

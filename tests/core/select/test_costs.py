@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.contract.metadata import Phase
-from headway.core.select.costs import CostTable, Sample, Shape, StepCosts
+from headway.core.select.costs import Axis, AxisTimes, CostTable, Sample, Shape, StepCosts
 from headway.core.select.selection import PRESETS, StepChooser, Workload
 
 HERE = ("nhd", 16)
@@ -319,3 +319,34 @@ def test_workloads_are_read_and_become_steps() -> None:
     ]
     cached = Workload(16, 1280, 256, cached_len=1024).steps()
     assert cached[0] == (Shape(Phase.EXTEND, 8, 256, 1280), 2.0)
+
+
+AXES = {
+    "rows": Axis("rows", tuple(2**n for n in range(14))),
+    "tokens": Axis("tokens", tuple(2**n for n in range(14)), nearest=True),
+    "bytes": Axis("bytes", tuple(2**n for n in range(10, 24)), nearest=True),
+}
+
+
+@pytest.mark.parametrize("unit", AXES)
+@given(seed=st.integers(0, 2**32), count=st.integers(0, 2**25))
+def test_over_one_axis_the_fastest_of_the_cell_that_a_count_takes_serves(unit: str, seed: int, count: int) -> None:
+    axis, random = AXES[unit], Random(seed)
+    us = {name: [random.choice([None, random.uniform(1, 9)]) for _ in axis.counts] for name in "abc"}
+    able, handicap = random.sample("abcd", 3), {"a": 1.3}
+    if axis.nearest:
+        measured = min(axis.counts, key=lambda known: abs(math.log(max(count, 1) / known)))
+    else:
+        measured = next((known for known in axis.counts if known >= count), axis.counts[-1])
+    times = {name: us[name][axis.counts.index(measured)] for name in able if name in us}
+    weighed = {name: time * handicap.get(name, 1.0) for name, time in times.items() if time is not None}
+    fastest = AxisTimes(axis, us, "").fastest(count, able, handicap)
+    assert fastest == (min(weighed, key=weighed.__getitem__) if weighed else None)
+
+
+def test_over_one_axis_ranges_begin_where_the_kernel_changes() -> None:
+    larger, nearest = Axis("rows", (1, 2, 4, 8)), Axis("tokens", (1, 2, 4, 8), nearest=True)
+    serving = {1: "a", 2: "a", 4: "b", 8: "a"}.__getitem__
+    assert larger.changes(serving) == {1: "a", 3: "b", 5: "a"}
+    assert nearest.changes(serving) == {1: "a", 4: "b", 8: "a"}
+    assert larger.describe({1: "a", 1025: "b"}, "a rule") == "a from 1, b from 1,025 rows on (a rule)"

@@ -18,7 +18,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from expert_layers import CONFIGS, HIDDEN, SMALL, Layer
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes, nearest, rules
+from headway.core.select.costs import AxisTimes
+from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS, rules
 from headway.kernels.experts.plain import PlainExperts, route, sort_by_expert
 from headway.kernels.experts.weights import ExpertsCut
 from headway.models.checkpoints.expert_weights import take_experts
@@ -119,7 +120,7 @@ def test_numbers_that_contradict_each_other_are_told_by_their_key(changes: dict[
 
 
 def test_the_choice_takes_the_nearest_count_by_ratio() -> None:
-    assert [TOKEN_COUNTS[nearest(count)] for count in (0, 1, 2, 3, 5, 6, 11, 12, 8192, 10**6)] == [
+    assert [TOKEN_COUNTS[TOKENS.cell(count)] for count in (0, 1, 2, 3, 5, 6, 11, 12, 8192, 10**6)] == [
         1,
         1,
         2,
@@ -132,7 +133,7 @@ def test_the_choice_takes_the_nearest_count_by_ratio() -> None:
         8192,
     ]
     us = {"a": [2.0, 1.0, None], "b": [1.0, 3.0, 5.0]}
-    times = ExpertTimes(us, "a test")
+    times = AxisTimes(TOKENS, us, "a test")
     assert [times.fastest(count, "ab") for count in (1, 2, 4, 8)] == ["b", "a", "b", None]
     assert times.fastest(1, "a") == "a", "b does not take so many tokens"
     assert times.fastest(1, "c") is None
