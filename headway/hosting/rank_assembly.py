@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.model import state_layers
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
@@ -22,10 +22,12 @@ from headway.core.engine.scheduling.deterministic import prepare_deterministic
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
+from headway.kernels.experts.bound import AUTO, ExpertsOptions
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.sampling import fastest_sampling
 from headway.machine.process import bound_kernel_caches, set_threads
 from headway.models.loader import LoadedModel, LoadOptions, load_model
+from headway.registry import Registry
 from headway.tuning.autotune import TableRequest
 from headway.tuning.measure.all_reduce import choose_all_reduce
 from headway.tuning.measure.device import resolve_device
@@ -118,7 +120,7 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     ahead = compile_ahead(device)
     budget = 0.0 if config.deterministic else TableRequest(budget=args.autotune_budget).seconds(device)
     choose_all_reduce(start.ranks, budget)
-    decoder = load_part(args, device, start.ranks).decoder
+    decoder = load_part(args, registry, device, start.ranks).decoder
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     if config.deterministic:
         config = prepare_deterministic(registry, layers, state_layers(decoder), config)
@@ -165,8 +167,14 @@ def sampling_of(
         return TORCH_SAMPLING
 
 
-def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedModel:
-    """Load the part of a model that a rank holds; rank 0 alone has the tokenizer."""
+def load_part(args: EngineArgs, registry: Registry, device: torch.device, ranks: Ranks) -> LoadedModel:
+    """Load the part of a model that a rank holds; rank 0 alone has the tokenizer.
+
+    :raises UnsupportedError: the kernel that an option names cannot run on the device.
+    """
+    named = args.experts_kernel
+    if named != AUTO and not (able := registry.experts.able(named, device.type)):
+        raise UnsupportedError(f"experts kernel {named}", able.reasons)
     options = LoadOptions(
         batch_invariant=args.deterministic,
         torch_compile=args.compiles_on(device.type),
@@ -175,6 +183,7 @@ def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedMod
         origin=args.origin,
         slots=args.adapter_slots,
         max_model_len=args.max_model_len,
+        experts=ExpertsOptions(registry.experts.classes, named),
     )
     return load_model(
         args.model,

@@ -7,18 +7,21 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsKernel
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.select.costs import AxisTimes
 from headway.core.system.files import cache_folder
+from headway.kernels.experts.bound import AUTO, BoundExperts, ExpertsKind, KernelRaisedError
 from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS
-from headway.kernels.experts.plain import PlainExperts, Routing
+from headway.kernels.experts.plain import TorchExperts
+from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
@@ -26,11 +29,6 @@ from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, times_with, un
 from headway.tuning.measure.timing import InterleavedTimer, Timing
 from headway.tuning.table.files import file_name
 from headway.tuning.table.schema import DeviceIdentity
-
-if TYPE_CHECKING:
-    from headway.kernels.experts.fused import FusedExperts
-    from headway.kernels.experts.methods import Method
-    from headway.kernels.experts.weights import ExpertWeights
 
 SCHEMA = "headway.experts/1"
 _TURNS = InterleavedTimer(rounds=2, round_ms=2.0)
@@ -53,78 +51,91 @@ class ExpertsFile(KeptTimes):
     tokens: list[int]
 
 
-def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileAhead | None = None) -> None:
-    """Have each kind of layer choose by measured times: those that are kept for this device, or new ones.
+def choose_experts(kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAhead | None = None) -> None:
+    """Have each kind of layer choose by measured times: those that are stored for this device, or new ones.
 
-    budget: seconds that may be measured; 0: nothing is, and where nothing is kept a rule chooses, which the log says.
+    Third parties' kernels are tried at every start, and left out with the numbers where they are wrong.
+
+    budget: seconds that may be measured; 0: nothing is, and where nothing is stored a rule chooses, which the log says.
     ahead: what kernels are compiled in, many at a time; None: each at its first launch.
+
+    :raises BackendError: the kernel that the user named is wrong.
     """
     for kind in kinds:
-        place = _place(kind, identify_device(kind.device))
-        kept = place.read()
-        if kept is None:
-            kept = _measured(kind, place, budget, ahead) if budget > 0 else unchecked(place.shipped(), kind.methods)
-        if kept is not None:
-            kind.obey(AxisTimes(TOKENS, kept.us, kept.source(place.path)))
+        sample = SampleLayer(kind) if kind.guests else None
+        for kernel in kind.guests:
+            if sample is not None and (why := sample.fault(kernel)):
+                kind.leave_out(kernel.name, why)
+        if kind.chooses:
+            place = _place(kind, identify_device(kind.device))
+            stored = place.read()
+            if stored is None and budget > 0 and kind.requested == AUTO:
+                stored = _measured(kind, place, budget, ahead)
+            stored = stored or unchecked(place.shipped(), kind.kernels)
+            if stored is not None:
+                kind.obey(AxisTimes(TOKENS, stored.us, stored.source(place.path)))
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:
             log.info("experts: scales in the order that the kernel reads take %.1f MB more", taken / 1e6)
 
 
-def _place(kind: FusedExperts, device: DeviceIdentity) -> KeptPlace[ExpertsFile]:
+def _place(kind: ExpertsKind, device: DeviceIdentity) -> KeptPlace[ExpertsFile]:
     layer = f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
     layer = layer if kind.forms == ("", "") else f"{layer} {' / '.join(kind.forms)}"
     sizes = f"{kind.config.num_experts}-{kind.config.top_k}-{kind.config.intermediate_size}-{DTYPE_NAMES[kind.dtype]}"
     path = cache_folder() / "experts" / file_name(device, sizes, layer)
-    return KeptPlace("experts", ExpertsFile, path, device, {"layer": layer, "tokens": list(TOKEN_COUNTS)}, kind.methods)
+    return KeptPlace("experts", ExpertsFile, path, device, {"layer": layer, "tokens": list(TOKEN_COUNTS)}, list(kind.kernels))
 
 
-def _measured(kind: FusedExperts, place: KeptPlace[ExpertsFile], budget: float, ahead: CompileAhead | None) -> ExpertsFile:
-    """Time every method on random tokens and a random router, over the weights of a layer, and keep the times.
+def _measured(kind: ExpertsKind, place: KeptPlace[ExpertsFile], budget: float, ahead: CompileAhead | None) -> ExpertsFile:
+    """Time every kernel on random tokens and a random router, over the weights of a layer, and keep the times.
 
     Shipped ones are taken, scaled, where they agree with a few that are measured.
     """
     began = time.perf_counter()
-    log.warning("experts: measuring %d ways of computing them, some seconds, once", len(kind.methods))
+    log.warning("experts: measuring %d ways of computing them, some seconds, once", len(kind.kernels))
     sample = SampleLayer(kind)
-    right: list[str] | None = None
+    faults: dict[str, str] | None = None
     left = budget
 
     def measure(cells: Collection[int]) -> Us:
-        nonlocal right, left
+        nonlocal faults, left
         if ahead is not None:
             with ahead():
                 sample.launch([TOKEN_COUNTS[cell] for cell in cells])
-        if right is None:
-            right = [name for name, method in kind.methods.items() if sample.is_right(method)]
+        if faults is None:
+            faults = {each.name: sample.fault(each) for each in kind.kernels.values()}
         timed_from = time.perf_counter()  # compiling counts as little as that of attention's kernels
-        us = _times(sample, right, cells, timed_from + left)
+        us = _times(sample, [name for name, fault in faults.items() if not fault], cells, timed_from + left)
         left -= time.perf_counter() - timed_from
         return us
 
-    us, prior = times_with(place.shipped(), "experts", kind.methods, len(TOKEN_COUNTS), measure)
+    us, prior = times_with(place.shipped(), "experts", list(kind.kernels), len(TOKEN_COUNTS), measure)
+    for name, fault in (faults or {}).items():
+        if fault and kind.chooses:
+            kind.leave_out(name, fault)
     log.info("experts: measured in %.1f s, kept in %s", time.perf_counter() - began, place.path)
     return place.keep(us, prior)
 
 
 def _times(sample: SampleLayer, right: Collection[str], cells: Collection[int], until: float) -> Us:
-    """Microseconds of the methods that are right, for some of TOKEN_COUNTS. until: when time is up, by time.perf_counter."""
+    """Microseconds of the kernels that are right, for some of TOKEN_COUNTS. until: when time is up, by time.perf_counter."""
     kind = sample.kind
-    us: Us = {name: [None] * len(TOKEN_COUNTS) for name in kind.methods}
+    us: Us = {name: [None] * len(TOKEN_COUNTS) for name in kind.kernels}
     for cell in cells:
         count = TOKEN_COUNTS[cell]
-        methods = [method for method in sample.methods(count) if method.name in right]
+        kernels = [each for each in kind.serving(count) if each.name in right]
         if time.perf_counter() > until:
             log.warning("experts: the time did not suffice for %d tokens and more, where a rule chooses", count)
             break
         layers = sample.layers(count)
-        calls = [sample.call(method, count) for method in methods]
-        for method, timing in zip(methods, _TURNS.time(calls, kind.device), strict=True):
+        calls = [sample.call(each, count) for each in kernels]
+        for each, timing in zip(kernels, _TURNS.time(calls, kind.device), strict=True):
             if isinstance(timing, Timing):
-                us[method.name][cell] = timing.median_us / layers
+                us[each.name][cell] = timing.median_us / layers
             else:
-                log.warning("experts: %s with %d tokens is left out: %s", method.name, count, timing)
+                log.warning("experts: %s with %d tokens is left out: %s", each.name, count, timing)
     return us
 
 
@@ -135,7 +146,7 @@ def _raise(error: Exception) -> None:
 class SampleLayer:
     """A layer of a kind with a random router, which spreads tokens over all experts, and random tokens."""
 
-    def __init__(self, kind: FusedExperts) -> None:
+    def __init__(self, kind: ExpertsKind) -> None:
         """:raises ValueError: no layer of this kind was loaded."""
         if kind.example is None:
             raise ValueError("a kind of experts without a layer")
@@ -147,8 +158,8 @@ class SampleLayer:
             for name in ("router_bias", "correction_bias")
             if (bias := getattr(kind.example, name)) is not None
         }
-        self.weights: ExpertWeights = dataclasses.replace(kind.example, router=router, **flat)
-        self.norm = Norm(torch.ones_like(router[0]), 1e-6)
+        weights: RoutedWeights = dataclasses.replace(kind.example, router=router, **flat)
+        self.layer = BoundExperts(kind, weights, Norm(torch.ones_like(router[0]), 1e-6))
         self._tokens: dict[int, list[Tensor]] = {}
 
     def _draw(self, *shape: int) -> Tensor:
@@ -157,32 +168,28 @@ class SampleLayer:
     def tokens(self, count: int) -> list[Tensor]:
         """A residual stream [count, hidden_size] for each layer that is timed together."""
         if count not in self._tokens:  # one number at a time: the largest take memory
-            self._tokens = {count: [self._draw(count, self.weights.router.shape[1]) for _ in range(self.layers(count))]}
+            self._tokens = {count: [self._draw(count, self.kind.spec.hidden_size) for _ in range(self.layers(count))]}
         return self._tokens[count]
 
     def layers(self, count: int) -> int:
         """Layers that are timed together."""
         return _LAYERS if self.kind.device.type == "cuda" and count <= _GRAPHED else 1
 
-    def methods(self, count: int) -> list[Method]:
-        """The methods that take this many tokens."""
-        return [method for method in self.kind.methods.values() if method.takes(count, self.kind.dtype)]
-
     def launch(self, counts: Iterable[int]) -> None:
         """Launch whatever is compiled for some numbers of tokens, to be called where nothing is launched."""
         for count in counts:
-            for method in self.methods(count):
+            for kernel in self.kind.serving(count):
                 with suppress(Exception):  # the trial will meet it again, and name it
-                    self.run(method, count)
+                    self.run(kernel, count)
 
-    def run(self, method: Method, count: int) -> None:
+    def run(self, kernel: ExpertsKernel, count: int) -> None:
         """Compute each layer once."""
         for x in self.tokens(count):
-            method.add(x, method.route(x, self.norm, self.weights), self.weights)
+            self.layer.add(kernel, self.layer.routed(x, kernel), x)
 
-    def call(self, method: Method, count: int) -> Callable[[], object]:
+    def call(self, kernel: ExpertsKernel, count: int) -> Callable[[], object]:
         """What runs the layers: as an engine does, a graph's replay for few tokens."""
-        run = partial(self.run, method, count)
+        run = partial(self.run, kernel, count)
         if self.layers(count) == 1:
             return run
         try:
@@ -190,23 +197,27 @@ class SampleLayer:
         except Exception as error:
             return partial(_raise, error)  # among the times, as what fails later does
 
-    def is_right(self, method: Method) -> bool:
-        """Whether its answers for one token and for a few agree with torch's operations; a method that raises is wrong, too."""
-        taken = [count for count in TOKEN_COUNTS if method.takes(count, self.kind.dtype)]
+    def fault(self, kernel: ExpertsKernel) -> str:
+        """Return how far answers for one token and for a few are from torch's operations, or what was raised; empty: right."""
+        taken = [count for count in TOKEN_COUNTS if kernel.runs(count)]
         few = max([count for count in taken if count <= _FEW] or taken[:1])
         try:
-            error = max(self._error(method, count) for count in {taken[0], few})
-            what = f"its answer is off by {error:.1e}"
+            error = max(self._error(kernel, count) for count in {taken[0], few})
         except Exception as raised:
-            error, what = torch.inf, f"{type(raised).__name__}: {raised}"
-        if not error < _TOLERANCE:
-            log.warning("experts: %s is left out: %s", method.name, what)
-        return error < _TOLERANCE
+            raised = raised.error if isinstance(raised, KernelRaisedError) else raised
+            return f"{type(raised).__name__}: {raised}"
+        return "" if error < _TOLERANCE else f"its answer is off by {error:.1e}"
 
-    def _error(self, method: Method, count: int) -> float:
-        routed = method.route(self.tokens(count)[0], self.norm, self.weights)
-        found = torch.zeros_like(routed.x)
-        method.add(found, routed, self.weights)
-        plain = PlainExperts(self.kind.config, self.weights)
-        expected = plain.apply(routed.x, Routing(routed.experts, routed.weights), lambda x, linear: linear(x))
+    def _error(self, kernel: ExpertsKernel, count: int) -> float:
+        routed = self.layer.routed(self.tokens(count)[0], kernel)
+        found, expected = torch.zeros_like(routed.x), torch.zeros_like(routed.x)
+        self.layer.add(kernel, routed, found)
+        plain = TorchExperts(self.kind.spec)
+        plain.apply(routed.x, routed.experts, routed.weights, self._linears, expected)
         return float((found - expected).float().norm() / expected.float().norm())
+
+    @cached_property
+    def _linears(self) -> Any:
+        """The layer's products for torch."""
+        assert self.layer.weights is not None
+        return TorchExperts(self.kind.spec).prepare(self.layer.weights)

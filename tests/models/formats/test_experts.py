@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers import GptOssConfig, PretrainedConfig, Qwen2MoeConfig
 
+from expert_layers import forms_of
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import DTYPES
-from headway.kernels.experts.weights import ExpertWeights, each_expert, forms_of, reads_experts
+from headway.kernels.experts.weights import RoutedWeights, each_expert, reads_experts
 from headway.kernels.linear.axes import Division
 from headway.kernels.linear.forms import QuantizedWeight, columns_of, dequantized_stack, form_name, rows_of
 from headway.models.checkpoints.expert_weights import take_experts
@@ -44,7 +45,7 @@ def qwen2_moe(shared: int) -> PretrainedConfig:
                           shared_expert_intermediate_size=shared)  # fmt: skip
 
 
-def take(folder: Path, rank: int = 0, size: int = 1) -> ExpertWeights:
+def take(folder: Path, rank: int = 0, size: int = 1) -> RoutedWeights:
     """The experts of the second layer, as a rank reads them."""
     config = read_decoder_config(read_config(folder))
     quantization = read_quantization(folder, json.loads((folder / "config.json").read_text()))
@@ -55,7 +56,7 @@ def take(folder: Path, rank: int = 0, size: int = 1) -> ExpertWeights:
     return found
 
 
-def check(found: ExpertWeights, plain: ExpertWeights) -> None:
+def check(found: RoutedWeights, plain: RoutedWeights) -> None:
     """A form stands for the numbers of the plain layer, also expert by expert."""
     for form, expected in ((found.gate_up, plain.gate_up), (found.down, plain.down)):
         assert isinstance(expected, Tensor)
