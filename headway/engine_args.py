@@ -20,7 +20,7 @@ from headway.models.checkpoints.locate import ALIASES, ModelOrigin, locate
 from headway.models.encoders.pooling.detect import RUNNERS, TASKS, PoolingTask, pooling_task
 
 if TYPE_CHECKING:
-    from headway.core.contract.backend import AttentionBackend
+    from headway.core.contract.kernel import Kernel
     from headway.registry import Registry
 
 
@@ -57,6 +57,9 @@ class EngineArgs(EngineConfig):
     experts_kernel: Annotated[
         str, "Kernel for layers of experts: auto, or the NAME of one; layers that it cannot compute take what auto takes."
     ] = "auto"
+    linear_kernel: Annotated[
+        str, "Kernel for linear layers: auto, or the NAME of one; layers that it cannot compute take what auto takes."
+    ] = "auto"
     quantization: Annotated[
         str | None, "fp8: plain weights of products are rounded on loading, a scale a row. Default: as the checkpoint has them."
     ] = None
@@ -89,7 +92,7 @@ class EngineArgs(EngineConfig):
         "FILE.py or FILE.py:CLASS.",
     ] = ()
     backends: Annotated[
-        Iterable[type[AttentionBackend]], "Classes of attention backends, registered as plugins are; attn_backend names one."
+        Iterable[type[Kernel]], "Classes of backends and kernels, registered as plugins are; attn_backend names one."
     ] = ()
     logits_processors: Annotated[
         Iterable[object],
@@ -225,7 +228,7 @@ def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
 @functools.cache
 def option_types() -> Mapping[str, Any]:
     """Option -> its annotation, help text included; cached, for reading all takes milliseconds and every flag asks."""
-    later = {name: type(name, (), {}) for name in ("Registry", "AttentionBackend")}
+    later = {name: type(name, (), {}) for name in ("Registry", "Kernel")}
     later["BackendRequest"] = str  # which it is read from: so a flag takes a text
     return get_type_hints(EngineArgs, localns=later, include_extras=True)
 
@@ -270,15 +273,17 @@ def _table_paths(given: object) -> tuple[str, ...] | None:
     return tuple(str(each) for each in listed)
 
 
-def _classes(backends: object) -> list[type[AttentionBackend]]:
-    """Check the option `backends`. :raises ConfigError: no list of backend classes."""
-    from headway.core.contract.backend import AttentionBackend
+def _classes(backends: object) -> list[type[Kernel]]:
+    """Check the option `backends`. :raises ConfigError: no list of classes of kernels."""
+    from headway.core.contract.operation import KINDS
 
-    need, hint = "a list of subclasses of AttentionBackend", "plugins=[...] takes files and objects with hooks"
+    bases = tuple(kind.kernel for kind in KINDS)
+    need = f"a list of subclasses of {' or '.join(base.__name__ for base in bases)}"
+    hint = "plugins=[...] takes files and objects with hooks"
     if not isinstance(backends, Iterable) or isinstance(backends, str):
         raise ConfigError("backends", need, shown(backends), hint)
     found = list(backends)
     for each in found:
-        if not (isinstance(each, type) and issubclass(each, AttentionBackend)):
+        if not (isinstance(each, type) and issubclass(each, bases)):
             raise ConfigError("backends", need, f"{shown(each)} among them", hint)
     return found

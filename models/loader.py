@@ -13,13 +13,14 @@ import torch
 
 from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
+from headway.core.contract.linear import LinearSpec
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
 from headway.core.select.layer_specs import LayerSpecs
 from headway.kernels.experts.bound import AUTO, ExpertsOptions
 from headway.kernels.experts.weights import reads_experts
-from headway.kernels.linear.forms import QuantizedWeight
-from headway.kernels.linear.linear import reads_as_it_is
+from headway.kernels.linear.choice import LinearKernels, builtin_kernels
+from headway.kernels.linear.forms import QuantizedWeight, format_of
 from headway.kernels.runtime.native.library import functions
 from headway.models.checkpoints.checkpoint import check_folder, unknown
 from headway.models.checkpoints.end_tokens import read_end_tokens
@@ -92,6 +93,8 @@ class LoadOptions:
     """Which files the model has."""
     slots: AdapterSlots | None = None
     """For adapters; None: none."""
+    kernels: LinearKernels | None = None
+    """For linear layers, on the model's device; None means Headway's own."""
     max_model_len: int | None = None
     """Tokens of the longest sequence, which decides between the factors of `longrope`; None means the model's own."""
     experts: ExpertsOptions = field(default_factory=ExpertsOptions)
@@ -132,10 +135,14 @@ def load_model(
     live: LiveWeights | None = None
     native = None if model_impl == "transformers" else decoder_config(config, model_impl == "headway", max_model_len)
     if native is not None:
-        stores = _Stores(stored, quantization, options.keep_quantized, dtype == "float32", options.experts)
+        kernels = options.kernels or builtin_kernels(device)
+        kept = kernels if options.keep_quantized else None
+        stores = _Stores(stored, quantization, kept, dtype == "float32", options.experts)
         weights = _weights(native, folder, chosen, device, dummy, stores)
         with torch.inference_mode():
-            decoder = Decoder(native, weights, options.batch_invariant, ranks, options.slots, options.experts)
+            decoder = Decoder(native, weights, options.batch_invariant, ranks, options.slots, options.kernels, options.experts)
+        if options.kernels is not None:
+            options.kernels.check_named(decoder.choices)
         options.experts.check()
         if isinstance(weights, DummyWeights) or (isinstance(weights, Weights) and weights.quantization is None):
             again = partial(_weights, native, folder, chosen, device, stores=_Stores(stored, None))
@@ -206,7 +213,8 @@ class _Stores(NamedTuple):
     """The format of a checkpoint's weights, and of random ones in its place."""
     quantization: str | None
     """What plain ones are rounded to."""
-    keep_quantized: bool = True
+    kernels: LinearKernels | None = None
+    """Kernels whose formats stay as they are; None expands all quantised weights."""
     exact: bool = True
     """Whether a .gguf file's blocks are expanded where their products would round what they multiply."""
     experts: ExpertsOptions | None = None
@@ -217,18 +225,18 @@ def _weights(
     config: DecoderConfig, folder: Path, dtype: torch.dtype, device: torch.device, dummy: bool, stores: _Stores
 ) -> WeightSource:
     """Where the decoder takes its tensors from."""
-    stored, quantization, keep_quantized, exact, experts = stores
+    stored, quantization, kernels, exact, experts = stores
     if stored is not None and quantization is not None:
         hint = "leave quantization out: the checkpoint's format is kept"
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
-    own = functions() if device.type == "cpu" and keep_quantized else None
+    own = functions() if device.type == "cpu" and kernels is not None else None
     if stored is None and quantization is None and own is not None and not (exact and own.x_bits):
         stored = kept_blocks(folder)
     if quantization is not None and own is not None and not dummy and kept_blocks(folder) is not None:
         left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
         log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)
-    keeps = partial(reads_as_it_is, dtype=dtype, device=device) if keep_quantized else _never
-    keeps_experts = partial(_reads_experts, dtype=dtype, device=device, options=experts) if keep_quantized else _never
+    keeps = partial(_reads, kernels, dtype=dtype, device=device) if kernels is not None else _never
+    keeps_experts = partial(_reads_experts, dtype=dtype, device=device, options=experts) if kernels is not None else _never
     if dummy:
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
         drawn = DummyWeights(dtype, device, unit=unit)
@@ -238,6 +246,12 @@ def _weights(
     else:
         weights = Weights(folder, dtype, device, config.names.aliases, stored, keeps, keeps_experts)
     return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], keeps, keeps_experts)
+
+
+def _reads(kernels: LinearKernels, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a linear kernel reads a weight as it is; without elements, which one does is asked later. dtype: of x."""
+    rows, columns = weight.shape
+    return device.type == "meta" or kernels.reads(LinearSpec(columns, rows, dtype, device, format_of(weight)))
 
 
 def _reads_experts(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, options: ExpertsOptions | None) -> bool:

@@ -24,11 +24,13 @@ from typing import TypeVar
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
 from headway.core.contract.errors import ConfigError, PluginError
+from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
+from headway.core.contract.operation import KINDS, OperationKind
 from headway.core.contract.state import StateBackend, StateBackendInfo, StateLayout
 from headway.registry.hookspecs import hookimpl
 
-C = TypeVar("C", bound=AttentionBackend | StateBackend)
+C = TypeVar("C", bound=Kernel)
 
 _MOST_FILES = 2000
 """Files of a package that its digest covers."""
@@ -202,7 +204,8 @@ def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[
             yield PluginObject(name, own, plugin)
 
 
-AnyBackend = type[AttentionBackend] | type[StateBackend]
+CLASSES = tuple(kind.kernel for kind in KINDS)
+"""Base classes of the kernels that a file or an object may be."""
 
 
 class ClassPlugin:
@@ -226,6 +229,19 @@ class ClassPlugin:
     def headway_register_layouts(self) -> list[LayoutInfo]:
         """Register the layouts that the file brings."""
         return self._layouts
+
+
+class KernelClassPlugin:
+    """The plugin of a kernel's class that stands alone, for a kind of operation that keeps nothing from step to step."""
+
+    def __init__(self, kernel: type[Kernel], kind: OperationKind) -> None:
+        self._kernel = kernel
+        self._kind = kind
+
+    @hookimpl
+    def headway_register_kernels(self) -> list[KernelInfo]:
+        """Register the class under its own name."""
+        return [self._kind.info(self._kernel.name, _summary(self._kernel), lambda: self._kernel, api_version=API_VERSION)]
 
 
 class StateClassPlugin:
@@ -259,6 +275,9 @@ def with_hooks(plugin: object, layouts: Mapping[str, LayoutInfo], state_layouts:
         return ClassPlugin(check_class(plugin), layouts)
     if isinstance(plugin, type) and issubclass(plugin, StateBackend):
         return StateClassPlugin(check_class(plugin), state_layouts)
+    kind = next((kind for kind in KINDS if isinstance(plugin, type) and issubclass(plugin, kind.kernel)), None)
+    if kind is not None and isinstance(plugin, type):
+        return KernelClassPlugin(check_class(plugin), kind)
     return plugin
 
 
@@ -309,25 +328,25 @@ def has_hooks(module: ModuleType) -> bool:
     return any(hasattr(each, "headway_impl") for each in vars(module).values())
 
 
-def class_in(module: ModuleType, name: str, path: Path) -> AnyBackend:
+def class_in(module: ModuleType, name: str, path: Path) -> type[Kernel]:
     """Return the named backend class of a file, or its only one.
 
     :raises ConfigError: there is no such class, or several and no name, or the class is not whole.
     """
     own = _own_classes(module)
     if name and name not in own:
-        known = ", ".join(own) or "no subclass of AttentionBackend or StateBackend there"
+        known = ", ".join(own) or f"no subclass of {' or '.join(each.__name__ for each in CLASSES)} there"
         raise ConfigError(f"class in {path}", f"one of {known}", repr(name))
     if not name and len(own) != 1:
         raise ConfigError("backend", f"{path}:CLASS, with a class out of {', '.join(own) or 'none there'}", path)
     return check_class(own[name or next(iter(own))])
 
 
-def _own_classes(module: ModuleType) -> dict[str, AnyBackend]:
+def _own_classes(module: ModuleType) -> dict[str, type[Kernel]]:
     return {
         key: value
         for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, (AttentionBackend, StateBackend)) and value.__module__ == module.__name__
+        if isinstance(value, type) and issubclass(value, CLASSES) and value.__module__ == module.__name__
     }
 
 
@@ -351,9 +370,9 @@ def _line(error: BaseException, path: Path) -> str:
     return f" (line {frames[-1].lineno})" if frames else ""
 
 
-def _summary(backend: AnyBackend) -> str:
+def _summary(backend: type[Kernel]) -> str:
     lines = (backend.__doc__ or "").strip().splitlines()
-    own = backend.__doc__ not in (AttentionBackend.__doc__, StateBackend.__doc__)
+    own = backend.__doc__ not in [each.__doc__ for each in CLASSES]
     return lines[0] if lines and own else f"class {backend.__name__} of {backend.__module__}"
 
 

@@ -25,8 +25,9 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateBackend, StateBackendInfo, StateLayout, StateSpec
 from headway.core.contract.support import YES, Reason, Support
 from headway.core.system.logs import log_traceback, warn_once
+from headway.kernels.linear.choice import LinearKernels
 from headway.registry.plugin_sources import PluginSource
-from headway.registry.records import Brought, PluginFailure, PluginRecord
+from headway.registry.records import BUILTIN_OWNER, Brought, PluginFailure, PluginRecord
 from headway.registry.validate import (
     answers_of,
     check_backend_class,
@@ -379,6 +380,19 @@ class Registry:
         for known in (*self.layouts.values(), *own):
             if known.layout.name == info.layout.name or known.layout == info.layout:
                 raise PluginError(f"layout {info.layout.name!r} is already registered as {known.layout.name!r}")
+
+    def linear_kernels(self, device: torch.device, named: str = "auto") -> LinearKernels:
+        """Return the linear kernels that a model on a device chooses among. named: the one that the user asks for, or auto.
+
+        :raises UnknownBackendError: nobody registered that name.
+        """
+        kernels = self.linear
+        if named != "auto":
+            kernels.backend(named)
+        names = kernels.meant_for(device.type)
+        guests = [name for name in names if kernels.entries[name].owner != BUILTIN_OWNER]
+        asked = None if named == "auto" else named
+        return LinearKernels(device, names, kernels.backend, kernels.supports, guests, asked)
 
     def backend(self, name: str) -> type[AttentionBackend]:
         """Load an attention backend's class; see `KernelRegistry.backend`."""

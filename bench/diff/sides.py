@@ -68,11 +68,11 @@ def load_models(
         got = f"{stored}, which is expanded to {plain} on a {device.type}: both sides would be the same"
         hint = "a GPU, or on a CPU 4 bits in groups of 32 to 256 with --dtype bfloat16"
         raise ConfigError(_OPTION, "weights that products read as they are on this device", got, hint)
-    choose_products(a.decoder.product_kinds, 0)
+    choose_products(a.decoder.linear_choices, 0)
     where = f"read as they are by {read} of {count} products" if read else f"expanded to {plain} again"
     weights_a = f"{stored}, {where}" if quantization == AS_STORED else f"rounded to {quantization}, {where}"
     weights_b = f"{stored}, expanded to {plain}" if quantization == AS_STORED else f"the checkpoint's, in {plain}"
-    products = tuple(f"{kind.name}: {kind.describe()}" for kind in a.decoder.product_kinds)
+    products = tuple(f"{kind.name}: {kind.describe()}" for kind in a.decoder.linear_choices)
     return DiffModels(a, load(options=LoadOptions(keep_quantized=False)), weights_a, weights_b, products)
 
 

@@ -118,7 +118,7 @@ def settings(llm: LLM) -> dict[str, str]:
         "tokenizer": "no" if llm.tokenizer is None else "yes",
         "prefix_cache": "emptied before each pass" if config.enable_prefix_caching else "off",
         **{f"experts {number}": kind.describe() for number, kind in enumerate(llm.model.decoder.expert_kinds)},
-        **{f"products {kind.name}": kind.describe() for kind in llm.model.decoder.product_kinds},
+        **{f"products {kind.name}": kind.describe() for kind in llm.model.decoder.linear_choices},
     }
 
 

@@ -9,9 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from headway.core.contract.linear import LinearKernel
 from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight
+from headway.kernels.linear.choice import ON_GPU, builtin_kernels
+from headway.kernels.linear.cpu_kernels import can_pack
 from headway.kernels.linear.forms import QuantizedWeight, num_bytes
-from headway.kernels.linear.linear import Linear, can_pack, reads_as_it_is
+from headway.kernels.linear.linear import Linear
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.products import obey_kept
 
@@ -124,42 +127,42 @@ class ProductWays:
 def ways_of(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> ProductWays:
     """Find what multiplies over the layers' weights. dtype: of x."""
     weight = layers.weights[0]
+    if device.type == "cuda":
+        return _on_gpu(layers, device)
     if isinstance(weight, Tensor):
-        return _plain(layers, device)
-    if device.type == "cuda" and reads_as_it_is(weight, dtype, device):
-        return _on_gpu(layers, dtype, device)
+        name = PACKED if can_pack(layers.linears[0].dtype) else MM
+        return ProductWays(lambda x: [TimedProduct(name, _alone, layers.linears)])
     dense = [Linear(each if isinstance(each, Tensor) else each.dequantized(dtype)) for each in layers.weights]
     ways = [TimedProduct(EXPANDED, _alone, dense)]
-    if reads_as_it_is(weight, dtype, device):
+    if layers.linears[0].reads_quantized:
         ways.insert(0, TimedProduct(PACKED, _alone, layers.linears))
     return ProductWays(lambda x: ways, lambda rows: ways[0].name, "its form")
 
 
-def _plain(layers: ProductLayers, device: torch.device) -> ProductWays:
-    """Weights that are not quantised."""
-    if device.type == "cpu":
-        name = PACKED if can_pack(layers.linears[0].dtype) else MM
-        return ProductWays(lambda x: [TimedProduct(name, _alone, layers.linears)])
-    ways = [TimedProduct(MM, _alone, layers.linears)]
-    try:
-        from headway.kernels.linear.product_kernels import FewRows
-    except ImportError:
-        return ProductWays(lambda x: ways)
-    few = FewRows(device)
-    ours = TimedProduct("few_rows", few, layers.linears)
-    return ProductWays(lambda x: [*ways, ours] if few.takes(x, layers.linears[0]) else ways)
-
-
-def _on_gpu(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> ProductWays:
+def _on_gpu(layers: ProductLayers, device: torch.device) -> ProductWays:
     """The engine's own: kept times choose among them, or the rule."""
-    from headway.kernels.linear.quantized_ways import QuantizedWays
+    choice = builtin_kernels(device, ON_GPU).choice(layers.linears[0].spec(device))
+    plain = isinstance(layers.weights[0], Tensor)
+    if not plain:
+        obey_kept(choice, identify_device(device))
+    ways = {name: TimedProduct(name, _by(kernel), layers.linears, kernel.rounds_input) for name, kernel in choice.kernels.items()}
 
-    quantized = QuantizedWays(device)
-    kind = quantized.kind(layers.linears[0], dtype)
-    assert kind is not None
-    obey_kept(kind, identify_device(device))
-    ways = {name: TimedProduct(name, way, layers.linears, way.rounds) for name, way in quantized.ways.items()}
-    return ProductWays(lambda x: [ways[name] for name in kind.able(len(x))], kind.way_for, kind.source)
+    def able(x: Tensor) -> list[TimedProduct]:
+        return [ways[name] for name in choice.able(len(x))]
+
+    return ProductWays(able) if plain else ProductWays(able, choice.kernel_for, choice.source)
+
+
+def _by(kernel: LinearKernel) -> Step:
+    """One kernel, which is bound to each layer once."""
+    bound: dict[Linear, Callable[..., Tensor]] = {}
+
+    def step(x: Tensor, linear: Linear) -> Tensor:
+        if linear not in bound:
+            bound[linear] = linear.bound_to(kernel)
+        return bound[linear](x)
+
+    return step
 
 
 def _alone(x: Tensor, linear: Linear) -> Tensor:

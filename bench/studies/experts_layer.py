@@ -26,7 +26,7 @@ from headway.kernels.experts.bound import ExpertsOptions
 from headway.kernels.experts.plain import TorchExperts, activate
 from headway.kernels.experts.routed import Routed
 from headway.kernels.experts.weights import RoutedWeights, reads_experts
-from headway.kernels.linear.forms import QuantizedWeight, form_name, num_bytes
+from headway.kernels.linear.forms import QuantizedWeight, format_of, num_bytes
 from headway.kernels.linear.gguf_weight import GgufWeight
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.step.fused import fused_experts
@@ -338,7 +338,7 @@ class RandomLayer:
                 return draw(*sizes)
             form = quantize(draw(*sizes).flatten(0, 1))
             if isinstance(form, GgufWeight) or not reads_experts(form, dtype, device):
-                raise ConfigError("form", f"one that the kernels read of {sizes[-1]} columns and x in {dtype}", form_name(form))
+                raise ConfigError("form", f"one that the kernels read of {sizes[-1]} columns and x in {dtype}", format_of(form))
             return form
 
         self._weights = RoutedWeights(

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from headway.tuning.table.schema import Cell, CrossoverTable, PriorRecord
 
 
-def tell_products(model: str | None, quantization: str | None, dtype: str, device: str | None, as_json: bool) -> None:
+def tell_products(
+    model: str | None, quantization: str | None, dtype: str, device: str | None, as_json: bool, registry: Registry
+) -> None:
     """Print what serves a model's products, as a list or as JSON. Nothing is measured, and no weights are read.
 
     :raises HeadwayError: no model, one that Headway's decoder does not compute, or options that it does not take.
@@ -60,58 +62,37 @@ def tell_products(model: str | None, quantization: str | None, dtype: str, devic
         options=LoadOptions(quantization=quantization),
     )
     assert isinstance(shapes.decoder, Decoder)
-    found = explain_products(shapes.decoder.products, place)
+    found = explain_products(shapes.decoder.products, place, registry)
     if as_json:
         print(json.dumps({"model": shapes.name, "device": str(place), "products": found}, indent=2))
     else:
         print_products(found, Terminal())
 
 
-def explain_products(products: Sequence[tuple[Linear, bool]], device: torch.device) -> list[dict[str, Any]]:
+def explain_products(products: Sequence[tuple[Linear, bool]], device: torch.device, registry: Registry) -> list[dict[str, Any]]:
     """Say what would serve a model's products on a device, as plain data: kept times choose, or where there are none the rule.
 
     products: whose weights need no elements; and whether each is gated.
     """
-    return _on_cpu(products) if device.type == "cpu" else _on_gpu(products, device)
-
-
-def _on_cpu(products: Sequence[tuple[Linear, bool]]) -> list[dict[str, Any]]:
-    """Nothing is chosen: torch packs a form or does not."""
     from torch import Tensor
 
-    from headway.kernels.linear.forms import form_name
-    from headway.kernels.linear.linear import packs
-
-    kinds: Counter[tuple[str, str]] = Counter()
-    for linear, _ in products:
-        weight = linear.weight
-        if not isinstance(weight, Tensor):
-            way = "torch's product over packed weights" if packs(weight, linear.dtype) else "expanded on loading"
-            kinds[f"{form_name(weight)} {linear.out_features}x{linear.in_features}", way] += 1
-    return [
-        {"product": name, "layers": count, "ways": {1: way}, "by": "the form, nothing is measured"}
-        for (name, way), count in kinds.items()
-    ]
-
-
-def _on_gpu(products: Sequence[tuple[Linear, bool]], device: torch.device) -> list[dict[str, Any]]:
-    """Kept times choose, or the rule."""
-    from headway.kernels.linear.quantized_ways import QuantizedWays
     from headway.tuning.measure.device import identify_device
     from headway.tuning.measure.products import obey_kept, obey_shipped
 
-    ways = QuantizedWays(device)
-    kinds = Counter(kind for linear, gated in products if (kind := ways.kind(linear, linear.dtype, gated)) is not None)
+    kernels, on_cpu = registry.linear_kernels(device), device.type == "cpu"
+    specs = [(linear, linear.spec(device, gated and not on_cpu)) for linear, gated in products]
+    chosen = [(linear, kernels.choice(spec)) for linear, spec in specs]
+    kinds = Counter(choice for linear, choice in chosen if choice.is_open or not isinstance(linear.weight, Tensor))
     identity = identify_device(device)
     for kind in kinds:
-        if not obey_kept(kind, identity):
+        if (kind.is_open or not on_cpu) and not obey_kept(kind, identity):
             obey_shipped(kind, identity)
     return [
         {
             "product": kind.name,
             "layers": count,
             "ways": kind.changes(),
-            "by": kind.source,
+            "by": kind.source if kind.is_open or not on_cpu else "the form, nothing is measured",
             "refused": {way: support.brief for way, support in kind.refused.items()},
         }
         for kind, count in kinds.items()
@@ -369,7 +350,9 @@ def explain(
     The table below lists each backend's time, or the reason why it has none.
     """
     if linear or quantization is not None:
-        tell_products(model, quantization, dtype, device, as_json)
+        from headway.tuning.isolated.trial import create_registry
+
+        tell_products(model, quantization, dtype, device, as_json, create_registry(plugin or ()))
         return
     from headway.core.engine.data.config import check_block_size
     from headway.core.select.backend_request import BackendRequest

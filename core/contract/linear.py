@@ -49,8 +49,10 @@ class LinearSpec:
         return tuple(name for name in FUSED if getattr(self, name))
 
     def __str__(self) -> str:
-        words = [str(self.weight), f"{self.out_features}x{self.in_features}", DTYPE_NAMES.get(self.dtype, str(self.dtype))]
-        return " ".join([*words, *(f"with {name}" for name in self.fused)])
+        words = [str(self.weight), f"{self.out_features}x{self.in_features}", *(["gated"] if self.gated else [])]
+        words.append(DTYPE_NAMES.get(self.dtype, str(self.dtype)))
+        others = [name for name in self.fused if name not in ("gated", "bias")]
+        return " ".join([*words, *(["with a bias"] if self.bias else []), *(f"with {name}" for name in others)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class LinearCapabilities:
     max_rows: int | None = None
     """Rows of x up to which the kernel serves; None: any."""
     fused: frozenset[str] = frozenset()
-    """What the kernel computes before and after the product, out of FUSED. The engine does the rest."""
+    """What the kernel computes before and after the product, out of FUSED, by a call that is Headway's own. Leave it empty for
+    a kernel that writes `apply`: the engine computes all of it."""
 
     def check(self, spec: LinearSpec) -> Support:
         """Return every reason why a layer lies outside the claims; truthy where there is none. Nothing is raised."""
@@ -100,10 +103,10 @@ class LinearCapabilities:
 class LinearKernel(Kernel):
     """One named way to compute linear layers; it never sees the engine, the model or the checkpoint.
 
-    A subclass sets `name` and `capabilities` and writes `apply`. A `graph_level` of NONE keeps it out of captured steps. The
-    engine makes one instance for each distinct LinearSpec, calls `prepare` once for each layer and `apply` in each step.
-    `apply` must not synchronise with the host, and what it allocates must come from torch's allocator, so that a CUDA graph
-    can own it.
+    A subclass sets `name` and `capabilities` and writes `apply`. On a GPU steps are captured in CUDA graphs, so that a kernel
+    with a `graph_level` of NONE is refused there. The engine makes one instance for each distinct LinearSpec, whose fields out
+    of FUSED are False unless the kernel claims them; it calls `prepare` once for each layer and `apply` in each step. `apply`
+    must not synchronise with the host, and what it allocates must come from torch's allocator, so that a CUDA graph can own it.
     """
 
     capabilities: ClassVar[LinearCapabilities]
@@ -111,13 +114,30 @@ class LinearKernel(Kernel):
     """Whether x is rounded to 8 bits, which makes a coarser product: the engine then takes the kernel only where it is clearly
     faster, and users can rule it out."""
 
-    def __init__(self, spec: LinearSpec) -> None:
+    variants: ClassVar[tuple[str, ...]] = ()
+    """Names of configurations such as tile sizes, each of which is measured as a kernel of its own named "NAME VARIANT"."""
+    arrangement: ClassVar[str] = ""
+    """Name of what `prepare` returns: kernels with the same one share it. Empty: the kernel's name."""
+
+    def __init__(self, spec: LinearSpec, variant: str = "") -> None:
+        """variant: out of `variants`, or empty for the usual configuration."""
         self.spec = spec
+        self.variant = variant
+
+    @property
+    def label(self) -> str:
+        """The kernel's name with its variant, by which times are stored."""
+        return f"{self.name} {self.variant}" if self.variant else self.name
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
         """Return whether the kernel can serve a layer; extend it where `capabilities` cannot express a condition."""
         return cls.capabilities.check(spec)
+
+    def runs(self, rows: int) -> bool:
+        """Return whether the kernel runs steps of this number of rows. The answer may change only after a power of two."""
+        most = self.capabilities.max_rows
+        return most is None or rows <= most
 
     def prepare(self, weight: Weight) -> Any:
         """Return what `apply` reads of a layer: the weight itself, or an arrangement of it that is made once.

@@ -146,7 +146,7 @@ class WeightFormat:
     group_size: int | None = None
     """Columns of a row that share a scale, of weights of 4 bits."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, of floats of 8 bits: (1, K) or (N, K) for a scale a row, or one."""
+    """Rows and columns that share a scale, of floats of 8 bits. None means one scale for each row, or one for all rows."""
     zeros: bool = False
     """Whether each group has a zero."""
     order: bool = False
@@ -158,14 +158,15 @@ class WeightFormat:
         if isinstance(weight, Tensor):
             return cls("plain")
         if isinstance(weight, Float8Weight):
-            return cls(weight.kind, block=weight.block)
+            by_row = weight.scales.shape[1] == 1 and weight.block[0] in (1, len(weight.values))
+            return cls(weight.kind, block=None if by_row else weight.block)
         if isinstance(weight, Int4Weight):
             return cls(weight.kind, weight.group_size, zeros=weight.zeros is not None, order=weight.order is not None)
         return cls(weight.kind, MX_GROUP if isinstance(weight, Float4Weight) else None)
 
     def __str__(self) -> str:
-        if self.block is not None:
-            return f"{self.name} {'rows' if self.block[0] == 1 else '{}x{}'.format(*self.block)}"
+        if self.name == "fp8":
+            return f"fp8 {'rows' if self.block is None else '{}x{}'.format(*self.block)}"
         words = self.name if self.group_size is None or self.name == "mxfp4" else f"{self.name} of {self.group_size}"
         words = f"{words} with zeros" if self.zeros else words
         return f"{words}, columns in another order" if self.order else words

@@ -16,7 +16,8 @@ _OWN = "headway."
 def held_tensors(*roots: object) -> dict[str, Tensor]:
     """Every tensor that can be reached from objects of Headway's or modules of torch's, by its path: `0.layers.3.norm.weight`.
 
-    Equal objects have equal paths. A tensor that several paths lead to stands under the first; views of it under their own.
+    Objects whose class sets `borrows` refer to tensors of others, and are not entered. Equal objects have equal paths. A tensor
+    that several paths lead to stands under the first; views of it under their own.
     """
     found: dict[str, Tensor] = {}
     seen: dict[int, object] = {}  # holds what properties make, so that no id is given to another object meanwhile
@@ -35,7 +36,9 @@ def held_tensors(*roots: object) -> dict[str, Tensor]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, object]]:
-    """What an object holds; nothing where it is none of those that are entered."""
+    """What an object holds; nothing if it is not one of those that are entered."""
+    if getattr(type(value), "borrows", False):
+        return
     if isinstance(value, dict):
         yield from ((str(name), each) for name, each in value.items())
     elif isinstance(value, list | tuple):

@@ -303,7 +303,7 @@ def _load(start: _Start) -> _Loaded:
             model = load_part(start.args, start.registry, start.device, start.ranks)
         decoder = model.decoder
         layers = LayerSpecs.of(decoder, start.config.kv_cache_dtype, decoder.kv_scales)
-        runs = start.ranks.size == 1 and not decoder.product_kinds and not decoder.expert_kinds
+        runs = start.ranks.size == 1 and not decoder.linear_choices and not decoder.expert_kinds
         return _Loaded(model, layers, sampling_of(decoder, layers, start.config, start.ahead) if runs else None)
 
 
@@ -342,7 +342,7 @@ def _measure(start: _Start, loaded: _Loaded) -> tuple[Costs, StateCosts]:
     costs: Costs = None
     state_costs: StateCosts = None
     if not config.deterministic:
-        states, experts, products = dict.fromkeys(layers.states), decoder.expert_kinds, decoder.product_kinds
+        states, experts, products = dict.fromkeys(layers.states), decoder.expert_kinds, decoder.linear_choices
         attention = len(layers.counts) if config.backend_request.auto_phases else 0
         budget.expect(attention + len(states) + len(experts) + bool(products))
         with clock.part("measuring attention"):

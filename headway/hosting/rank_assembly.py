@@ -127,7 +127,7 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     choices: EngineChoices = start.choices()
     if not config.deterministic:
         choose_experts(decoder.expert_kinds, 0, ahead)  # rank 0 has measured, and written it down
-        choose_products(decoder.product_kinds, 0, ahead)  # likewise
+        choose_products(decoder.linear_choices, 0, ahead)  # likewise
     states = dict.fromkeys(layers.states)
     parts = DeviceParts(
         model=decoder,
@@ -184,6 +184,7 @@ def load_part(args: EngineArgs, registry: Registry, device: torch.device, ranks:
         slots=args.adapter_slots,
         max_model_len=args.max_model_len,
         experts=ExpertsOptions(registry.experts.classes, named),
+        kernels=registry.linear_kernels(device, args.linear_kernel),
     )
     return load_model(
         args.model,

@@ -15,7 +15,14 @@ from torch import Tensor
 from headway.core.contract.experts import ExpertsConfig, ExpertsSpec, ExpertsWeights
 from headway.core.contract.support import YES, Support
 from headway.kernels.experts.builtin import CUDA_LOTS, most_blocks
-from headway.kernels.experts.cuda_rows import CudaKernel, ExpertCutRule, ExpertProduct, ExpertVariant, expert_variant, pointers_of
+from headway.kernels.experts.cuda_rows import (
+    CudaExperts,
+    ExpertCutRule,
+    ExpertProduct,
+    ExpertVariant,
+    expert_variant,
+    pointers_of,
+)
 from headway.kernels.experts.routed import Routed
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight
 from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SLICE_BYTES, CudaCut
@@ -186,14 +193,14 @@ class _Launcher:
         self._beside(self._beside_launch(grid), self._beside_arguments)
 
 
-class CudaLots(CudaKernel):
+class CudaLots(CudaExperts):
     """Lots of rows of one expert whose x is arranged before: five launches a layer, for up to MOST_TOKENS tokens.
 
     What experts give a token is added in the order of its slots, in float32: its bits are the same in every run, whatever the
     other tokens are. One thread at a time.
     """
 
-    capabilities = replace(CudaKernel.capabilities, max_tokens=MOST_TOKENS)
+    capabilities = replace(CudaExperts.capabilities, max_tokens=MOST_TOKENS)
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)

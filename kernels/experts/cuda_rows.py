@@ -218,7 +218,7 @@ class _Launcher:
         self.arguments = Arguments(bytes(POINTERS.size), bytes(_ROUTED.size), numpy.int32(0))
 
 
-class CudaKernel(RoutedKernel):
+class CudaExperts(RoutedKernel):
     """Common part of the kernels over quantised weights in CUDA C++: lots of rows of one expert, routed token by token."""
 
     capabilities = ExpertsCapabilities(
@@ -256,7 +256,7 @@ class CudaKernel(RoutedKernel):
         return self._arranged.num_bytes(weights.gate_up) + self._arranged.num_bytes(weights.down)
 
 
-class CudaRows(CudaKernel):
+class CudaRows(CudaExperts):
     """Lots of rows of one expert, in the order of experts: three launches a layer, for up to MOST_TOKENS tokens.
 
     A token's bits depend on neither the other tokens nor their number. One thread at a time.

@@ -10,6 +10,7 @@ are multiplied and added up in the thread that has them, in float32, and its sum
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from headway.kernels.experts.routed import Routed, RoutedKernel
 from headway.kernels.experts.weights import examples_of, reads_form
 from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, tensors_of, weight_bytes
 from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs
-from headway.kernels.runtime.triton_launch import INTERPRETED, Launchers, can_launch
+from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Grid, Launchers, can_launch
 
 
 @triton.jit
@@ -356,7 +357,11 @@ QUANTIZED_FORMATS = frozenset({"fp8", "int8", "int4", "mxfp4"})
 GPUS = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 
 
-class TritonKernel(RoutedKernel):
+Product = tuple[Tensor, Tensor | QuantizedWeight, Tensor | None]
+"""x, the weights of all experts, and their biases."""
+
+
+class TritonExperts(RoutedKernel):
     """Support that the kernels in Triton have in common."""
 
     capabilities = ExpertsCapabilities(
@@ -372,6 +377,13 @@ class TritonKernel(RoutedKernel):
         super().__init__(spec, shared)
         self._config = spec.config
         self._launchers = Launchers(spec.device)
+
+    def _launch(self, launch: FixedLauncher, grid: Grid, product: Product, others: Mapping[str, Tensor | float]) -> None:
+        """Launch the kernel of a product. others: its arguments after those that every product has."""
+        x, weight, bias = product
+        names = ("weight_ptr",) if isinstance(weight, Tensor) else ("weight_ptr", "scales_ptr", "zeros_ptr")
+        read = dict(zip(names, (weight,) if isinstance(weight, Tensor) else tensors_of(weight), strict=True))
+        launch(grid, x_ptr=x, **read, bias_ptr=x if bias is None else bias, **others)
 
     @classmethod
     def available(cls) -> Support:
@@ -415,13 +427,6 @@ def form_constants(weight: WeightBytes, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def operands(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> dict[str, Tensor]:
-    """Return the first arguments of a product's kernel."""
-    names = ("weight_ptr",) if isinstance(weight, Tensor) else ("weight_ptr", "scales_ptr", "zeros_ptr")
-    tensors = (weight,) if isinstance(weight, Tensor) else tensors_of(weight)
-    return {"x_ptr": x, **dict(zip(names, tensors, strict=True)), "bias_ptr": x if bias is None else bias}
-
-
 _SPAN = 16
 """Bytes of a slice: what a thread loads at once."""
 
@@ -458,10 +463,10 @@ MAX_ROWS = 16
 """Tokens up to which, and about which, each may be computed by itself: above, too many experts would be read twice."""
 
 
-class RowKernel(TritonKernel):
+class RowKernel(TritonExperts):
     """Each token by itself: three launches a layer. Right for any dtype; fast for one token, and a few."""
 
-    capabilities = replace(TritonKernel.capabilities, ungated=False)
+    capabilities = replace(TritonExperts.capabilities, ungated=False)
     sorts = False
     warps: ClassVar[int]
     """Of a program over quantised weights."""
@@ -515,8 +520,7 @@ class RowKernel(TritonKernel):
         }
         launch = self._launchers.get(kernel, cut.warps, how)
         routing = {"experts_ptr": routed.experts} if first else {"experts_ptr": routed.experts, "weights_ptr": routed.weights}
-        grid = len(y), triton.cdiv(y.shape[1], block_n), 1
-        launch(grid, **operands(x, weight, bias), **routing, y_ptr=y)
+        self._launch(launch, (len(y), triton.cdiv(y.shape[1], block_n), 1), (x, weight, bias), {**routing, "y_ptr": y})
 
 
 def row_kernel(name: str) -> type[RowKernel]:

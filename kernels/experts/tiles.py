@@ -28,15 +28,14 @@ from headway.kernels.experts.routed import Routed, RoutedKernel
 from headway.kernels.experts.row_kernels import (
     GPUS,
     QUANTIZED_FORMATS,
-    TritonKernel,
+    TritonExperts,
     activation,
     described,
     form_constants,
-    operands,
 )
 from headway.kernels.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product, grouped_quantized_product
 from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
-from headway.kernels.linear.product_way import Dequantize
+from headway.kernels.linear.gpu_kernels import Dequantizer
 from headway.kernels.runtime.triton_launch import FixedLauncher, shared_memory
 
 
@@ -50,7 +49,7 @@ def span_of_a_tile(form: WeightBytes, columns: int) -> int:
     return math.gcd(num_bytes, form.scale_span)
 
 
-class SortingKernel(TritonKernel):
+class SortingKernel(TritonExperts):
     """Kernels whose results lie in the order of experts, and are added up at the end."""
 
     def _add_slots(self, parts: Tensor, bias: Tensor | None, routed: Routed, places: Tensor, out: Tensor) -> None:
@@ -152,7 +151,7 @@ class TileKernel(SortingKernel):
         else:
             launch = self._quantized(x, described(weight), block_n, gated, sizes)
         written = {"pairs_ptr": order.pairs, "ends_ptr": order.ends, "y_ptr": y}
-        launch(grid, **operands(x, weight, bias), **written, num_blocks=count)
+        self._launch(launch, grid, (x, weight, bias), {**written, "num_blocks": count})
 
     def _plain(self, x: Tensor, block_n: int, gated: bool, sizes: dict[str, Any]) -> FixedLauncher:
         tiling = self._tiling
@@ -264,7 +263,7 @@ class DequantizingKernel(RoutedKernel):
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)
         self._inner = self.inner(_expanded(spec), shared)
-        self._dequantize = Dequantize(spec.device)
+        self._dequantized = Dequantizer(spec.device)
 
     @classmethod
     def available(cls) -> Support:
@@ -293,7 +292,7 @@ class DequantizingKernel(RoutedKernel):
     def _plain(self, weight: Tensor | QuantizedWeight, rows: int) -> Tensor:
         if isinstance(weight, Tensor):
             return weight
-        return self._dequantize.dequantized(weight, self.spec.dtype).view(-1, rows, weight.shape[1])
+        return self._dequantized(weight, self.spec.dtype).view(-1, rows, weight.shape[1])
 
 
 def _expanded(spec: ExpertsSpec) -> ExpertsSpec:

@@ -29,8 +29,7 @@ from headway.kernels.linear.cuda_variant import (
     fitted,
     most_rows_of,
 )
-from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, form_name, weight_bytes
-from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.forms import Operand, QuantizedWeight, WeightBytes, format_of, weight_bytes
 from headway.kernels.linear.product_kernels import RotationArguments, output_of
 from headway.kernels.linear.quantized import InOrder
 from headway.kernels.runtime.nvrtc.compiler import architecture
@@ -205,7 +204,7 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
     """
     described, columns = weight_bytes(weight), weight.shape[1]
     if described is None or described.kind not in KINDS or dtype not in HALVES:
-        return Support.no(form_name(weight), "fp8, int8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype)
+        return Support.no(format_of(weight), "fp8, int8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype)
     support, span, by_row = YES, described.scale_span, described.scale_span >= described.row
     if rows is None and (weight.shape[0] % (2 * PART_ROWS) or described.row % (SLICE_BYTES * (1 if described.half else 2))):
         support &= Support.no("shape", "multiples of 32 x 128", f"{weight.shape[0]} x {columns}")
@@ -214,9 +213,9 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
     short = described.half > 0 and SLICE_BYTES % span == 0 and span % 16 == 0  # codes are scaled, which those of bytes are not
     whole = span % SLICE_BYTES == 0 or short or by_row
     if not whole or (1 < described.scale_rows < weight.shape[0] and described.scale_rows % PART_ROWS and not by_row):
-        support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", form_name(weight))
+        support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", format_of(weight))
     if described.zeros and by_row:
-        support &= Support.no("zeros", "of groups that are shorter than a row", form_name(weight))
+        support &= Support.no("zeros", "of groups that are shorter than a row", format_of(weight))
     if described.kind == "mxfp4" and dtype != torch.bfloat16:
         support &= Support.no("dtype", "bfloat16, which has place for the scales", dtype)
     return support
@@ -246,6 +245,11 @@ def arranged(weight: QuantizedWeight) -> ArrangedWeight:
     return ArrangedWeight(described, weight.packed, weight.scales.t().contiguous(), zeros)
 
 
+def operand(weight: QuantizedWeight, bias: Tensor | None = None) -> Operand:
+    """Return what the kernels read of a weight."""
+    return Operand.of(weight, bias, arranged(weight))
+
+
 class CudaProducts:
     """Products of up to MOST_SHARED_ROWS rows in half precision over quantised weights, with what comes before and after.
 
@@ -256,10 +260,8 @@ class CudaProducts:
     variant: type[CudaVariant] = CudaVariant
     """What its kernels are compiled for."""
 
-    def __init__(self, device: torch.device, cut: CudaCutRule, arranged: Arrangements | None = None) -> None:
-        """arranged: what several of these share."""
+    def __init__(self, device: torch.device, cut: CudaCutRule) -> None:
         self._device = device
-        self._arranged = arranged or Arrangements()
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         room = shared_memory(device)
@@ -273,15 +275,15 @@ class CudaProducts:
         self._in_order = InOrder()
         self._rotation = RotationArguments(device)
 
-    def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
-        """Whether the kernel rotates the heads of a product that it reads, too."""
-        cut = self._cut(self._arranged(linear.weight).described, rows, linear.out_features, False)
+    def rotates(self, rows: int, weight: Operand, heads: Heads) -> bool:
+        """Return whether the kernel applies RoPE to the heads of a product, too."""
+        cut = self._cut(weight.weight.described, rows, weight.out_features, False)
         return not cut.splits and heads.head_dim % PART_ROWS == 0
 
     def __call__(
         self,
         x: Tensor,
-        linear: Linear,
+        weight: Operand,
         norm: Norm | None = None,
         gated: bool = False,
         activation: Activation | None = None,
@@ -291,16 +293,16 @@ class CudaProducts:
     ) -> Tensor:
         """See `FewRows`, whose arguments these are."""
         rows, in_features = x.shape
-        out_features = linear.out_features // 2 if gated else linear.out_features
-        weight = self._arranged(linear.weight)
+        out_features = weight.out_features // 2 if gated else weight.out_features
+        read: ArrangedWeight = weight.weight
         y = output_of(x, out_features, add_to, out)
         heads = None if rotated is None else rotated[0]
-        cut = self._cut(weight.described, rows, out_features, gated)
+        cut = self._cut(read.described, rows, out_features, gated)
         variant = self.variant(
             dtype=x.dtype,
-            weight=weight.described,
-            scale_dtype=weight.scales.dtype,
-            wide=weight.wide,
+            weight=read.described,
+            scale_dtype=read.scales.dtype,
+            wide=read.wide,
             cut=cut,
             most_rows=max(most_rows_of(rows), 8) if cut.splits else most_rows_of(rows),
             in_features=in_features,
@@ -309,17 +311,17 @@ class CudaProducts:
             gated=gated,
             activation=activation,
             add=add_to is not None,
-            bias=linear.bias is not None,
+            bias=weight.bias is not None,
             heads=None if heads is None else (heads.num_heads, heads.num_kv_heads, heads.head_dim),
             head_norm=None if heads is None or heads.q_norm is None else heads.q_norm.weight.dtype,
         )
         launch = self._launcher_of(variant)
-        x, norm_weight = self._in_order(x, norm, linear)
+        x, norm_weight = self._in_order(x, norm, weight)
         if x.data_ptr() % 16:  # copies are of 16 bytes
             x = x.clone()
         eps = 0.0 if norm is None else norm.eps
         *rotation, head_eps = self._rotation(rotated, None)
-        launch(ProductOperands(x, weight, norm_weight, eps, linear.bias, y, tuple(rotation), head_eps))
+        launch(ProductOperands(x, read, norm_weight, eps, weight.bias, y, tuple(rotation), head_eps))
         return y
 
     def _launcher(self, variant: CudaVariant) -> Callable[[ProductOperands], None]:

@@ -5,26 +5,64 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
-from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight
+from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, WeightFormat
 from headway.kernels.linear.gguf_weight import GgufWeight
 
 QuantizedWeight = Float8Weight | Int8Weight | Int4Weight | Float4Weight | GgufWeight
 
 
-def form_name(weight: QuantizedWeight) -> str:
-    """What tells a form from others, in words."""
-    if isinstance(weight, Float8Weight):
-        by_row = weight.scales.shape[1] == 1 and weight.block[0] in (1, len(weight.values))
-        return f"fp8 {'rows' if by_row else f'{weight.block[0]}x{weight.block[1]}'}"
-    if isinstance(weight, Int4Weight):
-        words = f"int4 of {weight.group_size}{'' if weight.zeros is None else ' with zeros'}"
-        return words if weight.order is None else f"{words}, columns in another order"
-    return weight.kind
+def format_of(weight: QuantizedWeight) -> WeightFormat:
+    """Return the format of a weight; blocks of a .gguf file have one that is named by their types."""
+    return WeightFormat(weight.kind) if isinstance(weight, GgufWeight) else WeightFormat.of(weight)
+
+
+@dataclass(slots=True, eq=False)
+class Operand:
+    """What our kernels read of a layer."""
+
+    weight: Any
+    """As the kernel arranges it."""
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+    order: Tensor | None = None
+    """int32 [in_features]: the input that belongs to each column; None: column k belongs to input k."""
+
+    @classmethod
+    def of(cls, weight: Any, bias: Tensor | None, arranged: Any = None) -> Operand:
+        """Make what a kernel reads of a weight. arranged: in the kernel's order, if it has one of its own."""
+        rows, columns = weight.shape
+        return cls(weight if arranged is None else arranged, bias, rows, columns, getattr(weight, "order", None))
+
+
+def without_elements(form: WeightFormat, rows: int, columns: int) -> QuantizedWeight:
+    """Return a weight [rows, columns] on torch's device `meta`: for rules that ask for shapes alone. form: not plain."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if form.name == "fp8":
+        high, wide = form.block or (1, columns)
+        return Float8Weight(
+            empty(rows, columns, dtype=torch.float8_e4m3fn), empty(-(-rows // high), -(-columns // wide)), (high, wide)
+        )
+    if form.name == "int8":
+        return Int8Weight(empty(rows, columns, dtype=torch.int8), empty(rows))
+    packed = empty(rows, columns // 2, dtype=torch.uint8)
+    if form.name == "mxfp4":
+        return Float4Weight(packed, empty(rows, columns // MX_GROUP, dtype=torch.uint8))
+    assert form.name == "int4"
+    assert form.group_size is not None
+    scales = empty(rows, columns // form.group_size)
+    zeros = torch.empty_like(scales, dtype=torch.uint8) if form.zeros else None
+    order = empty(columns, dtype=torch.int32) if form.order else None
+    return Int4Weight(packed, scales, zeros, form.group_size, order)
 
 
 def num_bytes(weight: QuantizedWeight) -> int:

@@ -1,77 +1,36 @@
-"""A linear layer that keeps its weight in the form that the device multiplies fastest, and torch's packed products on a CPU."""
+"""A linear layer: its weight, what kernels have prepared of it, and the kernel for each number of rows."""
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from headway.core.contract.weights import Int4Weight, packed, unpacked
+from headway.core.contract.linear import LinearKernel, LinearSpec
+from headway.core.contract.weights import WeightFormat
+from headway.core.system.held_tensors import held_tensors
 from headway.kernels.linear.axes import Axis
-from headway.kernels.linear.forms import QuantizedWeight, device_of, num_bytes
-from headway.kernels.linear.gguf_weight import GgufWeight
-from headway.kernels.runtime.native.library import Panels, coded_panels, dense_panels, functions, multiply
+from headway.kernels.linear.choice import (
+    EXPANDED,
+    INT4PACK,
+    NATIVE,
+    NUM_BUCKETS,
+    TORCH,
+    LinearChoice,
+    LinearKernels,
+    builtin_kernels,
+)
+from headway.kernels.linear.forms import QuantizedWeight, device_of, format_of, num_bytes
+from headway.kernels.runtime.native.library import Panels, multiply
 
-Product = Callable[[Tensor], Tensor]
-"""From x [rows, K] to [rows, N]."""
-
-
-def packed_product(weight: QuantizedWeight, dtype: torch.dtype) -> tuple[Tensor, Product] | None:
-    """A product of x in `dtype` by torch's operators over packed weights, and what it reads; None where torch has none.
-
-    The operator's name is private, so it is tried once with a small product.
-    """
-    return _int4(weight, dtype) if isinstance(weight, Int4Weight) and packs(weight, dtype) else None
-
-
-def packs(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether torch has a product of x in `dtype` over a weight in this form that is faster than one over the expanded weight.
-
-    It has for whole numbers of 4 bits in groups of 32, 64, 128 or 256, a multiple of 16 rows, and x in bfloat16: 2 to 3 times
-    as fast at one row, as fast at 16. In float32 it is 5 times slower than over the expanded weight, and so is that over whole
-    numbers of 8 bits, which in bfloat16 is as fast at one row and 2 to 3 times slower at 16 (docs/notes/cpu.md).
-    """
-    whole = isinstance(weight, Int4Weight) and weight.group_size in _GROUPS and weight.shape[0] % 16 == 0
-    return whole and dtype == torch.bfloat16 and _works()
-
-
-_GROUPS = (32, 64, 128, 256)
-"""Columns under one scale that torch's product of 4 bits takes."""
-
-
-def _int4(weight: Int4Weight, dtype: torch.dtype) -> tuple[Tensor, Product]:
-    """torch's value is (code - 8) * scale + zero."""
-    group, order = weight.group_size, weight.order
-    codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpacked(weight.packed, group).int(), 1)
-    scales = weight.scales.float()
-    zeros = torch.zeros_like(scales) if weight.zeros is None else (8 - weight.zeros.float()) * scales
-    both = torch.stack([scales.t(), zeros.t()], dim=2).to(dtype).contiguous()
-
-    def product(x: Tensor) -> Tensor:
-        x = x if order is None else x.index_select(1, order)
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, group, both)
-        return y
-
-    return codes, product
-
-
-@cache
-def _works() -> bool:
-    generator = torch.Generator().manual_seed(0)
-    codes, x = torch.randint(0, 16, (32, 64), generator=generator), torch.randn(3, 64, generator=generator).bfloat16()
-    scales, zeros = torch.rand(32, 2, generator=generator), codes[:, :2].to(torch.uint8)
-    weight = Int4Weight(packed(codes.to(torch.uint8), 32), scales, zeros, 32)
-    try:
-        product = _int4(weight, torch.bfloat16)[1](x)
-    except (AttributeError, RuntimeError):
-        return False
-    expected = x.double() @ weight.dequantized(torch.float64).t()
-    return bool((product - expected).norm() < 8 * torch.finfo(torch.bfloat16).eps * expected.norm())
+Compute = Callable[..., Tensor]
+"""From x [rows, in_features] to [rows, out_features], bias included; `out`, by name, is where it goes if it is given."""
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +47,56 @@ class ProductOrigin:
     """What multiplies the rows of the product: one factor, or one for each."""
 
 
+class Applied:
+    """A kernel that writes `apply` alone, bound to a layer: the bias is added here. One that raises is replaced by the next."""
+
+    def __init__(self, layer: Linear, kernel: LinearKernel) -> None:
+        self._layer = layer
+        self._kernel = kernel
+        self._prepared = layer.prepared_for(kernel)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the product of x [rows, in_features] with its bias.
+
+        :raises BackendError: the kernel raised, and the user asked for it or no other can compute the layer.
+        """
+        layer = self._layer
+        y = x.new_empty(x.shape[0], layer.out_features) if out is None else out
+        try:
+            self._kernel.apply(x.contiguous(), self._prepared, y)
+        except Exception as error:
+            choice = layer.choice
+            if choice is None:
+                raise
+            choice.replace_failed(self._kernel.label, error)
+            return layer.bound_to(choice.kernels[choice.kernel_for(len(x))])(x, out=out)
+        return y if layer.bias is None else y.add_(layer.bias)
+
+
+class Buckets:
+    """A layer's kernels by number of rows."""
+
+    def __init__(self, layer: Linear) -> None:
+        self._layer = layer
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the product by the kernel for the rows of x."""
+        rows = x.shape[0]
+        if not rows:
+            return x.new_empty(0, self._layer.out_features) if out is None else out
+        return self._layer.buckets[(rows - 1).bit_length()](x, out=out)
+
+
 class Linear:
     """y = x W^T + b over weights that are only read.
 
-    On a CPU a weight of more than SMALL elements is packed once for our C, if there is a compiler. Without
-    one it is packed once for oneDNN (see `can_pack`), whose product is 2 to 5 times faster than torch.mm at the 1 to 64 rows of
-    decode and no slower at a prompt's (docs/benchmarks.md); a smaller one is multiplied sooner than oneDNN has found its kernel.
-    The two operators are those that torch.compile emits when it freezes
-    weights; their names are private, so they are probed with a small product, and torch.mm serves where they are missing or
-    wrong.
+    On a GPU the weight stays as it is, and the device's operations bind the layer to kernels (`choice`); called by itself, the
+    layer is torch.mm over the weight, which is dequantised for each call.
 
-    A quantised weight stays as it is on a GPU, whose operations multiply it (kernels/linear); called by itself, the layer expands
-    it each time. On a CPU our C multiplies the blocks of .gguf files, and torch's products over packed weights serve; where there
-    are none the weight is expanded once.
+    On a CPU it is bound when it is made. If only Headway's kernels can compute it, the first of them takes the weight in the form
+    that it reads: our C, torch's product over int4, oneDNN (both faster than torch.mm at the 1 to 64 rows of decode,
+    docs/benchmarks.md), or torch.mm; a weight that none of them reads is dequantised once. If a third party's kernel can compute
+    it, too, the weight stays until times decide (`settle`).
     """
 
     def __init__(
@@ -111,27 +107,43 @@ class Linear:
         dtype: torch.dtype | None = None,
         kept: bool = False,
         origin: ProductOrigin | None = None,
+        kernels: LinearKernels | None = None,
     ) -> None:
         """weight: [out_features, in_features]; bias: [out_features].
 
         summed: the weight is some columns of the whole one, and what all ranks get is to be summed: by `RankedOperations`.
         dtype: of x, for a quantised weight; None: the bias's, else float32 on a CPU and bfloat16 on a GPU.
         kept: a quantised weight stays as it is on a CPU too, for operations that multiply it themselves. origin: what the weight
-        was made of; None: nobody asks.
+        was made of; None: nobody asks. kernels: those of the model; None means Headway's own.
         """
+        self.number = next(_NUMBERS)
         self.summed = summed
         self.origin = origin
         out_features, in_features = weight.shape
         self.out_features = out_features
         self.in_features = in_features
         self.bias = bias
+        self.weight = weight
+        """As it was given, or as the product reads it."""
+        self.prepared: dict[str, Any] = {}
+        """What kernels read of the layer, by the name of the arrangement."""
         self.expanded_bytes = 0
         """Bytes that a quantised weight takes because it was expanded; 0: it was not."""
-        self._product: Product | None = None
         self.panels: Panels | None = None
-        """The weight as our C reads it on a CPU; None: torch multiplies."""
+        """The weight as our C reads it on a CPU; None: others multiply."""
         self.held_bytes = weight.nbytes if isinstance(weight, Tensor) else num_bytes(weight)
         """Bytes that a product reads: of a quantised weight with its scales, and of what it became where it was expanded."""
+        self.reads_quantized = False
+        """Whether products read a quantised weight as it is."""
+        self.choice: LinearChoice | None = None
+        """The kernels that can compute the layer, and the one for each number of rows."""
+        self.steps: Any = None
+        """The layer bound to kernels by the operations of a GPU, `kernels/step/fused.py`; None until they need it."""
+        self.gated_steps: Any = None
+        self.buckets: tuple[Compute, ...] = ()
+        """The layer bound to kernels on a CPU where a third party's takes part, by number of rows."""
+        self._compute: Compute | None = None
+        self._transposed = weight.t() if isinstance(weight, Tensor) else None
         if isinstance(weight, Tensor):
             self.dtype = weight.dtype
             self.device = weight.device
@@ -139,28 +151,114 @@ class Linear:
             self.device = device_of(weight)
             usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
             self.dtype = dtype or (usual if bias is None else bias.dtype)
-            weight = self._on_device(weight, kept or self.device.type != "cpu")
-        self.reads_quantized = self._product is not None or self.panels is not None
-        """Whether products read a quantised weight as it is."""
-        if (
-            self._product is None
-            and self.panels is None
-            and isinstance(weight, Tensor)
-            and weight.device.type == "cpu"
-            and weight.numel() > SMALL
-        ):
-            self.panels = dense_panels(weight, bias)
-        self._packed = False
-        if self.panels is not None:
-            weight = self.panels.data
-            self.held_bytes = self.panels.nbytes
-        elif self._product is None and isinstance(weight, Tensor) and _to_pack(weight):
-            self._packed = True
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-        self.weight = weight
-        """As it was given, or as the product reads it."""
-        dense = isinstance(weight, Tensor) and not self._packed and self._product is None and self.panels is None
-        self._transposed = weight.t() if dense and isinstance(weight, Tensor) else None
+            self.reads_quantized = True
+        if self.device.type == "cpu" and not (kept and not isinstance(weight, Tensor)):
+            self._bind_on_cpu(kernels or usual_kernels())
+
+    def spec(self, device: torch.device | None = None, gated: bool = False) -> LinearSpec:
+        """Return the layer as kernels are asked for it. device: another than the weight's."""
+        form = WeightFormat("plain") if isinstance(self.weight, Tensor) else format_of(self.weight)
+        bias = self.bias is not None
+        return LinearSpec(self.in_features, self.out_features, self.dtype, device or self.device, form, gated=gated, bias=bias)
+
+    def _bind_on_cpu(self, kernels: LinearKernels) -> None:
+        choice = kernels.choice(self.spec())
+        if not choice.is_open and [*choice.kernels] == [EXPANDED]:
+            assert not isinstance(self.weight, Tensor)
+            self.weight = self.weight.dequantized(self.dtype)
+            self._transposed = self.weight.t()
+            self.expanded_bytes = self.held_bytes = self.weight.nbytes
+            self.reads_quantized = False
+            choice = kernels.choice(self.spec())
+        self.choice = choice
+        if choice.is_open:
+            choice.add(self)
+            self._compute = Buckets(self)
+            self.unbind()
+        else:
+            self._close(choice.kernels[choice.kernel_for(1)])
+
+    def _close(self, kernel: LinearKernel) -> None:
+        """Bind the layer to one kernel for good: the weight stays in no other form."""
+        quantized = not isinstance(self.weight, Tensor)
+        self.buckets = ()
+        self._compute = None if kernel.name == TORCH else self.bound_to(kernel)
+        if kernel.name == EXPANDED:
+            self._take(self.prepared.pop(kernel.name))
+        elif kernel.name != TORCH:
+            self._transposed = None
+            read = self.prepared[kernel.name]
+            self.weight = next(iter(held_tensors(read).values()))
+            if isinstance(read, Panels):
+                self.panels = read
+                self.held_bytes = read.nbytes
+        self.reads_quantized = quantized and kernel.name in (NATIVE, INT4PACK)
+
+    def _take(self, dense: Linear) -> None:
+        """Become a layer whose weight is this one's, dequantised."""
+        self.weight = dense.weight
+        self.panels = dense.panels
+        self.prepared = dense.prepared
+        self._compute = dense._compute
+        self._transposed = dense._transposed
+        self.expanded_bytes = self.in_features * self.out_features * self.dtype.itemsize
+        self.held_bytes = dense.held_bytes
+
+    def settle(self) -> None:
+        """Prepare the layer for the kernels that serve, and let go of whatever no one reads: once times have decided.
+
+        If one of Headway's kernels serves on a CPU, whatever the number of rows, the weight stays only in that kernel's form.
+        """
+        choice = self.choice
+        assert choice is not None
+        serving = [*choice.serving()]
+        if self.device.type == "cpu" and self._compute is not None and len(serving) == 1 and not choice.is_guest(serving[0]):
+            self.prepared.clear()
+            self._close(choice.kernels[serving[0]])
+
+    def unbind(self) -> None:
+        """Have the layer bound anew, by the present choice."""
+        self.steps = None
+        self.gated_steps = None
+        if isinstance(self._compute, Buckets):
+            self.buckets = tuple(_Unbound(self, 1 << bucket) for bucket in range(NUM_BUCKETS))
+
+    def prepared_for(self, kernel: LinearKernel) -> Any:
+        """Return what a kernel reads of the layer, which is made at the first call.
+
+        :raises ArithmeticError: the weight's scales have no place in it.
+        """
+        name = kernel.arrangement or kernel.name
+        if name not in self.prepared:
+            weight: Any = self.weight
+            if "bias" in kernel.capabilities.fused:
+                prepare: Any = kernel.prepare
+                self.prepared[name] = prepare(weight, self.bias)
+            else:
+                self.prepared[name] = kernel.prepare(weight)
+        return self.prepared[name]
+
+    def bytes_of(self, kernel: LinearKernel) -> int:
+        """Return the bytes that a kernel's arrangement takes besides the weight and the bias."""
+        own = {each.untyped_storage().data_ptr() for each in held_tensors(self.weight, self.bias).values()}
+        held = held_tensors(self.prepared.get(kernel.arrangement or kernel.name)).values()
+        return sum(each.nbytes for each in held if each.untyped_storage().data_ptr() not in own)
+
+    def prepare(self, kernel: LinearKernel) -> int:
+        """Prepare the layer for a kernel, and return the bytes that this takes besides the weight and the bias."""
+        self.prepared_for(kernel)
+        return self.bytes_of(kernel)
+
+    def release(self, kernel: LinearKernel) -> None:
+        """Drop what was prepared for a kernel."""
+        self.prepared.pop(kernel.arrangement or kernel.name, None)
+
+    def bound_to(self, kernel: LinearKernel) -> Compute:
+        """Return the layer's product by a kernel, bias included."""
+        if kernel.capabilities.fused:
+            fused: Any = kernel
+            return partial(fused.compute, weight=self.prepared_for(kernel))
+        return Applied(self, kernel)
 
     @property
     def is_dense(self) -> bool:
@@ -178,90 +276,52 @@ class Linear:
         whole = weight.new_zeros(self.out_features + rows, self.in_features)
         self.weight = whole[: self.out_features]
         self.weight.copy_(weight)
+        self.prepared.clear()
+        self.unbind()
         self._transposed = self.weight.t()
         return Linear(whole, None if bias is None else torch.cat([bias, bias.new_zeros(rows)]))
-
-    def _on_device(self, weight: QuantizedWeight, kept: bool) -> Tensor | QuantizedWeight:
-        """What a quantised weight becomes."""
-        if kept:
-            self._product = lambda x: torch.mm(x, weight.dequantized(x.dtype).t())
-            return weight
-        if isinstance(weight, GgufWeight):
-            self.panels = coded_panels(weight.coded(), self.bias)
-            if self.panels is not None:
-                return self.panels.data
-        packed = packed_product(weight, self.dtype)
-        if packed is None:
-            expanded = weight.dequantized(self.dtype)
-            self.expanded_bytes = self.held_bytes = expanded.nbytes
-            return expanded
-        read, product = packed
-        self._product = product
-        return read
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [rows, in_features] to [rows, out_features]: `out`, where it is given."""
         if self.panels is not None:
             return multiply(self.panels, x, out)
-        if self._product is not None:
-            y = self._product(x)
-            y = y if self.bias is None else y.add_(self.bias)
-            return y if out is None else out.copy_(y)
-        if self._transposed is None:
-            packed: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return packed if out is None else out.copy_(packed)
+        if self._compute is not None:
+            return self._compute(x, out=out)
+        transposed = self._transposed
+        if transposed is None:
+            weight = self.weight
+            assert not isinstance(weight, Tensor)
+            transposed = weight.dequantized(x.dtype).t()
         # What F.linear comes down to; it takes no `out` itself.
         if self.bias is None:
-            return torch.mm(x, self._transposed, out=out)
-        return torch.addmm(self.bias, x, self._transposed, out=out)
+            return torch.mm(x, transposed, out=out)
+        return torch.addmm(self.bias, x, transposed, out=out)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + y in one product where there is no bias; residual: [rows, out_features], overwritten or not."""
-        if self._transposed is None or self.bias is not None:
+        if self._transposed is None or self.bias is not None or self.buckets:
             return residual + self(x)
         return residual.addmm_(x, self._transposed)
 
 
-def _to_pack(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.numel() > SMALL and can_pack(weight.dtype)
+class _Unbound:
+    """A bucket of a layer whose kernel is bound at the first call."""
 
+    def __init__(self, layer: Linear, rows: int) -> None:
+        self._layer = layer
+        self._rows = rows
 
-SMALL = 2**17
-"""Elements of a weight up to which torch.mm was no slower when measured, at 1 to 256 rows."""
-_PACK_ROWS = 16
-"""Rows the packing is tuned for: a decode batch. Other row counts stay right, and were no slower when measured."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Bind the bucket, and return the product."""
+        layer, choice = self._layer, self._layer.choice
+        assert choice is not None
+        compute = layer.bound_to(choice.kernels[choice.kernel_for(self._rows)])
+        bucket = self._rows.bit_length() - 1
+        layer.buckets = (*layer.buckets[:bucket], compute, *layer.buckets[bucket + 1 :])
+        return compute(x, out=out)
 
 
 @cache
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies packed weights of this type fast, and right: float32, and the CPU's own bfloat16."""
-    return (dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16())) and _packs(dtype)
-
-
-def _has_bfloat16() -> bool:
-    """Whether the CPU has instructions for products of bfloat16: AVX-512's, or AMX's, whose CPUs have both."""
-    has: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    return has()
-
-
-def _packs(dtype: torch.dtype) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(rows, 40, generator=generator).to(dtype) for rows in (24, 3))
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-        product = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    except (AttributeError, RuntimeError):
-        return False
-    return torch.allclose(product.float(), linear(x.float(), weight.float()), atol=1e-4 if dtype == torch.float32 else 0.1)
-
-
-def reads_as_it_is(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a layer's product reads a quantised weight as it is: by our kernels on a GPU, by torch's packed ones on a CPU.
-
-    dtype: of x.
-    """
-    if isinstance(weight, GgufWeight):
-        return device.type == "cpu" and functions() is not None
-    if device.type == "cpu":
-        return packs(weight, dtype)
-    return importlib.util.find_spec("triton") is not None
+def usual_kernels() -> LinearKernels:
+    """Headway's own kernels for a CPU."""
+    return builtin_kernels(torch.device("cpu"))

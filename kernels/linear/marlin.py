@@ -8,19 +8,23 @@ of neighbours, eight apart, where one scale serves a row, because that is applie
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from headway.core.contract.linear import LinearCapabilities, LinearSpec
 from headway.core.contract.support import YES, Support
-from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, unpacked
-from headway.kernels.linear.forms import QuantizedWeight, form_name
-from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.product_way import BLOCK, ProductWay, RowRounding, float8_scales, row_scales
+from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Weight, unpacked
+from headway.kernels.linear.choice import CUTLASS, MARLIN
+from headway.kernels.linear.forms import QuantizedWeight, device_of
+from headway.kernels.linear.fused_kernel import FusedKernel
+from headway.kernels.linear.gpu_kernels import BLOCK, DEVICES, Float8Operand, RowRounding, float8_scales
 from headway.kernels.runtime.compiled_library import BoundOperator
-from headway.kernels.runtime.probe import HALF_DTYPES
+from headway.kernels.runtime.probe import at_least, capability
 from headway.kernels.runtime.vllm_library import FLOAT4, FLOAT8, INT4, INT4_LESS_8, bind
 from headway.kernels.step.operations import Norm
 
@@ -55,28 +59,23 @@ class MarlinWeight:
         return sum(each.nbytes for each in (self.codes, self.scales, self.zeros, self.bias) if each is not None)
 
 
-def can_arrange(weight: QuantizedWeight, dtype: torch.dtype) -> Support:
-    """Whether Marlin has kernels for a form and shape. dtype: of x."""
-    (rows, columns), support = weight.shape, YES
+def can_arrange(spec: LinearSpec) -> Support:
+    """Return whether Marlin has kernels for a format and shape."""
+    rows, columns, weight, support = spec.out_features, spec.in_features, spec.weight, YES
     if not ((rows % 64 == 0 and columns % 128 == 0) or (rows % 128 == 0 and columns % 64 == 0)):
         need = "multiples of 64 x 128 or 128 x 64"
         support &= Support.no("shape", need, f"{rows} x {columns}")
-    if isinstance(weight, Int4Weight):
-        group = weight.group_size
+    group = weight.group_size
+    if weight.name == "int4" and group is not None:
         if group != columns and group not in GROUPS:
             support &= Support.no("group size", f"{', '.join(map(str, GROUPS))} or a whole row", group)
         elif columns % group:
             support &= Support.no("columns", "whole groups", f"{columns} in groups of {group}")
-    elif isinstance(weight, Float8Weight):
-        by_row = weight.scales.shape[1] == 1 and weight.block[0] in (1, rows)
-        if not by_row and (weight.block[1] != GROUPS[-1] or columns % GROUPS[-1]):
-            got = "{} x {}".format(*weight.block)
-            support &= Support.no("scales", f"one a row, or of {GROUPS[-1]} columns", got)
-    elif isinstance(weight, Float4Weight):
-        if dtype != torch.bfloat16:
-            support &= Support.no("dtype", "bfloat16 for MXFP4", dtype)
-    else:
-        support &= Support.no("form", "4 bits, or floats of 8", form_name(weight))
+    elif weight.name == "mxfp4" and spec.dtype != torch.bfloat16:
+        support &= Support.no("dtype", "bfloat16 for MXFP4", spec.dtype)
+    elif weight.block is not None and (weight.block[1] != GROUPS[-1] or columns % GROUPS[-1]):
+        got = "{} x {}".format(*weight.block)
+        support &= Support.no("scales", f"one a row, or of {GROUPS[-1]} columns", got)
     return support
 
 
@@ -143,108 +142,109 @@ _EXPONENTS: Final = {torch.float16: 8, torch.bfloat16: 120}
 """Bias of the exponents of x's type less that of e4m3."""
 
 
-CUTLASS = "cutlass"
 _SCALED_PRODUCT, _ROWS, _BLOCKS = "cutlass_scaled_mm", "cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8"
 
 
-class Cutlass(ProductWay):
+class Cutlass(FusedKernel):
     """vLLM's `cutlass_scaled_mm`: x is rounded as for `torch._scaled_mm`, and the weight is read as it is."""
 
     name = CUTLASS
-    library = norms = rounds = True
+    capabilities = LinearCapabilities(frozenset({"fp8"}), devices=DEVICES, fused=frozenset({"norm", "bias"}))
+    library = rounds_input = True
 
-    def __init__(self, device: torch.device, rounding: RowRounding) -> None:
-        self._device = device
-        self._rounding = rounding
-        self._operators: dict[str, BoundOperator] = {}
+    @cached_property
+    def _rounding(self) -> RowRounding:
+        return RowRounding(self.spec.device)
 
-    def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
-        """Floats of 8 bits, by rows or by blocks, as far as the library was built for this GPU."""
-        support = float8_scales(weight)
-        if dtype not in HALF_DTYPES:
-            support &= Support.no("dtype", "bfloat16 or float16", dtype)
+    @cached_property
+    def _operators(self) -> Mapping[str, BoundOperator]:
+        return bind(_SCALED_PRODUCT, _ROWS, _BLOCKS)[0]
+
+    @classmethod
+    def available(cls) -> Support:
+        """Return whether vLLM's library is found, with the operators that are called."""
+        return bind(_SCALED_PRODUCT, _ROWS, _BLOCKS)[1]
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the weight's scales are by rows or by blocks, as far as the library was built for this GPU."""
+        support = cls.capabilities.check(spec)
+        if spec.weight.name == "fp8":
+            support &= float8_scales(spec)
         if not support:
             return support
         operators, support = bind(_SCALED_PRODUCT, _ROWS, _BLOCKS)
-        self._operators = operators
         if not support:
             return support
-        assert isinstance(weight, Float8Weight)
-        asked = _BLOCKS if weight.block == (BLOCK, BLOCK) else _ROWS
-        major, minor = torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else (0, 0)
-        if not self._operators[asked](cuda_device_capability=10 * major + minor):
+        asked = _BLOCKS if spec.weight.block == (BLOCK, BLOCK) else _ROWS
+        major, minor = capability(spec.device) or (0, 0)
+        if not operators[asked](cuda_device_capability=10 * major + minor):
             support &= Support.no("compute capability", "one that the library's products are built for", f"{major}.{minor}")
         return support
 
-    def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> Float8Operand:
+        """Return the weight with its scales as the library reads them."""
+        return Float8Operand(weight, bias)
+
+    def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:
         """A launch for x, one for the product, and one for a bias over blocks."""
-        weight, rows = linear.weight, x.shape[0]
-        assert isinstance(weight, Float8Weight)
-        blocks = weight.block == (BLOCK, BLOCK)
-        y, x_scales = self._rounding(x, BLOCK if blocks else x.shape[1], norm)
+        rows, blocks, bias = x.shape[0], weight.blocks, weight.bias
+        y, x_scales = self._rounding(x, weight.group, norm)
         if not blocks:  # those take any number of rows, and contiguous scales
             y, x_scales = y[:rows], x_scales[:rows].contiguous()
-        product = out if out is not None and len(y) == rows else x.new_empty(len(y), linear.out_features)
+        product = out if out is not None and len(y) == rows else x.new_empty(len(y), weight.weight.shape[0])
         self._operators[_SCALED_PRODUCT](
             out=product,
             a=y,
-            b=weight.values.t(),
+            b=weight.weight.values.t(),
             a_scales=x_scales,
-            b_scales=weight.scales.t() if blocks else row_scales(weight),
-            bias=None if blocks else linear.bias,
+            b_scales=weight.scales,
+            bias=None if blocks else bias,
         )
         product = product[:rows]
-        product = product.add_(linear.bias) if blocks and linear.bias is not None else product
+        product = product.add_(bias) if blocks and bias is not None else product
         return product if out is None or product.data_ptr() == out.data_ptr() else out.copy_(product)
 
 
-MARLIN = "marlin"
 _PRODUCT, _REPACK = "marlin_gemm", "gptq_marlin_repack"
 _CAPABILITY = (8, 0)
 
 
-class Marlin(ProductWay):
+class Marlin(FusedKernel):
     """vLLM's `marlin_gemm`: x stays as it is, scales are rounded to its type. An arrangement is as large as the weight."""
 
     name = MARLIN
-    library = arranges = True
+    capabilities = LinearCapabilities(frozenset({"int4", "fp8", "mxfp4"}), devices=DEVICES, order=True, fused=frozenset({"bias"}))
+    library = copies = True
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._operators: dict[str, BoundOperator] = {}
-        self._arranged: dict[Linear, MarlinWeight] = {}
-        self._locks: Tensor | None = None
+    @cached_property
+    def _operators(self) -> Mapping[str, BoundOperator]:
+        return bind(_PRODUCT, _REPACK)[0]
+
+    @cached_property
+    def _locks(self) -> Tensor:
         """A word for each multiprocessor, zero between launches."""
+        cuda, device = self.spec.device.type == "cuda" and torch.cuda.is_available(), self.spec.device
+        count = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+        return torch.zeros(count, dtype=torch.int32, device=device)
 
-    def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
-        """Forms, groups and shapes that Marlin has kernels for, where vLLM's library is found."""
-        support = can_arrange(weight, dtype)
-        if dtype not in HALF_DTYPES:
-            support &= Support.no("dtype", "bfloat16 or float16", dtype)
-        if self._device.type == "cuda" and torch.cuda.get_device_capability(self._device) < _CAPABILITY:
-            got = "{}.{}".format(*torch.cuda.get_device_capability(self._device))
-            support &= Support.no("compute capability", "{}.{} or newer".format(*_CAPABILITY), got)
-        if not support:
-            return support
-        operators, support = bind(_PRODUCT, _REPACK)
-        self._operators = operators
-        return support
+    @classmethod
+    def available(cls) -> Support:
+        """Return whether vLLM's library is found, with the operators that are called."""
+        return bind(_PRODUCT, _REPACK)[1]
 
-    def prepare(self, linear: Linear) -> int:
-        """See ProductWay; the weight's elements are read and repacked on their device."""
-        arranged = self._arranged.get(linear)
-        if arranged is None:
-            arranged = self._arranged[linear] = self._arrange(linear)
-        return arranged.num_bytes
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether Marlin has kernels for the format, groups and shape, on this GPU."""
+        return cls.capabilities.check(spec) & can_arrange(spec) & at_least(_CAPABILITY, spec.device)
 
-    def release(self, linear: Linear) -> None:
-        """See ProductWay."""
-        self._arranged.pop(linear, None)
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> MarlinWeight:
+        """Return the weight, whose elements are read and repacked on their device.
 
-    def _arrange(self, linear: Linear) -> MarlinWeight:
-        weight, dtype = linear.weight, linear.dtype
+        :raises ArithmeticError: a scale is too large or too small for x's type.
+        """
         assert not isinstance(weight, Tensor)
-        repack, (rows, columns) = self._operators[_REPACK], weight.shape
+        repack, (rows, columns), dtype = self._operators[_REPACK], weight.shape, self.spec.dtype
         given: dict[str, int | Tensor] = {
             "b_q_weight": words(weight),
             "size_k": columns,
@@ -252,26 +252,18 @@ class Marlin(ProductWay):
             "num_bits": 8 if isinstance(weight, Float8Weight) else 4,
         }
         if "perm" in repack.place:  # columns lie in the order of their groups already
-            given["perm"] = torch.empty(0, dtype=torch.int32, device=self._device)
+            given["perm"] = torch.empty(0, dtype=torch.int32, device=device_of(weight))
         return MarlinWeight(
             codes=repack(**given),
             scales=scales_of(weight, dtype),
             zeros=zeros_of(weight),
-            bias=bias_of(linear.bias),
+            bias=bias_of(bias),
             order=weight.order if isinstance(weight, Int4Weight) else None,
             type_id=type_of(weight),
         )
 
-    def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
-        """One launch, and one before it for columns in another order.
-
-        A layer without an arrangement gets one here: one that is not among its model's products, met by a warm-up.
-        """
-        assert norm is None
-        weight = self._arranged.get(linear)
-        if weight is None:
-            self.prepare(linear)
-            weight = self._arranged[linear]
+    def compute(self, x: Tensor, weight: MarlinWeight, out: Tensor | None = None) -> Tensor:
+        """One launch, and one before it for columns in another order."""
         x = x if weight.order is None else x.index_select(1, weight.order)
         product: Tensor = self._operators[_PRODUCT](
             a=x,
@@ -280,17 +272,10 @@ class Marlin(ProductWay):
             b_bias=weight.bias,
             b_scales=weight.scales,
             b_zeros=weight.zeros,
-            workspace=self._workspace(),
+            workspace=self._locks,
             b_type_id=weight.type_id,
             size_m=len(x),
-            size_n=linear.out_features,
-            size_k=linear.in_features,
+            size_n=self.spec.out_features,
+            size_k=self.spec.in_features,
         )
         return product
-
-    def _workspace(self) -> Tensor:
-        if self._locks is None:
-            cuda = self._device.type == "cuda"
-            count = torch.cuda.get_device_properties(self._device).multi_processor_count if cuda else 1
-            self._locks = torch.zeros(count, dtype=torch.int32, device=self._device)
-        return self._locks

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.forms import Operand
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, shared_memory
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Rope
@@ -376,18 +376,20 @@ class FewRows:
         self._launcher = cache(partial(_launcher, device))
         self._rotation = RotationArguments(device)
 
-    def takes(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> bool:
-        """Whether the kernels serve the product of x [rows, in_features], with its heads rotated where they are given."""
-        if not isinstance(linear.weight, Tensor):
-            return False
-        size = linear.out_features * linear.in_features
+    def runs(self, rows: int, weight: tuple[int, int]) -> bool:
+        """Return whether the kernels compute products of this number of rows. weight: its out_features and in_features."""
+        size = weight[0] * weight[1]
         most = MAX_ROWS if size <= MAX_WEIGHT // 2 else MAX_ROWS // 2 if size <= MAX_WEIGHT else 1
-        return 0 < x.shape[0] <= most and x.dtype in _TYPES and (heads is None or heads.head_dim % HEAD_MULTIPLE == 0)
+        return rows <= most
+
+    def rotates(self, rows: int, weight: Operand, heads: Heads) -> bool:
+        """Return whether the kernels apply RoPE to the heads of a product, too."""
+        return heads.head_dim % HEAD_MULTIPLE == 0
 
     def __call__(
         self,
         x: Tensor,
-        linear: Linear,
+        weight: Operand,
         norm: Norm | None = None,
         gated: bool = False,
         activation: Activation | None = None,
@@ -402,7 +404,7 @@ class FewRows:
         it is added to something.
         """
         rows, in_features = x.shape
-        out_features = linear.out_features // 2 if gated else linear.out_features
+        out_features = weight.out_features // 2 if gated else weight.out_features
         y = output_of(x, out_features, add_to, out)
         block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
         case = ProductCase(
@@ -413,18 +415,17 @@ class FewRows:
             gated=gated,
             activation=activation,
             add=add_to is not None,
-            bias=linear.bias is not None,
+            bias=weight.bias is not None,
             heads=None if rotated is None else shape_of(rotated[0]),
         )
         launch, programs = self._launcher(case, block_m)
-        assert isinstance(linear.weight, Tensor)
         cos, sin, q_norm, k_norm, arrivals, head_eps = self._rotation(rotated, x)
         launch(
             (programs, 1, 1),
             x_ptr=x,
-            weight_ptr=linear.weight,
+            weight_ptr=weight.weight,
             norm_ptr=x if norm is None else norm.weight,
-            bias_ptr=x if linear.bias is None else linear.bias,
+            bias_ptr=x if weight.bias is None else weight.bias,
             y_ptr=y,
             eps=0.0 if norm is None else norm.eps,
             cos_ptr=cos,

@@ -1,4 +1,4 @@
-"""Which products over quantised weights our kernel computes, how it is cut, and its launch."""
+"""Our GEMM over quantised weights in Triton: its tiles and split-K, and its launch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.core.contract.weights import Int4Weight
-from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, tensors_of, weight_bytes
-from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.forms import Operand, QuantizedWeight, WeightBytes, tensors_of, weight_bytes
 from headway.kernels.linear.product_kernels import ProductCase, RotationArguments, output_of, shape_of
 from headway.kernels.linear.quantized_kernels import quantized_product
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
@@ -71,20 +69,27 @@ class InOrder:
     """x, and the weight of the norm before a product, in the order that a weight has its columns in."""
 
     def __init__(self) -> None:
-        self._norms: dict[Linear, tuple[Tensor, Tensor]] = {}
+        self._norms: dict[Operand, tuple[Tensor, Tensor]] = {}
         """A layer's norm weight as it is, and in order: a layer has one, gathered once."""
 
-    def __call__(self, x: Tensor, norm: Norm | None, linear: Linear) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x: Tensor, norm: Norm | None, weight: Operand) -> tuple[Tensor, Tensor | None]:
         """Return both as they are where columns have the order of the inputs; else one launch for x."""
-        weight, plain = linear.weight, None if norm is None else norm.weight
-        if not isinstance(weight, Int4Weight) or weight.order is None:
+        order, plain = weight.order, None if norm is None else norm.weight
+        if order is None:
             return x, plain
         if plain is None:
-            return x.index_select(1, weight.order), None
-        known = self._norms.get(linear)
+            return x.index_select(1, order), None
+        known = self._norms.get(weight)
         if known is None or known[0] is not plain:
-            known = self._norms[linear] = plain, plain.index_select(0, weight.order)
-        return x.index_select(1, weight.order), known[1]
+            known = self._norms[weight] = plain, plain.index_select(0, order)
+        return x.index_select(1, order), known[1]
+
+
+def operand(weight: QuantizedWeight, bias: Tensor | None = None) -> Operand:
+    """Return what the kernel reads of a layer: how its bytes lie, and its tensors."""
+    described = weight_bytes(weight)
+    assert described is not None
+    return Operand.of(weight, bias, (described, tensors_of(weight)))
 
 
 class QuantizedProducts:
@@ -99,7 +104,6 @@ class QuantizedProducts:
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self._in_order = InOrder()
-        self._layers: dict[Linear, tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]] = {}
         self._launcher = cache(partial(_launcher, device))
         self._rotation = RotationArguments(device)
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
@@ -107,21 +111,15 @@ class QuantizedProducts:
         self._sums = cache(lambda count: torch.empty(count, device=device))
         """Room for the sums of programs that share one; likewise."""
 
-    def reads(self, dtype: torch.dtype, weight: QuantizedWeight) -> bool:
-        """Whether the kernel computes products over a weight. dtype: of x."""
-        described = weight_bytes(weight) if dtype in _TYPES else None
-        # Float16 has no place for the scales of MXFP4.
-        return described is not None and (described.kind != "mxfp4" or dtype == torch.bfloat16)
-
-    def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
-        """Whether the kernel rotates the heads of a product that it reads, too."""
-        cut = self._cut(self._read(linear)[0], rows, linear.out_features, False, self._multiprocessors)
+    def rotates(self, rows: int, weight: Operand, heads: Heads) -> bool:
+        """Return whether the kernel applies RoPE to the heads of a product, too."""
+        cut = self._cut(weight.weight[0], rows, weight.out_features, False, self._multiprocessors)
         return rows <= cut.block_m and heads.head_dim % cut.block_n == 0
 
     def __call__(
         self,
         x: Tensor,
-        linear: Linear,
+        weight: Operand,
         norm: Norm | None = None,
         gated: bool = False,
         activation: Activation | None = None,
@@ -131,8 +129,8 @@ class QuantizedProducts:
     ) -> Tensor:
         """See `FewRows`, whose arguments these are."""
         rows, in_features = x.shape
-        described, tensors = self._read(linear)
-        out_features = linear.out_features // 2 if gated else linear.out_features
+        described, tensors = weight.weight
+        out_features = weight.out_features // 2 if gated else weight.out_features
         y = output_of(x, out_features, add_to, out)
         cut = self._cut(described, rows, out_features, gated, self._multiprocessors)
         case = ProductCase(
@@ -143,12 +141,12 @@ class QuantizedProducts:
             gated=gated,
             activation=activation,
             add=add_to is not None,
-            bias=linear.bias is not None,
+            bias=weight.bias is not None,
             heads=None if rotated is None else shape_of(rotated[0]),
         )
         launch = self._launcher(case, described, cut)
         grid = triton.cdiv(out_features, cut.block_n), cut.splits, triton.cdiv(rows, cut.block_m)
-        x, norm_weight = self._in_order(x, norm, linear)
+        x, norm_weight = self._in_order(x, norm, weight)
         codes, scales, zeros = tensors
         sums, splits = self._workspace(grid, cut, gated)
         cos, sin, q_norm, k_norm, arrivals, head_eps = self._rotation(rotated, x)
@@ -159,7 +157,7 @@ class QuantizedProducts:
             scales_ptr=scales,
             zeros_ptr=zeros,
             norm_ptr=x if norm_weight is None else norm_weight,
-            bias_ptr=x if linear.bias is None else linear.bias,
+            bias_ptr=x if weight.bias is None else weight.bias,
             y_ptr=y,
             partial_ptr=sums,
             splits_ptr=splits,
@@ -173,16 +171,6 @@ class QuantizedProducts:
             rows=rows,
         )
         return y
-
-    def _read(self, linear: Linear) -> tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]:
-        """What the kernel reads of a layer, described once."""
-        known = self._layers.get(linear)
-        if known is None:
-            assert not isinstance(linear.weight, Tensor)
-            described = weight_bytes(linear.weight)
-            assert described is not None
-            known = self._layers[linear] = described, tensors_of(linear.weight)
-        return known
 
     def _workspace(self, grid: tuple[int, int, int], cut: QuantizedCut, gated: bool) -> tuple[Tensor, Tensor]:
         """Room for the sums of programs that share one, and counters of their arrivals."""

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.forms import Operand
 from headway.kernels.linear.product_kernels import output_of
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
 from headway.kernels.step.config import Activation
@@ -222,12 +222,9 @@ class TiledProducts:
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
         """Counters, zero between launches. Neither is freed, since captured graphs keep their addresses."""
 
-    def takes(self, x: Tensor, linear: Linear, gated: bool = False) -> bool:
-        """Whether the kernel serves the product of x [rows, in_features]."""
-        if not isinstance(linear.weight, Tensor) or x.dtype not in _TYPES or not 0 < x.shape[0] <= MAX_ROWS:
-            return False
-        weight_rows, in_features = linear.weight.shape
-        return self._tiling(x.shape[0], linear.out_features // (2 if gated else 1), weight_rows, in_features) is not None
+    def runs(self, rows: int, weight: tuple[int, int], gated: bool) -> bool:
+        """Return whether the kernel computes products of this number of rows. weight: its out_features and in_features."""
+        return rows <= MAX_ROWS and self._tiling(rows, weight[0] // (2 if gated else 1), *weight) is not None
 
     def _tiling(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
         size = weight_rows * in_features
@@ -240,7 +237,7 @@ class TiledProducts:
     def __call__(
         self,
         x: Tensor,
-        linear: Linear,
+        weight: Operand,
         gated: bool = False,
         activation: Activation | None = None,
         add_to: Tensor | None = None,
@@ -252,13 +249,12 @@ class TiledProducts:
         out: where it goes, contiguous, unless it is added to something.
         """
         rows, in_features = x.shape
-        out_features = linear.out_features // 2 if gated else linear.out_features
+        out_features = weight.out_features // 2 if gated else weight.out_features
         y = output_of(x, out_features, add_to, out)
-        cut = self._tiling(rows, out_features, linear.out_features, in_features)
+        cut = self._tiling(rows, out_features, weight.out_features, in_features)
         assert cut is not None
-        assert isinstance(linear.weight, Tensor)
         variant = _Variant(
-            x.dtype, cut, in_features, out_features, gated, activation, add_to is not None, linear.bias is not None
+            x.dtype, cut, in_features, out_features, gated, activation, add_to is not None, weight.bias is not None
         )
         launch = self._launcher(variant)
         grid = out_features // cut.block_n, cut.splits, -(-rows // cut.block_m)
@@ -266,8 +262,8 @@ class TiledProducts:
         launch(
             grid,
             x_ptr=x,
-            weight_ptr=linear.weight,
-            bias_ptr=x if linear.bias is None else linear.bias,
+            weight_ptr=weight.weight,
+            bias_ptr=x if weight.bias is None else weight.bias,
             y_ptr=y,
             partial_ptr=sums,
             arrivals_ptr=arrivals,

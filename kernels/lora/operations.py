@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from headway.core.contract.adapters import NO_ADAPTER, AdapterSlots
 from headway.core.contract.errors import ModelError
 from headway.core.system.text import shown_size
+from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized_choice import ProductKind
 from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, Shrunk
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Operations, Rope, add_one_by_one
@@ -131,9 +131,9 @@ class AdaptedOperations:
         """As they are: what an adapter reads is normed with the norm's own weight."""
         return norm, linear
 
-    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
+    def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
         """See Operations."""
-        return self._inner.product_kinds(products)
+        return self._inner.linear_choices(products)
 
     def _adapted(self, x: Tensor, linear: Linear) -> tuple[AdaptedProduct, Tensor] | None:
         """The slots beside a product, and which of them each row has; None: no row has any, or the product none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,18 +12,15 @@ import triton
 from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsSpec
+from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.experts.bound import BoundExperts, ExpertsLayers, ExpertsOptions, is_own
 from headway.kernels.experts.route_kernels import Router
 from headway.kernels.experts.routed import Front, RoutedKernel
 from headway.kernels.experts.tiles import invariant_kernels
 from headway.kernels.experts.weights import RoutedWeights
+from headway.kernels.linear.choice import NUM_BUCKETS, ON_GPU, LinearChoice, LinearKernels, builtin_kernels
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.product_kernels import FewRows
-from headway.kernels.linear.product_way import FusedProducts, ProductWay
-from headway.kernels.linear.quantized_choice import ProductKind
-from headway.kernels.linear.quantized_ways import QuantizedWays
-from headway.kernels.linear.tile_kernels import TiledProducts
 from headway.kernels.runtime.triton_launch import FixedLauncher
 from headway.kernels.step.config import Activation, LatentConfig
 from headway.kernels.step.latent_kernels import FusedLatentLayer, LatentKernels
@@ -47,15 +45,16 @@ class Fused(Operations):
     same number of rows gets without one. The residual stream is kept in the model's dtype, as vLLM keeps it.
     """
 
-    def __init__(self, inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None = None) -> None:
-        """See TorchOperations."""
+    def __init__(
+        self, inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None, experts: ExpertsOptions | None = None
+    ) -> None:
+        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. kernels: for linear layers; experts: for
+        layers of experts; None means Headway's own."""
+        self.kernels = kernels or builtin_kernels(inv_freq.device, ON_GPU)
         self._inv_freq = inv_freq
         self._factors = factors
         self._device = inv_freq.device
         self._launchers: dict[Hashable, FixedLauncher] = {}
-        self._few_rows = FewRows(self._device)
-        self._tiles = TiledProducts(self._device)
-        self._quantized = QuantizedWays(self._device)
         self._latent = LatentKernels(self._device)
         self._experts = fused_experts(experts or ExpertsOptions(), self._device)
 
@@ -65,42 +64,48 @@ class Fused(Operations):
             launcher = self._launchers[key] = make()
         return launcher
 
-    def _kernel(
-        self, x: Tensor, linear: Linear, way: ProductWay | None, heads: Heads | None = None
-    ) -> FewRows | FusedProducts | None:
-        """What computes a product with all that comes before and after it in one launch, if anything does.
+    def _bound(self, linear: Linear, rows: int, gated: bool = False, heads: Heads | None = None) -> Step:
+        """Return a layer bound to the kernel for a number of rows. heads: those to which RoPE is applied."""
+        steps: BoundSteps | None = linear.gated_steps if gated else linear.steps
+        if steps is None or steps.ops is not self or (heads is not None and steps.heads is not heads):
+            steps = self._bind(linear, gated, heads)
+        return steps[(rows - 1).bit_length() if rows else -1]
 
-        way: `QuantizedWays.way`, which is asked once for a product.
-        """
-        if way is None:
-            return self._few_rows if self._few_rows.takes(x, linear, heads) else None
-        turns = way.kernel is None or heads is None or way.kernel.turns(x.shape[0], linear, heads)
-        return way.kernel if turns else None
+    def _bind(self, linear: Linear, gated: bool, heads: Heads | None) -> BoundSteps:
+        steps = BoundSteps(self, linear, self._choice(linear, gated), gated, heads)
+        if gated:
+            linear.gated_steps = steps
+        else:
+            linear.steps = steps
+        return steps
 
-    def _product(self, x: Tensor, norm: Norm | None, linear: Linear, way: ProductWay | None, out: Tensor | None = None) -> Tensor:
-        """A library's product of x, normed first: a launch more, unless another before the product has room for that."""
-        if way is not None and way.norms:
-            return way(x, linear, out, norm)
-        x = x if norm is None or norm.absorbed else self.norm(x, norm)
-        return linear(x, out) if way is None else way(x, linear, out)
+    def _choice(self, linear: Linear, gated: bool) -> LinearChoice:
+        """The choice for a layer, which counts as one of its kind from now on."""
+        choice = self.kernels.choice(linear.spec(self._device, gated))
+        choice.compute = self._gated_alone if gated else self._alone
+        choice.add(linear)
+        return choice
 
-    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
-        """See Operations."""
-        kinds: list[ProductKind] = []
+    def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
+        """See Operations. Over plain weights a rule chooses, unless a third party's kernel takes part."""
+        choices = []
         for linear, gated in products:
-            kind = self._quantized.kind(linear, linear.dtype, gated)
-            if kind is None:
-                continue
-            if kind not in kinds:
-                kinds.append(kind)
-                kind.examples.clear()
-                kind.compute = self._gated_alone if gated else self.product
-            kind.examples.append(linear)
-        return kinds
+            choice = self._choice(linear, gated)
+            linear.choice = choice
+            if choice.is_open or not isinstance(linear.weight, Tensor):
+                choices.append(choice)
+        return list(dict.fromkeys(choices))
 
-    def _gated_alone(self, x: Tensor, linear: Linear) -> Tensor:
-        """A gated product as `ProductKind.compute` says."""
-        return self.norm_gated_product(x, Norm(x.new_ones(x.shape[1]), 1e-6), linear, "silu")
+    def _alone(self, name: str, x: Tensor, linear: Linear) -> Tensor:
+        """Return the product by one kernel, as `LinearChoice.compute` says."""
+        kernel = self._choice(linear, gated=False).kernels[name]
+        return bound_step(self, linear, kernel, None, x.shape[0])(x)
+
+    def _gated_alone(self, name: str, x: Tensor, linear: Linear) -> Tensor:
+        """Return a gated product by one kernel, as `LinearChoice.compute` says."""
+        kernel = self._choice(linear, gated=True).kernels[name]
+        norm = Norm(x.new_ones(x.shape[1]), 1e-6)
+        return bound_step(self, linear, kernel, None, x.shape[0])(x, norm=norm, gated=True, activation="silu")
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """The norm's weight goes into the product's, whose result a kernel after it scales by row: a launch less from 17 rows on.
@@ -168,10 +173,7 @@ class Fused(Operations):
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """One launch."""
-        way = self._quantized.way(x, linear)
-        if (kernel := self._kernel(x, linear, way)) is not None:
-            return kernel(x, linear, out=out)
-        return self._tiles(x, linear, out=out) if self._tiles.takes(x, linear) else self._product(x, None, linear, way, out)
+        return self._bound(linear, x.shape[0])(x, out=out)
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
@@ -182,32 +184,20 @@ class Fused(Operations):
         """
         x, norm = self._before(x, norm)
         alone = heads.q_norm is not None and (rope is None or heads.whole_norm)
-        turns = rope is not None and not alone
-        way = self._quantized.way(x, linear)
-        if turns and rope is not None and (kernel := self._kernel(x, linear, way, heads)) is not None:
-            qkv, turned = kernel(x, linear, norm, rotated=(heads, rope)), True
-        elif (rope is None or way is not None) and (kernel := self._kernel(x, linear, way)) is not None:
-            qkv, turned = kernel(x, linear, norm), rope is None
-        elif way is None:
-            absorbed = norm is not None and norm.absorbed
-            qkv, turned = self.product(x if norm is None or absorbed else self.norm(x, norm), linear), rope is None
-        else:
-            qkv, turned = self._product(x, norm, linear, way), rope is None
-        scaled_by = (x, norm.eps) if norm is not None and norm.absorbed else None
-        return self._turned(qkv, heads, None if turned else rope, scaled_by, alone)
+        rotated = None if rope is None or alone else (heads, rope)
+        step = self._bound(linear, x.shape[0], heads=None if rotated is None else heads)
+        return self._turned(step(x, norm=norm, rotated=rotated), heads, rope if alone else None, alone)
 
     def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """One launch, in place; four more where heads are normed without a rotation, or all as one."""
-        return self._turned(qkv, heads, rope, None, heads.q_norm is not None and (rope is None or heads.whole_norm))
+        return self._turned(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
 
-    def _turned(
-        self, qkv: Tensor, heads: Heads, rope: Rope | None, scaled_by: _RowScale | None, alone: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _turned(self, qkv: Tensor, heads: Heads, rope: Rope | None, alone: bool) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a product. rope: None: nothing is left to be rotated; alone: heads are normed in launches before."""
         if alone:
             heads = self._norm_heads(qkv, heads)
         if rope is not None:
-            self._rotate(qkv, heads, rope, scaled_by)
+            self.rotate(qkv, heads, rope, None)
         qkv = qkv.view(qkv.shape[0], qkv.shape[1] // heads.head_dim, heads.head_dim)
         rotated = heads.num_heads + heads.num_kv_heads
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
@@ -228,7 +218,7 @@ class Fused(Operations):
             part.copy_(normed.view_as(part))
         return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
-    def _rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: _RowScale | None) -> None:
+    def rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: _RowScale | None) -> None:
         """One launch, in place. scaled_by: the rows whose norm is still to be divided by, and epsilon."""
         num_tokens, dim = qkv.shape[0], heads.head_dim
         num_heads, all_heads = heads.num_heads, qkv.shape[1] // dim
@@ -261,30 +251,18 @@ class Fused(Operations):
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """One launch for few rows, two for tiles, else three; one more before it for a LayerNorm, and for strided rows."""
         x, norm = self._before(x.contiguous(), norm)
-        way = self._quantized.way(x, linear)
-        if (kernel := self._kernel(x, linear, way)) is not None:
-            return kernel(x, linear, norm, activation=activation)
-        if self._tiles.takes(x, linear):
-            return self._tiles(x if norm is None else self.norm(x, norm), linear, activation=activation)
-        y = self._product(x, norm, linear, way)
-        return y if activation is None else ACTIVATE[activation](y)
+        return self._bound(linear, x.shape[0])(x, norm=norm, activation=activation)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
         """One launch for few rows, two for tiles, else two or three; one more before it for a LayerNorm."""
         x, norm = self._before(x, norm)
-        way = self._quantized.way(x, linear, gated=True)
-        if (kernel := self._kernel(x, linear, way)) is not None:
-            return kernel(x, linear, norm, gated=True, activation=activation)
-        if self._tiles.takes(x, linear, gated=True):
-            return self._tiles(x if norm is None else self.norm(x, norm), linear, gated=True, activation=activation)
-        scaled_by = (x, norm.eps) if norm is not None and norm.absorbed else None
-        return self._gated(self._product(x, norm, linear, way), activation, scaled_by)
+        return self._bound(linear, x.shape[0], gated=True)(x, norm=norm, gated=True, activation=activation)
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
         """One launch where gated, else torch's."""
-        return self._gated(y, activation, None) if gated else ACTIVATE[activation](y)
+        return self.gated(y, activation, None) if gated else ACTIVATE[activation](y)
 
-    def _gated(self, both: Tensor, activation: Activation, scaled_by: _RowScale | None) -> Tensor:
+    def gated(self, both: Tensor, activation: Activation, scaled_by: _RowScale | None) -> Tensor:
         """One launch. scaled_by: the rows whose norm is still to be multiplied by, and epsilon."""
         rows, size = both.shape[0], both.shape[1] // 2
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
@@ -301,15 +279,8 @@ class Fused(Operations):
         return y
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        """Add the product to the residual in place; the addition is a part of the product."""
-        way = self._quantized.way(x, linear)
-        if (kernel := self._kernel(x, linear, way)) is not None:
-            return kernel(x, linear, add_to=residual)
-        if self._tiles.takes(x, linear):
-            return self._tiles(x, linear, add_to=residual)
-        if not isinstance(linear.weight, Tensor):
-            return residual.add_(self._product(x, None, linear, way))
-        return linear.add_to(residual, x)
+        """Add the product to the residual in place; the addition is a part of the product where its kernel fuses that."""
+        return self._bound(linear, x.shape[0])(x, add_to=residual)
 
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
@@ -387,6 +358,102 @@ _SHORT = 2048
 
 _RowScale = tuple[Tensor, float]
 """Rows x [rows, size] and epsilon of the RMSNorm whose factor, one for each row, is still to be multiplied by."""
+
+
+Step = Callable[..., Tensor]
+"""A layer bound to a kernel: from x [rows, in_features] and what stands around the product, by name (`FusedKernel.compute`)."""
+
+
+class BoundSteps(list[Step]):
+    """A layer bound to a kernel for each bucket of rows, and for no rows at the end."""
+
+    borrows = True
+    """Whether the tensors that are reached from here are others' (`held_tensors`)."""
+
+    def __init__(self, ops: Fused, linear: Linear, choice: LinearChoice, gated: bool, heads: Heads | None) -> None:
+        self.ops = ops
+        self.heads = heads
+        buckets = [partial(self._bind, linear, choice, heads, bucket) for bucket in range(NUM_BUCKETS)]
+        super().__init__([*buckets, partial(self._nothing, linear)])
+
+    def _bind(self, linear: Linear, choice: LinearChoice, heads: Heads | None, bucket: int, x: Tensor, **around: Any) -> Tensor:
+        """Bind a bucket at its first step, and run that."""
+        kernel = choice.kernels[choice.kernel_for(1 << bucket)]
+        step = self[bucket] = bound_step(self.ops, linear, kernel, heads, 1 << bucket)
+        return step(**{"x": x, **around})
+
+    def _nothing(self, linear: Linear, x: Tensor, **around: Any) -> Tensor:
+        """Return the result of a step without rows."""
+        given = around.get("add_to") if around.get("out") is None else around["out"]
+        columns = linear.out_features // 2 if around.get("gated") else linear.out_features
+        return x.new_empty(0, columns) if given is None else given
+
+
+def bound_step(ops: Fused, linear: Linear, kernel: LinearKernel, heads: Heads | None, rows: int) -> Step:
+    """Return a layer bound to a kernel, with launches for what the kernel does not fuse. rows: the most of its bucket."""
+    compute, fused = linear.bound_to(kernel), kernel.capabilities.fused
+    if heads is not None and "rotary" in fused:
+        ours: Any = kernel
+        if not ours.rotates(rows, linear.prepared_for(kernel), heads):
+            fused = fused - {"rotary"}
+    around = frozenset(FUSED) - {"bias"}
+    return compute if fused >= around else Surrounded(ops, compute, fused)
+
+
+class Surrounded:
+    """A bound kernel, and launches for what stands around its product."""
+
+    def __init__(self, ops: Fused, compute: Step, fused: frozenset[str]) -> None:
+        """fused: what the kernel computes itself."""
+        self._ops = ops
+        self._compute = compute
+        self._norms = "norm" in fused
+        self._gates = "gated" in fused
+        self._activates = "activation" in fused
+        self._adds = "residual" in fused
+        self._rotates = "rotary" in fused
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Norm | None = None,
+        gated: bool = False,
+        activation: Activation | None = None,
+        add_to: Tensor | None = None,
+        rotated: tuple[Heads, Rope] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `FusedKernel.compute`."""
+        ops, scaled_by = self._ops, None
+        inner: dict[str, Any] = {}
+        if norm is not None:
+            if self._norms:
+                inner["norm"] = norm
+            elif norm.absorbed and ((gated and not self._gates) or (rotated is not None and not self._rotates)):
+                scaled_by = (x, norm.eps)  # the launch after the product multiplies by the norm's factor
+            else:
+                x = ops.norm(x, norm)
+        if gated and self._gates:
+            inner |= {"gated": True, "activation": activation}
+        elif not gated and activation is not None and self._activates:
+            inner["activation"] = activation
+        if add_to is not None and self._adds:
+            inner["add_to"] = add_to
+        if rotated is not None and self._rotates:
+            inner["rotated"] = rotated
+        if out is not None:
+            inner["out"] = out
+        inner["x"] = x
+        y = self._compute(**inner)
+        if gated and not self._gates:
+            assert activation is not None
+            y = ops.gated(y, activation, scaled_by)
+        elif not gated and activation is not None and not self._activates:
+            y = ACTIVATE[activation](y)
+        if rotated is not None and not self._rotates:
+            heads, rope = rotated
+            ops.rotate(y, heads, rope, scaled_by)
+        return y if add_to is None or self._adds else add_to.add_(y)
 
 
 def _row_sizes(size: int) -> dict[str, int]:

@@ -13,9 +13,9 @@ from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.bound import BoundExperts, ExpertsLayers, ExpertsOptions
 from headway.kernels.experts.weights import RoutedWeights
-from headway.kernels.linear.forms import form_name
+from headway.kernels.linear.choice import LinearChoice
+from headway.kernels.linear.forms import format_of
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized_choice import ProductKind
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, Rope, add_one_by_one, experts_by, softcap
 
@@ -61,7 +61,7 @@ class InvariantOperations:
         """As they are."""
         return norm, linear
 
-    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
+    def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
         """None: products of one number of rows have nothing to choose."""
         return []
 
@@ -160,7 +160,7 @@ def _form(linear: Linear) -> str:
     """What the layer's product reads, in words."""
     if isinstance(linear.weight, Tensor):
         return "packed of fewer bits" if linear.reads_quantized else "plain"
-    return form_name(linear.weight)
+    return str(format_of(linear.weight))
 
 
 def silu_by_exp(x: Tensor) -> Tensor:
@@ -208,6 +208,6 @@ def invariant_operations(
     linears, rows = list(linears), TILE_ROWS[device.type]
     invariant = InvariantOperations(operations, rows, activate, cap, experts)
     invariant.check(linears)
-    for kind in operations.product_kinds((linear, False) for linear in linears):
-        log.info("deterministic: products %s by %s, for every tile of %d rows", kind.name, kind.way_for(rows), rows)
+    for kind in operations.linear_choices((linear, False) for linear in linears):
+        log.info("deterministic: products %s by %s, for every tile of %d rows", kind.name, kind.kernel_for(rows), rows)
     return invariant

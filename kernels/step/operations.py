@@ -19,8 +19,8 @@ from headway.core.contract.spec import AttentionSpec
 from headway.kernels.experts.bound import BoundExperts, Experts, ExpertsLayers, ExpertsOptions, is_own
 from headway.kernels.experts.plain import TorchExperts, front_of
 from headway.kernels.experts.weights import RoutedWeights
+from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized_choice import ProductKind
 from headway.kernels.step.config import Activation, GateActivation, LatentConfig
 
 
@@ -175,8 +175,9 @@ class Operations(Protocol):
         """
         return norm, linear
 
-    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
-        """Kinds of a model's products that choose among ways of computing them. products: all of them, and which are gated."""
+    def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
+        """Return the kinds of a model's linear layers whose kernel is chosen by times. products: all of them, and which are
+        gated."""
         return []
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
@@ -338,6 +339,11 @@ class TorchOperations(Operations):
     def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
         """See Operations."""
         return residual + self.norm(x, norm)
+
+    def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
+        """Return the choices in which a third party's kernel takes part: a rule knows the others."""
+        choices = [linear.choice for linear, _ in products]
+        return list(dict.fromkeys(choice for choice in choices if choice is not None and choice.is_open))
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """See Operations."""

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA
 from headway.kernels.experts.bound import Experts, ExpertsKind, ExpertsOptions
 from headway.kernels.experts.weights import RoutedWeights, each_expert
 from headway.kernels.linear.axes import Axis
+from headway.kernels.linear.choice import LinearChoice, LinearKernels
 from headway.kernels.linear.forms import num_bytes
 from headway.kernels.linear.linear import Linear
 from headway.kernels.lora.bank import AdapterBank
@@ -36,9 +36,6 @@ from headway.models.layers.latent_attention import LatentAttention
 from headway.models.layers.ranked import SumsInOrder, over_ranks
 from headway.models.layers.state_parts import GatedDelta, KimiDelta, Lightning, Mamba1, Mamba2, ShortConvolution, StatePart
 from headway.models.layers.tensors import LayerTensors, read_kv_scales
-
-if TYPE_CHECKING:
-    from headway.kernels.linear.quantized_choice import ProductKind
 
 log = logging.getLogger("headway")
 
@@ -286,11 +283,13 @@ class SideBySide:
         return ops.add_products(x, [(attended, self._attention.out_proj), (moved, self._state.out_proj)])
 
 
-def operations_for(inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None = None) -> Operations:
+def operations_for(
+    inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None, experts: ExpertsOptions | None = None
+) -> Operations:
     """Return the fused kernels on a GPU with Triton, our C on a CPU with a compiler, torch's operations elsewhere.
 
-    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, as `rope_tables` makes them. experts: kernels for
-    layers of experts; None: Headway's own.
+    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, as `rope_tables` makes them. kernels: for linear
+    layers; experts: for layers of experts; None means Headway's own.
     """
     if inv_freq.device.type == "cpu":
         return _on_cpu(inv_freq, factors, experts)
@@ -300,7 +299,7 @@ def operations_for(inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | 
         from headway.kernels.step.fused import Fused
     except ImportError:  # torch for a GPU brings Triton, but not on every system
         return TorchOperations(inv_freq, factors, experts)
-    return Fused(inv_freq, factors, experts)
+    return Fused(inv_freq, factors, kernels, experts)
 
 
 def _on_cpu(inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None) -> Operations:
@@ -321,13 +320,14 @@ class Decoder:
         batch_invariant: bool = False,
         ranks: Ranks = ONE_RANK,
         slots: AdapterSlots | None = None,
+        kernels: LinearKernels | None = None,
         experts: ExpertsOptions | None = None,
     ) -> None:
         """Take the layers' tensors from `weights`: of several ranks, each its part (`ModelCut`).
 
         batch_invariant: a row's bits do not depend on the other rows; slower. ranks: all of them call the decoder alike; its
         layers' specs are those of this rank's own heads, and its logits those of its own tokens. slots: for adapters; None: none.
-        experts: see `operations_for`.
+        kernels: for linear layers; experts: for layers of experts; None means Headway's own.
 
         :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
         :raises ConfigError: the model does not divide among so many ranks.
@@ -339,7 +339,8 @@ class Decoder:
         self.dtype = weights.dtype
         cut = ModelCut(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
         ranks = SumsInOrder(ranks) if batch_invariant else ranks
-        tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks), cut.vocabulary
+        self._kernels = kernels
+        tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks, kernels=kernels), cut.vocabulary
         table = vocabulary.table(tensors.take(f"{names.embed}.weight", vocabulary.axis, config.hidden_size))
         positions = cut.once(_positions(config, tensors))
         self.embed = Embedding(table, _rounded(config.embedding_scale, table), positions, vocabulary.tokens)
@@ -380,7 +381,8 @@ class Decoder:
 
     def _operations(self, ranks: Ranks, experts: ExpertsOptions | None) -> Operations:
         """Return the operations of this device, and let our C run whole layers if they are its own."""
-        operations = operations_for(*rope_tables(self.config.ropes, self.device), experts)
+        inv_freq, factors = rope_tables(self.config.ropes, self.device)
+        operations = operations_for(inv_freq, factors, self._kernels, experts)
         if self._invariant:
             operations = invariant_operations(operations, self._linears, self.device, experts)
         own = operations if isinstance(operations, NativeOperations) and ranks.size == 1 else None
@@ -399,7 +401,8 @@ class Decoder:
         cut = ModelCut(self.config, by_expert=weights.device.type == "cpu")
         before = self.layers[:index]
         places = sum(each.attention is not None for each in before), sum(each.num_states for each in before)
-        layer = DecoderLayer(cut.own, index, places, LayerTensors(cut.own, weights, cut, ONE_RANK), self._invariant)
+        tensors = LayerTensors(cut.own, weights, cut, ONE_RANK, kernels=self._kernels)
+        layer = DecoderLayer(cut.own, index, places, tensors, self._invariant)
         layer.absorb_norms(self.operations)
         return layer
 
@@ -430,9 +433,15 @@ class Decoder:
         return f".gguf blocks: activations rounded to {bits} bits (AVX-512 VNNI); dtype=float32 rounds nothing"
 
     @property
-    def product_kinds(self) -> list[ProductKind]:
-        """Kinds of products that choose among ways of computing them."""
-        return self.operations.product_kinds(self.products)
+    def linear_choices(self) -> list[LinearChoice]:
+        """Kinds of linear layers whose kernel is chosen by times."""
+        return self.operations.linear_choices(self.products)
+
+    @property
+    def choices(self) -> list[LinearChoice]:
+        """All kinds of its linear layers."""
+        self.operations.linear_choices(self.products)
+        return list(dict.fromkeys(linear.choice for linear, _ in self.products if linear.choice is not None))
 
     @property
     def max_position_embeddings(self) -> int:

@@ -35,7 +35,7 @@ class RankedOperations:
         self.norm_gated_product = inner.norm_gated_product
         self.norm_qkv = inner.norm_qkv
         self.gate = inner.gate
-        self.product_kinds = inner.product_kinds
+        self.linear_choices = inner.linear_choices
         self.rotate_latent = inner.rotate_latent
         self.latent_layer = inner.latent_layer
         self.turn_heads = inner.turn_heads

@@ -12,6 +12,7 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.contract.ranks import Ranks
 from headway.kernels.linear.axes import Axis
+from headway.kernels.linear.choice import LinearKernels
 from headway.kernels.linear.linear import Linear, ProductOrigin
 from headway.kernels.step.operations import Norm
 from headway.models.checkpoints.weights import WeightSource
@@ -29,10 +30,12 @@ class LayerTensors:
         cut: ModelCut,
         ranks: Ranks,
         prefix: str = "",
+        kernels: LinearKernels | None = None,
     ) -> None:
         """config: the family's conventions. cut: what the rank holds. prefix: what every name below begins with, such as
-        `model.layers.0.`
+        `model.layers.0.`. kernels: for linear layers; None means Headway's own.
         """
+        self.kernels = kernels
         self.weights = weights
         self.cut = cut
         self.ranks = ranks
@@ -41,7 +44,7 @@ class LayerTensors:
 
     def below(self, prefix: str, config: DecoderConfig) -> LayerTensors:
         """Return those of another prefix, by the conventions of another configuration."""
-        return LayerTensors(config, self.weights, self.cut, self.ranks, prefix)
+        return LayerTensors(config, self.weights, self.cut, self.ranks, prefix, self.kernels)
 
     def take(self, name: str, *shape: int | Axis) -> Tensor:
         """One tensor of this shape."""
@@ -96,7 +99,8 @@ class LayerTensors:
             names = {f"{self.prefix}{module}.weight": size for module, size in sizes.items()}
             if order is None and scale == 1.0:
                 kept = self.weights.take_product(names, in_features)
-                return Linear(kept, self._biases(sizes, bias, summed), summed, dtype=self.weights.dtype, origin=origin)
+                biases = self._biases(sizes, bias, summed)
+                return Linear(kept, biases, summed, dtype=self.weights.dtype, origin=origin, kernels=self.kernels)
             weight = self.weights.take_merged(names, in_features)
         biases = self._biases(sizes, bias, summed)
         if order is not None:
@@ -108,7 +112,7 @@ class LayerTensors:
             biases = None if biases is None else (biases * factors).to(weight.dtype)
         elif scale != 1.0:
             weight, biases = weight * scale, None if biases is None else biases * scale
-        return Linear(weight, biases, summed, origin=origin)
+        return Linear(weight, biases, summed, origin=origin, kernels=self.kernels)
 
     def _biases(self, sizes: Mapping[str, int | Axis], bias: bool, summed: bool) -> Tensor | None:
         """The biases of products of one input, as one; where results are summed over ranks, the first rank's alone."""

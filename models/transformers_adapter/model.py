@@ -39,7 +39,7 @@ class TransformersModel:
     """An fp8 cache has scales of 1: transformers reads none from a checkpoint."""
     expert_kinds: tuple[()] = ()
     """None of its layers chooses among ways of computing experts: transformers has one."""
-    product_kinds: tuple[()] = ()
+    linear_choices: tuple[()] = ()
     """Nor among ways of multiplying."""
 
     def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, longest: int | None = None) -> None:

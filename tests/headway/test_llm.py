@@ -67,7 +67,7 @@ def test_a_model_runs_before_attention_is_measured_but_not_before_its_products_a
     monkeypatch.setattr(assembly, "sampling_of", note("run", TORCH_SAMPLING))
     monkeypatch.setattr(assembly, "costs_for", note("attention", None))
     monkeypatch.setattr(assembly, "choose_products", note("products", None))
-    monkeypatch.setattr(Decoder, "product_kinds", [None] if quantised else [])
+    monkeypatch.setattr(Decoder, "linear_choices", [None] if quantised else [])
     LLM(str(tiny_model_folder), kv_cache_memory="8MiB", num_threads=1, block_size=16)
     assert order == (["attention", "products", "run"] if quantised else ["run", "attention", "products"])
 

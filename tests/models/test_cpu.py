@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from gguf_block_models import blocks_of
+from headway.core.contract.linear import LinearSpec
+from headway.kernels.linear import cpu_kernels
 from headway.kernels.linear import linear as linear_module
+from headway.kernels.linear.choice import builtin_kernels
+from headway.kernels.linear.forms import format_of
 from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
-from headway.kernels.linear.linear import Linear, reads_as_it_is
+from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native import library
 from headway.kernels.runtime.native import library as panels_module
 from headway.kernels.runtime.native.library import coded_panels, dense_panels, functions, multiply
@@ -68,8 +72,8 @@ def test_blocks_are_what_the_gguf_package_makes_of_them_and_are_multiplied_so(na
     expected = gguf.dequantize(blocks.flatten(1).numpy(), getattr(gguf.GGMLQuantizationType, name))
     weight = GgufWeight((name,), (blocks,))
     assert torch.equal(weight.dequantized(torch.float32), torch.from_numpy(expected).float())
-    assert reads_as_it_is(weight, torch.float32, CPU)
     linear, bias = Linear(weight, dtype=torch.float32), drawn(40)
+    assert builtin_kernels(CPU).reads(linear.choice.kernels["native"].spec)
     assert linear.reads_quantized
     assert linear.expanded_bytes == 0
     for count in (1, 2, 3, 7, 16, 30):
@@ -161,14 +165,15 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
     found, support = library.find_compiler.__wrapped__()
     assert found is None
     assert "install gcc" in str(support)
-    for module in (panels_module, linear_module):
+    for module in (panels_module, cpu_kernels):
         monkeypatch.setattr(module, "functions", lambda: None)
+    monkeypatch.setattr(linear_module, "usual_kernels", lambda: builtin_kernels(CPU))
     weight, x = drawn(520, 400), drawn(7, 400, seed=1)
     linear = Linear(weight)
     assert linear.panels is None
     assert close(linear(x), x.double() @ weight.double().t(), 1e-6)
     blocks = GgufWeight(("Q4_0",), (blocks_of("Q4_0", 32, 64, seed=1),))
-    assert not reads_as_it_is(blocks, torch.float32, CPU)
+    assert not builtin_kernels(CPU).reads(LinearSpec(64, 32, torch.float32, CPU, format_of(blocks)))
     assert coded_panels(blocks.coded()) is None
     assert Linear(blocks).expanded_bytes == 4 * 32 * 64
 

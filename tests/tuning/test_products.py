@@ -7,56 +7,73 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor
 
+from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearSpec
+from headway.core.contract.weights import WeightFormat
+from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized_choice import MeasuredWay, ProductKind
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.timing import InterleavedTimer, Timing
 from quantized_weights import float8, int4
 
-WAYS = ("kernel", "kernel n64", "scaled_mm", "dequantize")
+NAMES = ("kernel", "kernel n64", "scaled_mm", "dequantize")
 
 
-class FakeWay(MeasuredWay):
+SPEC = LinearSpec(64, 32, torch.float32, torch.device("cpu"), WeightFormat("fp8"))
+
+
+class FakeKernel(LinearKernel):
     """A name: what it computes, a bench does."""
 
-    def __init__(self, name: str, most_rows: int | None = None) -> None:
-        self.name, self.most_rows = name, most_rows
+    capabilities = LinearCapabilities(frozenset({"fp8"}), fused=frozenset({"bias"}))
+
+    def __init__(self, name: str, max_rows: int | None = None) -> None:
+        super().__init__(SPEC)
+        self.name, self.max_rows = name, max_rows
+
+    def runs(self, rows: int) -> bool:
+        return self.max_rows is None or rows <= self.max_rows
+
+    def prepare(self, weight: object, bias: object = None) -> object:
+        return weight
+
+    def apply(self, x: Tensor, weight: object, out: Tensor) -> None:
+        raise AssertionError("the bench computes")
 
 
-class RoundingWay(FakeWay):
-    rounds = True
+class RoundingKernel(FakeKernel):
+    rounds_input = True
 
 
-class FakeLibrary(FakeWay):
-    """A library's way whose arrangements are counted."""
+class FakeLibrary(FakeKernel):
+    """A library's kernel, which copies weights; the bench counts the copies."""
 
-    library = arranges = True
+    library = copies = True
 
-    def __init__(self, num_bytes: int = 100, broken: bool = False) -> None:
+    def __init__(self, broken: bool = False) -> None:
         super().__init__("library")
-        self.num_bytes, self.broken = num_bytes, broken
-        self.arranged: set[Linear] = set()
+        self.broken = broken
+        self.copied = WeakSet[Tensor]()
         self.most = 0
 
-    def prepare(self, linear: Linear) -> int:
+    def prepare(self, weight: object, bias: object = None) -> object:
         if self.broken:
             raise MemoryError("no room")
-        self.arranged.add(linear)
-        self.most = max(self.most, len(self.arranged))
-        return self.num_bytes
-
-    def release(self, linear: Linear) -> None:
-        self.arranged.discard(linear)
+        self.copied.add(copy := torch.zeros(25))
+        self.most = max(self.most, len(self.copied))
+        return copy
 
 
-def ways(library: FakeLibrary | None = None) -> list[MeasuredWay]:
-    usual = [RoundingWay("scaled_mm") if name == "scaled_mm" else FakeWay(name, 64 if " " in name else None) for name in WAYS]
-    return usual if library is None else [*usual, library]
+def kernels(library: FakeLibrary | None = None) -> dict[str, FakeKernel]:
+    usual = [
+        RoundingKernel("scaled_mm") if name == "scaled_mm" else FakeKernel(name, 64 if " " in name else None) for name in NAMES
+    ]
+    return {each.name: each for each in (usual if library is None else [*usual, library])}
 
 
 @dataclass
@@ -69,13 +86,17 @@ class Bench:
     library: FakeLibrary | None = None
     spent: float = 0.0
     runs: int = 0
+    layers: list[Linear] = field(default_factory=list)
 
-    def kind(self, layers: Sequence[Linear], name: str = "fp8 rows 32x64 float32", gated: bool = False) -> ProductKind:
-        kind = ProductKind(name, ways(self.library), gated)
-        kind.examples = list(layers)
+    def kind(self, layers: Sequence[Linear], name: str = "fp8 rows 32x64 float32", gated: bool = False) -> LinearChoice:
+        kind = LinearChoice(name, kernels(self.library), gated=gated)
+        self.layers.extend(layers)
+        for layer in layers:
+            layer.choice = kind
+            kind.add(layer)
 
-        def compute(x: Tensor, linear: Linear) -> Tensor:
-            way = kind.way_for(len(x))
+        def compute(way: str, x: Tensor, linear: Linear) -> Tensor:
+            linear.prepared_for(kind.kernels[way])
             self.runs += 1
             self.spent += self.costs[way](len(x))
             if way in self.fails:
@@ -135,7 +156,7 @@ def test_the_fastest_right_way_serves_each_number_of_rows(cache: Path, caplog: p
     bench = Bench(COSTS, off={"kernel n64": 1.2})
     kind = bench.kind(layers(), gated=gated)
     choose_products([kind], 60.0, timer=TableTimer(bench=bench))
-    assert [kind.way_for(rows) for rows in (1, 32, 33, 5000)] == ["kernel", "kernel", "scaled_mm", "scaled_mm"]
+    assert [kind.kernel_for(rows) for rows in (1, 32, 33, 5000)] == ["kernel", "kernel", "scaled_mm", "scaled_mm"]
     assert "kernel n64 is left out from 1 rows on: ArithmeticError: its answer is off by 2.0e-01" in caplog.text
     assert "products fp8 rows 32x64 float32: kernel from 1, scaled_mm from 33 rows on (measured " in caplog.text
     (path,) = cache.glob("*.json")
@@ -151,8 +172,8 @@ def test_other_ranks_and_later_starts_read_what_was_measured(cache: Path) -> Non
     again = bench.kind(layers())
     choose_products([again], 0, timer=TableTimer(bench=bench))
     assert bench.runs == runs
-    assert again.way_for(1) == "kernel n64"
-    assert again.way_for(64) == "scaled_mm"
+    assert again.kernel_for(1) == "kernel n64"
+    assert again.kernel_for(64) == "scaled_mm"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +192,7 @@ def test_kinds_are_measured_apart_and_times_of_other_software_anew(
     kinds = [slow.kind(layers(form=lambda weight: int4(weight, 32)), "int4 of 32 32x64 float32"), fast.kind(layers())]
     choose_products(kinds[:1], 60.0, timer=TableTimer(bench=slow))
     choose_products(kinds[1:], 60.0, timer=TableTimer(bench=fast))
-    assert [kind.way_for(1) for kind in kinds] == ["dequantize", "kernel n64"]
+    assert [kind.kernel_for(1) for kind in kinds] == ["dequantize", "kernel n64"]
     assert "scaled_mm is left out from 1 rows on: RuntimeError: out of something" in caplog.text
     path = next(path for path in cache.glob("*.json") if "fp8" in path.name)
     kept = json.loads(path.read_text())
@@ -190,7 +211,7 @@ def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.Log
     assert bench.runs == 0
     assert kind.changes() == {1: "kernel", 33: "scaled_mm"}
     assert "kernel from 1, scaled_mm from 33 rows on (rule, not measured)" in caplog.text
-    plain = ProductKind("int4 of 128", [FakeWay("kernel"), FakeWay("dequantize")], gated=False)
+    plain = LinearChoice("int4 of 128", {name: FakeKernel(name) for name in ("kernel", "dequantize")})
     assert plain.changes() == {1: "kernel", 257: "dequantize"}
     assert not cache.exists()
 
@@ -203,7 +224,7 @@ def test_a_library_keeps_what_it_arranged_only_where_it_serves(cache: Path, capl
         kind = bench.kind(layers(20), f"fp8 rows {us}")
         choose_products([kind], 60.0, timer=TableTimer(bench=bench))
         assert library.most == max(kept, 16), "before the choice, of the layers alone that are measured"
-        assert len(library.arranged) == kept
+        assert len(library.copied) == kept
         assert ("library" in kind.serving()) == bool(kept)
     assert "library keeps 0.0 MB of its own for 20 layers" in caplog.text
 
@@ -218,8 +239,8 @@ def test_a_library_that_has_changed_since_serves_no_longer(cache: Path, caplog: 
         Bench(costs, library=FakeLibrary(broken=True)),
     ):
         choose_products([kind := changed.kind(layers())], 0)
-        assert kind.way_for(1) == "kernel n64", "the next by the same times"
-        assert not changed.library.arranged
+        assert kind.kernel_for(1) == "kernel n64", "the next by the same times"
+        assert not changed.library.copied
         assert not kind.refused["library"]
     for why in ("ArithmeticError: its answer is off by 5.0e-01", "RuntimeError: out of something", "MemoryError: no room"):
         assert f"products fp8 rows 32x64 float32: library serves no longer: {why}" in caplog.text
@@ -245,7 +266,7 @@ def shipped(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 def test_shipped_times_are_checked_and_scaled(cache: Path, shipped: Path, caplog: pytest.LogCaptureFixture) -> None:
     twice = Bench({name: lambda rows, cost=cost: 2 * cost(rows) for name, cost in COSTS.items()})
     choose_products([kind := twice.kind(layers())], 60.0, timer=TableTimer(bench=twice))
-    assert (kind.way_for(1), kind.way_for(64)) == ("kernel n64", "scaled_mm")
+    assert (kind.kernel_for(1), kind.kernel_for(64)) == ("kernel n64", "scaled_mm")
     assert "torch: measured with 1.0" in kind.source
     assert kind.source.endswith("checked here in 3 of 14 cells")
     (path,) = cache.glob("*.json")
@@ -267,7 +288,7 @@ def test_shipped_times_that_are_wrong_here_are_measured_in_full(
 ) -> None:
     other = Bench({**COSTS, "scaled_mm": lambda rows: 300.0})
     choose_products([kind := other.kind(layers())], 60.0, timer=TableTimer(bench=other))
-    assert kind.way_for(64) == "kernel n64"
+    assert kind.kernel_for(64) == "kernel n64"
     assert "are not used: scaled_mm takes " in caplog.text
     (path,) = cache.glob("*.json")
     assert json.loads(path.read_text())["prior"] == ""
@@ -278,7 +299,7 @@ def test_shipped_times_serve_unchecked_where_nothing_may_be_measured(caplog: pyt
     bench = Bench(COSTS)
     choose_products([kind := bench.kind(layers())], 0.0)
     assert kind.source.endswith("not checked here")
-    assert kind.way_for(1) == "kernel n64"
+    assert kind.kernel_for(1) == "kernel n64"
     more = Bench({**COSTS, "library": lambda rows: 1.0}, library=FakeLibrary())
     choose_products([kind := more.kind(layers())], 0.0)
     assert kind.source == "rule, not measured", "they do not know the library"

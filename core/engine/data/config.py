@@ -281,7 +281,7 @@ def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
     """Return option -> what checks its values, and what it needs in words; options with a parser of their own are left out."""
     from pydantic import ConfigDict, TypeAdapter  # here: the command line's help needs none of it
 
-    later = dict.fromkeys(("AttentionBackend", "BackendRequest", "Registry"), object)
+    later = dict.fromkeys(("Kernel", "BackendRequest", "Registry"), object)
     found = {}
     for name, hint in get_type_hints(options, localns=later).items():
         kinds = get_args(hint) or (hint,)

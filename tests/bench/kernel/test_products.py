@@ -9,7 +9,7 @@ from torch import Tensor
 from headway.bench.kernel import products
 from headway.bench.kernel.product_ways import FORMS, ProductLayers, ProductWays, TimedProduct
 from headway.bench.kernel.products import FORM_NAMES, ProductOptions, ProductTime, run_products_bench
-from headway.kernels.linear.linear import Linear, packs
+from headway.kernels.linear.linear import Linear
 from tiny_bench import CPU, QUICK
 
 SHAPE = (64, 256)
@@ -31,8 +31,8 @@ def test_every_form_gets_the_ways_that_a_cpu_has(dtype: torch.dtype) -> None:
         assert cell.relative_error < (1e-5 if dtype == torch.float32 else 1e-2)
         assert cell.chosen or (form, way) == ("int4", "expanded") or form == "plain"
     ways = {way for form, _, way in cells if form == "int4"}
-    weight = ProductLayers.drawn(SHAPE, "int4", CPU).weights[0]
-    assert ways == ({"packed", "expanded"} if packs(weight, dtype) else {"expanded"})
+    packed = ProductLayers.drawn(SHAPE, "int4", CPU, dtype).linears[0].reads_quantized
+    assert ways == ({"packed", "expanded"} if packed else {"expanded"})
     assert cells["int4", 1, "expanded"].chosen == ("packed" not in ways)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from headway.core.contract.weights import Float8Weight
-from headway.kernels.linear.cuda_products import CudaProducts, Float8Products
+from headway.kernels.linear.cuda_products import CudaProducts, Float8Products, operand
 from headway.kernels.linear.cuda_variant import (
     CudaCut,
     CudaCutRule,
@@ -20,7 +20,7 @@ from headway.kernels.linear.cuda_variant import (
     shared_rows_cut,
     shared_rows_cut_narrow,
 )
-from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.forms import Operand
 from headway.kernels.step.operations import Norm
 from host_kernels import HostProduct, HostRotation, multiply, multiply_float8, on_the_host
 from quantized_weights import FORMS, float8, int4
@@ -283,22 +283,22 @@ CUTS = {
 LAUNCH_LIMIT = {CudaProducts: 1e-2, Float8Products: 6e-2}
 
 
-def layer_of(rows: int, bias: bool, blocks: bool) -> tuple[Tensor, Linear, Tensor]:
+def layer_of(rows: int, bias: bool, blocks: bool) -> tuple[Tensor, Operand, Tensor]:
     """Random rows and a layer, and what float64 gives without its bias."""
     weight = float8(torch.randn(192, 256) * 0.1, (128, 128) if blocks else None)
-    linear = Linear(weight, torch.randn(192).to(BF16) if bias else None, dtype=BF16, kept=True)
-    return torch.randn(rows, 256).to(BF16), linear, weight.dequantized(torch.float64).t()
+    layer = operand(weight, torch.randn(192).to(BF16) if bias else None)
+    return torch.randn(rows, 256).to(BF16), layer, weight.dequantized(torch.float64).t()
 
 
 @pytest.mark.parametrize("kernel", ["w8a8", *(pytest.param(name, marks=pytest.mark.slow) for name in CUTS if name != "w8a8")])
 def test_a_gated_product(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_host(monkeypatch)
     (kind, cut), seed = CUTS[kernel], torch.seed()
-    x, linear, weight = layer_of(12, bias=False, blocks=kernel == "w8a8")
+    x, layer, weight = layer_of(12, bias=False, blocks=kernel == "w8a8")
     norm = Norm(torch.randn(256).to(BF16), 1e-6)
     gate, up = (rms_norm(x.double(), (256,), norm.weight.double(), norm.eps) @ weight).chunk(2, 1)
     expected = silu(gate) * up
-    found = kind(CPU, lambda *_: cut)(x, linear, norm, gated=True, activation="silu")
+    found = kind(CPU, lambda *_: cut)(x, layer, norm, gated=True, activation="silu")
     assert (found.double() - expected).norm() < LAUNCH_LIMIT[kind] * expected.norm(), f"seed {seed}"
 
 
@@ -307,8 +307,8 @@ def test_a_gated_product(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_product_that_is_added(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_host(monkeypatch)
     (kind, cut), seed = CUTS[kernel], torch.seed()
-    x, linear, weight = layer_of(11, bias=True, blocks=False)
+    x, layer, weight = layer_of(11, bias=True, blocks=False)
     y = torch.randn(11, 192).to(BF16)
-    expected = y.double() + x.double() @ weight + linear.bias.double()
-    assert kind(CPU, lambda *_: cut)(x, linear, add_to=y) is y
+    expected = y.double() + x.double() @ weight + layer.bias.double()
+    assert kind(CPU, lambda *_: cut)(x, layer, add_to=y) is y
     assert (y.double() - expected).norm() < LAUNCH_LIMIT[kind] * expected.norm(), f"seed {seed}"

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from absent_gpu import blocks_that_fit
 from headway.core.contract.weights import Float8Weight, Int4Weight
-from headway.kernels.linear import quantized_ways
+from headway.kernels.linear import gpu_kernels
+from headway.kernels.linear.choice import BUILTIN, rule
 from headway.kernels.linear.cuda_products import arranged, computes
 from headway.kernels.linear.cuda_variant import (
     CudaCutRule,
@@ -26,15 +27,14 @@ from headway.kernels.linear.cuda_variant import (
     shared_rows_cut,
 )
 from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, weight_bytes
-from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized_choice import FLOAT8, rule
-from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.linear.gpu_kernels import W8A8Kernel, spec_of
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from quantized_weights import FORMS, float8, int4, int8
 
 pytest.importorskip("triton")
 
 BF16, FP16 = torch.bfloat16, torch.float16
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHARED_BYTES, MULTIPROCESSORS = 227 * 1024, 132
 """Of a block of threads, and of an H200."""
 READ = list(FORMS)
@@ -238,13 +238,13 @@ def test_float8_sources_compile(blocks: bool, rows: int, caplog: pytest.LogCaptu
 
 
 def refusal(weight: QuantizedWeight, dtype: torch.dtype = BF16) -> str:
-    return str(QuantizedWays(CPU).ways[FLOAT8].takes(dtype, weight))
+    return str(W8A8Kernel.supports(spec_of(weight, dtype, GPU)))
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: int8(torch.randn(64, 256)), "form: needs floats of 8 bits, got int8"),
+        (lambda: int8(torch.randn(64, 256)), "weight format: needs fp8, got int8"),
         (lambda: float8(torch.randn(48, 256)), "shape: needs multiples of 32 x 128, got 48 x 256"),
         (lambda: float8(torch.randn(64, 192)), "shape: needs multiples of 32 x 128, got 64 x 192"),
         (lambda: float8(torch.randn(64, 256), (32, 128)), "scales: needs one a row, one, or blocks of 128 x 128, got 32 x 128"),
@@ -258,10 +258,11 @@ def test_it_takes_part_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [float8(torch.randn(64, 256), block) for block in (None, (64, 256), (128, 128))]
     assert "compute capability: needs 9.0, whose matrix units it multiplies by, got none" in refusal(weights[0])
     assert "dtype: needs bfloat16 or float16" in refusal(weights[0], torch.float32)
-    monkeypatch.setattr(quantized_ways, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(gpu_kernels, "capability", lambda _: (9, 0))
     for weight in weights:
         assert refusal(weight) == refusal(weight, torch.float16) == "yes"
-    kind = QuantizedWays(CPU).kind(Linear(weights[0], dtype=BF16, kept=True), BF16)
-    assert FLOAT8 in kind.able(256)
-    assert FLOAT8 not in kind.able(257)
-    assert not any(rule(rows, [*kind.ways]).startswith(FLOAT8) for rows in (1, 16, 64, 256)), "nothing has measured it"
+    kernel = W8A8Kernel(spec_of(weights[0], BF16, CPU))
+    assert kernel.runs(256)
+    assert not kernel.runs(512)
+    names = [each.name for each in BUILTIN]
+    assert not any(rule(rows, names) == kernel.name for rows in (1, 16, 64, 256)), "nothing has measured it"

@@ -27,8 +27,10 @@ from transformers import (
     Starcoder2Config,
 )
 
+from headway.kernels.linear.choice import LinearChoice
+from headway.kernels.linear.forms import Operand
+from headway.kernels.linear.gpu_kernels import RowRounding
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized_ways import QuantizedWays
 from headway.kernels.linear.tile_kernels import TiledProducts
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.runtime.vllm_library import find_library
@@ -116,9 +118,10 @@ def test_tiles_whose_rows_are_the_weights(shape: tuple[int, int], rows: int, dty
     linear = Linear(torch.randn(shape, device="cuda").to(dtype) * 0.02, torch.randn(shape[0], device="cuda").to(dtype))
     x, y = torch.randn(rows, shape[1], device="cuda").to(dtype), torch.randn(rows, shape[0], device="cuda").to(dtype)
     exact = x.double() @ linear.weight.double().T + linear.bias.double()
-    assert products.takes(x, linear)
+    read = Operand.of(linear.weight, linear.bias)
+    assert products.runs(rows, shape, gated=False)
     for before in (y, torch.zeros_like(y)):
-        found = products(x, linear, add_to=before.clone())
+        found = products(x, read, add_to=before.clone())
         assert float((found.double() - exact - before.double()).norm() / exact.norm()) < TOLERANCE[dtype]
 
 
@@ -196,6 +199,19 @@ COARSE = 6e-2
 """Error relative to the norm where x is rounded to floats of 8 bits, too."""
 
 
+def choice_of(linear: Linear) -> LinearChoice:
+    """A layer's kernels."""
+    (choice,) = Fused(*(table.cuda() for table in ropes(64))).linear_choices([(linear, False)])
+    return choice
+
+
+def bound(linear: Linear, name: str) -> Callable[..., Tensor]:
+    """A layer's product by one of its kernels."""
+    assert linear.choice is not None
+    step = linear.bound_to(linear.choice.kernels[name])
+    return lambda x, layer, *out, **around: step(x, out=out[0] if out else None, **around)
+
+
 def assert_graphs_repeat(
     way: Callable[[torch.Tensor, Linear], torch.Tensor], x: torch.Tensor, linear: Linear, y: torch.Tensor
 ) -> None:
@@ -229,15 +245,15 @@ def test_every_step_over_quantised_weights_is_right(name: str, form: str, rows: 
 def test_every_way_is_right_and_gives_the_same_bits_in_a_graph(form: str, rows: int) -> None:
     weight = FORMS[form](torch.randn(1024, 2048, generator=torch.Generator().manual_seed(1)))
     linear, x = Linear(moved(weight, "cuda"), dtype=torch.bfloat16), torch.randn(rows, 2048, device="cuda").bfloat16()
-    ways, expected = QuantizedWays(torch.device("cuda")), x.cpu().double() @ weight.dequantized(torch.float64).t()
-    kind = ways.kind(linear, x.dtype)
-    assert ("scaled_mm" in kind.ways) == ("fp8" in form and torch.cuda.get_device_capability() == (9, 0)), kind.name
+    expected = x.cpu().double() @ weight.dequantized(torch.float64).t()
+    kind = choice_of(linear)
+    assert ("scaled_mm" in kind.kernels) == ("fp8" in form and torch.cuda.get_device_capability() == (9, 0)), kind.name
     for way in kind.able(rows):
-        ways.ways[way].prepare(linear)
-        y = ways.ways[way](x, linear)
+        step = bound(linear, way)
+        y = step(x, linear)
         error = float((y.cpu().double() - expected).norm() / expected.norm())
-        assert error < (COARSE if ways.ways[way].rounds else 6e-3), (way, error)
-        assert_graphs_repeat(ways.ways[way], x, linear, y)
+        assert error < (COARSE if kind.kernels[way].rounds_input else 6e-3), (way, error)
+        assert_graphs_repeat(step, x, linear, y)
 
 
 LIBRARY_FORMS = {
@@ -257,27 +273,27 @@ def test_a_way_of_vllms_library_is_right(way: str, form: str, dtype: torch.dtype
     generator = torch.Generator().manual_seed(12)
     weight = LIBRARY_FORMS[form](torch.randn(1024, 2048, generator=generator))
     bias = torch.randn(1024, generator=generator).to(dtype)
-    linear, ways = Linear(moved(weight, "cuda"), bias.cuda(), dtype=dtype), QuantizedWays(torch.device("cuda"))
-    kind = ways.kind(linear, dtype)
+    linear = Linear(moved(weight, "cuda"), bias.cuda(), dtype=dtype)
+    kind = choice_of(linear)
     expected_here = {"marlin": form != "int8" and (form, dtype) != ("mxfp4", torch.float16), "cutlass": "fp8" in form}
-    assert (way in kind.ways) == expected_here[way], str(kind.refused.get(way))
-    if way not in kind.ways:
+    assert (way in kind.kernels) == expected_here[way], str(kind.refused.get(way))
+    if way not in kind.kernels:
         return
-    ways.ways[way].prepare(linear)
+    step = bound(linear, way)
     for rows in (1, 3, 16, 65):
         x = torch.randn(rows, 2048, generator=generator).to(dtype)
         expected = x.double() @ weight.dequantized(torch.float64).t() + bias.double()
         out = torch.empty(rows, 1024, dtype=dtype, device="cuda")
-        for y in (ways.ways[way](x.cuda(), linear), ways.ways[way](x.cuda(), linear, out)):
+        for y in (step(x.cuda(), linear), step(x.cuda(), linear, out)):
             error = float((y.cpu().double() - expected).norm() / expected.norm())
-            assert error < (COARSE if ways.ways[way].rounds else 6e-3), (rows, error)
+            assert error < (COARSE if kind.kernels[way].rounds_input else 6e-3), (rows, error)
         assert y.data_ptr() == out.data_ptr()
 
 
 @pytest.mark.parametrize("group", [128, 1024])
 def test_x_is_rounded_to_the_nearest_after_its_norm(group: int) -> None:
     x, weight = torch.randn(5, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda").bfloat16()
-    y, scales = QuantizedWays(torch.device("cuda")).rounding(x, group, Norm(weight, 1e-6))
+    y, scales = RowRounding(torch.device("cuda"))(x, group, Norm(weight, 1e-6))
     normed = torch.nn.functional.rms_norm(x.double(), (1024,), weight.double(), 1e-6)
     back = y[:5].double() * scales[:5].double().repeat_interleave(group, 1)
     assert (back - normed).norm() < 0.035 * normed.norm()
@@ -304,17 +320,18 @@ def test_floats_of_8_bits_by_such_floats(way: str, form: str, rows: int) -> None
     for shape in FLOAT8_SHAPES:
         weight = FORMS[form](torch.randn(shape, generator=generator))
         bias = torch.randn(shape[0], generator=generator).bfloat16()
-        linear, ways = Linear(moved(weight, "cuda"), bias.cuda(), dtype=torch.bfloat16), QuantizedWays(torch.device("cuda"))
-        support = ways.ways[way].takes(torch.bfloat16, linear.weight)
-        assert support, str(support)
+        linear = Linear(moved(weight, "cuda"), bias.cuda(), dtype=torch.bfloat16)
+        kind = choice_of(linear)
+        assert way in kind.kernels, str(kind.refused.get("w8a8"))
+        step = bound(linear, way)
         x = torch.randn(rows, shape[1], generator=generator).bfloat16().cuda()
         group = 128 if "blocks" in form else shape[1]
-        rounded, scales = ways.rounding(x, group, None)
+        rounded, scales = RowRounding(torch.device("cuda"))(x, group, None)
         read = rounded[:rows].double() * scales[:rows].double().repeat_interleave(group, 1)
         exact = read @ moved(weight, "cuda").dequantized(torch.float64).t() + bias.cuda().double()
-        y = ways.ways[way](x, linear)
+        y = step(x, linear)
         assert float((y.double() - exact).norm() / exact.norm()) < 6e-3, shape
-        assert_graphs_repeat(ways.ways[way], x, linear, y)
+        assert_graphs_repeat(step, x, linear, y)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -324,14 +341,18 @@ def test_floats_of_8_bits_by_such_floats(way: str, form: str, rows: int) -> None
 @pytest.mark.parametrize("way", FLOAT8_WAYS)
 def test_a_norm_before_and_a_gate_or_a_sum_behind_floats_of_8_bits(way: str, form: str, rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
-    kernel = QuantizedWays(torch.device("cuda")).ways[way].kernel
     x, norm = torch.randn(rows, 2048, generator=generator).to(dtype), torch.randn(2048, generator=generator).to(dtype)
     weight = FORMS[form](torch.randn(3072, 2048, generator=generator) * 0.02)
     linear, wide = Linear(moved(weight, "cuda"), dtype=dtype), weight.dequantized(torch.float64).t()
+    choice_of(linear)
+    kernel = bound(linear, way)
     gate, up = (torch.nn.functional.rms_norm(x.double(), (2048,), norm.double(), 1e-6) @ wide).chunk(2, 1)
     y = torch.randn(rows, 3072, generator=generator).to(dtype)
     for found, expected in (
-        (kernel(x.cuda(), linear, Norm(norm.cuda(), 1e-6), gated=True, activation="silu"), torch.nn.functional.silu(gate) * up),
+        (
+            kernel(x.cuda(), linear, norm=Norm(norm.cuda(), 1e-6), gated=True, activation="silu"),
+            torch.nn.functional.silu(gate) * up,
+        ),
         (kernel(x.cuda(), linear, add_to=y.cuda()), y.double() + x.double() @ wide),
     ):
         assert float((found.cpu().double() - expected).norm() / expected.norm()) < COARSE
@@ -351,7 +372,7 @@ def test_a_start_measures_every_way_and_the_choice_serves(tmp_path: Path, monkey
     ops, device = Fused(*(table.cuda() for table in ropes(128))), torch.device("cuda", 0)
     weights = [FORMS["fp8 blocks"](torch.randn(1024, 2048, generator=torch.Generator().manual_seed(n))) for n in range(3)]
     layers = [(Linear(moved(weight, "cuda"), dtype=torch.bfloat16), gated) for weight in weights for gated in (False, True)]
-    kinds = ops.product_kinds(layers)
+    kinds = ops.linear_choices(layers)
     choose_products(kinds, 60.0, compile_ahead(device))
     assert len(list((tmp_path / "products").glob("*.json"))) == 2
     for kind in kinds:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from headway.kernels.linear import linear, tile_kernels
+from headway.kernels.linear import cpu_kernels, linear, tile_kernels
+from headway.kernels.linear.choice import builtin_kernels
+from headway.kernels.linear.forms import Operand
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.triton_launch import FixedLauncher
 from headway.kernels.step.config import LatentConfig
@@ -65,7 +67,9 @@ EVERYDAY = [
 @pytest.fixture(autouse=True)
 def weights_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave weights as they are, also those that a CPU would arrange for its own products."""
-    monkeypatch.setattr(linear, "SMALL", math.inf)
+    monkeypatch.setattr(cpu_kernels, "SMALL", math.inf)
+    own = builtin_kernels(torch.device("cpu"))
+    monkeypatch.setattr(linear, "usual_kernels", lambda: own)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +125,13 @@ def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: p
     monkeypatch.setattr(tile_kernels, "MAX_WEIGHT", 64 * 192 * 3 // splits)
     seed, (out, columns) = torch.seed(), (64 if splits == 3 else 192, 192)
     products, x = tile_kernels.TiledProducts(torch.device("cpu")), torch.randn(rows, columns).bfloat16()
-    linear = Linear(torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16())
-    both = x.double() @ linear.weight.double().T + linear.bias.double()
+    weight, bias = torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16()
+    read, both = Operand.of(weight, bias), x.double() @ weight.double().T + bias.double()
     residual = torch.randn(rows, 2 * out).bfloat16()
     expected = both, torch.nn.functional.silu(both[:, :out]) * both[:, out:], residual.double() + both
-    assert products.takes(x, linear)
-    assert not products.takes(torch.randn(17, columns).bfloat16(), linear)
-    found = products(x, linear), products(x, linear, gated=True, activation="silu"), products(x, linear, add_to=residual)
+    assert products.runs(rows, (2 * out, columns), gated=False)
+    assert not products.runs(17, (2 * out, columns), gated=False)
+    found = products(x, read), products(x, read, gated=True, activation="silu"), products(x, read, add_to=residual)
     for got, right in zip(found, expected, strict=True):
         assert (got.double() - right).norm() < 6e-3 * right.norm(), f"seed {seed}"
 

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from fake_vllm_library import RELEASES, FakeVllmLibrary
-from headway.core.contract.support import Support
 from headway.kernels.linear.forms import QuantizedWeight
-from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.gpu_kernels import spec_of
 from headway.kernels.linear.marlin import Marlin
 from headway.kernels.runtime import vllm_library
 from headway.kernels.runtime.vllm_library import FLOAT4, FLOAT8, INT4, INT4_LESS_8
 from quantized_weights import float8, int4, int8, mxfp4
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     **{f"int4 of {group}": partial(int4, group=group) for group in (32, 64, 128)},
     "int4 of a row": partial(int4, group=256),
@@ -53,16 +52,18 @@ def test_forms_are_arranged_as_marlin_reads(monkeypatch: pytest.MonkeyPatch, rel
     generator = torch.Generator().manual_seed(len(form))
     weight = FORMS[form](torch.randn(192, 256, generator=generator))
     bias = torch.randn(192, generator=generator).to(dtype)
-    linear, marlin = Linear(weight, bias, dtype=dtype, kept=True), Marlin(CPU)
-    assert marlin.takes(dtype, weight), marlin.takes(dtype, weight)
+    spec = spec_of(weight, dtype, GPU)
+    assert Marlin.available()
+    assert Marlin.supports(spec), Marlin.supports(spec)
+    marlin = Marlin(spec_of(weight, dtype, CPU))
     x = torch.randn(5, 256, generator=generator).to(dtype)
     expected = x.double() @ weight.dequantized(torch.float64).t() + bias.double()
-    assert marlin.prepare(linear) > 192 * 128
-    y = marlin(x, linear)
+    read = marlin.prepare(weight, bias)
+    y = marlin.compute(x, read)
     assert y.dtype == dtype
     assert (y - expected).norm() < (1e-3 if dtype == torch.float16 else 4e-3) * expected.norm()
     out = torch.zeros(5, 192, dtype=dtype)
-    assert marlin(x, linear, out).data_ptr() == out.data_ptr()
+    assert marlin.compute(x, read, out).data_ptr() == out.data_ptr()
     assert torch.equal(out, y)
     assert fake.namespace  # the operators live as long as it does
 
@@ -70,15 +71,13 @@ def test_forms_are_arranged_as_marlin_reads(monkeypatch: pytest.MonkeyPatch, rel
 def test_scales_of_bfloat16_hold_the_exponents_of_floats_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch)
     weight = float8(torch.randn(64, 128, generator=torch.Generator().manual_seed(1)))
-    linear, marlin = Linear(weight, dtype=torch.bfloat16, kept=True), Marlin(CPU)
-    assert marlin.takes(torch.bfloat16, weight)
+    marlin = Marlin(spec_of(weight, torch.bfloat16, CPU))
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
     expected = x.double() @ weight.dequantized(torch.float64).t()
-    assert (marlin(x, linear) - expected).norm() < 4e-3 * expected.norm()
+    assert (marlin.compute(x, marlin.prepare(weight)) - expected).norm() < 4e-3 * expected.norm()
     weight.scales.mul_(1e6)
-    marlin.release(linear)
     with pytest.raises(ArithmeticError, match="no place in torch.bfloat16"):
-        marlin.prepare(linear)
+        marlin.prepare(weight)
     assert fake.namespace
 
 
@@ -95,23 +94,18 @@ def test_element_types_have_the_numbers_that_vllm_gives_them() -> None:
         (int4(torch.randn(128, 256), 16), torch.bfloat16, "group size: needs 32, 64, 128 or a whole row, got 16"),
         (float8(torch.randn(128, 128), (1, 64)), torch.bfloat16, "scales: needs one a row, or of 128 columns, got 1 x 64"),
         (mxfp4(torch.randn(128, 128)), torch.float16, "dtype: needs bfloat16 for MXFP4, got torch.float16"),
-        (int8(torch.randn(128, 128)), torch.float16, "form: needs 4 bits, or floats of 8, got int8"),
-        (int4(torch.randn(128, 128), 32), torch.float32, "dtype: needs bfloat16 or float16, got torch.float32"),
+        (int8(torch.randn(128, 128)), torch.float16, "weight format: needs fp8 or int4 or mxfp4, got int8"),
+        (int4(torch.randn(128, 128), 32), torch.float32, "dtype: needs bfloat16 or float16, got float32"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_marlin_lacks_is_refused(
-    monkeypatch: pytest.MonkeyPatch, weight: QuantizedWeight, dtype: torch.dtype, what: str
-) -> None:
-    fake = install(monkeypatch)
-    assert str(Marlin(CPU).takes(dtype, weight)) == f"no: {what}"
-    assert fake.namespace
+def test_what_marlin_lacks_is_refused(weight: QuantizedWeight, dtype: torch.dtype, what: str) -> None:
+    assert str(Marlin.supports(spec_of(weight, dtype, GPU))) == f"no: {what}"
 
 
 def test_an_argument_that_is_not_known_is_a_reason_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, "of the future")
-    weight = int4(torch.randn(128, 128), 64)
-    refused: Support = Marlin(CPU).takes(torch.bfloat16, weight)
+    refused = Marlin.available()
     assert "marlin_gemm wants swizzle, which Headway does not know" in str(refused)
     assert "int swizzle" in refused.reasons[0].got, "the schema is told"
     assert fake.namespace
@@ -120,4 +114,4 @@ def test_an_argument_that_is_not_known_is_a_reason_and_no_crash(monkeypatch: pyt
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_the_library_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_library, "NAMESPACE", "nowhere")
-    assert str(Marlin(CPU).takes(torch.bfloat16, int4(torch.randn(128, 128), 64))) == "no: device: needs a CUDA GPU, got none"
+    assert str(Marlin.available()) == "no: device: needs a CUDA GPU, got none"

@@ -9,9 +9,10 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 from fake_vllm_library import FakeVllmLibrary
+from headway.kernels.linear.gpu_kernels import Dequantizer, RowRounding
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized import QuantizedCut, QuantizedProducts
-from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.linear.marlin import Cutlass
+from headway.kernels.linear.quantized import QuantizedCut, QuantizedProducts, operand
 from headway.kernels.runtime import vllm_library
 from headway.kernels.step.fused import Fused
 from headway.kernels.step.invariant import invariant_operations
@@ -64,16 +65,16 @@ def test_any_cut_gives_the_product_and_rows_do_not_know_each_other(cut: Quantize
     generator = torch.Generator().manual_seed(3)
     weight = int4(torch.randn(72, 1408, generator=generator), 128, zeros=True)
     x = torch.randn(21, 1408, generator=generator).to(BF16)
-    products, linear = QuantizedProducts(torch.device("cpu"), lambda *_: cut), Linear(weight, dtype=BF16, kept=True)
-    y, expected = products(x, linear), x.double() @ weight.dequantized(torch.float64).t()
+    products, read = QuantizedProducts(torch.device("cpu"), lambda *_: cut), operand(weight)
+    y, expected = products(x, read), x.double() @ weight.dequantized(torch.float64).t()
     assert (y - expected).norm() < 1e-2 * expected.norm()
-    assert torch.equal(products(x[:5].contiguous(), linear), y[:5])
+    assert torch.equal(products(x[:5].contiguous(), read), y[:5])
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_is_dequantised_as_its_form_says(form: str) -> None:
     weight = FORMS[form](torch.randn(40, 384, generator=torch.Generator().manual_seed(4)))
-    dense = QuantizedWays(torch.device("cpu")).dequantize.dequantized(weight, torch.float16).float()
+    dense = Dequantizer(torch.device("cpu"))(weight, torch.float16).float()
     expected, order = weight.dequantized(torch.float32), getattr(weight, "order", None)
     expected = expected if order is None else expected[:, order.long()]
     torch.testing.assert_close(dense, expected.half().float(), rtol=1e-3, atol=0)
@@ -85,7 +86,7 @@ def test_x_gets_eight_bits_under_scales_of_its_own(group: int) -> None:
     drawn = torch.randn(5, 384, generator=torch.Generator().manual_seed(5)).to(torch.float8_e4m3fn).float()
     drawn[:, ::128] = 448
     factors = 2.0 ** -torch.arange(5 * 384 // group).view(5, -1)
-    y, scales = QuantizedWays(torch.device("cpu")).rounding((drawn * factors.repeat_interleave(group, 1)).to(BF16), group, None)
+    y, scales = RowRounding(torch.device("cpu"))((drawn * factors.repeat_interleave(group, 1)).to(BF16), group, None)
     assert y.shape == (8, 384)
     assert scales.stride() == (1, 8)
     assert torch.equal(scales[:5], factors)
@@ -94,12 +95,12 @@ def test_x_gets_eight_bits_under_scales_of_its_own(group: int) -> None:
 
 def test_what_the_kernel_cannot_read_is_expanded_for_each_product() -> None:
     weight = float8(torch.randn(32, 136, generator=torch.Generator().manual_seed(6)), (1, 8))
-    x, ways = torch.randn(2, 136, generator=torch.Generator().manual_seed(7)).to(BF16), QuantizedWays(torch.device("cpu"))
+    x, ops = torch.randn(2, 136, generator=torch.Generator().manual_seed(7)).to(BF16), Fused(*ropes(64))
     linear = Linear(weight, dtype=BF16, kept=True)
-    way = ways.way(x, linear)
-    assert way.name == "dequantize"
+    (choice,) = ops.linear_choices([(linear, False)])
+    assert choice.kernel_for(2) == "dequantize"
     expected = x.double() @ weight.dequantized(torch.float64).t()
-    assert (way(x, linear) - expected).norm() < 1e-2 * expected.norm()
+    assert (ops.product(x, linear) - expected).norm() < 1e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("rows", [3, pytest.param(20, marks=pytest.mark.slow)])
@@ -107,13 +108,12 @@ def test_every_way_of_a_gated_product_gives_it(rows: int) -> None:
     generator = torch.Generator().manual_seed(8)
     weight, x = int4(torch.randn(192, 1024, generator=generator), 128), torch.randn(rows, 1024, generator=generator).to(BF16)
     linear, ops = Linear(weight, dtype=BF16, kept=True), Fused(*ropes(64))
-    (kind,) = ops.product_kinds([(linear, True), (Linear(torch.zeros(8, 8)), False)])
+    (kind,) = ops.linear_choices([(linear, True), (Linear(torch.zeros(8, 8)), False)])
     assert set(kind.able(rows)) > {"kernel", "kernel splits x2", "dequantize"}
     gate, up = (rms_norm(x.double(), (1024,), eps=1e-6) @ weight.dequantized(torch.float64).t()).chunk(2, dim=1)
     expected = silu(gate) * up
     for name in kind.able(rows):
-        with kind.by(name):
-            assert (kind.compute(x, linear) - expected).norm() < 2e-2 * expected.norm(), name
+        assert (kind.compute(name, x, linear) - expected).norm() < 2e-2 * expected.norm(), name
 
 
 @pytest.mark.parametrize(("form", "rows"), [("fp8 rows", 3), ("fp8 blocks", 5)])
@@ -124,14 +124,16 @@ def test_cutlass_is_given_rounded_rows_and_the_weight_as_it_is(monkeypatch: pyte
     weight = FORMS[form](torch.randn(256, 384, generator=torch.Generator().manual_seed(9)))
     bias = torch.randn(256, generator=torch.Generator().manual_seed(10)).to(BF16)
     x = torch.randn(rows, 384, generator=torch.Generator().manual_seed(11)).to(BF16)
-    linear, ways = Linear(weight, bias, dtype=BF16, kept=True), QuantizedWays(torch.device("cpu"))
-    kind = ways.kind(linear, BF16)
-    assert {"cutlass", "marlin", "kernel"} < set(kind.ways)
-    assert str(kind.refused["scaled_mm"]).startswith("no: compute capability: needs ")
-    assert kind.way_for(rows) == "kernel", "a library serves where times say so"
+    linear = Linear(weight, bias, dtype=BF16, kept=True)
+    (kind,) = Fused(*ropes(64)).linear_choices([(linear, False)])
+    assert {"cutlass", "marlin", "kernel"} < set(kind.kernels)
+    assert str(kind.refused["scaled_mm"]).startswith("no: device: needs ")
+    assert kind.kernel_for(rows) == "kernel", "a library serves where times say so"
     expected = 2 * rms_norm(x.double(), (384,), eps=1e-6) @ weight.dequantized(torch.float64).t() + bias.double()
     out, norm = torch.empty(rows, 256, dtype=BF16), Norm(torch.full((384,), 2.0).to(BF16), 1e-6)
-    y = ways.ways["cutlass"](x, linear, out, norm)
+    kernel = kind.kernels["cutlass"]
+    assert isinstance(kernel, Cutlass)
+    y = kernel.compute(x, linear.prepared_for(kernel), norm, out)
     assert (y - expected).norm() < 6e-2 * expected.norm()
     assert y.data_ptr() == out.data_ptr()
     vllm_library.find_library.cache_clear()
@@ -144,7 +146,7 @@ def test_batch_invariant_products_have_one_way_which_the_log_names(caplog: pytes
     with caplog.at_level(logging.INFO, "headway"):
         ops = invariant_operations(Fused(*ropes(64)), [linear], torch.device("cpu"))
     assert "deterministic: products fp8 rows 48x256 bfloat16 by kernel, for every tile of 16 rows" in caplog.text
-    assert ops.product_kinds([(linear, False)]) == [], "no measured times choose another"
+    assert ops.linear_choices([(linear, False)]) == [], "no measured times choose another"
     together, expected = ops.product(x, linear), x.double() @ weight.dequantized(torch.float64).t()
     assert (together - expected).norm() < 1.2e-2 * expected.norm()
     for row in (0, 17):

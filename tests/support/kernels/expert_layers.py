@@ -12,7 +12,7 @@ from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.bound import BoundExperts, ExpertsOptions
 from headway.kernels.experts.plain import Product, Routing, TorchExperts, route
 from headway.kernels.experts.weights import RoutedWeights, spec_of
-from headway.kernels.linear.forms import QuantizedWeight, dequantized_stack, form_name, merged
+from headway.kernels.linear.forms import QuantizedWeight, dequantized_stack, format_of, merged
 from headway.kernels.step.operations import Norm
 from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
 from quantized_weights import moved
@@ -145,7 +145,7 @@ def plain_experts(
 
 def forms_of(weights: RoutedWeights) -> tuple[str, str]:
     """The formats of a layer's two weights in words; empty: plain."""
-    first, second = ("" if isinstance(each, Tensor) else form_name(each) for each in (weights.gate_up, weights.down))
+    first, second = ("" if isinstance(each, Tensor) else str(format_of(each)) for each in (weights.gate_up, weights.down))
     return first, second
 
 

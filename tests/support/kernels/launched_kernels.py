@@ -24,8 +24,7 @@ from headway.kernels.all_reduce.one_shot_kernels import OneShotAllReduce
 from headway.kernels.experts.bound import BoundExperts
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.forms import QuantizedWeight
-from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.linear.gpu_kernels import Dequantizer, RowRounding, TritonKernel, spec_of
 from headway.kernels.sampling.draw_kernels import FusedPart, FusedSampling
 from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
 from headway.kernels.step.config import LatentConfig
@@ -182,25 +181,24 @@ def compute_quantized_experts(dtype: torch.dtype, counts: Iterable[int], every: 
 
 def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterable[int]) -> None:
     """Products over a quantised weight of each form, by each way that computes them."""
-    ways = QuantizedWays(GPU)
+    dequantize, rounding = Dequantizer(GPU), RowRounding(GPU)
     heads, rope = Heads(4, 2, 128), tuple(torch.empty(2, 64, 64, dtype=FP32, device=GPU))
     norm = Norm(torch.empty(shape[1], dtype=dtype, device=GPU), 1e-6)
     for whole, weight in quantized_weights(shape):
-        linear = Linear(weight, dtype=dtype)
-        for count in rows:
-            x = torch.empty(count, shape[1], dtype=dtype, device=GPU)
-            if not ways.kernel.reads(dtype, weight):
-                continue
-            ways.kernel(x, linear)
+        spec = spec_of(weight, dtype, GPU)
+        for count in rows if TritonKernel.supports(spec) else ():
+            x, kernel = torch.empty(count, shape[1], dtype=dtype, device=GPU), TritonKernel(spec)
+            read, multiply = kernel.prepare(weight), kernel.compute
+            multiply(x, read)
             if not whole:
                 continue
-            ways.kernel(x, linear, norm, gated=True, activation="silu")
-            ways.kernel(x, linear, add_to=torch.empty(count, shape[0], dtype=dtype, device=GPU))
-            if ways.kernel.turns(count, linear, heads):
-                ways.kernel(x, linear, norm, rotated=(heads, (rope[0], rope[1])))
-        ways.dequantize.dequantized(weight, dtype)
+            multiply(x, read, norm, gated=True, activation="silu")
+            multiply(x, read, add_to=torch.empty(count, shape[0], dtype=dtype, device=GPU))
+            if kernel.rotates(count, read, heads):
+                multiply(x, read, norm, rotated=(heads, (rope[0], rope[1])))
+        dequantize(weight, dtype)
     for group in (128, shape[1]):
-        ways.rounding(torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)
+        rounding(torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)
 
 
 def quantized_weights(shape: tuple[int, int]) -> Iterable[tuple[bool, QuantizedWeight]]:

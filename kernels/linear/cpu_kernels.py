@@ -1,0 +1,238 @@
+"""The kernels of linear layers on a CPU: our C, torch's product over packed int4, oneDNN, and torch.mm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from headway.core.contract.linear import LinearCapabilities, LinearSpec
+from headway.core.contract.support import YES, Support
+from headway.core.contract.weights import FORMATS, Int4Weight, Weight, WeightFormat, packed, unpacked
+from headway.kernels.linear.choice import EXPANDED, INT4PACK, NATIVE, ONEDNN, TORCH
+from headway.kernels.linear.fused_kernel import FusedKernel
+from headway.kernels.linear.gguf_weight import GgufWeight
+from headway.kernels.linear.linear import Linear
+from headway.kernels.runtime.native.library import TYPES, Panels, coded_panels, dense_panels, functions, multiply, native_support
+
+SMALL = 2**17
+"""Elements of a weight up to which torch.mm was no slower than a packed weight when measured, at 1 to 256 rows."""
+_PACK_ROWS = 16
+"""Rows that oneDNN's packing is tuned for: a decode batch. Other row counts stay right, and were no slower when measured."""
+_GROUPS = (32, 64, 128, 256)
+"""Columns under one scale that torch's product over int4 takes."""
+
+
+def _large(spec: LinearSpec) -> Support:
+    size = spec.in_features * spec.out_features
+    return YES if size > SMALL else Support.no("weight", f"more than {SMALL} elements", size)
+
+
+class Native(FusedKernel):
+    """Our C, which also computes what comes before and after a product (`NativeOperations`)."""
+
+    name = NATIVE
+    capabilities = LinearCapabilities(frozenset({"plain"}), tuple(TYPES), ("cpu",), fused=frozenset({"bias"}))
+
+    @classmethod
+    def available(cls) -> Support:
+        """Return whether there is a compiler for our C."""
+        return YES if functions() is not None else Support.no("our C", "a C compiler", native_support().brief)
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the weight is plain and large, or of blocks of a .gguf file."""
+        if spec.weight.name.startswith("gguf"):
+            return cls.capabilities.check(replace(spec, weight=WeightFormat("plain")))
+        support = cls.capabilities.check(spec) & _large(spec)
+        if spec.dtype == torch.bfloat16 and spec.in_features % 2:
+            support &= Support.no("in_features", "an even number in bfloat16", spec.in_features)
+        return support
+
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> Panels:
+        """Return the weight in blocks of 16 rows, with the bias."""
+        blocks: Any = weight
+        found = coded_panels(blocks.coded(), bias) if isinstance(blocks, GgufWeight) else dense_panels(blocks, bias)
+        assert found is not None
+        return found
+
+    def compute(self, x: Tensor, weight: Panels, out: Tensor | None = None) -> Tensor:
+        """Return the product of x, bias included."""
+        return multiply(weight, x, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedInt4:
+    """A weight as torch's product over int4 reads it."""
+
+    codes: Tensor
+    scales: Tensor
+    """[in_features / group, out_features, 2]: scales, and zeros."""
+    group: int
+    order: Tensor | None
+    bias: Tensor | None
+
+
+class Int4Pack(FusedKernel):
+    """torch's product of x in bfloat16 over int4 in groups of 32, 64, 128 or 256.
+
+    2 to 3 times as fast as over the dequantised weight at one row, as fast at 16. In float32 it is 5 times slower, and so is
+    torch's product over int8, which in bfloat16 is as fast at one row and 2 to 3 times slower at 16 (docs/notes/cpu.md).
+    """
+
+    name = INT4PACK
+    capabilities = LinearCapabilities(
+        frozenset({"int4"}), (torch.bfloat16,), ("cpu",), group_sizes=_GROUPS, order=True, fused=frozenset({"bias"})
+    )
+
+    @classmethod
+    def available(cls) -> Support:
+        """Return whether torch has the operator, whose name is private, and it gives the right answer to a small product."""
+        return YES if _works() else Support.no("torch", "_weight_int4pack_mm_for_cpu", torch.__version__)
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether torch packs the weight."""
+        support = cls.capabilities.check(spec)
+        if spec.out_features % 16:
+            support &= Support.no("out_features", "a multiple of 16", spec.out_features)
+        return support
+
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> PackedInt4:
+        """Return the packed weight. torch's value is (code - 8) * scale + zero."""
+        assert isinstance(weight, Int4Weight)
+        group = weight.group_size
+        codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpacked(weight.packed, group).int(), 1)
+        scales = weight.scales.float()
+        zeros = torch.zeros_like(scales) if weight.zeros is None else (8 - weight.zeros.float()) * scales
+        both = torch.stack([scales.t(), zeros.t()], dim=2).to(self.spec.dtype).contiguous()
+        return PackedInt4(codes, both, group, weight.order, bias)
+
+    def compute(self, x: Tensor, weight: PackedInt4, out: Tensor | None = None) -> Tensor:
+        """Return the product of x, bias included."""
+        x = x if weight.order is None else x.index_select(1, weight.order)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight.codes, weight.group, weight.scales)
+        y = y if weight.bias is None else y.add_(weight.bias)
+        return y if out is None else out.copy_(y)
+
+
+@cache
+def _works() -> bool:
+    generator = torch.Generator().manual_seed(0)
+    codes, x = torch.randint(0, 16, (32, 64), generator=generator), torch.randn(3, 64, generator=generator).bfloat16()
+    scales, zeros = torch.rand(32, 2, generator=generator), codes[:, :2].to(torch.uint8)
+    weight = Int4Weight(packed(codes.to(torch.uint8), 32), scales, zeros, 32)
+    kernel = Int4Pack(LinearSpec(64, 32, torch.bfloat16, x.device, WeightFormat.of(weight)))
+    try:
+        y = kernel.compute(x, kernel.prepare(weight))
+    except (AttributeError, RuntimeError):
+        return False
+    expected = x.double() @ weight.dequantized(torch.float64).t()
+    return bool((y - expected).norm() < 8 * torch.finfo(torch.bfloat16).eps * expected.norm())
+
+
+class OneDnn(FusedKernel):
+    """oneDNN over a weight that is packed once, by the operators that torch.compile emits when it freezes weights."""
+
+    name = ONEDNN
+    capabilities = LinearCapabilities(frozenset({"plain"}), (torch.float32, torch.bfloat16), ("cpu",), fused=frozenset({"bias"}))
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the weight is large and the CPU multiplies its type fast."""
+        support = cls.capabilities.check(spec) & _large(spec)
+        if support and not can_pack(spec.dtype):
+            support = Support.no("dtype", "float32, or bfloat16 on a CPU with instructions for it", spec.dtype)
+        return support
+
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the packed weight and the bias."""
+        assert isinstance(weight, Tensor)
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS), bias
+
+    def compute(self, x: Tensor, weight: tuple[Tensor, Tensor | None], out: Tensor | None = None) -> Tensor:
+        """Return the product of x, bias included."""
+        packed, bias = weight
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return y if out is None else out.copy_(y)
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies packed weights of a type fast, and right: float32, and the CPU's own bfloat16."""
+    return (dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16())) and _packs(dtype)
+
+
+def _has_bfloat16() -> bool:
+    """Whether the CPU has instructions for products of bfloat16: AVX-512's, or AMX's, whose CPUs have both."""
+    has: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return has()
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 40, generator=generator).to(dtype) for rows in (24, 3))
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+        product = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return False
+    return torch.allclose(product.float(), linear(x.float(), weight.float()), atol=1e-4 if dtype == torch.float32 else 0.1)
+
+
+class TorchMM(FusedKernel):
+    """torch.mm over a plain weight: any element type, any device."""
+
+    name = TORCH
+    capabilities = LinearCapabilities(
+        frozenset({"plain"}), devices=("cpu", "cuda", "meta"), fused=frozenset({"bias", "residual"})
+    )
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the weight is plain."""
+        return YES if spec.weight.name == "plain" else Support.no("weight format", "plain", spec.weight.name)
+
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the transposed weight and the bias."""
+        assert isinstance(weight, Tensor)
+        return weight.t(), bias
+
+    def compute(
+        self, x: Tensor, weight: tuple[Tensor, Tensor | None], add_to: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the product of x, bias included, added to `add_to` in place if that is given."""
+        transposed, bias = weight
+        if add_to is not None:
+            if bias is None:
+                return add_to.addmm_(x, transposed)
+            return add_to.add_(torch.addmm(bias, x, transposed))
+        return torch.mm(x, transposed, out=out) if bias is None else torch.addmm(bias, x, transposed, out=out)
+
+
+class Expanded(FusedKernel):
+    """A weight that is dequantised once, and then computed as a plain one is."""
+
+    name = EXPANDED
+    capabilities = LinearCapabilities(frozenset(FORMATS) - {"plain"}, devices=("cpu",), order=True, fused=frozenset({"bias"}))
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the weight is quantised, on a CPU."""
+        if spec.device.type != "cpu":
+            return Support.no("device", "cpu", spec.device.type)
+        return YES if spec.weight.name != "plain" else Support.no("weight format", "a quantised weight", "plain")
+
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Return the layer over the dequantised weight."""
+        stored: Any = weight
+        return Linear(stored.dequantized(self.spec.dtype), bias)
+
+    def compute(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
+        """Return the product of x, bias included."""
+        return weight(x, out)
