@@ -191,7 +191,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class Axis:
+class CountAxis:
     """Counts of rows, tokens or bytes at which the kernels of one kind are measured."""
 
     unit: str
@@ -222,7 +222,7 @@ class Axis:
 class AxisTimes:
     """Measured times of the kernels of one kind over one axis, on one device."""
 
-    axis: Axis
+    axis: CountAxis
     us: Mapping[str, Sequence[float | None]]
     """Kernel -> microseconds at each of the axis' counts; None: it does not take that many, failed, or was far behind before."""
     source: str

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from headway.core.contract.experts import ExpertsConfig
-from headway.core.select.costs import Axis
+from headway.core.select.costs import CountAxis
 
 TOKEN_COUNTS = tuple(2**n for n in range(14))
 """Numbers of tokens that are measured; any other takes the nearest one's choice, by ratio."""
-TOKENS = Axis("tokens", TOKEN_COUNTS, nearest=True)
+TOKENS = CountAxis("tokens", TOKEN_COUNTS, nearest=True)
 
 
 def rules(num_tokens: int, config: ExpertsConfig) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import HeadwayError
-from headway.core.select.costs import Axis, AxisTimes
+from headway.core.select.costs import AxisTimes, CountAxis
 from headway.core.system.shared_ring import LifeSigns
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SIZES: Final = tuple(2**n for n in range(10, 24))
 """Bytes of tensors that are measured; any other takes the nearest one's choice, by ratio."""
-BYTES: Final = Axis("bytes", SIZES, nearest=True)
+BYTES: Final = CountAxis("bytes", SIZES, nearest=True)
 
 
 class AllReduce(Protocol):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.contract.metadata import Phase
-from headway.core.select.costs import Axis, AxisTimes, CostTable, Sample, Shape, StepCosts
+from headway.core.select.costs import AxisTimes, CostTable, CountAxis, Sample, Shape, StepCosts
 from headway.core.select.selection import PRESETS, StepChooser, Workload
 
 HERE = ("nhd", 16)
@@ -322,9 +322,9 @@ def test_workloads_are_read_and_become_steps() -> None:
 
 
 AXES = {
-    "rows": Axis("rows", tuple(2**n for n in range(14))),
-    "tokens": Axis("tokens", tuple(2**n for n in range(14)), nearest=True),
-    "bytes": Axis("bytes", tuple(2**n for n in range(10, 24)), nearest=True),
+    "rows": CountAxis("rows", tuple(2**n for n in range(14))),
+    "tokens": CountAxis("tokens", tuple(2**n for n in range(14)), nearest=True),
+    "bytes": CountAxis("bytes", tuple(2**n for n in range(10, 24)), nearest=True),
 }
 
 
@@ -345,7 +345,7 @@ def test_over_one_axis_the_fastest_of_the_cell_that_a_count_takes_serves(unit: s
 
 
 def test_over_one_axis_ranges_begin_where_the_kernel_changes() -> None:
-    larger, nearest = Axis("rows", (1, 2, 4, 8)), Axis("tokens", (1, 2, 4, 8), nearest=True)
+    larger, nearest = CountAxis("rows", (1, 2, 4, 8)), CountAxis("tokens", (1, 2, 4, 8), nearest=True)
     serving = {1: "a", 2: "a", 4: "b", 8: "a"}.__getitem__
     assert larger.changes(serving) == {1: "a", 3: "b", 5: "a"}
     assert nearest.changes(serving) == {1: "a", 4: "b", 8: "a"}

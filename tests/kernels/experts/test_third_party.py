@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from textwrap import dedent
 from weakref import ref
 
 import pytest
@@ -37,6 +36,7 @@ from sandbox import install
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 SMALL = {**SIZES, "vocab_size": 128, "intermediate_size": 48, "max_position_embeddings": 256}
+EXAMPLE = Path(__file__).parents[3] / "examples" / "headway-experts" / "headway_experts.py"
 MOST = 16
 """Tokens up to which the kernel here runs."""
 
@@ -161,32 +161,17 @@ def test_a_third_party_is_not_chosen_unmeasured(folder: str) -> None:
     assert Gathered.calls == 2, "its trial, for one token and for a few"
 
 
-def test_an_entry_point_brings_a_kernel(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = """
-    import torch
-    from headway import hookimpl
-    from headway.contract import ExpertsCapabilities, ExpertsKernel, ExpertsKernelInfo
-
-    class EveryExpert(ExpertsKernel):
-        name = "every_expert"
-        capabilities = ExpertsCapabilities(formats=frozenset({"plain"}), dtypes=(torch.float32,), devices=("cpu",))
-
-        def apply(self, x, experts, scores, weights, out):
-            shares = torch.zeros(len(x), len(weights.down)).scatter_add_(1, experts.long(), scores)
-            gate, up = torch.einsum("enk,tk->ten", weights.gate_up, x).chunk(2, dim=2)
-            hidden = torch.nn.functional.silu(gate) * up
-            out += torch.einsum("ehn,ten,te->th", weights.down, hidden, shares)
-
-    @hookimpl
-    def headway_register_kernels():
-        return [ExpertsKernelInfo("every_expert", "all experts of all tokens", lambda: EveryExpert, api_version=3)]
-    """
-    install(tmp_path, "many_experts", dedent(source))
+def test_an_entry_point_brings_the_kernel_of_the_example(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path, "example_of_experts", EXAMPLE.read_text())
     monkeypatch.syspath_prepend(str(tmp_path))
     registry = create_registry()
-    assert registry.experts.entries["every_expert"].owner == "many_experts 1.0"
-    assert served(folder, plugins=(), registry=registry, experts_kernel="every_expert") == served(folder)
-    sys.modules.pop("many_experts", None)
+    assert registry.experts.entries["gathered"].owner == "example_of_experts 1.0"
+    caplog.set_level(logging.INFO, "headway")
+    assert served(folder, plugins=(), registry=registry, experts_kernel="gathered") == served(folder)
+    assert "experts: gathered from 1, torch from 32 tokens on (gathered was asked for)" in caplog.text
+    sys.modules.pop("example_of_experts", None)
 
 
 def test_a_wrong_kernel_is_left_out_with_the_numbers(folder: str, caplog: pytest.LogCaptureFixture) -> None:
