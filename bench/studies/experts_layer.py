@@ -23,8 +23,7 @@ from headway.core.contract.weights import Weight
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
 from headway.kernels.experts.bound import ExpertsOptions
-from headway.kernels.experts.plain import TorchExperts, activate
-from headway.kernels.experts.routed import Routed
+from headway.kernels.experts.plain import Routed, TorchExperts, activate
 from headway.kernels.experts.weights import RoutedWeights, reads_experts
 from headway.kernels.linear.forms import QuantizedWeight, format_of, num_bytes
 from headway.kernels.linear.gguf_weight import GgufWeight

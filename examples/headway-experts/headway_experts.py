@@ -1,4 +1,4 @@
-"""A third-party kernel for layers of experts: the weights of each pair of token and expert gathered, in three products of torch."""
+"""A third-party kernel for layers of experts: weights gathered for each pair of token and expert, in three products of torch."""
 
 import torch
 from torch.nn.functional import silu

@@ -18,10 +18,8 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import Support
 from headway.core.select.costs import AxisTimes
 from headway.core.system.logs import log_traceback
-from headway.kernels.experts.builtin import builtin_classes
-from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS, rules
-from headway.kernels.experts.plain import TorchExperts
-from headway.kernels.experts.routed import Front, Routed, RoutedKernel, RouteTokens
+from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS, builtin_classes, rules
+from headway.kernels.experts.plain import Front, Routed, RoutedKernel, RouteTokens, TorchExperts
 from headway.kernels.experts.weights import RoutedWeights, spec_of
 
 log = logging.getLogger("headway")

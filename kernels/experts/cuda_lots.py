@@ -23,7 +23,7 @@ from headway.kernels.experts.cuda_rows import (
     expert_variant,
     pointers_of,
 )
-from headway.kernels.experts.routed import Routed
+from headway.kernels.experts.plain import Routed
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight
 from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SLICE_BYTES, CudaCut
 from headway.kernels.linear.forms import WeightBytes

@@ -18,7 +18,7 @@ from torch import Tensor
 from headway.core.contract.experts import ExpertsCapabilities, ExpertsConfig, ExpertsSpec, ExpertsWeights
 from headway.core.contract.support import Support
 from headway.kernels.experts.builtin import CUDA_ROWS
-from headway.kernels.experts.routed import Routed, RoutedKernel
+from headway.kernels.experts.plain import Routed, RoutedKernel
 from headway.kernels.experts.weights import examples_of
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arrangements, computes
 from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, CudaVariant, warps_bytes

@@ -15,8 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.plain import ExpertOrder
-from headway.kernels.experts.routed import Routed, RouteTokens
+from headway.kernels.experts.plain import ExpertOrder, Routed, RouteTokens
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Grid, Launchers
 from headway.kernels.step.operations import Norm

@@ -22,9 +22,8 @@ from headway.kernels.experts.builtin import (
     ExpertTiling,
     most_blocks,
 )
-from headway.kernels.experts.plain import ExpertOrder
+from headway.kernels.experts.plain import ExpertOrder, Routed, RoutedKernel
 from headway.kernels.experts.route_kernels import dot_type, sorted_pairs
-from headway.kernels.experts.routed import Routed, RoutedKernel
 from headway.kernels.experts.row_kernels import (
     GPUS,
     QUANTIZED_FORMATS,

@@ -15,8 +15,8 @@ from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsS
 from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.experts.bound import BoundExperts, ExpertsLayers, ExpertsOptions, is_own
+from headway.kernels.experts.plain import Front, RoutedKernel
 from headway.kernels.experts.route_kernels import Router
-from headway.kernels.experts.routed import Front, RoutedKernel
 from headway.kernels.experts.tiles import invariant_kernels
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import NUM_BUCKETS, ON_GPU, LinearChoice, LinearKernels, builtin_kernels

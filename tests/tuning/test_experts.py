@@ -20,9 +20,8 @@ from headway.core.select.costs import AxisTimes
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.kernels.experts.bound import ExpertsKind
-from headway.kernels.experts.choice import TOKEN_COUNTS
-from headway.kernels.experts.plain import TorchExperts, route
-from headway.kernels.experts.routed import Routed, RoutedKernel, RouteTokens
+from headway.kernels.experts.builtin import TOKEN_COUNTS
+from headway.kernels.experts.plain import Routed, RoutedKernel, RouteTokens, TorchExperts, route
 from headway.kernels.experts.weights import RoutedWeights, spec_of
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.all_reduce import AllReduceFile, describe_kept, kept_path, kept_times

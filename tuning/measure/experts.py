@@ -19,7 +19,7 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.select.costs import AxisTimes
 from headway.core.system.files import cache_folder
 from headway.kernels.experts.bound import AUTO, BoundExperts, ExpertsKind, KernelRaisedError
-from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS
+from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS
 from headway.kernels.experts.plain import TorchExperts
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.step.operations import Norm

@@ -14,8 +14,7 @@ from dense_attention import DenseAttention
 from expert_layers import CONFIGS, FORMS, HIDDEN, Layer, fused_layer
 from headway.core.contract.experts import ExpertsConfig, ExpertsKernel
 from headway.kernels.experts.bound import BoundExperts
-from headway.kernels.experts.plain import Routing
-from headway.kernels.experts.routed import Routed
+from headway.kernels.experts.plain import Routed, Routing
 from headway.kernels.linear.forms import merged
 from headway.models.loader import load_model
 from quantized_models import FORMATS as STORED

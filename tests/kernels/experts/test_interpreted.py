@@ -11,9 +11,8 @@ from torch import Tensor
 from expert_layers import CONFIGS, FORMS, HIDDEN, SMALL, UNGATED, Layer, fused_layer
 from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.builtin import ExpertTiling
-from headway.kernels.experts.plain import route, sort_by_expert
+from headway.kernels.experts.plain import Routed, RoutedKernel, route, sort_by_expert
 from headway.kernels.experts.route_kernels import Router, sorted_pairs
-from headway.kernels.experts.routed import Routed, RoutedKernel
 from headway.kernels.experts.row_kernels import RowCut, RowKernel, row_kernel
 from headway.kernels.experts.tiles import DequantizingKernel, tiled
 from headway.kernels.experts.weights import RoutedWeights, spec_of

@@ -19,7 +19,7 @@ from expert_layers import CONFIGS, HIDDEN, SMALL, Layer, plain_experts
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.select.costs import AxisTimes
-from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS, rules
+from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS, rules
 from headway.kernels.experts.plain import route, sort_by_expert
 from headway.kernels.experts.weights import ExpertsCut
 from headway.models.checkpoints.expert_weights import take_experts

@@ -23,7 +23,7 @@ from headway.core.contract.errors import BackendError, UnknownBackendError, Unsu
 from headway.core.contract.weights import Int4Weight
 from headway.core.select.costs import AxisTimes
 from headway.kernels.experts.bound import BoundExperts, ExpertsOptions
-from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS
+from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS
 from headway.kernels.experts.plain import TorchExperts
 from headway.kernels.experts.weights import spec_of
 from headway.kernels.step.operations import TorchOperations

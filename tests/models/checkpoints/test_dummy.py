@@ -13,7 +13,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from headway.core.contract.errors import ConfigError, ModelError, PromptError
 from headway.core.sampling.params import SamplingParams
-from headway.kernels.experts.routed import Routed, RouteTokens
+from headway.kernels.experts.plain import Routed, RouteTokens
 from headway.kernels.linear.axes import Axis
 from headway.llm import LLM
 from headway.models.checkpoints.formats.stored import ExpertsMxfp4, Float8Format, Int8Format, PackQuantized, StoredFormat

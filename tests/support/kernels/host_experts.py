@@ -11,8 +11,7 @@ from torch import Tensor
 
 from expert_layers import CONFIGS, FORMS, Layer
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.plain import Routing
-from headway.kernels.experts.routed import Routed
+from headway.kernels.experts.plain import Routed, Routing
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.forms import WeightBytes, merged
 from quantized_weights import float8

@@ -28,7 +28,7 @@ from headway.core.system.files import cache_folder
 from headway.kernels.experts.builtin import most_blocks
 from headway.kernels.experts.cuda_lots import LotsVariant, expert_lots_cut, lots_variant
 from headway.kernels.experts.cuda_rows import ExpertCutRule, ExpertVariant, expert_variant
-from headway.kernels.experts.routed import Routed
+from headway.kernels.experts.plain import Routed
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear import cuda_products
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, arranged
