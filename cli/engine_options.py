@@ -123,7 +123,8 @@ _PYTHON_ONLY = ("backends", "hf_overrides", "logits_processors", "registry", "wo
 _USES: Final = {
     "The model": "model tokenizer revision download_dir hf_overrides dtype device load_format quantization model_impl "
     "torch_compile runner task skip_tokenizer_init num_threads tensor_parallel_size",
-    "Which backend serves": "attn_backend attn_options state_backend linear_kernel workload crossover_table autotune_budget",
+    "Which backend serves": "attn_backend attn_options state_backend linear_kernel experts_kernel workload crossover_table "
+    "autotune_budget",
     "The cache and its memory": "kv_cache_memory gpu_memory_utilization kv_cache_dtype kv_layout block_size "
     "enable_prefix_caching free_window_blocks preemption_mode kv_offload_size kv_offload_dir kv_offload_dir_size",
     "Lengths, batches and their order": "max_model_len max_num_seqs max_num_batched_tokens enable_chunked_prefill "

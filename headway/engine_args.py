@@ -51,6 +51,9 @@ class EngineArgs(EngineConfig):
         "auto, or dummy: random weights in a model's shapes "
         "(qwen3-0.6b, llama-3-8b, llama-3-70b, qwen3-30b-a3b, gpt-oss-20b and qwen3-next-80b-a3b ship).",
     ] = "auto"
+    experts_kernel: Annotated[
+        str, "Kernel for layers of experts: auto, or the NAME of one; layers that it cannot compute take what auto takes."
+    ] = "auto"
     linear_kernel: Annotated[
         str, "Kernel for linear layers: auto, or the NAME of one; layers that it cannot compute take what auto takes."
     ] = "auto"

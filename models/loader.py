@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ from headway.core.contract.linear import LinearSpec
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
 from headway.core.select.layer_specs import LayerSpecs
+from headway.kernels.experts.bound import AUTO, ExpertsOptions
 from headway.kernels.experts.weights import reads_experts
 from headway.kernels.linear.choice import LinearKernels, builtin_kernels
 from headway.kernels.linear.forms import QuantizedWeight, format_of
@@ -96,6 +97,8 @@ class LoadOptions:
     """For linear layers, on the model's device; None means Headway's own."""
     max_model_len: int | None = None
     """Tokens of the longest sequence, which decides between the factors of `longrope`; None means the model's own."""
+    experts: ExpertsOptions = field(default_factory=ExpertsOptions)
+    """The kernels that layers of experts may have."""
 
 
 def load_model(
@@ -133,12 +136,14 @@ def load_model(
     native = None if model_impl == "transformers" else decoder_config(config, model_impl == "headway", max_model_len)
     if native is not None:
         kernels = options.kernels or builtin_kernels(device)
-        stores = _Stores(stored, quantization, kernels if options.keep_quantized else None, dtype == "float32")
+        kept = kernels if options.keep_quantized else None
+        stores = _Stores(stored, quantization, kept, dtype == "float32", options.experts)
         weights = _weights(native, folder, chosen, device, dummy, stores)
         with torch.inference_mode():
-            decoder = Decoder(native, weights, options.batch_invariant, ranks, options.slots, options.kernels)
+            decoder = Decoder(native, weights, options.batch_invariant, ranks, options.slots, options.kernels, options.experts)
         if options.kernels is not None:
             options.kernels.check_named(decoder.choices)
+        options.experts.check()
         if isinstance(weights, DummyWeights) or (isinstance(weights, Weights) and weights.quantization is None):
             again = partial(_weights, native, folder, chosen, device, stores=_Stores(stored, None))
             live = LiveWeights(decoder, again, dummy) if ranks.size == 1 else None
@@ -178,6 +183,8 @@ def _refuse_adapted(name: str, stored: Quantization | None, quantization: str | 
         raise ConfigError("quantization", f"none, or {need}", f"{quantization} with {name}", hint)
     if options.slots is not None:
         raise ConfigError("enable_lora", need, name, f"transformers' code has no slots for adapters; {hint}")
+    if options.experts.requested != AUTO:
+        raise ConfigError("experts_kernel", need, name, hint)
     if stored is not None:
         raise ModelError(
             f"model {name}: needs plain weights where transformers computes it, got {stored.label} ({stored.place}), "
@@ -210,13 +217,15 @@ class _Stores(NamedTuple):
     """Kernels whose formats stay as they are; None expands all quantised weights."""
     exact: bool = True
     """Whether a .gguf file's blocks are expanded where their products would round what they multiply."""
+    experts: ExpertsOptions | None = None
+    """Kernels for layers of experts, which may read weights of a form on a CPU; None: Headway's own."""
 
 
 def _weights(
     config: DecoderConfig, folder: Path, dtype: torch.dtype, device: torch.device, dummy: bool, stores: _Stores
 ) -> WeightSource:
     """Where the decoder takes its tensors from."""
-    stored, quantization, kernels, exact = stores
+    stored, quantization, kernels, exact, experts = stores
     if stored is not None and quantization is not None:
         hint = "leave quantization out: the checkpoint's format is kept"
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
@@ -227,7 +236,7 @@ def _weights(
         left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
         log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)
     keeps = partial(_reads, kernels, dtype=dtype, device=device) if kernels is not None else _never
-    keeps_experts = partial(reads_experts, dtype=dtype, device=device) if kernels is not None else _never
+    keeps_experts = partial(_reads_experts, dtype=dtype, device=device, options=experts) if kernels is not None else _never
     if dummy:
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
         drawn = DummyWeights(dtype, device, unit=unit)
@@ -243,6 +252,14 @@ def _reads(kernels: LinearKernels, weight: QuantizedWeight, dtype: torch.dtype, 
     """Whether a linear kernel reads a weight as it is; without elements, which one does is asked later. dtype: of x."""
     rows, columns = weight.shape
     return device.type == "meta" or kernels.reads(LinearSpec(columns, rows, dtype, device, format_of(weight)))
+
+
+def _reads_experts(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, options: ExpertsOptions | None) -> bool:
+    """Return whether a kernel reads a weight of experts as it is: on a CPU, where torch expands what others refuse, a third
+    party's."""
+    if device.type == "cpu" and options is not None:
+        return options.reads(weight.kind, dtype, device)
+    return reads_experts(weight, dtype, device)
 
 
 def _never(weight: QuantizedWeight) -> bool:

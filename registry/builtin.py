@@ -14,6 +14,7 @@ import torch
 from headway.core.chat import builtin as chat_parsers
 from headway.core.contract.backend import API_VERSION, BackendInfo
 from headway.core.contract.chat_parsers import ChatParserInfo
+from headway.core.contract.kernel import KernelInfo
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.linear import LinearKernelInfo
 from headway.core.contract.metadata import Phase
@@ -21,6 +22,7 @@ from headway.core.contract.sampling_plugins import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateBackendInfo, StateLayout, StateSpec
 from headway.core.speculation.proposers import BUILTIN
+from headway.kernels.experts.builtin import builtin_kernels as experts_kernels
 from headway.kernels.linear.choice import BUILTIN as LINEAR_KERNELS
 from headway.registry.hookspecs import hookimpl
 
@@ -127,9 +129,9 @@ def headway_register_state_backends() -> list[StateBackendInfo]:
 
 
 @hookimpl
-def headway_register_kernels() -> list[LinearKernelInfo]:
-    """Register the built-in kernels of linear layers."""
-    return [
+def headway_register_kernels() -> list[KernelInfo]:
+    """Register the built-in kernels of linear layers and of layers of experts."""
+    linear = [
         LinearKernelInfo(
             each.name,
             each.summary,
@@ -140,6 +142,7 @@ def headway_register_kernels() -> list[LinearKernelInfo]:
         )
         for each in LINEAR_KERNELS
     ]
+    return [*linear, *experts_kernels()]
 
 
 @hookimpl

@@ -161,6 +161,10 @@ class KernelRegistry(Generic[B, L]):
         """Return the names of those that serve a type of device and can run on this machine."""
         return [name for name in self.meant_for(device_type) if self.able(name, device_type)]
 
+    def classes(self, device_type: str) -> list[type[B]]:
+        """Return the classes of `all_able`."""
+        return [self.backend(name) for name in self.all_able(device_type)]
+
     def supports(self, name: str, *asked: Any) -> Support:
         """Return whether a kernel can run here, and if so its own answer about a layer.
 

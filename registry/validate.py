@@ -41,6 +41,9 @@ _SWITCHES = (
 )
 
 
+_EXPERTS_SWITCHES = ("biases", "ungated", "clamped", "partial")
+
+
 def answers_of(hook: str, answers: Iterable[object], kind: type, plugin: str) -> list[Any]:
     """The items that one plugin's implementations of a hook returned.
 
@@ -179,7 +182,10 @@ def check_experts_class(loaded: object, name: str, where: str) -> type[ExpertsKe
         [
             *_WEIGHT_RULES,
             ("max_tokens", lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any"),
-            *((field, lambda found: isinstance(found, bool), "True or False") for field in ("biases", "ungated", "clamped")),
+            *(
+                (field, lambda found: isinstance(found, bool), "True or False")
+                for field in ("biases", "ungated", "clamped", "partial")
+            ),
         ],
         where,
     )

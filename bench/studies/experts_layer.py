@@ -17,17 +17,17 @@ from torch.nn.functional import linear
 
 from headway.bench.generate.roofline import measure_read_gbps
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig, ExpertsKernel
 from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.contract.weights import Weight
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
-from headway.kernels.experts.fused import FusedExperts
-from headway.kernels.experts.methods import Method
-from headway.kernels.experts.plain import PlainExperts, Routing, activate
-from headway.kernels.experts.route_kernels import Routed
-from headway.kernels.experts.weights import ExpertWeights, forms_of, reads_experts
-from headway.kernels.linear.forms import QuantizedWeight, format_of, num_bytes
+from headway.kernels.experts.bound import ExpertsOptions
+from headway.kernels.experts.plain import Routed, TorchExperts, activate
+from headway.kernels.experts.weights import RoutedWeights, reads_experts
+from headway.kernels.linear.forms import GgufWeight, QuantizedWeight, format_of, num_bytes
 from headway.kernels.runtime.compile_ahead import compile_ahead
+from headway.kernels.step.fused import fused_experts
 from headway.kernels.step.operations import Norm
 from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
 from headway.tuning.measure.contender import captured
@@ -87,7 +87,7 @@ class ExpertsReport(ResultFile):
 
 Layer = Callable[[Routed], Tensor]
 """The weighted sum of what the experts give, [num_tokens, hidden_size]."""
-MakeLayer = Callable[[ExpertsConfig, ExpertWeights], Layer]
+MakeLayer = Callable[[ExpertsConfig, RoutedWeights], Layer]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def grouped_mm() -> ExpertsPeer:
     if not hasattr(torch, "_grouped_mm"):
         raise ImportError("torch has no _grouped_mm: needs 2.9 or newer")
 
-    def make(config: ExpertsConfig, weights: ExpertWeights) -> Layer:
+    def make(config: ExpertsConfig, weights: RoutedWeights) -> Layer:
         numbers = torch.arange(config.num_all, device=weights.router.device)
         gate_up, down = _plain(weights)
 
@@ -133,7 +133,7 @@ def grouped_mm() -> ExpertsPeer:
     return ExpertsPeer("torch.grouped_mm, composed", torch.__version__, make)
 
 
-def _plain(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+def _plain(weights: RoutedWeights) -> tuple[Tensor, Tensor]:
     """The experts' weights, which are given to peers plain alone."""
     assert isinstance(weights.gate_up, Tensor)
     assert isinstance(weights.down, Tensor)
@@ -144,7 +144,7 @@ def vllm() -> ExpertsPeer:
     """vLLM's Triton experts."""
     library: Any = import_module("vllm.model_executor.layers.fused_moe.fused_moe")
 
-    def make(config: ExpertsConfig, weights: ExpertWeights) -> Layer:
+    def make(config: ExpertsConfig, weights: RoutedWeights) -> Layer:
         def layer(routed: Routed) -> Tensor:
             found: Tensor = library.fused_experts(routed.x, weights.gate_up, weights.down, routed.weights, routed.experts)
             return found
@@ -158,7 +158,7 @@ def flashinfer() -> ExpertsPeer:
     """FlashInfer's CUTLASS experts, which it compiles at the first call (minutes)."""
     library: Any = import_module("flashinfer.fused_moe")
 
-    def make(config: ExpertsConfig, weights: ExpertWeights) -> Layer:
+    def make(config: ExpertsConfig, weights: RoutedWeights) -> Layer:
         gate_up, down = _plain(weights)
         gate, up = gate_up.chunk(2, dim=1)
         up_gate = torch.cat([up, gate], dim=1)
@@ -331,15 +331,15 @@ class RandomLayer:
             scale = sizes[-1] ** -0.5 if len(sizes) > 1 else 0.1
             return torch.empty(sizes, dtype=dtype, device=device).normal_(0, scale, generator=self._generator)
 
-        def rows(*sizes: int) -> Tensor | QuantizedWeight:
+        def rows(*sizes: int) -> Weight:
             if quantize is None:
                 return draw(*sizes)
             form = quantize(draw(*sizes).flatten(0, 1))
-            if not reads_experts(form, dtype, device):
+            if isinstance(form, GgufWeight) or not reads_experts(form, dtype, device):
                 raise ConfigError("form", f"one that the kernels read of {sizes[-1]} columns and x in {dtype}", format_of(form))
             return form
 
-        self._weights = ExpertWeights(
+        self._weights = RoutedWeights(
             router=draw(config.num_logits, hidden),
             router_bias=draw(config.num_logits, dtype=torch.float32) if config.router_bias else None,
             correction_bias=draw(config.num_experts, dtype=torch.float32) if config.correction_bias else None,
@@ -349,10 +349,9 @@ class RandomLayer:
             down_bias=draw(config.num_all, hidden) if config.biases else None,
         )
         self._norm = Norm(torch.ones(hidden, dtype=dtype, device=device), 1e-6)
-        self.kind = FusedExperts(config, dtype, device, forms=forms_of(self._weights))
+        self._bound = fused_experts(ExpertsOptions(), device).bind(config, self._weights, self._norm)
+        self.kind = self._bound.kind
         self._expert_bytes = _bytes(self._weights.gate_up, self._weights.down) / config.num_all
-        self.kind.layer(self._weights, self._norm)
-        self._plain = PlainExperts(config, self._weights)
 
     def cells(
         self, count: int, peers: Sequence[ExpertsPeer], timer: Timer, read_gbps: float, tflops: float
@@ -361,12 +360,12 @@ class RandomLayer:
         config, kind = self._shape.config, self.kind
         hidden, inner = self._shape.hidden_size, config.intermediate_size
         x = torch.empty(count, hidden, dtype=kind.dtype, device=kind.device).normal_(generator=self._generator)
-        methods = [method for method in kind.methods.values() if method.takes(count, kind.dtype)]
+        kernels = kind.serving(count)
         ahead = compile_ahead(kind.device)
         with ahead() if ahead is not None else nullcontext():
-            for method in methods:
-                method.add(x.clone(), method.route(x, self._norm, self._weights), self._weights)
-        routed = {method.name: method.route(x, self._norm, self._weights) for method in methods}
+            for kernel in kernels:
+                self._bound.add(kernel, self._bound.routed(x, kernel), x.clone())
+        routed = {kernel.name: self._bound.routed(x, kernel) for kernel in kernels}
         given = next(iter(routed.values()))
         touched = len(set(given.experts.flatten().tolist()))
         floor_bytes = touched * self._expert_bytes / read_gbps * 1e-3
@@ -386,8 +385,8 @@ class RandomLayer:
             shares = {"bytes_share": floor_bytes / us, "operations_share": floor_operations / us}
             return cell.model_copy(update={"median_us": us, "layer_us": whole, "relative_error": error, **shares})
 
-        for method in methods:
-            yield timed(method.name, *self._calls(method, x, routed[method.name]))
+        for kernel in kernels:
+            yield timed(kernel.name, *self._calls(kernel, x, routed[kernel.name]))
         for peer in peers:
             refusal = peer.refusal(config)
             if refusal:
@@ -395,22 +394,21 @@ class RandomLayer:
             else:
                 yield timed(peer.name, partial(peer.make(config, self._weights), given), given, None)
 
-    def _calls(self, method: Method, x: Tensor, routed: Routed) -> tuple[Products, Routed, Callable[[], object]]:
-        """A method's products alone, and the whole layer. Both add to what is there, so the first sum is the answer."""
-        sums, stream = torch.zeros_like(x), x.clone()
+    def _calls(self, kernel: ExpertsKernel, x: Tensor, routed: Routed) -> tuple[Products, Routed, Callable[[], object]]:
+        """A kernel's products alone, and the whole layer. Both add to what is there, so the first sum is the answer."""
+        sums, stream, bound = torch.zeros_like(x), x.clone(), self._bound
 
         def products() -> Tensor:
-            method.add(sums, routed, self._weights)
+            bound.add(kernel, routed, sums)
             return sums
 
         def layer() -> None:
-            method.add(stream, method.route(stream, self._norm, self._weights), self._weights)
+            bound.add(kernel, bound.routed(stream, kernel), stream)
 
         return products, routed, layer
 
     def _error(self, found: Tensor, routed: Routed) -> float:
         """Beside the same experts computed in float32, the weights rounded as they are."""
-        routing = Routing(routed.experts, routed.weights)
 
         def product(rows: Tensor, one: object) -> Tensor:
             bias = getattr(one, "bias", None)
@@ -418,7 +416,8 @@ class RandomLayer:
             weight = weight.float() if isinstance(weight, Tensor) else weight.dequantized(torch.float32)
             return linear(rows.float(), weight, None if bias is None else bias.float())
 
-        expected = self._plain.apply(routed.x.float(), routing, product)
+        plain, expected = TorchExperts(self.kind.spec, product), torch.zeros_like(routed.x, dtype=torch.float32)
+        plain.apply(routed.x.float(), routed.experts, routed.weights, plain.prepare(self._weights), expected)
         return float((found.float() - expected).norm() / expected.norm())
 
 

@@ -180,6 +180,8 @@ class ExpertsCapabilities:
     """Whether experts of one product with the squared ReLU are served, too."""
     clamped: bool = False
     """Whether the gate may have another factor than 1 (`swiglu_alpha`) and limits (`swiglu_limit`)."""
+    partial: bool = False
+    """Whether layers are served of which the rank holds only some routed experts (`ExpertsConfig.held`)."""
 
     def check(self, spec: ExpertsSpec) -> Support:
         """Return every reason why a layer lies outside the claims; truthy where there is none. Nothing is raised."""
@@ -197,6 +199,7 @@ class ExpertsCapabilities:
             (self.biases or not config.biases, "biases", "none", "a layer with biases"),
             (self.ungated or config.gated, "activation", "a gate with SiLU", "one product with the squared ReLU"),
             (self.clamped or plain, "activation", "plain SiLU", "a gate with a factor or limits"),
+            (self.partial or config.held is None, "experts", "all of the layer's", f"{config.num_held} of {config.num_experts}"),
         ]
         yield from (Reason(what, need, got) for holds, what, need, got in rules if not holds)
 
@@ -204,10 +207,11 @@ class ExpertsCapabilities:
 class ExpertsKernel(Kernel):
     """One named way to compute layers of experts; it never sees the engine, the model or the checkpoint.
 
-    A subclass sets `name` and `capabilities` and writes `apply`. A `graph_level` of NONE keeps it out of captured steps. The
-    engine norms the rows and routes them, makes one instance for each distinct ExpertsSpec, calls `prepare` once for each
-    layer and `apply` in each step. `apply` must not synchronise with the host nor read a value there, and what it allocates
-    must come from torch's allocator, so that a CUDA graph can own it.
+    A subclass sets `name` and `capabilities` and writes `apply`. On a GPU steps are captured in CUDA graphs, so that a kernel
+    with a `graph_level` of NONE is refused there. The engine norms the rows and routes them, makes one instance for each
+    distinct ExpertsSpec, calls `prepare` once for each layer and `apply` in each step. On a GPU `apply` must not synchronise
+    with the host nor read a value there, and what it allocates must come from torch's allocator, so that a CUDA graph can own
+    it. A call that raises leaves `out` as it was.
     """
 
     capabilities: ClassVar[ExpertsCapabilities]
@@ -219,6 +223,11 @@ class ExpertsKernel(Kernel):
     def supports(cls, spec: ExpertsSpec) -> Support:
         """Return whether the kernel can serve a layer; extend it where `capabilities` cannot express a condition."""
         return cls.capabilities.check(spec)
+
+    def runs(self, num_tokens: int) -> bool:
+        """Return whether the kernel runs steps of this many tokens."""
+        most = self.capabilities.max_tokens
+        return most is None or num_tokens <= most
 
     def prepare(self, weights: ExpertsWeights) -> Any:
         """Return what `apply` reads of a layer: the weights themselves, or an arrangement of them that is made once."""

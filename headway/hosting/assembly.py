@@ -37,6 +37,7 @@ from headway.core.select.selector import check_names
 from headway.core.system.part_clock import PartClock
 from headway.hosting.rank_assembly import EngineChoices, load_part, make_rank, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog
+from headway.kernels.experts.bound import AUTO
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.machine.process import bound_kernel_caches, freeze_heap, set_threads
 from headway.models.loader import LoadedModel
@@ -127,6 +128,7 @@ def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
         skip_tokenizer_init=True,
         hf_overrides=None,
         quantization=None,
+        experts_kernel=AUTO,
         kv_cache_memory=memory,
         kv_offload_size=None,
         kv_offload_dir=None,
@@ -177,6 +179,8 @@ def checked_registry(args: EngineArgs) -> Registry:
     check_names(registry, {ATTENTION: attention, STATE: config.state_request.names}, config.kv_layout)
     if config.speculate is not None:
         registry.proposer(config.speculate)
+    if args.experts_kernel != AUTO:
+        registry.experts.backend(args.experts_kernel)
     return registry
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.model import state_layers
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
@@ -22,6 +22,7 @@ from headway.core.engine.scheduling.deterministic import prepare_deterministic
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
+from headway.kernels.experts.bound import AUTO, ExpertsOptions
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.sampling import fastest_sampling
 from headway.machine.process import bound_kernel_caches, set_threads
@@ -167,7 +168,13 @@ def sampling_of(
 
 
 def load_part(args: EngineArgs, registry: Registry, device: torch.device, ranks: Ranks) -> LoadedModel:
-    """Load the part of a model that a rank holds; rank 0 alone has the tokenizer."""
+    """Load the part of a model that a rank holds; rank 0 alone has the tokenizer.
+
+    :raises UnsupportedError: the kernel that an option names cannot run on the device.
+    """
+    named = args.experts_kernel
+    if named != AUTO and not (able := registry.experts.able(named, device.type)):
+        raise UnsupportedError(f"experts kernel {named}", able.reasons)
     options = LoadOptions(
         batch_invariant=args.deterministic,
         torch_compile=args.compiles_on(device.type),
@@ -176,6 +183,7 @@ def load_part(args: EngineArgs, registry: Registry, device: torch.device, ranks:
         origin=args.origin,
         slots=args.adapter_slots,
         max_model_len=args.max_model_len,
+        experts=ExpertsOptions(registry.experts.classes, named),
         kernels=registry.linear_kernels(device, args.linear_kernel),
     )
     return load_model(

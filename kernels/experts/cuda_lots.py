@@ -7,19 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig, ExpertsSpec, ExpertsWeights
 from headway.core.contract.support import YES, Support
-from headway.kernels.experts.cuda_rows import CudaMethod, ExpertCutRule, ExpertProduct, ExpertVariant, expert_variant
-from headway.kernels.experts.methods import most_blocks
-from headway.kernels.experts.route_kernels import Routed, Router
-from headway.kernels.experts.weights import ExpertWeights
-from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arrangements
+from headway.kernels.experts.builtin import CUDA_LOTS, most_blocks
+from headway.kernels.experts.cuda_rows import (
+    CudaExperts,
+    ExpertCutRule,
+    ExpertProduct,
+    ExpertVariant,
+    expert_variant,
+    pointers_of,
+)
+from headway.kernels.experts.plain import Routed
+from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight
 from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SLICE_BYTES, CudaCut
-from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
+from headway.kernels.linear.forms import WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, CompiledKernel, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
@@ -148,8 +155,6 @@ def lots_variant(
     return replace(variant, of=replace(variant.of, each=replace(of.each, cut=cut)))
 
 
-LOTS = 8, 16, 32, 64
-"""Most rows of one expert that are multiplied together."""
 _ARRANGING = 256
 """Threads of a block that arranges a row, or adds to 4 columns each."""
 _MOST_SLOTS = 24
@@ -178,9 +183,8 @@ class _Launcher:
         boxes = (variant.box, SLICE_BYTES), (max(1, variant.groups), variant.outputs)
         scales = tensor_map(weight.scales, boxes[1], 0) if variant.groups else blank
         zeros = blank if weight.zeros is None else tensor_map(weight.zeros, boxes[1], 0)
-        read = x, weight.codes, weight.scales, weight.zeros, None, bias, y
-        pointers = POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in read], *[0] * 5)
-        self._arguments.set(tensor_map(weight.codes, boxes[0], 0), scales, zeros, pointers, table.data_ptr())
+        codes, pointers = tensor_map(weight.codes, boxes[0], 0), pointers_of(x, weight, bias, y)
+        self._arguments.set(codes, scales, zeros, pointers, table.data_ptr())
         self._kernel(self._launch, self._arguments)
 
     def beside(self, grid: tuple[int, int, int], *tensors: Tensor) -> None:
@@ -189,57 +193,63 @@ class _Launcher:
         self._beside(self._beside_launch(grid), self._beside_arguments)
 
 
-class CudaLots(CudaMethod):
+class CudaLots(CudaExperts):
     """Lots of rows of one expert whose x is arranged before: five launches a layer, for up to MOST_TOKENS tokens.
 
     What experts give a token is added in the order of its slots, in float32: its bits are the same in every run, whatever the
     other tokens are. One thread at a time.
     """
 
-    kind = "lots"
+    capabilities = replace(CudaExperts.capabilities, max_tokens=MOST_TOKENS)
 
-    def __init__(self, lot: int, config: ExpertsConfig, router: Router, device: torch.device, arranged: Arrangements) -> None:
-        super().__init__(lot, config, router, device, arranged)
-        self._made = cache(lambda variant: _Launcher(variant, device, self._multiprocessors))
+    def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
+        super().__init__(spec, shared)
+        self._made = cache(lambda variant: _Launcher(variant, spec.device, self._multiprocessors))
 
-    def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
-        """See Method."""
-        return suits(self._lot, num_tokens, self._config)
+    @classmethod
+    def supports(cls, spec: ExpertsSpec) -> Support:
+        """See ExpertsKernel."""
+        support, slots = super().supports(spec), spec.config.num_slots
+        if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) != (9, 0):
+            support &= Support.no("device", "a GPU of compute capability 9.0", spec.device)
+        return support & (YES if slots <= _MOST_SLOTS else Support.no("experts of a token", f"up to {_MOST_SLOTS}", slots))
 
-    def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
-        """See Method."""
-        (num_tokens, hidden), pairs = residual.shape, routed.experts.numel()
-        up, down = self._products(weights, residual.dtype)
-        rows = most_blocks(pairs, self._config.num_all, self._lot) * self._lot
-        x = residual.new_empty(rows * up.variant.row_columns)  # rows that are missing are never read
-        between = residual.new_empty(rows * down.variant.row_columns)
-        table = torch.empty(up.variant.table_words, dtype=torch.int32, device=residual.device)
-        parts = torch.empty((pairs, hidden), dtype=torch.float32, device=residual.device)
+    def runs(self, num_tokens: int) -> bool:
+        """See ExpertsKernel."""
+        return suits(self.lot, num_tokens, self._config)
+
+    def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
+        """See RoutedKernel."""
+        (num_tokens, hidden), pairs = out.shape, routed.experts.numel()
+        up, down = self._products(weights)
+        rows = most_blocks(pairs, self._config.num_all, self.lot) * self.lot
+        x = out.new_empty(rows * up.variant.row_columns)  # rows that are missing are never read
+        between = out.new_empty(rows * down.variant.row_columns)
+        table = torch.empty(up.variant.table_words, dtype=torch.int32, device=out.device)
+        parts = torch.empty((pairs, hidden), dtype=torch.float32, device=out.device)
         up.beside((pairs, 1, 1), routed.x, routed.experts, table, x, between)
         up.multiply(x, self._arranged(weights.gate_up), weights.gate_up_bias, between, table)
         down.multiply(between, self._arranged(weights.down), weights.down_bias, parts, table)
         columns = 4 * _ARRANGING
-        down.beside((num_tokens, -(-hidden // columns), 1), parts, table, routed.weights, residual)
+        down.beside((num_tokens, -(-hidden // columns), 1), parts, table, routed.weights, out)
 
-    def prepare(self, weights: ExpertWeights) -> int:
-        """Arrange a layer's weights and compile what multiplies them; bytes that the arrangement takes beside the weights."""
-        self._products(weights, weights.router.dtype)
-        return self._arranged.num_bytes(weights.gate_up) + self._arranged.num_bytes(weights.down)
+    def prepare(self, weights: ExpertsWeights) -> ExpertsWeights:
+        """Arrange a layer's weights, and compile the kernels that multiply them."""
+        self._products(weights)
+        return weights
 
-    def _products(self, weights: ExpertWeights, dtype: torch.dtype) -> tuple[_Launcher, _Launcher]:
-        up = self._launcher(weights.gate_up, weights.gate_up_bias, dtype, weights.down)
-        return up, self._launcher(weights.down, weights.down_bias, dtype, None)
+    def _products(self, weights: ExpertsWeights) -> tuple[_Launcher, _Launcher]:
+        up, down = self._arranged(weights.gate_up), self._arranged(weights.down)
+        return self._launcher(up, weights.gate_up_bias, down.described), self._launcher(down, weights.down_bias, None)
 
-    def _launcher(
-        self,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        following: Tensor | QuantizedWeight | None,
-    ) -> _Launcher:
-        after = None if following is None else self._arranged(following).described
-        arranged, biased = self._arranged(weight), bias is not None
-        return self._made(lots_variant(self._config, arranged, dtype, self._lot, after, biased, self._multiprocessors))
+    def _launcher(self, weight: ArrangedWeight, bias: Tensor | None, following: WeightBytes | None) -> _Launcher:
+        of = self._config, weight, self.spec.dtype, self.lot, following, bias is not None, self._multiprocessors
+        return self._made(lots_variant(*of))
+
+
+def cuda_lots(lot: int) -> type[CudaLots]:
+    """Return the class of a kernel of CUDA_LOTS."""
+    return type("CudaLots", (CudaLots,), {"name": f"cuda.lots{lot}", "lot": lot})
 
 
 def suits(lot: int, num_tokens: int, config: ExpertsConfig) -> bool:
@@ -248,15 +258,5 @@ def suits(lot: int, num_tokens: int, config: ExpertsConfig) -> bool:
     Those that hardly an expert fills by half are left to smaller ones, and experts of more than four to larger ones.
     """
     pairs = num_tokens * config.num_slots / config.num_all
-    filled = lot == LOTS[0] or (num_tokens > lot // 2 and pairs >= lot / 8)
-    return num_tokens <= MOST_TOKENS and filled and (lot == LOTS[-1] or pairs <= 4 * lot)
-
-
-def computes_lots(config: ExpertsConfig, device: torch.device) -> Support:
-    """Whether a device has the kernel for layers that cuda_rows.py computes, and why not."""
-    support = YES
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        support &= Support.no("device", "a GPU of compute capability 9.0", device)
-    if config.num_slots > _MOST_SLOTS:
-        support &= Support.no("experts of a token", f"up to {_MOST_SLOTS}", config.num_slots)
-    return support
+    filled = lot == CUDA_LOTS[0] or (num_tokens > lot // 2 and pairs >= lot / 8)
+    return num_tokens <= MOST_TOKENS and filled and (lot == CUDA_LOTS[-1] or pairs <= 4 * lot)

@@ -9,23 +9,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from struct import Struct
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy
 import torch
 from torch import Tensor
 
-from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.experts import ExpertsCapabilities, ExpertsConfig, ExpertsSpec, ExpertsWeights
 from headway.core.contract.support import Support
-from headway.kernels.experts.route_kernels import Routed, Router
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.builtin import CUDA_ROWS
+from headway.kernels.experts.plain import Routed, RoutedKernel
+from headway.kernels.experts.weights import examples_of
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arrangements, computes
 from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, CudaVariant, warps_bytes
 from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture, find_compiler
 from headway.kernels.runtime.nvrtc.launch import Arguments, CompiledKernel, Launch
 from headway.kernels.runtime.nvrtc.store import load
-from headway.kernels.step.operations import Norm
 
 MOST_TOKENS = 64
 """Tokens up to which the kernel computes."""
@@ -200,8 +200,6 @@ def expert_variant(
     return ExpertVariant(each, config.num_all, config.num_slots, first, config.swiglu_alpha, config.swiglu_limit)
 
 
-LOTS = 8, 16
-"""Most rows of one expert that are multiplied together; larger ones read a weight fewer times, and have less room for it."""
 _ROUTED = Struct("=2Q")
 """struct Routed of lots.cuh."""
 
@@ -220,82 +218,92 @@ class _Launcher:
         self.arguments = Arguments(bytes(POINTERS.size), bytes(_ROUTED.size), numpy.int32(0))
 
 
-class CudaMethod:
-    """What methods over quantised weights in CUDA C++ share: lots of rows of one expert, routed token by token."""
+class CudaExperts(RoutedKernel):
+    """Common part of the kernels over quantised weights in CUDA C++: lots of rows of one expert, routed token by token."""
 
-    kind: ClassVar[str]
+    capabilities = ExpertsCapabilities(
+        formats=frozenset({"fp8", "int8", "int4", "mxfp4"}), max_tokens=MOST_TOKENS, biases=True, ungated=True, clamped=True
+    )
+    sorts = False
+    lot: ClassVar[int]
+    """Most rows of one expert that are multiplied together."""
 
-    def __init__(self, lot: int, config: ExpertsConfig, router: Router, device: torch.device, arranged: Arrangements) -> None:
-        """lot: of the LOTS beside the method. arranged: what several of these share."""
-        self.name = f"cuda.{self.kind}{lot}"
-        self._lot = lot
-        self._config = config
-        self._router = router
-        self._arranged = arranged
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
+        super().__init__(spec, shared)
+        self._config = spec.config
+        self._arranged: Arrangements = self.shared.setdefault(Arrangements, Arrangements())
+        self._multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
-    def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
-        """See Method."""
-        return self._router.rows(x, norm, weights)
+    @classmethod
+    def available(cls) -> Support:
+        """See Kernel."""
+        return find_compiler()[1]
+
+    @classmethod
+    def supports(cls, spec: ExpertsSpec) -> Support:
+        """See ExpertsKernel."""
+        support = super().supports(spec)
+        if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < (8, 0):
+            support &= Support.no("device", "a GPU of compute capability 8.0 or newer", spec.device)
+        rows = spec.config.intermediate_size, spec.hidden_size
+        for weight, rows_of_y in zip(examples_of(spec), rows, strict=True):
+            if weight is not None:
+                support &= computes(spec.dtype, weight, rows_of_y)
+        return support
+
+    def extra_bytes(self, weights: ExpertsWeights) -> int:
+        """See RoutedKernel: scales and zeros in another order."""
+        return self._arranged.num_bytes(weights.gate_up) + self._arranged.num_bytes(weights.down)
 
 
-class CudaRows(CudaMethod):
+class CudaRows(CudaExperts):
     """Lots of rows of one expert, in the order of experts: three launches a layer, for up to MOST_TOKENS tokens.
 
     A token's bits depend on neither the other tokens nor their number. One thread at a time.
     """
 
-    kind = "rows"
+    def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
+        super().__init__(spec, shared)
+        self._made = cache(lambda variant: _Launcher(variant, spec.device, self._multiprocessors))
 
-    def __init__(self, lot: int, config: ExpertsConfig, router: Router, device: torch.device, arranged: Arrangements) -> None:
-        super().__init__(lot, config, router, device, arranged)
-        self._made = cache(lambda variant: _Launcher(variant, device, self._multiprocessors))
+    def runs(self, num_tokens: int) -> bool:
+        """See ExpertsKernel. Lots larger than the next smaller are left to that one where they cannot be filled."""
+        return num_tokens <= MOST_TOKENS and (self.lot == CUDA_ROWS[0] or num_tokens > self.lot // 2)
 
-    def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
-        """See Method. Lots larger than the next smaller are left to that one where they cannot be filled."""
-        return num_tokens <= MOST_TOKENS and (self._lot == LOTS[0] or num_tokens > self._lot // 2)
-
-    def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
-        """See Method."""
-        between = residual.new_empty((routed.experts.numel(), self._config.intermediate_size))
+    def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
+        """See RoutedKernel."""
+        between = out.new_empty((routed.experts.numel(), self._config.intermediate_size))
         self._multiply(routed, routed.x, weights.gate_up, weights.gate_up_bias, between, first=True)
-        self._multiply(routed, between, weights.down, weights.down_bias, residual, first=False)
+        self._multiply(routed, between, weights.down, weights.down_bias, out, first=False)
 
     def _multiply(
         self, routed: Routed, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, y: Tensor, first: bool
     ) -> None:
         num_tokens, arranged = len(routed.experts), self._arranged(weight)
-        launcher = self._launcher(weight, bias, x.dtype, 1 if num_tokens == 1 else self._lot, first)
-        read = x, arranged.codes, arranged.scales, arranged.zeros, None, bias, y
-        pointers = POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in read], *[0] * 5)
+        launcher = self._launcher(weight, bias, 1 if num_tokens == 1 else self.lot, first)
         routing = _ROUTED.pack(routed.experts.data_ptr(), routed.weights.data_ptr())
-        launcher.arguments.set(pointers, routing, numpy.int32(num_tokens))
+        launcher.arguments.set(pointers_of(x, arranged, bias, y), routing, numpy.int32(num_tokens))
         launcher.kernel(launcher.launch, launcher.arguments)
 
-    def prepare(self, weights: ExpertWeights) -> int:
-        """Arrange a layer's weights and compile what multiplies them; bytes that the arrangement takes beside the weights."""
+    def prepare(self, weights: ExpertsWeights) -> ExpertsWeights:
+        """Arrange a layer's weights, and compile the kernels that multiply them."""
         products = (weights.gate_up, weights.gate_up_bias, True), (weights.down, weights.down_bias, False)
         for weight, bias, first in products:
-            for lot in {1, self._lot} if self.takes(1, weights.router.dtype) else {self._lot}:
-                self._launcher(weight, bias, weights.router.dtype, lot, first)
-        return sum(self._arranged.num_bytes(weight) for weight, _, _ in products)
+            for lot in {1, self.lot} if self.runs(1) else {self.lot}:
+                self._launcher(weight, bias, lot, first)
+        return weights
 
-    def _launcher(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, lot: int, first: bool
-    ) -> _Launcher:
-        arranged = self._arranged(weight)
+    def _launcher(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, lot: int, first: bool) -> _Launcher:
+        arranged, dtype = self._arranged(weight), self.spec.dtype
         return self._made(expert_variant(self._config, arranged, dtype, lot, first, bias is not None, self._multiprocessors))
 
 
-def computes_experts(config: ExpertsConfig, weights: ExpertWeights, device: torch.device) -> Support:
-    """Whether the kernel computes layers of such weights on a device, and why not."""
-    support = find_compiler()[1]
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        support &= Support.no("device", "a GPU of compute capability 8.0 or newer", device)
-    for weight, gated in ((weights.gate_up, config.gated), (weights.down, False)):
-        if isinstance(weight, Tensor):
-            support &= Support.no("weights", "quantised ones", "plain ones")
-        else:
-            rows = weight.shape[0] // config.num_all
-            support &= computes(weights.router.dtype, weight, rows // 2 if gated else rows)
-    return support
+def cuda_rows(lot: int) -> type[CudaRows]:
+    """Return the class of a kernel of CUDA_ROWS."""
+    return type("CudaRows", (CudaRows,), {"name": f"cuda.rows{lot}", "lot": lot})
+
+
+def pointers_of(x: Tensor, weight: ArrangedWeight, bias: Tensor | None, y: Tensor) -> bytes:
+    """Return `struct Pointers` of a product without norm and rotation."""
+    read = x, weight.codes, weight.scales, weight.zeros, None, bias, y
+    return POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in read], *[0] * 5)

@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
-from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.weights import ExpertWeights, each_expert
+from headway.core.contract.experts import ExpertsCapabilities, ExpertsConfig, ExpertsKernel, ExpertsSpec, ExpertsWeights
+from headway.core.contract.kernel import GraphLevel
+from headway.core.contract.weights import FORMATS
+from headway.kernels.experts.weights import RoutedWeights, each_expert
 from headway.kernels.linear.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The normed rows of a step and their experts."""
+
+    x: Tensor
+    """[num_tokens, hidden_size], normed"""
+    experts: Tensor
+    """int32 [num_tokens, num_slots]"""
+    weights: Tensor
+    """float32 [num_tokens, num_slots]"""
+    counts: Tensor | None = None
+    """int32 [tiles, num_all], pairs of each expert in each tile of `block_t` tokens; None: the router has counted nothing."""
+    block_t: int = 0
+
+
+RouteTokens = Callable[[Tensor, bool], Routed]
+"""(residual stream [num_tokens, hidden_size], whether pairs will be sorted) -> its normed rows and their experts."""
+Front = Callable[[RoutedWeights, Any], RouteTokens]
+"""(weights of a layer, its norm) -> what norms and routes its tokens."""
+
+
+class RoutedKernel(ExpertsKernel):
+    """A kernel of Headway's own on a GPU. The engine calls `add`, which also gets what the router has counted on its way."""
+
+    graph_level = GraphLevel.ANY
+    sorts: ClassVar[bool] = True
+    """Whether the kernel sorts pairs by expert, for which the router counts them where there are many."""
+
+    def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
+        """shared: objects that the kernels of one kind of layers have in common, by whatever key; None: nothing is shared."""
+        super().__init__(spec)
+        self.shared = {} if shared is None else shared
+
+    @abstractmethod
+    def add(self, routed: Routed, weights: Any, out: Tensor) -> None:
+        """Add what the experts give to `out` [num_tokens, hidden_size], in place. weights: what `prepare` returned."""
+
+    def apply(self, x: Tensor, experts: Tensor, scores: Tensor, weights: Any, out: Tensor) -> None:
+        """See ExpertsKernel."""
+        self.add(Routed(x, experts, scores), weights, out)
+
+    def extra_bytes(self, weights: ExpertsWeights) -> int:
+        """Return the bytes that a layer's arrangement takes besides the weights; kernels that share one return the same."""
+        return 0
+
 
 TINY = 1e-20
 """Added to the sum that weights are divided by, for sigmoids that are all 0 (as DeepSeek-V3 does)."""
@@ -87,65 +137,87 @@ def sort_by_expert(experts: Tensor, num_all: int) -> ExpertOrder:
 
 Product = Callable[[Tensor, Linear], Tensor]
 """x [rows, in_features] to [rows, out_features]."""
+Matrix = Callable[[Tensor], Tensor]
 
 
-class Experts(Protocol):
-    """A layer of experts."""
-
-    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the residual stream with what the experts of its normed rows add.
-
-        x: [num_tokens, hidden_size], the residual stream; onto: what they add to in its place; that is used up.
-        """
-
-
-class PlainExperts:
-    """The experts of one layer, each a pair of products over the tokens that chose this expert.
+class TorchExperts(ExpertsKernel):
+    """One expert after the other, each a pair of products over the tokens that chose it: for a CPU, and the reference in trials.
 
     The host reads how many tokens each expert has, which on a CPU costs nothing; on a GPU no graph could be captured.
     """
 
-    def __init__(self, config: ExpertsConfig, weights: ExpertWeights) -> None:
-        self.config = config
-        self._correction_bias = weights.correction_bias
-        router_bias = None if weights.router_bias is None else weights.router_bias.to(weights.router)
-        self.router = Linear(weights.router, router_bias)
-        gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
-        dtype, count = weights.router.dtype, config.num_held + config.num_shared
+    name = "torch"
+    capabilities = ExpertsCapabilities(
+        formats=frozenset(FORMATS),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        devices=("cpu", "meta"),
+        biases=True,
+        ungated=True,
+        clamped=True,
+        partial=True,
+    )
+
+    def __init__(self, spec: ExpertsSpec, product: Product | None = None, gate: Matrix = silu) -> None:
+        """product: computes the experts' products; None: `Linear` does by itself. gate: SiLU of a matrix."""
+        super().__init__(spec)
+        self._product = product or _multiplied
+        self._gate = gate
+
+    def prepare(self, weights: ExpertsWeights) -> tuple[dict[int, Linear], dict[int, Linear]]:
+        """Return the products of each expert that is held, by its number."""
+        config, dtype = self.spec.config, self.spec.dtype
         held = [*(config.held or range(config.num_experts)), *range(config.num_experts, config.num_all)]
-        gate_up, down = (
+        both = (weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias)
+        first, second = (
             {
-                number: Linear(weight, None if biases is None else biases[place], dtype=dtype, kept=True)
-                for place, (number, weight) in enumerate(zip(held, each_expert(stacked, count), strict=True))
+                number: Linear(weight, None if biases is None else biases[place], dtype=dtype)
+                for place, (number, weight) in enumerate(zip(held, each_expert(stacked, len(held)), strict=True))
             }
-            for stacked, biases in ((weights.gate_up, gate_up_bias), (weights.down, down_bias))
+            for stacked, biases in both
         )
-        self.gate_up = gate_up
-        self.down = down
-        """The products of each expert that is held, by its number."""
+        return first, second
 
-    def __call__(self, x: Tensor, product: Product, gate: Callable[[Tensor], Tensor] = silu) -> Tensor:
-        """x: [num_tokens, hidden_size], normed. Returns what the experts add to the residual stream. gate: SiLU of a matrix."""
-        routing = route(product(x, self.router), self.config, self._correction_bias)
-        return self.apply(x, routing, product, gate)
-
-    def apply(self, x: Tensor, routing: Routing, product: Product, gate: Callable[[Tensor], Tensor] = silu) -> Tensor:
-        """The weighted sum of what each token's experts give. Arguments as above."""
-        order = sort_by_expert(routing.experts, self.config.num_all)
-        tokens = order.pairs // self.config.num_slots
-        weights = routing.weights.flatten()[order.pairs, None]
-        sums = x.new_zeros(x.shape, dtype=weights.dtype)
+    def apply(
+        self, x: Tensor, experts: Tensor, scores: Tensor, weights: tuple[dict[int, Linear], dict[int, Linear]], out: Tensor
+    ) -> None:
+        """See ExpertsKernel."""
+        config, product, (gate_up, down) = self.spec.config, self._product, weights
+        order = sort_by_expert(experts, config.num_all)
+        tokens = order.pairs // config.num_slots
+        shares = scores.flatten()[order.pairs, None]
+        sums = x.new_zeros(x.shape, dtype=shares.dtype)
         start = 0
         for number, end in enumerate(order.ends.tolist()):
-            if end > start and number in self.gate_up:
+            if end > start and number in gate_up:
                 at = tokens[start:end]
-                hidden = activate(product(x[at], self.gate_up[number]), self.config, gate)
-                sums.index_add_(0, at, product(hidden, self.down[number]) * weights[start:end])
+                hidden = activate(product(x[at], gate_up[number]), config, self._gate)
+                sums.index_add_(0, at, product(hidden, down[number]) * shares[start:end])
             start = end
-        return sums.to(x.dtype)
+        out += sums.to(x.dtype)
 
 
-def activate(gate_up: Tensor, config: ExpertsConfig, gate: Callable[[Tensor], Tensor] = silu) -> Tensor:
+def _multiplied(x: Tensor, linear: Linear) -> Tensor:
+    return linear(x)
+
+
+def front_of(norm_rows: Callable[[Tensor, Any], Tensor], product: Product, config: ExpertsConfig) -> Front:
+    """Return what norms and routes by the operations of a model. norm_rows: computes a norm; product: the router's product."""
+
+    def front(weights: RoutedWeights, norm: Any) -> RouteTokens:
+        bias, correction = weights.router_bias, weights.correction_bias
+        router = Linear(weights.router, None if bias is None else bias.to(weights.router))
+
+        def routed(x: Tensor, _: bool) -> Routed:
+            x = norm_rows(x, norm)
+            routing = route(product(x, router), config, correction)
+            return Routed(x, routing.experts, routing.weights)
+
+        return routed
+
+    return front
+
+
+def activate(gate_up: Tensor, config: ExpertsConfig, gate: Matrix = silu) -> Tensor:
     """From the first product, [rows, up_size], to the hidden rows of the experts [rows, intermediate_size]."""
     if not config.gated:
         return relu(gate_up).square()

@@ -5,8 +5,7 @@ Sums are float32. The norm, the scores and the choice of a token do not depend o
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.plain import ExpertOrder
-from headway.kernels.experts.weights import ExpertWeights
-from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
+from headway.kernels.experts.plain import ExpertOrder, Routed, RouteTokens
+from headway.kernels.experts.weights import RoutedWeights
+from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Grid, Launchers
 from headway.kernels.step.operations import Norm
 
 _LEAST = tl.constexpr(-1.0e30)
@@ -390,21 +389,6 @@ def dot_type(dtype: torch.dtype) -> Any:
     return tl.float32 if INTERPRETED else DOT[dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """Tokens with their experts, ready for the products."""
-
-    x: Tensor
-    """[num_tokens, hidden_size], normed"""
-    experts: Tensor
-    """int32 [num_tokens, num_slots]"""
-    weights: Tensor
-    """float32 [num_tokens, num_slots]"""
-    counts: Tensor | None
-    """int32 [tiles, num_all], pairs of each expert in each tile of `block_t` tokens; None: of few tokens, not counted"""
-    block_t: int
-
-
 class Router:
     """Norm, router's product and choice in one launch; nothing synchronises."""
 
@@ -416,20 +400,25 @@ class Router:
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._arrivals = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
-    def rows(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
+    def bind(self, weights: RoutedWeights, norm: Norm) -> RouteTokens:
+        """Return what norms and routes the tokens of one layer; see Front."""
+        return lambda x, sorts: (self.tiles if sorts else self.rows)(x, norm, weights)
+
+    def rows(self, x: Tensor, norm: Norm, weights: RoutedWeights) -> Routed:
         """For few tokens, each by itself. x: [num_tokens, hidden_size], the residual stream."""
         num_logits = self._config.num_logits
         arguments, routed = self._arguments(x, norm, weights, 16, counted=False)
         key = "rows", x.dtype, *_biases(weights)
-        if key not in self._launchers:
-            block_k = triton.next_power_of_2(x.shape[1])
-            sizes = {"BLOCK_K": min(block_k, 2048), "BLOCK_L": _ROW_LOGITS}
-            self._launchers[key] = FixedLauncher(route_rows, 4, self._device, {**sizes, **self._constants(weights)})
-        self._launchers[key]((triton.cdiv(num_logits, _ROW_LOGITS), len(x), 1), **arguments)
+
+        def make() -> FixedLauncher:
+            sizes = {"BLOCK_K": min(triton.next_power_of_2(x.shape[1]), 2048), "BLOCK_L": _ROW_LOGITS}
+            return FixedLauncher(route_rows, 4, self._device, {**sizes, **self._constants(weights)})
+
+        self._launch(key, make, (triton.cdiv(num_logits, _ROW_LOGITS), len(x), 1), arguments)
         return routed
 
-    def tiles(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
-        """For many tokens, counted for `order`. x: [num_tokens, hidden_size], the residual stream."""
+    def tiles(self, x: Tensor, norm: Norm, weights: RoutedWeights) -> Routed:
+        """For many tokens, counted for `sorted_pairs`. x: [num_tokens, hidden_size], the residual stream."""
         if len(x) <= _FEW and not self._one_size:
             return self.rows(x, norm, weights)
         num_logits, num_tokens = self._config.num_logits, len(x)
@@ -438,70 +427,42 @@ class Router:
         rows = min(block_t, max(1, _NORMED // triton.next_power_of_2(x.shape[1])))
         arguments, routed = self._arguments(x, norm, weights, block_t, counted=True)
         key = "tiles", block_t, block_l, x.dtype, *_biases(weights)
-        if key not in self._launchers:
+
+        def make() -> FixedLauncher:
             block_h = triton.next_power_of_2(x.shape[1])
             sizes = {"BLOCK_T": block_t, "BLOCK_L": block_l, "BLOCK_K": 256 // x.itemsize, "LOGIT_TILES": logit_tiles}
             sizes |= {"BLOCK_H": block_h, "BLOCK_R": rows, "STAGES": 4, "DOT": dot_type(x.dtype)}
             warps = 8 if block_t == 64 else 4
-            self._launchers[key] = FixedLauncher(route_tiles, warps, self._device, {**sizes, **self._constants(weights)})
+            return FixedLauncher(route_tiles, warps, self._device, {**sizes, **self._constants(weights)})
+
         grid = logit_tiles + block_t // rows, triton.cdiv(num_tokens, block_t), 1
-        self._launchers[key](grid, **arguments, num_tokens=num_tokens)
+        self._launch(key, make, grid, {**arguments, "num_tokens": num_tokens})
         return routed
 
-    def order(self, routed: Routed) -> ExpertOrder:
-        """Sort pairs by expert."""
-        config, num_tokens = self._config, len(routed.x)
-        pairs, places = torch.empty((2, routed.experts.numel()), dtype=torch.int32, device=self._device).unbind()
-        ends = torch.empty(config.num_all, dtype=torch.int32, device=self._device)
-        if routed.counts is None:
-            launch = self._launchers.get("order")
-            if launch is None:
-                sizes = {"NUM_ALL": config.num_all, "BLOCK_P": _ORDERED, "BLOCK_N": 1024}
-                launch = self._launchers["order"] = FixedLauncher(order_few_pairs, 4, self._device, sizes)
-            num_programs = triton.cdiv(len(pairs), _ORDERED) + triton.cdiv(config.num_all, _ORDERED)
-            launch(
-                (num_programs, 1, 1),
-                experts_ptr=routed.experts,
-                pairs_ptr=pairs,
-                places_ptr=places,
-                ends_ptr=ends,
-                num_pairs=len(pairs),
-            )
-            return ExpertOrder(pairs, places, ends)
-        key = "order", routed.block_t
+    def _launch(
+        self, key: Hashable, make: Callable[[], FixedLauncher], grid: Grid, arguments: Mapping[str, Tensor | float]
+    ) -> None:
         if key not in self._launchers:
-            sizes = {"NUM_ALL": config.num_all, "SLOTS": config.num_slots, "BLOCK_E": self._block_e}
-            sizes |= {"BLOCK_T": routed.block_t, "BLOCK_C": 16}
-            self._launchers[key] = FixedLauncher(order_pairs, 4, self._device, sizes)
-        self._launchers[key](
-            (triton.cdiv(num_tokens, routed.block_t), 1, 1),
-            experts_ptr=routed.experts,
-            counts_ptr=routed.counts,
-            pairs_ptr=pairs,
-            places_ptr=places,
-            ends_ptr=ends,
-            num_tokens=num_tokens,
-        )
-        return ExpertOrder(pairs, places, ends)
-
-    @property
-    def _block_e(self) -> int:
-        block: int = triton.next_power_of_2(max(self._config.num_logits, self._config.num_all))
-        return block
+            self._launchers[key] = make()
+        self._launchers[key](grid, **arguments)
 
     def _tile(self, num_tokens: int) -> tuple[int, int]:
         """Tokens and logits of a program: small tiles until they are enough to keep the GPU busy.
 
         The last program of a tile holds the scores of all its tokens, and Triton takes minutes over more than these at once.
         """
-        most = max(16, _SCORES // self._block_e)
+        most = max(16, _SCORES // _block_of_experts(self._config))
         if num_tokens <= 256 or self._one_size:
             return min(16, most), 16
-        block_t, block_l = (32, min(64, self._block_e)) if num_tokens <= 2048 else (64, min(128, self._block_e))
+        block_t, block_l = (
+            (32, min(64, _block_of_experts(self._config)))
+            if num_tokens <= 2048
+            else (64, min(128, _block_of_experts(self._config)))
+        )
         return min(block_t, most), block_l
 
     def _arguments(
-        self, x: Tensor, norm: Norm, weights: ExpertWeights, block_t: int, counted: bool
+        self, x: Tensor, norm: Norm, weights: RoutedWeights, block_t: int, counted: bool
     ) -> tuple[dict[str, Tensor | float], Routed]:
         """What both kernels are launched with, in their order, and the tensors among it that are the result."""
         config, num_tokens = self._config, len(x)
@@ -528,14 +489,14 @@ class Router:
         }
         return arguments, Routed(normed, experts, slot_weights, counts, block_t)
 
-    def _constants(self, weights: ExpertWeights) -> dict[str, Any]:
+    def _constants(self, weights: RoutedWeights) -> dict[str, Any]:
         config = self._config
         return {
             "HIDDEN": weights.router.shape[1],
             "NUM_LOGITS": config.num_logits,
             "NUM_EXPERTS": config.num_experts,
             "NUM_ALL": config.num_all,
-            "BLOCK_E": self._block_e,
+            "BLOCK_E": _block_of_experts(self._config),
             "TOP_K": config.top_k,
             "SLOTS": config.num_slots,
             "BLOCK_S": triton.next_power_of_2(config.num_slots),
@@ -552,5 +513,41 @@ class Router:
         }
 
 
-def _biases(weights: ExpertWeights) -> tuple[bool, bool]:
+def _biases(weights: RoutedWeights) -> tuple[bool, bool]:
     return weights.router_bias is not None, weights.correction_bias is not None
+
+
+def _block_of_experts(config: ExpertsConfig) -> int:
+    block: int = triton.next_power_of_2(max(config.num_logits, config.num_all))
+    return block
+
+
+def sorted_pairs(launchers: Launchers, config: ExpertsConfig, routed: Routed) -> ExpertOrder:
+    """Sort pairs by expert, by what the router has counted if it has; one launch."""
+    num_tokens, device = len(routed.x), routed.x.device
+    pairs, places = torch.empty((2, routed.experts.numel()), dtype=torch.int32, device=device).unbind()
+    ends = torch.empty(config.num_all, dtype=torch.int32, device=device)
+    if routed.counts is None:
+        launch = launchers.get(order_few_pairs, 4, {"NUM_ALL": config.num_all, "BLOCK_P": _ORDERED, "BLOCK_N": 1024})
+        num_programs = triton.cdiv(len(pairs), _ORDERED) + triton.cdiv(config.num_all, _ORDERED)
+        launch(
+            (num_programs, 1, 1),
+            experts_ptr=routed.experts,
+            pairs_ptr=pairs,
+            places_ptr=places,
+            ends_ptr=ends,
+            num_pairs=len(pairs),
+        )
+        return ExpertOrder(pairs, places, ends)
+    sizes = {"NUM_ALL": config.num_all, "SLOTS": config.num_slots, "BLOCK_E": _block_of_experts(config)}
+    launch = launchers.get(order_pairs, 4, {**sizes, "BLOCK_T": routed.block_t, "BLOCK_C": 16})
+    launch(
+        (triton.cdiv(num_tokens, routed.block_t), 1, 1),
+        experts_ptr=routed.experts,
+        counts_ptr=routed.counts,
+        pairs_ptr=pairs,
+        places_ptr=places,
+        ends_ptr=ends,
+        num_tokens=num_tokens,
+    )
+    return ExpertOrder(pairs, places, ends)

@@ -10,11 +10,25 @@ are multiplied and added up in the thread that has them, in float32, and its sum
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headway.core.contract.experts import ExpertsCapabilities, ExpertsConfig, ExpertsSpec, ExpertsWeights
+from headway.core.contract.support import Support
+from headway.kernels.experts.builtin import ROW_WARPS, TOKENS
+from headway.kernels.experts.plain import Routed, RoutedKernel
+from headway.kernels.experts.route_kernels import dot_type
+from headway.kernels.experts.weights import examples_of, reads_form
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, tensors_of, weight_bytes
 from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs
+from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Grid, Launchers, can_launch
 
 
 @triton.jit
@@ -336,3 +350,178 @@ def _products(slices, low, high, WEIGHT: tl.constexpr, HALF: tl.constexpr, ZEROS
     else:
         sums = tl.sum(unpack_bytes(codes, WEIGHT, DOT, ASSEMBLY).to(tl.float32) * low[None, :, :], 2)
     return sums * scales
+
+
+QUANTIZED_FORMATS = frozenset({"fp8", "int8", "int4", "mxfp4"})
+GPUS = ("cuda", "cpu") if INTERPRETED else ("cuda",)
+
+
+Product = tuple[Tensor, Tensor | QuantizedWeight, Tensor | None]
+"""x, the weights of all experts, and their biases."""
+
+
+class TritonExperts(RoutedKernel):
+    """Support that the kernels in Triton have in common."""
+
+    capabilities = ExpertsCapabilities(
+        formats=QUANTIZED_FORMATS | {"plain"},
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        devices=GPUS,
+        biases=True,
+        ungated=True,
+        clamped=True,
+    )
+
+    def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
+        super().__init__(spec, shared)
+        self._config = spec.config
+        self._launchers = Launchers(spec.device)
+
+    def _launch(self, launch: FixedLauncher, grid: Grid, product: Product, others: Mapping[str, Tensor | float]) -> None:
+        """Launch the kernel of a product. others: its arguments after those that every product has."""
+        x, weight, bias = product
+        names = ("weight_ptr",) if isinstance(weight, Tensor) else ("weight_ptr", "scales_ptr", "zeros_ptr")
+        read = dict(zip(names, (weight,) if isinstance(weight, Tensor) else tensors_of(weight), strict=True))
+        launch(grid, x_ptr=x, **read, bias_ptr=x if bias is None else bias, **others)
+
+    @classmethod
+    def available(cls) -> Support:
+        """See Kernel."""
+        return can_launch()
+
+    @classmethod
+    def supports(cls, spec: ExpertsSpec) -> Support:
+        """See ExpertsKernel. Groups of quantised weights must fill a row, and x have a place for their scales."""
+        support = super().supports(spec)
+        for weight in examples_of(spec):
+            if weight is not None and (weight_bytes(weight) is None or not reads_form(weight, spec.dtype)):
+                support &= Support.no("weights", "groups of 16 columns or more that fill a row, in half precision", spec)
+        return support
+
+
+def activation(config: ExpertsConfig) -> dict[str, float]:
+    """Constants of what stands between the experts' products."""
+    return {"ALPHA": config.swiglu_alpha, "LIMIT": config.swiglu_limit or 0.0}
+
+
+def described(weight: QuantizedWeight) -> WeightBytes:
+    """Return how kernels read a weight, which they do (`supports`)."""
+    found = weight_bytes(weight)
+    assert found is not None
+    return found
+
+
+def form_constants(weight: WeightBytes, dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernels are compiled with for a form. dtype: of x."""
+    return {
+        "ROW": weight.row,
+        "WEIGHT": weight.kind,
+        "HALF": weight.half,
+        "SCALES": weight.scales,
+        "SCALE_SPAN": weight.scale_span,
+        "SCALE_ROWS": weight.scale_rows,
+        "ZEROS": weight.zeros,
+        "DOT": dot_type(dtype),
+        "ASSEMBLY": not INTERPRETED,
+    }
+
+
+_SPAN = 16
+"""Bytes of a slice: what a thread loads at once."""
+
+
+def slices_of_a_chunk(row: int) -> int:
+    """Slices that the lanes of a warp read side by side: all of them, where the last chunk of a row is not mostly empty."""
+    slices = row // _SPAN
+    padded = {count: triton.cdiv(slices, count) * count for count in (32, 16, 8)}
+    return next((count for count in padded if padded[count] <= 1.1 * slices), min(padded, key=padded.__getitem__))
+
+
+@dataclass(frozen=True, slots=True)
+class RowCut:
+    """How a product of single tokens is cut: into small programs, since many together keep the memory busy."""
+
+    rows: int
+    """Rows of the weight that a program holds: of the gate and of the other half, of one pair; of the down product, of all of
+    a token's experts."""
+    warps: int
+    depth: int
+    """Chunks that are asked for ahead."""
+    chunk: int = 0
+    """Columns that are read at a time; over quantised weights a warp reads slices of a row side by side, rows in turn."""
+
+
+_PLAIN_CUTS = RowCut(4, 4, 4, 1024), RowCut(8, 4, 6, 256)
+"""Of both products."""
+_UNEVEN = RowCut(8, 8, 24, 128)
+"""Of the second, where 256 is no divisor of an expert's size."""
+_QUANTIZED_CUTS = {1: (RowCut(2, 1, 2), RowCut(1, 1, 8)), 4: (RowCut(4, 4, 4), RowCut(4, 4, 12))}
+"""Warps of a program -> both products. With one, threads hand each other x by shuffles; more wait for each other, and have fewer
+registers to fill each."""
+MAX_ROWS = 16
+"""Tokens up to which, and about which, each may be computed by itself: above, too many experts would be read twice."""
+
+
+class RowKernel(TritonExperts):
+    """Each token by itself: three launches a layer. Right for any dtype; fast for one token, and a few."""
+
+    capabilities = replace(TritonExperts.capabilities, ungated=False)
+    sorts = False
+    warps: ClassVar[int]
+    """Of a program over quantised weights."""
+    plain_cuts: ClassVar[tuple[RowCut, RowCut] | None] = None
+    """Cuts over plain weights; None: those that suit the width of an expert."""
+
+    def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
+        super().__init__(spec, shared)
+        first, last = _PLAIN_CUTS
+        self._plain_cuts = self.plain_cuts or (first, last if spec.config.intermediate_size % 256 == 0 else _UNEVEN)
+
+    @classmethod
+    def supports(cls, spec: ExpertsSpec) -> Support:
+        """See ExpertsKernel. Plain weights have one variant."""
+        support = super().supports(spec)
+        if cls.warps > 1 and {spec.gate_up.name, spec.down.name} == {"plain"}:
+            support &= Support.no("weights", "quantised ones", "plain ones")
+        return support
+
+    def runs(self, num_tokens: int) -> bool:
+        """See ExpertsKernel."""
+        return TOKENS.cell(num_tokens) <= TOKENS.cell(MAX_ROWS)
+
+    def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
+        """See RoutedKernel."""
+        between = out.new_empty((routed.experts.numel(), self._config.intermediate_size))
+        self._multiply(routed, routed.x, weights.gate_up, weights.gate_up_bias, between, first=True)
+        self._multiply(routed, between, weights.down, weights.down_bias, out, first=False)
+
+    def _multiply(
+        self, routed: Routed, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, y: Tensor, first: bool
+    ) -> None:
+        """Launch one of the two products. first: with the activation after it."""
+        config, terms = self._config, 1 if first else self._config.num_slots
+        how: dict[str, Any]
+        if isinstance(weight, Tensor):
+            cut, kernel, columns = self._plain_cuts[not first], gate_up_rows if first else down_rows, x.shape[1]
+            block_n, block_k = cut.rows, min(cut.chunk, triton.next_power_of_2(columns))
+            chunks, how = triton.cdiv(columns, block_k), {"BLOCK_K": block_k}
+        else:
+            cut, form = _QUANTIZED_CUTS[self.warps][not first], described(weight)
+            kernel, block_g = gate_up_quantized_rows if first else down_quantized_rows, slices_of_a_chunk(form.row)
+            block_n, chunks = cut.rows * (32 // block_g), triton.cdiv(form.row, _SPAN * block_g)
+            how = {"BLOCK_G": block_g, "SPAN": _SPAN, **form_constants(form, x.dtype)}
+        sizes = {"HIDDEN": routed.x.shape[1], "INNER": config.intermediate_size, "SLOTS": config.num_slots, "BLOCK_N": block_n}
+        how |= {
+            **sizes,
+            "DEPTH": min(cut.depth, terms * chunks),
+            "BIAS": bias is not None,
+            **(activation(config) if first else {}),
+        }
+        launch = self._launchers.get(kernel, cut.warps, how)
+        routing = {"experts_ptr": routed.experts} if first else {"experts_ptr": routed.experts, "weights_ptr": routed.weights}
+        self._launch(launch, (len(y), triton.cdiv(y.shape[1], block_n), 1), (x, weight, bias), {**routing, "y_ptr": y})
+
+
+def row_kernel(name: str) -> type[RowKernel]:
+    """Return the class of a kernel of ROW_WARPS."""
+    return type("RowKernel", (RowKernel,), {"name": name, "warps": ROW_WARPS[name]})

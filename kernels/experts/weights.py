@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headway.core.contract.experts import ExpertsConfig
-from headway.core.contract.weights import Float4Weight, Int4Weight
+from headway.core.contract.experts import ExpertsConfig, ExpertsSpec, ExpertsWeights
+from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, WeightFormat
 from headway.kernels.linear.axes import Axis, Division
-from headway.kernels.linear.forms import QuantizedWeight, format_of, rows_of, weight_bytes
+from headway.kernels.linear.forms import QuantizedWeight, rows_of, weight_bytes
 
 
 class ExpertsCut:
@@ -54,24 +54,50 @@ def needs(config: ExpertsConfig, size: int, by_expert: bool) -> list[str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """Routed experts first, then the pieces of the shared ones."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedWeights(ExpertsWeights):
+    """The weights of a layer's experts, and those of the router before them. Of several ranks, those that this one holds."""
 
     router: Tensor
     """[num_logits, hidden_size]"""
-    router_bias: Tensor | None
+    router_bias: Tensor | None = None
     """float32 [num_logits]"""
-    correction_bias: Tensor | None
+    correction_bias: Tensor | None = None
     """float32 [num_experts]"""
-    gate_up: Tensor | QuantizedWeight
-    """[num_held + num_shared, up_size, hidden_size], gate over up, or up alone; quantised: rows of all, without the first axis"""
-    gate_up_bias: Tensor | None
-    """[num_held + num_shared, up_size]"""
-    down: Tensor | QuantizedWeight
-    """[num_held + num_shared, hidden_size, intermediate_size]; quantised: rows of all"""
-    down_bias: Tensor | None
-    """[num_held + num_shared, hidden_size]"""
+
+
+def spec_of(config: ExpertsConfig, weights: RoutedWeights) -> ExpertsSpec:
+    """Return what kernels are asked for of a layer."""
+    router, first, last = weights.router, WeightFormat.of(weights.gate_up), WeightFormat.of(weights.down)
+    return ExpertsSpec(config, router.shape[1], router.dtype, router.device, first, last)
+
+
+def example_of(form: WeightFormat, rows: int, columns: int) -> QuantizedWeight | None:
+    """Return a weight of a format without memory, for rules that read shapes; None if it is plain, or of .gguf blocks."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if form.name == "fp8":
+        high, wide = form.block or (1, columns)
+        scales = empty(-(-rows // high), -(-columns // wide), dtype=torch.float32)
+        return Float8Weight(empty(rows, columns, dtype=torch.float8_e4m3fn), scales, (high, wide))
+    if form.name == "int8":
+        return Int8Weight(empty(rows, columns, dtype=torch.int8), empty(rows, dtype=torch.float32))
+    if form.name == "mxfp4":
+        return Float4Weight(empty(rows, columns // 2), empty(rows, columns // MX_GROUP))
+    if form.name != "int4" or form.group_size is None:
+        return None
+    groups = columns // form.group_size
+    zeros, order = empty(rows, groups) if form.zeros else None, empty(columns, dtype=torch.int32) if form.order else None
+    return Int4Weight(empty(rows, columns // 2), empty(rows, groups, dtype=torch.float16), zeros, form.group_size, order)
+
+
+def examples_of(spec: ExpertsSpec) -> tuple[QuantizedWeight | None, QuantizedWeight | None]:
+    """Return weights as a layer's two, without memory; None for a plain one."""
+    config, hidden = spec.config, spec.hidden_size
+    first = example_of(spec.gate_up, config.num_all * config.up_size, hidden)
+    return first, example_of(spec.down, config.num_all * hidden, config.intermediate_size)
 
 
 def each_expert(stacked: Tensor | QuantizedWeight, count: int) -> list[Tensor] | list[QuantizedWeight]:
@@ -99,10 +125,3 @@ def reads_form(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
         return dtype == torch.bfloat16
     ordered = isinstance(weight, Int4Weight) and weight.order is not None
     return dtype in (torch.bfloat16, torch.float16) and not ordered
-
-
-def forms_of(weights: ExpertWeights) -> tuple[str, str]:
-    """Name the forms of a layer's two weights; "" of a plain one."""
-    gate_up, down = weights.gate_up, weights.down
-    first, second = ("" if isinstance(each, Tensor) else str(format_of(each)) for each in (gate_up, down))
-    return first, second

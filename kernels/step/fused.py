@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsSpec
 from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.experts.fused import FusedExperts, FusedLayer
-from headway.kernels.experts.weights import ExpertWeights, forms_of
+from headway.kernels.experts.bound import BoundExperts, ExpertsLayers, ExpertsOptions, is_own
+from headway.kernels.experts.plain import Front, RoutedKernel
+from headway.kernels.experts.route_kernels import Router
+from headway.kernels.experts.tiles import invariant_kernels
+from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import NUM_BUCKETS, ON_GPU, LinearChoice, LinearKernels, builtin_kernels
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.triton_launch import FixedLauncher
@@ -41,16 +45,18 @@ class Fused(Operations):
     same number of rows gets without one. The residual stream is kept in the model's dtype, as vLLM keeps it.
     """
 
-    def __init__(self, inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None) -> None:
-        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. kernels: for linear layers; None means
-        Headway's own."""
+    def __init__(
+        self, inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None, experts: ExpertsOptions | None = None
+    ) -> None:
+        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. kernels: for linear layers; experts: for
+        layers of experts; None means Headway's own."""
         self.kernels = kernels or builtin_kernels(inv_freq.device, ON_GPU)
         self._inv_freq = inv_freq
         self._factors = factors
         self._device = inv_freq.device
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._latent = LatentKernels(self._device)
-        self._experts: dict[tuple[ExpertsConfig, int, tuple[str, str]], FusedExperts] = {}
+        self._experts = fused_experts(experts or ExpertsOptions(), self._device)
 
     def _launcher(self, key: Hashable, make: Callable[[], FixedLauncher]) -> FixedLauncher:
         launcher = self._launchers.get(key)
@@ -314,12 +320,31 @@ class Fused(Operations):
             launch(grid, x_ptr=x, by_ptr=by, weight_ptr=weight, y_ptr=y, eps=eps)
         return y
 
-    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> FusedLayer:
-        """Layers of one kind share launchers, counters, and the choice between ways of computing them."""
-        key = config, weights.router.shape[1], forms_of(weights)
-        if key not in self._experts:
-            self._experts[key] = FusedExperts(config, weights.router.dtype, self._device, forms=key[2])
-        return self._experts[key].layer(weights, norm)
+    def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
+        """See Operations. Layers of one kind share launchers, counters, and the choice between kernels."""
+        return self._experts.bind(config, weights, norm)
+
+
+def fused_experts(options: ExpertsOptions, device: torch.device, invariant: bool = False) -> ExpertsLayers:
+    """Return what makes layers of experts on a GPU: norm, router and choice are one launch.
+
+    invariant: a token's bits do not depend on the other tokens or their number, and third parties' kernels take no part.
+    """
+
+    def front(config: ExpertsConfig) -> Front:
+        return Router(config, device, invariant).bind
+
+    def make(kernel: type[ExpertsKernel], spec: ExpertsSpec, shared: dict[Any, Any]) -> ExpertsKernel | None:
+        if issubclass(kernel, RoutedKernel):
+            return kernel(spec, shared)
+        return None if is_own(kernel) or invariant else kernel(spec)
+
+    return ExpertsLayers(options, front, make)
+
+
+def invariant_experts(options: ExpertsOptions, device: torch.device) -> ExpertsLayers:
+    """Return `fused_experts` whose layers have one kernel each, the same for any number of tokens."""
+    return fused_experts(replace(options, able=lambda _: invariant_kernels()), device, invariant=True)
 
 
 _ROTATED = 512

@@ -11,13 +11,13 @@ from torch.nn.functional import gelu, pad, relu
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.plain import Experts, PlainExperts
-from headway.kernels.experts.weights import ExpertWeights, forms_of
+from headway.kernels.experts.bound import BoundExperts, ExpertsLayers, ExpertsOptions
+from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.linear.forms import format_of
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.config import Activation
-from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, PlainLayer, Rope, add_one_by_one, softcap
+from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, Rope, add_one_by_one, experts_by, softcap
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Rows of a product, by device. On a CPU what its weights are packed for; on a GPU about where a product that reads its weights
@@ -35,10 +35,18 @@ class InvariantOperations:
     """
 
     def __init__(
-        self, inner: Operations, rows: int, activate: Mapping[Activation, Callable[[Tensor], Tensor]], cap: Softcap
+        self,
+        inner: Operations,
+        rows: int,
+        activate: Mapping[Activation, Callable[[Tensor], Tensor]],
+        cap: Softcap,
+        experts: ExpertsOptions | None = None,
     ) -> None:
-        """rows: rows of every product; activate: functions of a matrix by activation; cap: as Operations.softcap."""
+        """rows: rows of every product; activate: functions of a matrix by activation; cap: as Operations.softcap; experts: see
+        TorchOperations."""
         self._inner = inner
+        self._experts_options = experts or ExpertsOptions()
+        self._experts: ExpertsLayers | None = None
         self._rows = rows
         self._activate = activate
         self.rotate_latent = inner.rotate_latent
@@ -113,14 +121,16 @@ class InvariantOperations:
         """See Operations."""
         return add_one_by_one(self, residual, terms)
 
-    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
-        """See Operations. On a GPU the kernels, whose rows do not depend on each other, all in one tiling."""
-        if not weights.router.is_cuda:
-            return PlainLayer(PlainExperts(config, weights), norm, self, self._activate["silu"])
-        from headway.kernels.experts.fused import FusedExperts
+    def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
+        """See Operations. Headway's own kernels, whose rows do not depend on each other; on a GPU all in one tiling."""
+        if self._experts is None:
+            if weights.router.is_cuda:
+                from headway.kernels.step.fused import invariant_experts
 
-        kind = FusedExperts(config, weights.router.dtype, weights.router.device, batch_invariant=True, forms=forms_of(weights))
-        return kind.layer(weights, norm)
+                self._experts = invariant_experts(self._experts_options, weights.router.device)
+            else:
+                self._experts = experts_by(self, self._experts_options, self._activate["silu"], own_only=True)
+        return self._experts.bind(config, weights, norm)
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
         """x: [rows, ...]. At least one tile, for a step may sample no row at all; copies, which begin at aligned addresses."""
@@ -185,7 +195,9 @@ ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 """Activations whose bits are the same wherever an element lies."""
 
 
-def invariant_operations(operations: Operations, linears: Iterable[Linear], device: torch.device) -> Operations:
+def invariant_operations(
+    operations: Operations, linears: Iterable[Linear], device: torch.device, experts: ExpertsOptions | None = None
+) -> Operations:
     """Wrap operations of a device so that the rows of the given products keep their bits.
 
     Products over quantised weights have one way each, by the rule for a tile's rows, whatever times are kept; the log names it.
@@ -194,7 +206,7 @@ def invariant_operations(operations: Operations, linears: Iterable[Linear], devi
     """
     activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, softcap)
     linears, rows = list(linears), TILE_ROWS[device.type]
-    invariant = InvariantOperations(operations, rows, activate, cap)
+    invariant = InvariantOperations(operations, rows, activate, cap, experts)
     invariant.check(linears)
     for kind in operations.linear_choices((linear, False) for linear in linears):
         log.info("deterministic: products %s by %s, for every tile of %d rows", kind.name, kind.kernel_for(rows), rows)

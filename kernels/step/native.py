@@ -12,6 +12,7 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.core.contract.model import Attention, WatchedAttention
+from headway.kernels.experts.bound import ExpertsOptions
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, Panels, ProductStruct, Recording
 from headway.kernels.step.config import Activation
@@ -146,8 +147,8 @@ _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2
 class NativeOperations(TorchOperations):
     """Steps whose product is over a weight in panels; torch's functions compute the others."""
 
-    def __init__(self, inv_freq: Tensor, factors: Tensor, functions: Functions) -> None:
-        super().__init__(inv_freq, factors)
+    def __init__(self, inv_freq: Tensor, factors: Tensor, functions: Functions, experts: ExpertsOptions | None = None) -> None:
+        super().__init__(inv_freq, factors, experts)
         self.functions = functions
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, silu
 
 from headway.core.contract.errors import ModelError
-from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsSpec
 from headway.core.contract.model import LatentLayer
 from headway.core.contract.ranks import Ranks
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.experts.plain import Experts, PlainExperts
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.bound import BoundExperts, Experts, ExpertsLayers, ExpertsOptions, is_own
+from headway.kernels.experts.plain import TorchExperts, front_of
+from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.config import Activation, GateActivation, LatentConfig
@@ -247,8 +248,8 @@ class Operations(Protocol):
         """cap * tanh(logits / cap), in place (Gemma 2)."""
         return softcap(logits, cap)
 
-    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
-        """A layer of experts after its norm, made once before any step."""
+    def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> Experts:
+        """A layer of experts after its norm, bound to its kernels; made once before any step."""
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
@@ -303,10 +304,12 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
 class TorchOperations(Operations):
     """Every operation by torch's own functions: what a CPU runs, and what the fused kernels are tested against."""
 
-    def __init__(self, inv_freq: Tensor, factors: Tensor) -> None:
-        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
+    def __init__(self, inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None = None) -> None:
+        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. experts: kernels for layers of experts; None:
+        Headway's own."""
         self._inv_freq = inv_freq
         self._factors = factors
+        self._experts = experts_by(self, experts or ExpertsOptions())
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """cos twice, and sin with its first half negated: x * cos + swap_halves(x) * sin is the rotation, in three operations."""
@@ -409,29 +412,30 @@ class TorchOperations(Operations):
         """See Operations."""
         return apply_gate(x, by, gate)
 
-    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
-        """One expert after the other.
+    def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
+        """See Operations. Without a third party's kernel, one expert after the other.
 
         :raises ModelError: on a GPU, where the host would have to wait for the device in every layer.
         """
         if weights.router.is_cuda:
             raise ModelError("experts: need Triton on a GPU, got none: pip install 'headway[triton]'")
-        return PlainLayer(PlainExperts(config, weights), norm, self)
+        return self._experts.bind(config, weights, norm)
 
 
-class PlainLayer:
-    """Experts that are computed one after the other, by others' norm and product."""
+def experts_by(
+    ops: Operations, options: ExpertsOptions, gate: Callable[[Tensor], Tensor] = silu, own_only: bool = False
+) -> ExpertsLayers:
+    """Return what makes layers of experts whose norm, router and built-in kernel are computed by torch's operations.
 
-    def __init__(self, experts: PlainExperts, norm: Norm, ops: Operations, gate: Callable[[Tensor], Tensor] = silu) -> None:
-        """gate: SiLU of a matrix."""
-        self.experts = experts
-        self._norm = norm
-        self._ops = ops
-        self._gate = gate
+    gate: SiLU of a matrix. own_only: third parties' kernels take no part.
+    """
 
-    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See Experts."""
-        return (x if onto is None else onto) + self.experts(self._ops.norm(x, self._norm), self._ops.product, self._gate)
+    def make(kernel: type[ExpertsKernel], spec: ExpertsSpec, shared: object) -> ExpertsKernel | None:
+        if issubclass(kernel, TorchExperts):
+            return kernel(spec, ops.product, gate)
+        return None if own_only or is_own(kernel) else kernel(spec)
+
+    return ExpertsLayers(options, partial(front_of, ops.norm, ops.product), make)
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.weights import ExpertsCut, ExpertWeights
+from headway.kernels.experts.weights import ExpertsCut, RoutedWeights
 from headway.kernels.linear.axes import Axis
-from headway.kernels.linear.forms import QuantizedWeight, columns_of, merged, rows_of, with_rows
+from headway.kernels.linear.forms import GgufWeight, QuantizedWeight, columns_of, merged, rows_of, with_rows
 from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import ExpertNames
 
 
 def take_experts(
     cut: ExpertsCut, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
-) -> ExpertWeights:
+) -> RoutedWeights:
     """Take the tensors of one layer. at: the layer's prefix; scale: multiplies what all experts give.
 
     Each of the two products keeps the form in which the checkpoint has it, where all experts' weights have that and the source
@@ -26,20 +26,28 @@ def take_experts(
     """
     config = cut.own
     router, router_bias, correction = _take_router(config, names, hidden_size, weights, at)
+    gate_up_bias = down_bias = None
     if names.interleaved:
         assert scale == 1.0
         gate_up, gate_up_bias, down, down_bias = _take_interleaved(cut, names, hidden_size, weights, at)
-        return ExpertWeights(router, router_bias, correction, gate_up, gate_up_bias, down, down_bias)
-    stacked = at + names.stacked_gate_up in weights
-    gate_up, down = (_take_stacked if stacked else _take_single)(cut, names, hidden_size, weights, at)
-    if config.num_shared:
+    else:
+        stacked = at + names.stacked_gate_up in weights
+        gate_up, down = (_take_stacked if stacked else _take_single)(cut, names, hidden_size, weights, at)
+    if config.num_shared and not names.interleaved:
         gate_up = _with_shared_up(gate_up, cut, names, hidden_size, weights, at + names.shared)
         down = _with_shared_down(down, cut, names, hidden_size, weights, at + names.shared)
     if scale != 1.0:
-        down = (down if isinstance(down, Tensor) else weights.expand(down)) * scale
-    gate_up = gate_up.view(-1, config.up_size, hidden_size) if isinstance(gate_up, Tensor) else gate_up
-    down = down.view(-1, hidden_size, config.intermediate_size) if isinstance(down, Tensor) else down
-    return ExpertWeights(router, router_bias, correction, gate_up, None, down, None)
+        down = _expanded(down, weights) * scale
+    gate_up, down = (_expanded(each, weights) if isinstance(each, GgufWeight) else each for each in (gate_up, down))
+    return RoutedWeights(
+        gate_up=gate_up.view(-1, config.up_size, hidden_size) if isinstance(gate_up, Tensor) else gate_up,
+        down=down.view(-1, hidden_size, config.intermediate_size) if isinstance(down, Tensor) else down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        router=router,
+        router_bias=router_bias,
+        correction_bias=correction,
+    )
 
 
 def _take_router(

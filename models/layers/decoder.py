@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,8 +15,8 @@ from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2
-from headway.kernels.experts.plain import Experts
-from headway.kernels.experts.weights import ExpertWeights, each_expert
+from headway.kernels.experts.bound import Experts, ExpertsKind, ExpertsOptions
+from headway.kernels.experts.weights import RoutedWeights, each_expert
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.choice import LinearChoice, LinearKernels
 from headway.kernels.linear.forms import num_bytes
@@ -37,9 +36,6 @@ from headway.models.layers.latent_attention import LatentAttention
 from headway.models.layers.ranked import SumsInOrder, over_ranks
 from headway.models.layers.state_parts import GatedDelta, KimiDelta, Lightning, Mamba1, Mamba2, ShortConvolution, StatePart
 from headway.models.layers.tensors import LayerTensors, read_kv_scales
-
-if TYPE_CHECKING:
-    from headway.kernels.experts.fused import FusedExperts
 
 log = logging.getLogger("headway")
 
@@ -97,7 +93,7 @@ class ExpertsMLP:
         self.norm = tensors.norm(names.mlp_norm or "", config.hidden_size)
         self._kept = None if kept is None else replace(self.norm, weight=self.norm.weight * kept)
         self._config = config.experts
-        self._weights: ExpertWeights | None = take_experts(
+        self._weights: RoutedWeights | None = take_experts(
             tensors.cut.experts,
             names.experts,
             config.hidden_size,
@@ -124,9 +120,10 @@ class ExpertsMLP:
         return [Linear(weights.router), *(Linear(first, dtype=weights.router.dtype) for first in firsts)]
 
     @property
-    def kind(self) -> FusedExperts | None:
-        """What chooses among ways of computing the layer; None where there is one."""
-        return getattr(self.compute, "kind", None)
+    def kind(self) -> ExpertsKind | None:
+        """The layers of the same kind, if there are kernels to choose from, or weights that are arranged on a GPU."""
+        kind: ExpertsKind | None = getattr(self.compute, "kind", None)
+        return kind if kind is not None and (kind.chooses or kind.device.type == "cuda") else None
 
     def absorb_norms(self, ops: Operations) -> None:
         """Hand the weights to what computes the layer, which may keep them in another form."""
@@ -286,27 +283,31 @@ class SideBySide:
         return ops.add_products(x, [(attended, self._attention.out_proj), (moved, self._state.out_proj)])
 
 
-def operations_for(inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None) -> Operations:
+def operations_for(
+    inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None, experts: ExpertsOptions | None = None
+) -> Operations:
     """Return the fused kernels on a GPU with Triton, our C on a CPU with a compiler, torch's operations elsewhere.
 
     inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, as `rope_tables` makes them. kernels: for linear
-    layers; None means Headway's own.
+    layers; experts: for layers of experts; None means Headway's own.
     """
+    if inv_freq.device.type == "cpu":
+        return _on_cpu(inv_freq, factors, experts)
     if inv_freq.device.type != "cuda":
-        return _on_cpu(inv_freq, factors) if inv_freq.device.type == "cpu" else TorchOperations(inv_freq, factors)
+        return TorchOperations(inv_freq, factors, experts)
     try:
         from headway.kernels.step.fused import Fused
     except ImportError:  # torch for a GPU brings Triton, but not on every system
-        return TorchOperations(inv_freq, factors)
-    return Fused(inv_freq, factors, kernels)
+        return TorchOperations(inv_freq, factors, experts)
+    return Fused(inv_freq, factors, kernels, experts)
 
 
-def _on_cpu(inv_freq: Tensor, factors: Tensor) -> Operations:
+def _on_cpu(inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None) -> Operations:
     found = functions()
     if found is not None:
-        return NativeOperations(inv_freq, factors, found)
+        return NativeOperations(inv_freq, factors, found, experts)
     log.warning("model: torch computes the steps of a decode, which takes up to twice as long as our C: %s", native_support())
-    return TorchOperations(inv_freq, factors)
+    return TorchOperations(inv_freq, factors, experts)
 
 
 class Decoder:
@@ -320,12 +321,13 @@ class Decoder:
         ranks: Ranks = ONE_RANK,
         slots: AdapterSlots | None = None,
         kernels: LinearKernels | None = None,
+        experts: ExpertsOptions | None = None,
     ) -> None:
         """Take the layers' tensors from `weights`: of several ranks, each its part (`ModelCut`).
 
         batch_invariant: a row's bits do not depend on the other rows; slower. ranks: all of them call the decoder alike; its
         layers' specs are those of this rank's own heads, and its logits those of its own tokens. slots: for adapters; None: none.
-        kernels: for linear layers; None means Headway's own.
+        kernels: for linear layers; experts: for layers of experts; None means Headway's own.
 
         :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
         :raises ConfigError: the model does not divide among so many ranks.
@@ -356,7 +358,7 @@ class Decoder:
         self._missing = vocabulary.missing
         weights.finish(names.ignored, names.ignored_modules)
         rows = TILE_ROWS[weights.device.type] if batch_invariant else None
-        self.operations = self._operations(ranks)
+        self.operations = self._operations(ranks, experts)
         self.adapters: AdapterBank | None = None
         """Slots of adapters; None: rows have none."""
         if slots is not None:
@@ -377,12 +379,12 @@ class Decoder:
     def _linears(self) -> list[Linear]:
         return [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
 
-    def _operations(self, ranks: Ranks) -> Operations:
+    def _operations(self, ranks: Ranks, experts: ExpertsOptions | None) -> Operations:
         """Return the operations of this device, and let our C run whole layers if they are its own."""
         inv_freq, factors = rope_tables(self.config.ropes, self.device)
-        operations = operations_for(inv_freq, factors, self._kernels)
+        operations = operations_for(inv_freq, factors, self._kernels, experts)
         if self._invariant:
-            operations = invariant_operations(operations, self._linears, self.device)
+            operations = invariant_operations(operations, self._linears, self.device, experts)
         own = operations if isinstance(operations, NativeOperations) and ranks.size == 1 else None
         self.recorded = None if own is None else RecordedLayers(own.functions)
         """Runs the layers that our C computes; None: they run one after the other."""
@@ -410,8 +412,8 @@ class Decoder:
         return self.config.vocab_size
 
     @property
-    def expert_kinds(self) -> list[FusedExperts]:
-        """Kinds of layers of experts that choose among ways of computing them."""
+    def expert_kinds(self) -> list[ExpertsKind]:
+        """Kinds of layers of experts that have kernels to choose from."""
         kinds = [layer.mlp.kind for layer in self.layers if isinstance(layer.mlp, ExpertsMLP)]
         return list(dict.fromkeys(kind for kind in kinds if kind is not None))
 

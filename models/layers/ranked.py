@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.ranks import Ranks
-from headway.kernels.experts.plain import Experts
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.bound import Experts
+from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.operations import Embedding, Norm, Operations, Rope
 
@@ -66,7 +66,7 @@ class RankedOperations:
         own = self._inner.add_products(self._inner.product(x, linear), more)
         return self._ranks.all_reduce(own, onto=residual)
 
-    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
+    def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> Experts:
         """See Operations."""
         return RankedExperts(self._inner.experts(config, weights, norm), self._ranks)
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from expert_layers import CONFIGS, Layer
+from headway.core.contract.experts import ExpertsCapabilities
+from headway.core.contract.weights import FORMATS
 from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, describe_sums, fastest_sum
 from headway.core.select.costs import AxisTimes
-from headway.kernels.experts.choice import TOKEN_COUNTS
-from headway.kernels.experts.plain import PlainExperts, route
-from headway.kernels.experts.route_kernels import Routed
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.bound import ExpertsKind
+from headway.kernels.experts.builtin import TOKEN_COUNTS
+from headway.kernels.experts.plain import Routed, RoutedKernel, RouteTokens, TorchExperts, route
+from headway.kernels.experts.weights import RoutedWeights, spec_of
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.all_reduce import describe_stored_sums, stored_sums, sums_table
 from headway.tuning.measure.counted_layer import save_table
@@ -27,41 +29,47 @@ from headway.tuning.table.convert import to_times
 from headway.tuning.table.files import read_table
 
 CPU = torch.device("cpu")
-CONFIG = CONFIGS["gpt_oss"]
+CONFIG = dataclasses.replace(CONFIGS["gpt_oss"], intermediate_size=64)
 
 
-class Fake:
-    """A method by torch's operations, as slow and as wrong as it is asked to be."""
+class Fake(RoutedKernel):
+    """A kernel by torch's operations, as slow and as wrong as it is asked to be."""
+
+    capabilities = ExpertsCapabilities(formats=frozenset(FORMATS))
 
     def __init__(self, name: str, seconds: float = 0.0, most: int = 10**6, off: float = 1.0, fails: bool = False) -> None:
-        self.name, self.seconds, self.most, self.off, self.fails, self.runs = name, seconds, most, off, fails, 0
+        self.name, self.seconds, self.most, self.off, self.fails, self.calls = name, seconds, most, off, fails, 0
 
-    def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
+    def runs(self, num_tokens: int) -> bool:
         return num_tokens <= self.most
 
-    def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
+    def add(self, routed: Routed, weights: RoutedWeights, out: Tensor) -> None:
         assert not weights.router_bias.any(), "the router of a measurement spreads tokens evenly"
-        routing = route(torch.nn.functional.linear(x, weights.router), CONFIG)
-        return Routed(x, routing.experts, routing.weights, None, 0)
-
-    def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
-        self.runs += 1
+        self.calls += 1
         if self.fails:
             raise RuntimeError("out of something")
-        if not residual.any():  # where answers are compared
-            plain = PlainExperts(CONFIG, weights)
-            residual += self.off * plain(routed.x, lambda x, linear: linear(x))
-        time.sleep(self.seconds * min(len(residual), 64))
+        if not out.any():  # where answers are compared
+            plain = TorchExperts(spec_of(CONFIG, weights))
+            plain.apply(routed.x, routed.experts, self.off * routed.weights, plain.prepare(weights), out)
+        time.sleep(self.seconds * min(len(out), 64))
 
 
-def kind_of(*methods: Fake) -> object:
-    pytest.importorskip("triton")
-    from headway.kernels.experts.fused import FusedExperts
+def front(weights: RoutedWeights, norm: Norm) -> RouteTokens:
+    """Norms nothing."""
 
-    layer = Layer(CONFIG, torch.float32)
-    kind = FusedExperts(CONFIG, torch.float32, CPU)
-    kind.layer(layer.weights(torch.float32), layer.norm_of(torch.float32))
-    kind.methods = {method.name: method for method in methods}
+    def routed(x: Tensor, sorts: bool) -> Routed:
+        routing = route(torch.nn.functional.linear(x, weights.router), CONFIG)
+        return Routed(x, routing.experts, routing.weights)
+
+    return routed
+
+
+def kind_of(*kernels: Fake, form: str = "") -> ExpertsKind:
+    layer = Layer(CONFIG, torch.float32, hidden=64)
+    weights = layer.quantized(form) if form else layer.weights(torch.float32)
+    others = [Fake("idle", most=1)] if len(kernels) == 1 else []  # nothing is measured where there is no choice
+    kind = ExpertsKind(spec_of(CONFIG, weights), [*kernels, *others], front)
+    kind.example = weights
     return kind
 
 
@@ -78,17 +86,17 @@ def test_the_fastest_right_way_serves_and_is_remembered(cache: Path, caplog: pyt
     wrong, failing = Fake("wrong", 0.0, off=1.3), Fake("failing", 0.0, fails=True)
     kind = kind_of(slow, fast, few, wrong, failing)
     choose_experts([kind], 60.0)
-    assert [kind.method_for(count).name for count in (1, 4, 64)] == ["few", "fast", "fast"]
+    assert [kind.kernel_for(count).name for count in (1, 4, 64)] == ["few", "fast", "fast"]
     assert "wrong is left out from 1 tokens on: ArithmeticError: its answer is off by 3.0e-01" in caplog.text
     assert "failing is left out from 1 tokens on: ArithmeticError: RuntimeError: out of something" in caplog.text
     assert ", fast from" in caplog.text
     (path,) = cache.glob("*.json")
     assert to_times(read_table(path, "experts"), TOKEN_COUNTS)["wrong"] == [None] * len(TOKEN_COUNTS)
-    runs = fast.runs
+    runs = fast.calls
     again = kind_of(slow, fast, few, wrong, failing)
     choose_experts([again], 60.0)
-    assert fast.runs == runs, "nothing is measured twice"
-    assert again.method_for(64).name == "fast"
+    assert fast.calls == runs, "nothing is measured twice"
+    assert again.kernel_for(64).name == "fast"
 
 
 def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,28 +104,19 @@ def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.Log
     rows, tiles = Fake("triton.rows"), Fake("triton.tiles16")
     kind = kind_of(tiles, rows)
     choose_experts([kind], 0.0)
-    assert (rows.runs, tiles.runs) == (0, 0)
-    assert kind.method_for(1) is rows
+    assert (rows.calls, tiles.calls) == (0, 0)
+    assert kind.kernel_for(1) is rows
     assert "(not measured)" in caplog.text
     assert not cache.exists()
 
 
 def test_quantised_layers_have_times_of_their_own(cache: Path) -> None:
-    pytest.importorskip("triton")
-    from headway.kernels.experts.fused import FusedExperts
-
-    only = Fake("only")
-    kinds = [kind_of(only)]
-    for form in ("fp8 rows", "mxfp4"):
-        layer = Layer(dataclasses.replace(CONFIG, intermediate_size=64), torch.float32, hidden=64)
-        kind = FusedExperts(CONFIG, torch.float32, CPU, forms=(form, form))
-        kind.layer(layer.quantized(form), layer.norm_of(torch.float32))
-        kind.methods = {"only": only}
-        kinds.append(kind)
+    only, other = Fake("only"), Fake("other")
+    kinds = [kind_of(only, other), *(kind_of(only, other, form=form) for form in ("fp8 rows", "mxfp4"))]
     for kind in kinds:
-        runs = only.runs
+        runs = only.calls
         choose_experts([kind], 60.0)
-        assert only.runs > runs
+        assert only.calls > runs
     assert len([*cache.glob("*.json")]) == 3
 
 

@@ -8,27 +8,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headway.core.contract.experts import ExpertsKernel
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.select.costs import AxisTimes
-from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS
-from headway.kernels.experts.plain import PlainExperts, Routing
+from headway.kernels.experts.bound import AUTO, BoundExperts, ExpertsKind, KernelRaisedError
+from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS
+from headway.kernels.experts.plain import TorchExperts
+from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.contender import captured
 from headway.tuning.measure.counted_layer import TURNS, CountedLayer
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.points import counted_points
 from headway.tuning.table.schema import DeviceIdentity, ExpertsRecord
-
-if TYPE_CHECKING:
-    from headway.kernels.experts.fused import FusedExperts
-    from headway.kernels.experts.methods import Method
-    from headway.kernels.experts.weights import ExpertWeights
 
 _GRAPHED, _LAYERS = 256, 4
 """Tokens up to which a step's layers are timed in a CUDA graph, and layers in it, each with tokens of its own. One layer alone
@@ -40,16 +38,29 @@ _TOLERANCE = 5e-2
 log = logging.getLogger("headway")
 
 
-def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileAhead | None = None) -> None:
-    """Have each kind of layer choose by measured times: those that are kept for this device, or new ones.
+def choose_experts(kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAhead | None = None) -> None:
+    """Have each kind of layer choose by measured times: those that are stored for this device, or new ones.
 
-    budget: seconds that may be measured; 0: nothing is, and where nothing is kept a rule chooses, which the log says.
+    Third parties' kernels are tried at every start, and left out with the numbers where they are wrong.
+
+    budget: seconds that may be measured; 0: nothing is, and where nothing is stored a rule chooses, which the log says.
     ahead: what kernels are compiled in, many at a time; None: each at its first launch.
+
+    :raises BackendError: the kernel that the user named is wrong.
     """
     for kind in kinds:
-        found = expert_layer(kind, identify_device(kind.device), ahead).times(budget, TOKEN_COUNTS)
-        if found is not None:
-            kind.obey(AxisTimes(TOKENS, *found))
+        sample = SampleLayer(kind) if kind.guests else None
+        for kernel in kind.guests:
+            if sample is not None and (why := sample.fault(kernel)):
+                kind.leave_out(kernel.name, why)
+        if kind.chooses:
+            layer = expert_layer(kind, identify_device(kind.device), ahead)
+            found = layer.times(budget if kind.requested == AUTO else 0.0, TOKEN_COUNTS)
+            for name, why in layer.wrong.items() if "wrong" in vars(layer) else ():  # only if something was measured
+                if kind.chooses:
+                    kind.leave_out(name, why)
+            if found is not None:
+                kind.obey(AxisTimes(TOKENS, *found))
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:
@@ -60,7 +71,7 @@ def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileA
 class ExpertLayer(CountedLayer):
     """A kind of layer of experts, measured by the number of tokens over the weights of one layer."""
 
-    kind: FusedExperts
+    kind: ExpertsKind
     ahead: CompileAhead | None
 
     @cached_property
@@ -70,12 +81,12 @@ class ExpertLayer(CountedLayer):
 
     @cached_property
     def wrong(self) -> dict[str, str]:
-        """Method -> what is wrong with its answers."""
-        return {name: why for name, method in self.kind.methods.items() if (why := self.sample.fault(method))}
+        """Kernel -> what is wrong with its answers."""
+        return {name: why for name, kernel in self.kind.kernels.items() if (why := self.sample.fault(kernel))}
 
     def able(self, count: int) -> list[str]:
         """See `CountedLayer`."""
-        return [method.name for method in self.sample.methods(count)]
+        return [kernel.name for kernel in self.kind.serving(count)]
 
     def check(self, name: str, count: int) -> None:
         """See `CountedLayer`."""
@@ -84,7 +95,7 @@ class ExpertLayer(CountedLayer):
 
     def call(self, name: str, count: int) -> Callable[[], object]:
         """See `CountedLayer`."""
-        return self.sample.call(self.kind.methods[name], count)
+        return self.sample.call(self.kind.kernels[name], count)
 
     def layers(self, count: int) -> int:
         """See `CountedLayer`."""
@@ -100,12 +111,12 @@ class ExpertLayer(CountedLayer):
         yield
 
 
-def expert_layer(kind: FusedExperts, device: DeviceIdentity, ahead: CompileAhead | None = None) -> ExpertLayer:
+def expert_layer(kind: ExpertsKind, device: DeviceIdentity, ahead: CompileAhead | None = None) -> ExpertLayer:
     """Return a kind of layer of experts as one that is measured."""
     layer = f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
     record = ExpertsRecord(layer=layer if kind.forms == ("", "") else f"{layer} {' / '.join(kind.forms)}")
     return ExpertLayer(
-        record, device, list(kind.methods), counted_points("tokens", TOKEN_COUNTS), kind.device, TURNS, kind, ahead
+        record, device, list(kind.kernels), counted_points("tokens", TOKEN_COUNTS), kind.device, TURNS, kind, ahead
     )
 
 
@@ -116,7 +127,7 @@ def _raise(error: Exception) -> None:
 class SampleLayer:
     """A layer of a kind with a random router, which spreads tokens over all experts, and random tokens."""
 
-    def __init__(self, kind: FusedExperts) -> None:
+    def __init__(self, kind: ExpertsKind) -> None:
         """:raises ValueError: no layer of this kind was loaded."""
         if kind.example is None:
             raise ValueError("a kind of experts without a layer")
@@ -128,8 +139,8 @@ class SampleLayer:
             for name in ("router_bias", "correction_bias")
             if (bias := getattr(kind.example, name)) is not None
         }
-        self.weights: ExpertWeights = dataclasses.replace(kind.example, router=router, **flat)
-        self.norm = Norm(torch.ones_like(router[0]), 1e-6)
+        weights: RoutedWeights = dataclasses.replace(kind.example, router=router, **flat)
+        self.layer = BoundExperts(kind, weights, Norm(torch.ones_like(router[0]), 1e-6))
         self._tokens: dict[int, list[Tensor]] = {}
 
     def _draw(self, *shape: int) -> Tensor:
@@ -138,32 +149,28 @@ class SampleLayer:
     def tokens(self, count: int) -> list[Tensor]:
         """A residual stream [count, hidden_size] for each layer that is timed together."""
         if count not in self._tokens:  # one number at a time: the largest take memory
-            self._tokens = {count: [self._draw(count, self.weights.router.shape[1]) for _ in range(self.layers(count))]}
+            self._tokens = {count: [self._draw(count, self.kind.spec.hidden_size) for _ in range(self.layers(count))]}
         return self._tokens[count]
 
     def layers(self, count: int) -> int:
         """Layers that are timed together."""
         return _LAYERS if self.kind.device.type == "cuda" and count <= _GRAPHED else 1
 
-    def methods(self, count: int) -> list[Method]:
-        """The methods that take this many tokens."""
-        return [method for method in self.kind.methods.values() if method.takes(count, self.kind.dtype)]
-
     def launch(self, counts: Iterable[int]) -> None:
         """Launch whatever is compiled for some numbers of tokens, to be called where nothing is launched."""
         for count in counts:
-            for method in self.methods(count):
+            for kernel in self.kind.serving(count):
                 with suppress(Exception):  # the trial will meet it again, and name it
-                    self.run(method, count)
+                    self.run(kernel, count)
 
-    def run(self, method: Method, count: int) -> None:
+    def run(self, kernel: ExpertsKernel, count: int) -> None:
         """Compute each layer once."""
         for x in self.tokens(count):
-            method.add(x, method.route(x, self.norm, self.weights), self.weights)
+            self.layer.add(kernel, self.layer.routed(x, kernel), x)
 
-    def call(self, method: Method, count: int) -> Callable[[], object]:
+    def call(self, kernel: ExpertsKernel, count: int) -> Callable[[], object]:
         """What runs the layers: as an engine does, a graph's replay for few tokens."""
-        run = partial(self.run, method, count)
+        run = partial(self.run, kernel, count)
         if self.layers(count) == 1:
             return run
         try:
@@ -171,20 +178,27 @@ class SampleLayer:
         except Exception as error:
             return partial(_raise, error)  # among the times, as what fails later does
 
-    def fault(self, method: Method) -> str:
-        """Return what is wrong with a method's answers for one token and for a few; empty if torch's operations agree."""
-        taken = [count for count in TOKEN_COUNTS if method.takes(count, self.kind.dtype)]
+    def fault(self, kernel: ExpertsKernel) -> str:
+        """Return how far answers for one token and for a few are from torch's operations, or what was raised; empty: right."""
+        taken = [count for count in TOKEN_COUNTS if kernel.runs(count)]
         few = max([count for count in taken if count <= _FEW] or taken[:1])
         try:
-            error = max(self._error(method, count) for count in {taken[0], few})
+            error = max(self._error(kernel, count) for count in {taken[0], few})
         except Exception as raised:
+            raised = raised.error if isinstance(raised, KernelRaisedError) else raised
             return f"{type(raised).__name__}: {raised}"
         return "" if error < _TOLERANCE else f"its answer is off by {error:.1e}"
 
-    def _error(self, method: Method, count: int) -> float:
-        routed = method.route(self.tokens(count)[0], self.norm, self.weights)
-        found = torch.zeros_like(routed.x)
-        method.add(found, routed, self.weights)
-        plain = PlainExperts(self.kind.config, self.weights)
-        expected = plain.apply(routed.x, Routing(routed.experts, routed.weights), lambda x, linear: linear(x))
+    def _error(self, kernel: ExpertsKernel, count: int) -> float:
+        routed = self.layer.routed(self.tokens(count)[0], kernel)
+        found, expected = torch.zeros_like(routed.x), torch.zeros_like(routed.x)
+        self.layer.add(kernel, routed, found)
+        plain = TorchExperts(self.kind.spec)
+        plain.apply(routed.x, routed.experts, routed.weights, self._linears, expected)
         return float((found - expected).float().norm() / expected.float().norm())
+
+    @cached_property
+    def _linears(self) -> Any:
+        """The layer's products for torch."""
+        assert self.layer.weights is not None
+        return TorchExperts(self.kind.spec).prepare(self.layer.weights)

@@ -10,9 +10,10 @@ import torch
 
 from expert_layers import CONFIGS, FORMS, Layer
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.cuda_lots import LOTS as SHARED_LOTS
-from headway.kernels.experts.cuda_lots import LotsVariant, computes_lots, lots_variant, suits
-from headway.kernels.experts.cuda_rows import LOTS, ExpertVariant, computes_experts, expert_variant
+from headway.kernels.experts.builtin import CUDA_LOTS, CUDA_ROWS
+from headway.kernels.experts.cuda_lots import LotsVariant, cuda_lots, lots_variant, suits
+from headway.kernels.experts.cuda_rows import ExpertVariant, cuda_rows, expert_variant
+from headway.kernels.experts.weights import spec_of
 from headway.kernels.linear.cuda_products import ArrangedWeight, computes
 from headway.kernels.linear.forms import QuantizedWeight
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
@@ -30,7 +31,7 @@ def variants(form: str, shape: str) -> list[ExpertVariant]:
     """Both products in every lot, as launches make them."""
     config, hidden = PUBLISHED[shape]
     found = []
-    for lot, first in product((1, *LOTS), (True, False)):
+    for lot, first in product((1, *CUDA_ROWS), (True, False)):
         weight, scales = described(form, hidden if first else config.intermediate_size)
         codes = torch.empty(config.num_all * (config.up_size if first else hidden), 1, dtype=torch.uint8, device="meta")
         read = ArrangedWeight(weight, codes, torch.empty(1, dtype=scales, device="meta"))
@@ -70,9 +71,9 @@ def test_a_refusal_says_what_was_needed(weight: QuantizedWeight, rows: int, reas
 
 def test_plain_experts_and_a_cpu_are_refused_with_a_reason() -> None:
     layer = Layer(CONFIGS["gpt_oss"], BF16)
-    told = str(computes_experts(layer.config, layer.weights(BF16), torch.device("cpu")))
-    assert "device: needs a GPU of compute capability 8.0 or newer, got cpu" in told
-    assert "weights: needs quantised ones, got plain ones" in told
+    told = str(cuda_rows(8).supports(spec_of(layer.config, layer.weights(BF16))))
+    assert "device: needs cuda, got cpu" in told
+    assert "weight format: needs fp8 or int4 or int8 or mxfp4, got plain" in told
 
 
 MULTIPROCESSOR_BYTES, MULTIPROCESSORS = 228 * 1024, 132
@@ -84,7 +85,7 @@ def lot_variants(form: str, shape: str) -> list[LotsVariant]:
     config, hidden = PUBLISHED[shape]
     after, _ = described(form, config.intermediate_size)
     found = []
-    for lot, first in product(SHARED_LOTS, (True, False)):
+    for lot, first in product(CUDA_LOTS, (True, False)):
         weight, scales = described(form, hidden if first else config.intermediate_size)
         codes = torch.empty(config.num_all * (config.up_size if first else hidden), 1, dtype=torch.uint8, device="meta")
         read = ArrangedWeight(weight, codes, torch.empty(1, dtype=scales, device="meta"))
@@ -156,10 +157,11 @@ def test_sources_compile(form: str, shape: str, made: Callable[..., Variants], c
     ],
 )
 def test_lots_are_offered_where_experts_fill_them(shape: str, tokens: int, lots: list[int]) -> None:
-    assert [lot for lot in SHARED_LOTS if suits(lot, tokens, PUBLISHED[shape][0])] == lots
+    assert [lot for lot in CUDA_LOTS if suits(lot, tokens, PUBLISHED[shape][0])] == lots
 
 
 def test_what_cannot_be_computed_is_refused_with_a_reason() -> None:
-    told = str(computes_lots(ExpertsConfig(64, 30, 768), torch.device("cpu")))
-    assert "device: needs a GPU of compute capability 9.0, got cpu" in told
+    config = ExpertsConfig(64, 30, 32)
+    told = str(cuda_lots(8).supports(spec_of(config, Layer(config, BF16, hidden=32).quantized("mxfp4"))))
+    assert "device: needs cuda, got cpu" in told
     assert "experts of a token: needs up to 24, got 30" in told

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dense_attention import DenseAttention
-from expert_layers import CONFIGS, FORMS, HIDDEN, Layer
-from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.fused import FusedExperts
-from headway.kernels.experts.plain import Routing
-from headway.kernels.experts.weights import ExpertWeights, forms_of
+from expert_layers import CONFIGS, FORMS, HIDDEN, Layer, fused_layer
+from headway.core.contract.experts import ExpertsConfig, ExpertsKernel
+from headway.kernels.experts.bound import BoundExperts
+from headway.kernels.experts.plain import Routed, Routing
 from headway.kernels.linear.forms import merged
-from headway.kernels.step.operations import Norm
 from headway.models.loader import load_model
 from quantized_models import FORMATS as STORED
 from quantized_models import GPT_OSS, QWEN3_MOE, save_both, save_mxfp4
 from quantized_weights import float8
-
-if TYPE_CHECKING:
-    from headway.kernels.experts.methods import Method
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
@@ -32,15 +27,26 @@ LARGE = ExpertsConfig(64, 6, 352, shared_intermediate_size=704)
 DEVICE = torch.device("cuda")
 
 
-def run(kind: object, name: str, layer: Layer, x: Tensor, dtype: torch.dtype) -> Tensor:
-    method, weights = kind.methods[name], layer.weights(dtype, "cuda")
-    y = x.to(DEVICE, dtype, copy=True)
-    method.add(y, method.route(y, layer.norm_of(dtype, "cuda"), weights), weights)
+def run(bound: BoundExperts, kernel: ExpertsKernel, x: Tensor) -> Tensor:
+    """The residual stream after the layer by a kernel."""
+    y = x.clone()
+    bound.add(kernel, bound.routed(y, kernel), y)
     return y
 
 
-def kind_of(config: ExpertsConfig, dtype: torch.dtype, batch_invariant: bool = False) -> object:
-    return FusedExperts(config, dtype, DEVICE, batch_invariant)
+def bound_of(layer: Layer, dtype: torch.dtype, invariant: bool = False) -> BoundExperts:
+    return fused_layer(layer.config, layer.weights(dtype, "cuda"), layer.norm_of(dtype, "cuda"), invariant)
+
+
+def check_rows(bound: BoundExperts, kernel: ExpertsKernel, layer: Layer, x: Tensor, routed: Routed | None = None) -> Tensor:
+    """Hold a kernel's rows to the reference over the experts that the router chose. routed: None: as it routes them."""
+    given = x.to(DEVICE, layer.dtype)
+    routed, found = routed or bound.routed(given, kernel), given.clone()
+    bound.add(kernel, routed, found)
+    expected = layer.reference(x, Routing(routed.experts.cpu(), routed.weights.double().cpu()))
+    errors = (found.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.max() < TOLERANCE[layer.dtype], (kernel.name, errors)
+    return found
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -50,51 +56,42 @@ def test_every_method_is_right(name: str, num_tokens: int, dtype: torch.dtype) -
     config = CONFIGS.get(name, LARGE)
     layer = Layer(config, dtype, seed=num_tokens, hidden=HIDDEN if name in CONFIGS else 1024)
     x = layer.draw(num_tokens, layer.norm.shape[0])
-    chosen, kind = layer.routing(x), kind_of(config, dtype)
-    able = [method for method in kind.methods.values() if method.takes(num_tokens, dtype)]
+    chosen, bound = layer.routing(x), bound_of(layer, dtype)
+    able = bound.kind.serving(num_tokens)
     assert len(able) >= 3
-    weights, norm, given = layer.weights(dtype, "cuda"), layer.norm_of(dtype, "cuda"), x.to(DEVICE, dtype)
-    for method in able:
-        routed, found = method.route(given, norm, weights), given.clone()
-        method.add(found, routed, weights)
+    for kernel in able:
+        routed = bound.routed(x.to(DEVICE, dtype), kernel)
         experts, slot_weights = routed.experts.cpu(), routed.weights.double().cpu()
         # Of two experts of nearly equal scores either may be chosen, where scores are rounded to half precision.
         alike = (experts.sort(1).values == chosen.experts.sort(1).values).all(1)
-        assert (~alike).sum() <= (0 if dtype == torch.float32 else max(2, num_tokens // 5)), method.name
+        assert (~alike).sum() <= (0 if dtype == torch.float32 else max(2, num_tokens // 5)), kernel.name
         torch.testing.assert_close(slot_weights[alike].sum(1), chosen.weights[alike].sum(1), rtol=TOLERANCE[dtype], atol=1e-3)
-        expected = layer.reference(x, Routing(experts, slot_weights))
-        errors = (found.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)
-        assert errors.max() < TOLERANCE[dtype], (method.name, errors)
+        check_rows(bound, kernel, layer, x, routed)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 700])
 def test_a_graph_gives_the_same_bits(num_tokens: int) -> None:
     layer = Layer(LARGE, torch.bfloat16, hidden=1024)
-    kind, weights, norm = (
-        kind_of(LARGE, torch.bfloat16), layer.weights(torch.bfloat16, "cuda"), layer.norm_of(torch.bfloat16, "cuda")
-    )  # fmt: skip
-    x = layer.draw(num_tokens, 1024).to(DEVICE, torch.bfloat16)
-    for method in [method for method in kind.methods.values() if method.takes(num_tokens, torch.bfloat16)]:
-        eager, captured = x.clone(), x.clone()
-        method.add(eager, method.route(eager, norm, weights), weights)
+    bound, x = bound_of(layer, torch.bfloat16), layer.draw(num_tokens, 1024).to(DEVICE, torch.bfloat16)
+    for kernel in bound.kind.serving(num_tokens):
+        captured, eager = x.clone(), run(bound, kernel, x)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            method.add(captured, method.route(captured, norm, weights), weights)
+            bound.add(kernel, bound.routed(captured, kernel), captured)
         for _ in range(3):
             captured.copy_(x)
             graph.replay()
-            assert torch.equal(captured, eager), method.name
+            assert torch.equal(captured, eager), kernel.name
 
 
 def test_a_tokens_bits_do_not_depend_on_the_others_where_that_is_promised() -> None:
     layer = Layer(LARGE, torch.bfloat16, hidden=1024)
-    x = layer.draw(600, 1024)
-    kind = kind_of(LARGE, torch.bfloat16, batch_invariant=True)
-    (name,) = kind.methods
-    whole = run(kind, name, layer, x, torch.bfloat16)
+    x, bound = layer.draw(600, 1024).to(DEVICE, torch.bfloat16), bound_of(layer, torch.bfloat16, invariant=True)
+    (kernel,) = bound.kind.kernels.values()
+    whole = run(bound, kernel, x)
     for first, last in ((0, 1), (3, 20), (100, 364), (17, 600)):
-        assert torch.equal(run(kind, name, layer, x[first:last], torch.bfloat16), whole[first:last])
+        assert torch.equal(run(bound, kernel, x[first:last]), whole[first:last])
 
 
 @pytest.mark.parametrize("kind", ["triton.rows", "triton.tiles"])
@@ -103,9 +100,9 @@ def test_a_nan_stays_in_its_row(kind: str) -> None:
     layer = Layer(config, torch.bfloat16)
     x = layer.draw(9, HIDDEN)
     x[4] = torch.nan
-    ways = kind_of(config, torch.bfloat16)
-    for name in [name for name in ways.methods if name.startswith(kind)]:
-        found = run(ways, name, layer, x, torch.bfloat16)
+    bound = bound_of(layer, torch.bfloat16)
+    for name, kernel in [(name, kernel) for name, kernel in bound.kind.kernels.items() if name.startswith(kind)]:
+        found = run(bound, kernel, x.to(DEVICE, torch.bfloat16))
         assert found.isnan().any(1).tolist() == [row == 4 for row in range(9)], name
 
 
@@ -116,11 +113,9 @@ QUANTIZED = {
 }
 
 
-def quantized_kind(layer: Layer, form: str, batch_invariant: bool = False) -> tuple[object, ExpertWeights]:
+def quantized_layer(layer: Layer, form: str, invariant: bool = False) -> BoundExperts:
     weights = layer.quantized(form, "cuda")
-    kind = FusedExperts(layer.config, layer.dtype, DEVICE, batch_invariant, forms_of(weights))
-    kind.layer(weights, layer.norm_of(layer.dtype, "cuda"))  # whose weights tell which kernels there are
-    return kind, weights
+    return fused_layer(layer.config, weights, layer.norm_of(layer.dtype, "cuda"), invariant)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 50, 300, 1500])
@@ -129,55 +124,37 @@ def quantized_kind(layer: Layer, form: str, batch_invariant: bool = False) -> tu
 def test_every_method_over_every_form_is_right(form: str, config: str, num_tokens: int) -> None:
     """Also in a graph, whose bits are those of the same call outside of one."""
     layer = Layer(QUANTIZED[config], torch.bfloat16, seed=num_tokens, hidden=672)
-    kind, weights = quantized_kind(layer, form)
-    norm, x = layer.norm_of(torch.bfloat16, "cuda"), layer.draw(num_tokens, 672)
-    given = x.to(DEVICE, torch.bfloat16)
-    able = [method for method in kind.methods.values() if method.takes(num_tokens, torch.bfloat16)]
+    bound, x = quantized_layer(layer, form), layer.draw(num_tokens, 672)
+    given, able = x.to(DEVICE, torch.bfloat16), bound.kind.serving(num_tokens)
     assert len(able) >= 3
-    for method in able:
-        routed, found = method.route(given, norm, weights), given.clone()
-        method.add(found, routed, weights)
-        expected = layer.reference(x, Routing(routed.experts.cpu(), routed.weights.double().cpu()))
-        errors = (found.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)
-        assert errors.max() < TOLERANCE[torch.bfloat16], (method.name, errors)
+    for kernel in able:
+        found = check_rows(bound, kernel, layer, x)
         captured, graph = given.clone(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            method.add(captured, method.route(captured, norm, weights), weights)
+            bound.add(kernel, bound.routed(captured, kernel), captured)
         captured.copy_(given)
         graph.replay()
-        assert torch.equal(captured, found), method.name
+        assert torch.equal(captured, found), kernel.name
 
 
 @pytest.mark.parametrize("form", ["fp8 blocks", "int4, zeros"])
 def test_float16_multiplies_forms_that_it_has_place_for(form: str) -> None:
     for count in (2, 40):
         layer = Layer(QUANTIZED["qwen3"], torch.float16, hidden=672)
-        kind, weights = quantized_kind(layer, form)
-        x = layer.draw(count, 672)
-        for method in [method for method in kind.methods.values() if method.takes(count, torch.float16)]:
-            found = x.to(DEVICE, torch.float16, copy=True)
-            routed = method.route(found, layer.norm_of(torch.float16, "cuda"), weights)
-            method.add(found, routed, weights)
-            expected = layer.reference(x, Routing(routed.experts.cpu(), routed.weights.double().cpu()))
-            assert (found.double().cpu() - expected).norm() < TOLERANCE[torch.float16] * expected.norm(), method.name
+        bound, x = quantized_layer(layer, form), layer.draw(count, 672)
+        for kernel in bound.kind.serving(count):
+            check_rows(bound, kernel, layer, x)
 
 
 @pytest.mark.parametrize("form", ["fp8 blocks", "mxfp4"])
 def test_quantised_tokens_have_bits_of_their_own_where_that_is_promised(form: str) -> None:
     layer = Layer(QUANTIZED["qwen3"], torch.bfloat16, hidden=672)
-    kind, weights = quantized_kind(layer, form, batch_invariant=True)
-    (method,) = kind.methods.values()
-    norm, x = layer.norm_of(torch.bfloat16, "cuda"), layer.draw(300, 672).to(DEVICE, torch.bfloat16)
-
-    def computed(rows: Tensor) -> Tensor:
-        y = rows.clone()
-        method.add(y, method.route(y, norm, weights), weights)
-        return y
-
-    whole = computed(x)
+    bound, x = quantized_layer(layer, form, invariant=True), layer.draw(300, 672).to(DEVICE, torch.bfloat16)
+    (kernel,) = bound.kind.kernels.values()
+    whole = run(bound, kernel, x)
     for first, last in ((0, 1), (3, 20), (100, 290)):
-        assert torch.equal(computed(x[first:last]), whole[first:last])
+        assert torch.equal(run(bound, kernel, x[first:last]), whole[first:last])
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "mxfp4"])
@@ -215,30 +192,24 @@ SHAPES = {
 
 
 class Given:
-    """A layer of a form on the GPU, and the methods in question."""
+    """A layer of a form on the GPU, and the kernels in question."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, form: str, shape: str, dtype: torch.dtype = BF16) -> None:
         monkeypatch.setitem(FORMS, "fp8 blocks", WIDE["fp8 blocks"])
         config, self.hidden = SHAPES[shape]
         self.layer, self.dtype = Layer(config, dtype, hidden=self.hidden), dtype
-        self.weights: ExpertWeights = self.layer.quantized(form, "cuda")
-        self.norm: Norm = self.layer.norm_of(dtype, "cuda")
-        self.kind = FusedExperts(config, dtype, DEVICE, forms=forms_of(self.weights))
-        self.kind.layer(self.weights, self.norm)
-        self.methods = [way for way in self.kind.methods.values() if way.name.startswith(("cuda.rows", "cuda.lots"))]
+        self.bound = quantized_layer(self.layer, form)
+        self.kernels = [each for name, each in self.bound.kind.kernels.items() if name.startswith("cuda.")]
 
     def check(self, x: Tensor, experts: Tensor | None = None) -> None:
-        """Hold each method that takes so many tokens to the reference. experts: in place of those that the router chooses."""
-        given, able = x.to(DEVICE, self.dtype), [way for way in self.methods if way.takes(len(x), self.dtype)]
+        """Hold each kernel that serves so many tokens to the reference. experts: in place of those that the router chooses."""
+        able = [each for each in self.kernels if each.runs(len(x))]
         assert able
-        for method in able:
-            routed, found = method.route(given, self.norm, self.weights), given.clone()
+        for kernel in able:
+            routed = self.bound.routed(x.to(DEVICE, self.dtype), kernel)
             if experts is not None:
                 routed = dataclasses.replace(routed, experts=experts.to(DEVICE, torch.int32))
-            method.add(found, routed, self.weights)
-            expected = self.layer.reference(x, Routing(routed.experts.cpu(), routed.weights.double().cpu()))
-            errors = (found.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)
-            assert errors.max() < TOLERANCE[self.dtype], (method.name, errors)
+            check_rows(self.bound, kernel, self.layer, x, routed)
 
 
 def read(form: str, shape: str) -> bool:
@@ -250,28 +221,22 @@ def read(form: str, shape: str) -> bool:
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_every_form_are_right(monkeypatch: pytest.MonkeyPatch, form: str, shape: str) -> None:
     given = Given(monkeypatch, form, shape)
-    assert bool(given.methods) == read(form, shape)
-    for count in (1, 2, 7, 17, 64) if given.methods else ():
+    assert bool(given.kernels) == read(form, shape)
+    for count in (1, 2, 7, 17, 64) if given.kernels else ():
         given.check(given.layer.draw(count, given.hidden))
 
 
 @pytest.mark.parametrize("form", ["fp8 rows", "mxfp4"])
 def test_lots_take_more_tokens_and_keep_their_bits(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     given = Given(monkeypatch, form, "gpt_oss")
-    lots = [way for way in given.methods if way.name.startswith("cuda.lots")]
+    lots = [way for way in given.kernels if way.name.startswith("cuda.lots")]
     if not lots:
         pytest.skip("needs compute capability 9.0")
-    given.methods = lots
+    given.kernels = lots
     given.check(given.layer.draw(200, given.hidden))
     x = given.layer.draw(90, given.hidden).to(DEVICE, BF16)
-    for method in lots:
-        if method.takes(90, BF16) and method.takes(60, BF16):
-            found = []
-            for rows in (x, x[20:80]):
-                y = rows.clone()
-                method.add(y, method.route(y, given.norm, given.weights), given.weights)
-                found.append(y)
-            assert torch.equal(found[1], found[0][20:80]), method.name
+    for kernel in [each for each in lots if each.runs(90) and each.runs(60)]:
+        assert torch.equal(run(given.bound, kernel, x[20:80]), run(given.bound, kernel, x)[20:80]), kernel.name
 
 
 @pytest.mark.parametrize("form", ["fp8 blocks", "mxfp4"])
@@ -293,35 +258,28 @@ def test_a_tokens_bits_depend_on_neither_the_others_nor_the_lots(monkeypatch: py
     given = Given(monkeypatch, "mxfp4", "gpt_oss")
     x = given.layer.draw(40, given.hidden).to(DEVICE, BF16)
 
-    def computed(rows: Tensor, number: int) -> Tensor:
-        y = rows.clone()
-        method = given.methods[number]
-        method.add(y, method.route(y, given.norm, given.weights), given.weights)
-        return y
-
-    whole = computed(x, 1)
-    assert torch.equal(computed(x[3:20], 0), whole[3:20])
-    assert torch.equal(computed(x[5:6], 0), whole[5:6])
+    small, large = given.kernels[:2]
+    whole = run(given.bound, large, x)
+    assert torch.equal(run(given.bound, small, x[3:20]), whole[3:20])
+    assert torch.equal(run(given.bound, small, x[5:6]), whole[5:6])
 
 
 def test_a_graph_gives_the_same_bits_for_other_tokens_than_it_was_captured_with(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Given(monkeypatch, "fp8 blocks", "qwen3")
-    for method in [way for way in given.methods if way.takes(12, BF16)]:
-        replay(given, method)
+    for kernel in [each for each in given.kernels if each.runs(12)]:
+        replay(given, kernel)
 
 
-def replay(given: Given, method: Method) -> None:
+def replay(given: Given, kernel: ExpertsKernel) -> None:
     """Capture two layers, one after the other, and replay them for other tokens."""
     x = given.layer.draw(12, given.hidden).to(DEVICE, BF16)
-    y, eager = x.flip(0).contiguous(), x.clone()
-    method.add(eager, method.route(eager, given.norm, given.weights), given.weights)
+    y, eager = x.flip(0).contiguous(), run(given.bound, kernel, run(given.bound, kernel, x))
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         for _ in range(2):  # the second starts while the first ends
-            method.add(y, method.route(y, given.norm, given.weights), given.weights)
-    method.add(eager, method.route(eager, given.norm, given.weights), given.weights)
+            given.bound.add(kernel, given.bound.routed(y, kernel), y)
     for _ in range(3):
         y.copy_(x)
         graph.replay()
-        assert torch.equal(y, eager)
+        assert torch.equal(y, eager), kernel.name

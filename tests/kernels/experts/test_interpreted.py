@@ -6,36 +6,47 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 
-from expert_layers import CONFIGS, FORMS, HIDDEN, SMALL, UNGATED, Layer
+from expert_layers import CONFIGS, FORMS, HIDDEN, SMALL, UNGATED, Layer, fused_layer
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.fused import Dequantized, FusedExperts
-from headway.kernels.experts.methods import ExpertTiling, RowCut, RowMethod, TileMethod
-from headway.kernels.experts.plain import route, sort_by_expert
-from headway.kernels.experts.route_kernels import Router
-from headway.kernels.linear.gpu_kernels import Dequantizer
+from headway.kernels.experts.builtin import ExpertTiling
+from headway.kernels.experts.plain import Routed, RoutedKernel, route, sort_by_expert
+from headway.kernels.experts.route_kernels import Router, sorted_pairs
+from headway.kernels.experts.row_kernels import RowCut, RowKernel, row_kernel
+from headway.kernels.experts.tiles import DequantizingKernel, tiled
+from headway.kernels.experts.weights import RoutedWeights, spec_of
+from headway.kernels.runtime.triton_launch import Launchers
+from headway.kernels.step.operations import Norm
 
 CPU = torch.device("cpu")
 UNEVEN = dataclasses.replace(SMALL, intermediate_size=24, num_experts=5, top_k=2, renormalize=True)
 
 
-def way_of(method: str, config: ExpertsConfig, router: object) -> object:
-    """A method of few and large programs, which the interpreter runs one after the other."""
+def kernel_class(method: str) -> type[RoutedKernel]:
+    """A kernel over plain weights of few and large programs, which the interpreter runs one after the other."""
     if method == "rows":
-        return RowMethod(config, router, CPU, RowCut(gate_rows=16, down_rows=16, down_chunk=32))
+        cuts = RowCut(16, 4, 4, 1024), RowCut(16, 4, 6, 32)
+        return type("Rows", (RowKernel,), {"name": "rows", "warps": 1, "plain_cuts": cuts})
     swapped = ExpertTiling(16, 64, 32, 4, 2, swapped=True, group_m=2)
     tilings = {"tiles": ExpertTiling(16, 32, 64, 4, 2), "swapped": swapped}
     tilings |= {"whole": ExpertTiling(16, 32, 64, 4, 2, whole=True), "whole.swapped": dataclasses.replace(swapped, whole=True)}
-    return TileMethod(tilings[method], config, router, CPU)
+    return tiled(tilings[method], None)
+
+
+def added(kernel: type[RoutedKernel], config: ExpertsConfig, weights: RoutedWeights, norm: Norm, x: Tensor) -> Routed:
+    """Add what a kernel computes to x, and return how its tokens were routed."""
+    made = kernel(spec_of(config, weights))
+    routed = Router(config, CPU).bind(weights, norm)(x, made.sorts)
+    made.add(routed, made.prepare(weights), x)
+    return routed
 
 
 def check(config: ExpertsConfig, num_tokens: int, method: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
     layer = Layer(config, dtype, seed)
-    way = way_of(method, config, Router(config, CPU))
     x = layer.draw(num_tokens, HIDDEN)
     residual = x.to(dtype)
-    weights = layer.weights(dtype)
-    way.add(residual, way.route(residual, layer.norm_of(dtype), weights), weights)
+    added(kernel_class(method), config, layer.weights(dtype), layer.norm_of(dtype), residual)
     error = (residual.double() - layer.reference(x)).norm() / layer.reference(x).norm()
     assert error < {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}[dtype], error
 
@@ -59,9 +70,10 @@ def test_experts_without_a_gate(method: str, num_tokens: int) -> None:
 
 
 def test_what_needs_a_gate_takes_no_experts_without() -> None:
-    methods = FusedExperts(UNGATED, torch.bfloat16, CPU).methods
-    assert methods
-    assert "triton.rows" not in methods
+    layer = Layer(UNGATED, torch.bfloat16)
+    kernels = fused_layer(UNGATED, layer.weights(torch.bfloat16), layer.norm_of(torch.bfloat16)).kind.kernels
+    assert kernels
+    assert "triton.rows" not in kernels
 
 
 @pytest.mark.parametrize(
@@ -90,7 +102,8 @@ def test_routing_equals_that_of_torch_token_by_token(num_tokens: int) -> None:
         expected = route(logits, config, weights.correction_bias)
         assert torch.equal(routed.experts, expected.experts), name
         torch.testing.assert_close(routed.weights, expected.weights)
-        order, sorted_by_torch = router.order(routed), sort_by_expert(expected.experts, config.num_all)
+        order = sorted_pairs(Launchers(CPU), config, routed)
+        sorted_by_torch = sort_by_expert(expected.experts, config.num_all)
         assert torch.equal(order.pairs, sorted_by_torch.pairs), name
         assert torch.equal(order.places, sorted_by_torch.places)
         assert torch.equal(order.ends, sorted_by_torch.ends)
@@ -102,15 +115,12 @@ def test_routing_equals_that_of_torch_token_by_token(num_tokens: int) -> None:
 @pytest.mark.parametrize("method", ["tiles", pytest.param("rows", marks=pytest.mark.slow)])
 def test_a_nan_stays_in_its_row(method: str) -> None:
     config = CONFIGS["deepseek_v3"]
-    layer, router = Layer(config, torch.float32), Router(config, CPU)
-    weights, norm = layer.weights(torch.float32), layer.norm_of(torch.float32)
-    way = way_of(method, config, router)
+    layer = Layer(config, torch.float32)
     x = layer.draw(4, HIDDEN).float()
     x[2] = torch.nan
-    routed = way.route(x, norm, weights)
+    routed = added(kernel_class(method), config, layer.weights(torch.float32), layer.norm_of(torch.float32), x)
     assert bool(((routed.experts >= 0) & (routed.experts < config.num_all)).all())
     assert all(len(set(row)) == config.num_slots for row in routed.experts.tolist())
-    way.add(x, routed, weights)
     assert x.isnan().any(1).tolist() == [False, False, True, False]
 
 
@@ -120,23 +130,24 @@ GPT_OSS = dataclasses.replace(CONFIGS["gpt_oss"], num_experts=5, intermediate_si
 SHARED = dataclasses.replace(CONFIGS["qwen2_moe"], num_experts=4, intermediate_size=64, shared_intermediate_size=128)
 
 
-def quantized_way(method: str, config: ExpertsConfig) -> object:
-    router = Router(config, CPU)
+def quantized_class(method: str) -> type[RoutedKernel]:
+    """Likewise over quantised weights."""
     if method == "rows":
-        return RowMethod(config, router, CPU)
+        return row_kernel("triton.rows")
     tiles = ExpertTiling(16, 32, 64, 4, 2, swapped=True, group_m=2)
     if method == "dequantize":
-        return Dequantized(TileMethod(tiles, config, router, CPU), config, Dequantizer(CPU))
+        return type("Dequantizing", (DequantizingKernel,), {"name": "dequantize", "inner": tiled(tiles, None)})
     tilings = {"tiles": tiles, "wide": dataclasses.replace(tiles, block_n=64, block_k=128)}
-    return TileMethod({**tilings, "whole": dataclasses.replace(tiles, whole=True)}[method], config, router, CPU)
+    return tiled(None, {**tilings, "whole": dataclasses.replace(tiles, whole=True)}[method])
 
 
 def check_form(form: str, config: ExpertsConfig, tokens: int, method: str, dtype: torch.dtype = BF16, hidden: int = 96) -> None:
     layer = Layer(config, dtype, seed=tokens, hidden=hidden)
-    weights, way = layer.quantized(form), quantized_way(method, config)
+    weights, kernel = layer.quantized(form), quantized_class(method)
+    assert kernel.supports(spec_of(config, weights)), kernel.supports(spec_of(config, weights)).brief
     x = layer.draw(tokens, hidden)
     residual = x.to(dtype)
-    way.add(residual, way.route(residual, layer.norm_of(dtype), weights), weights)
+    added(kernel, config, weights, layer.norm_of(dtype), residual)
     error = (residual.double() - layer.reference(x)).norm() / layer.reference(x).norm()
     assert error < {torch.float16: 4e-3, BF16: 2.5e-2}[dtype], error
 
@@ -178,17 +189,29 @@ def test_only_one_of_the_two_weights_may_be_quantised() -> None:
         weights = layer.quantized("fp8 blocks")
         weights = dataclasses.replace(weights, down=layer.tensors["down"].to(BF16))
         x = layer.draw(3, 96)
-        residual, way = x.to(BF16), quantized_way(method, PLAIN)
-        way.add(residual, way.route(residual, layer.norm_of(BF16), weights), weights)
+        residual = x.to(BF16)
+        added(quantized_class(method), PLAIN, weights, layer.norm_of(BF16), residual)
         assert (residual.double() - layer.reference(x)).norm() / layer.reference(x).norm() < 1.5e-2, method
 
 
-def test_a_kind_of_quantised_layers_has_methods_that_read_them() -> None:
-    kind = FusedExperts(PLAIN, BF16, CPU, forms=("fp8 128x128", "fp8 128x128"))
+def test_a_kind_of_quantised_layers_has_kernels_that_read_them() -> None:
     layer = Layer(PLAIN, BF16, hidden=96)
-    kind.layer(layer.quantized("fp8 blocks"), layer.norm_of(BF16))
-    assert "torch.grouped_mm" not in kind.methods
-    assert {"triton.rows", "dequantize+torch.grouped_mm"} <= set(kind.methods)
-    assert kind.describe().startswith("fp8 128x128: triton.rows from 1, triton.tiles16")
+    kind = fused_layer(PLAIN, layer.quantized("fp8 blocks"), layer.norm_of(BF16)).kind
+    assert "torch.grouped_mm" not in kind.kernels
+    assert {"triton.rows", "dequantize+torch.grouped_mm"} <= set(kind.kernels)
+    assert kind.describe().startswith("fp8 32x32: triton.rows from 1, triton.tiles16")
     for count in (1, 64, 4096):
-        assert kind.method_for(count).takes(count, BF16)
+        assert kind.kernel_for(count).runs(count)
+
+
+@pytest.mark.parametrize("form", ["", "mxfp4"])
+def test_the_contracts_call_gives_what_the_wider_one_does(form: str) -> None:
+    """As a third party's program would call Headway's kernel: without what the router counts."""
+    layer = Layer(GPT_OSS, BF16, hidden=96)
+    weights, x = layer.quantized(form) if form else layer.weights(BF16), layer.draw(5, 96).to(BF16)
+    kernel = (quantized_class("tiles") if form else kernel_class("tiles"))(spec_of(GPT_OSS, weights))
+    routed = Router(GPT_OSS, CPU).tiles(x, layer.norm_of(BF16), weights)
+    wide, plain = x.clone(), x.clone()
+    kernel.add(routed, kernel.prepare(weights), wide)
+    kernel.apply(routed.x, routed.experts, routed.weights, kernel.prepare(weights), plain)
+    assert torch.equal(wide, plain)

@@ -15,12 +15,12 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-from expert_layers import CONFIGS, HIDDEN, SMALL, Layer
+from expert_layers import CONFIGS, HIDDEN, SMALL, Layer, plain_experts
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.select.costs import AxisTimes
-from headway.kernels.experts.choice import TOKEN_COUNTS, TOKENS, rules
-from headway.kernels.experts.plain import PlainExperts, route, sort_by_expert
+from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS, rules
+from headway.kernels.experts.plain import route, sort_by_expert
 from headway.kernels.experts.weights import ExpertsCut
 from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.checkpoints.weights import Weights
@@ -46,7 +46,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(name: str) -> None:
             inner = gate * torch.sigmoid(config.swiglu_alpha * gate) * up
             out = weights.down[expert] @ inner
             expected[token] += share * (out if weights.down_bias is None else out + weights.down_bias[expert])
-    found = PlainExperts(config, weights)(x, lambda rows, of: of(rows))
+    found = plain_experts(config, weights, x)
     torch.testing.assert_close(found, expected)
 
 
@@ -61,11 +61,10 @@ def test_a_shared_expert_is_the_same_in_pieces() -> None:
     assert (config.num_shared, config.num_all, config.num_slots) == (2, 10, 4)
     layer = Layer(config, torch.float64)
     weights, x = layer.weights(torch.float64), layer.draw(3, HIDDEN)
-    routed = PlainExperts(SMALL, dataclasses.replace(weights, gate_up=weights.gate_up[:8], down=weights.down[:8]))
+    few = dataclasses.replace(weights, gate_up=weights.gate_up[:8], down=weights.down[:8])
     gate, up = (weights.gate_up[8:, part].flatten(0, 1) for part in (slice(40), slice(40, 80)))
     shared = linear(silu(linear(x, gate)) * linear(x, up), weights.down[8:].transpose(0, 1).flatten(1))
-    both = PlainExperts(config, weights)
-    torch.testing.assert_close(both(x, lambda rows, of: of(rows)), routed(x, lambda rows, of: of(rows)) + shared)
+    torch.testing.assert_close(plain_experts(config, weights, x), plain_experts(SMALL, few, x) + shared)
 
 
 def test_node_limited_routing_stays_in_the_best_groups() -> None:
@@ -198,11 +197,11 @@ def test_experts_equal_transformers(tmp_path: Path, name: str) -> None:
     weights = Weights(tmp_path, torch.float32, torch.device("cpu"))
     read = deepseek_experts(config)
     assert [*read["dense_layers"]] == [0]
-    experts = PlainExperts(read["experts"], take_experts(ExpertsCut(read["experts"]), ExpertNames(), WIDTH, weights, "layer."))
+    taken = take_experts(ExpertsCut(read["experts"]), ExpertNames(), WIDTH, weights, "layer.")
     weights.finish()
     x = torch.randn(29, WIDTH)
     with torch.inference_mode():
-        torch.testing.assert_close(experts(x, lambda rows, linear: linear(rows)), module(x[None])[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(plain_experts(read["experts"], taken, x), module(x[None])[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

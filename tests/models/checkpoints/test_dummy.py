@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from headway.core.contract.errors import ConfigError, ModelError, PromptError
 from headway.core.sampling.params import SamplingParams
-from headway.kernels.experts.plain import Routing
+from headway.kernels.experts.plain import Routed, RouteTokens
 from headway.kernels.linear.axes import Axis
 from headway.llm import LLM
 from headway.models.checkpoints.formats.stored import ExpertsMxfp4, Float8Format, Int8Format, PackQuantized, StoredFormat
@@ -125,8 +124,8 @@ def test_a_dummy_router_spreads_tokens_over_the_experts(tmp_path: Path) -> None:
         return v.mean(0, keepdim=True).expand_as(v).repeat_interleave(2, dim=1)
 
     for layer in decoder.layers:
-        plain = layer.mlp.compute.experts
-        plain.apply = partial(counted, touched, plain.apply)
+        bound = layer.mlp.compute
+        bound.route = partial(counted, touched, bound.route)
     with torch.inference_mode():
         decoder(torch.arange(24), torch.arange(24), attention)
     uniform = 32 * (1 - (1 - 4 / 32) ** 24)
@@ -134,9 +133,10 @@ def test_a_dummy_router_spreads_tokens_over_the_experts(tmp_path: Path) -> None:
     assert min(touched) > 0.6 * uniform, touched
 
 
-def counted(touched: list[int], apply: Callable[..., Tensor], x: Tensor, routing: Routing, *rest: object) -> Tensor:
-    touched.append(len(set(routing.experts.flatten().tolist())))
-    return apply(x, routing, *rest)
+def counted(touched: list[int], route: RouteTokens, x: Tensor, sorts: bool) -> Routed:
+    routed = route(x, sorts)
+    touched.append(len(set(routed.experts.flatten().tolist())))
+    return routed
 
 
 FORMATS = {

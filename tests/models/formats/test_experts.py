@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers import GptOssConfig, PretrainedConfig, Qwen2MoeConfig
 
+from expert_layers import forms_of
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import DTYPES
-from headway.kernels.experts.weights import ExpertWeights, each_expert, forms_of, reads_experts
+from headway.kernels.experts.weights import RoutedWeights, each_expert, reads_experts
 from headway.kernels.linear.axes import Division
 from headway.kernels.linear.forms import QuantizedWeight, columns_of, dequantized_stack, format_of, rows_of
 from headway.models.checkpoints.expert_weights import take_experts
@@ -44,7 +45,7 @@ def qwen2_moe(shared: int) -> PretrainedConfig:
                           shared_expert_intermediate_size=shared)  # fmt: skip
 
 
-def take(folder: Path, rank: int = 0, size: int = 1) -> ExpertWeights:
+def take(folder: Path, rank: int = 0, size: int = 1) -> RoutedWeights:
     """The experts of the second layer, as a rank reads them."""
     config = read_decoder_config(read_config(folder))
     quantization = read_quantization(folder, json.loads((folder / "config.json").read_text()))
@@ -55,7 +56,7 @@ def take(folder: Path, rank: int = 0, size: int = 1) -> ExpertWeights:
     return found
 
 
-def check(found: ExpertWeights, plain: ExpertWeights) -> None:
+def check(found: RoutedWeights, plain: RoutedWeights) -> None:
     """A form stands for the numbers of the plain layer, also expert by expert."""
     for form, expected in ((found.gate_up, plain.gate_up), (found.down, plain.down)):
         assert isinstance(expected, Tensor)
@@ -162,7 +163,7 @@ def test_experts_are_rounded_on_loading_and_drawn_in_a_form() -> None:
     plain = DummyWeights(torch.bfloat16, CPU).take_experts(rows, 96)
     kept = source(ON_LOADING["fp8"], keeps=True).take_experts(rows, 96)
     assert not isinstance(kept, Tensor)
-    assert format_of(kept) == "fp8 rows"
+    assert str(format_of(kept)) == "fp8 rows"
     torch.testing.assert_close(kept.dequantized(torch.bfloat16), plain, rtol=0.08, atol=1e-3)
     assert torch.equal(source(ON_LOADING["fp8"], keeps=False).take_experts(rows, 96), kept.dequantized(torch.bfloat16))
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.plain import PlainExperts, Routing, route
-from headway.kernels.experts.weights import ExpertWeights
-from headway.kernels.linear.forms import QuantizedWeight, dequantized_stack, merged
-from headway.kernels.linear.linear import Linear
+from headway.kernels.experts.bound import BoundExperts, ExpertsOptions
+from headway.kernels.experts.plain import Product, Routing, TorchExperts, route
+from headway.kernels.experts.weights import RoutedWeights, spec_of
+from headway.kernels.linear.forms import QuantizedWeight, dequantized_stack, format_of, merged
 from headway.kernels.step.operations import Norm
 from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
 from quantized_weights import moved
@@ -88,7 +88,7 @@ class Layer:
         """Normal numbers that the layer's type can hold."""
         return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(self.dtype).double()
 
-    def weights(self, dtype: torch.dtype, device: str = "cpu") -> ExpertWeights:
+    def weights(self, dtype: torch.dtype, device: str = "cpu") -> RoutedWeights:
         """Its tensors in a type; what is float32 by contract stays so, or is float64 for a reference."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -96,9 +96,9 @@ class Layer:
             tensor = self.tensors[name]
             return None if tensor is None else tensor.to(device, wide if name in ("router_bias", "correction_bias") else dtype)
 
-        return ExpertWeights(**{name: put(name) for name in self.tensors})  # type: ignore[arg-type]
+        return RoutedWeights(**{name: put(name) for name in self.tensors})  # type: ignore[arg-type]
 
-    def quantized(self, form: str, device: str = "cpu") -> ExpertWeights:
+    def quantized(self, form: str, device: str = "cpu") -> RoutedWeights:
         """Its tensors with the experts' rounded to a form of FORMS; from then on `reference` is over the rounded ones."""
         stacked: dict[str, QuantizedWeight] = {}
         for name in ("gate_up", "down"):
@@ -117,8 +117,7 @@ class Layer:
 
         routing: which experts, where that is not the question; its weights are float64.
         """
-        plain, normed = PlainExperts(self.config, self.weights(torch.float64)), self.normed(x)
-        return x + plain.apply(normed, routing or self.routing(x), _product)
+        return x + plain_experts(self.config, self.weights(torch.float64), self.normed(x), routing or self.routing(x))
 
     def routing(self, x: Tensor) -> Routing:
         """Which experts, and with what weights, in float64."""
@@ -131,5 +130,27 @@ class Layer:
         return torch.nn.functional.rms_norm(x, self.norm.shape, self.norm, 1e-5).to(self.dtype).double()
 
 
-def _product(rows: Tensor, linear: Linear) -> Tensor:
-    return linear(rows)
+def plain_experts(
+    config: ExpertsConfig, weights: RoutedWeights, x: Tensor, routing: Routing | None = None, product: Product | None = None
+) -> Tensor:
+    """What the experts of normed rows give, one expert after the other. routing: None: as the router chooses."""
+    if routing is None:
+        logits = torch.nn.functional.linear(x, weights.router, weights.router_bias)
+        routing = route(logits, config, weights.correction_bias)
+    kernel, out = TorchExperts(spec_of(config, weights), product), torch.zeros_like(x)
+    kernel.apply(x, routing.experts, routing.weights, kernel.prepare(weights), out)
+    return out
+
+
+def forms_of(weights: RoutedWeights) -> tuple[str, str]:
+    """The formats of a layer's two weights in words; empty: plain."""
+    first, second = ("" if isinstance(each, Tensor) else str(format_of(each)) for each in (weights.gate_up, weights.down))
+    return first, second
+
+
+def fused_layer(config: ExpertsConfig, weights: RoutedWeights, norm: Norm, invariant: bool = False) -> BoundExperts:
+    """A layer as a GPU, or Triton's interpreter, computes it, with all kernels that can serve."""
+    from headway.kernels.step.fused import fused_experts, invariant_experts
+
+    make = invariant_experts if invariant else fused_experts
+    return make(ExpertsOptions(), weights.router.device).bind(config, weights, norm)

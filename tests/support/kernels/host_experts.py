@@ -11,9 +11,8 @@ from torch import Tensor
 
 from expert_layers import CONFIGS, FORMS, Layer
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.plain import Routing
-from headway.kernels.experts.route_kernels import Routed
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.plain import Routed, Routing
+from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.forms import WeightBytes, merged
 from quantized_weights import float8
 
@@ -34,7 +33,7 @@ QWEN3 = ExpertsConfig(128, 8, 768)
 GPT_OSS = ExpertsConfig(32, 4, 2880, biases=True, swiglu_alpha=1.702, swiglu_limit=7.0)
 PUBLISHED = {"qwen3": (QWEN3, 2048), "gpt_oss": (GPT_OSS, 2880), "rank": (dataclasses.replace(QWEN3, intermediate_size=96), 2048)}
 """Experts and hidden size of published models, and of one rank of eight."""
-Add = Callable[[Tensor, Routed, ExpertWeights, ExpertsConfig], None]
+Add = Callable[[Tensor, Routed, RoutedWeights, ExpertsConfig], None]
 """(residual, routed, weights, config): adds what the experts give, in place."""
 
 

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.system.files import cache_folder
+from headway.kernels.experts.builtin import most_blocks
 from headway.kernels.experts.cuda_lots import LotsVariant, expert_lots_cut, lots_variant
 from headway.kernels.experts.cuda_rows import ExpertCutRule, ExpertVariant, expert_variant
-from headway.kernels.experts.methods import most_blocks
-from headway.kernels.experts.route_kernels import Routed
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.plain import Routed
+from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear import cuda_products
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, arranged
 from headway.kernels.linear.cuda_variant import CudaCutRule, CudaVariant, Float8Variant, most_rows_of
@@ -205,7 +205,7 @@ def _launch_rows(kernel: Callable[..., int], tensors: Tensors, product: HostProd
 
 
 def add_experts(
-    residual: Tensor, routed: Routed, weights: ExpertWeights, config: ExpertsConfig, lot: int, blocks: int, order: int
+    residual: Tensor, routed: Routed, weights: RoutedWeights, config: ExpertsConfig, lot: int, blocks: int, order: int
 ) -> None:
     """Do what CudaRows does, with so many blocks of threads. order: in which their threads run; see host.h."""
     pairs, lot = routed.experts.numel(), 1 if len(residual) == 1 else lot
@@ -230,7 +230,7 @@ def _launch(variant: ExpertVariant, tensors: Tensors, routed: Routed, blocks: in
 def add_lots(
     residual: Tensor,
     routed: Routed,
-    weights: ExpertWeights,
+    weights: RoutedWeights,
     config: ExpertsConfig,
     lot: int,
     blocks: int,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_layer import AttentionLayer
+from expert_layers import fused_layer
 from headway.backends.states.triton.backend import TritonStates
 from headway.backends.triton.backend import TritonAttention
 from headway.core.contract.adapters import AdapterSlots, rows_with
@@ -20,8 +21,8 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight
 from headway.kernels.all_reduce.one_shot_kernels import OneShotAllReduce
-from headway.kernels.experts.fused import FusedExperts
-from headway.kernels.experts.weights import ExpertWeights, forms_of
+from headway.kernels.experts.bound import BoundExperts
+from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.forms import QuantizedWeight
 from headway.kernels.linear.gpu_kernels import Dequantizer, RowRounding, TritonKernel, spec_of
 from headway.kernels.sampling.draw_kernels import FusedPart, FusedSampling
@@ -112,9 +113,14 @@ def run_model(config: DecoderConfig, dtype: torch.dtype, rows: Sequence[int] = R
         model.compute_logits(hidden[:1])
         for kind in model.expert_kinds:
             assert kind.example is not None
-            for way in list(kind.methods.values())[::every]:
-                if way.takes(count, dtype):
-                    way.add(hidden, way.route(hidden, model.norm, kind.example), kind.example)
+            compute_experts(BoundExperts(kind, kind.example, model.norm), hidden, every)
+
+
+def compute_experts(layer: BoundExperts, x: Tensor, every: int) -> None:
+    """A layer by the kernels in Triton that serve so many tokens. every: of them, each so manieth."""
+    for kernel in [each for each in layer.kind.kernels.values() if not each.name.startswith("cuda")][::every]:
+        if kernel.runs(len(x)):
+            layer.add(kernel, layer.routed(x, kernel), x)
 
 
 def run_adapted(config: DecoderConfig, dtype: torch.dtype, slots: int, rank: int, rows: Sequence[int] = (3, 300)) -> None:
@@ -167,12 +173,10 @@ def compute_quantized_experts(dtype: torch.dtype, counts: Iterable[int], every: 
         biases = {name: torch.empty(shape, dtype=dtype, device=GPU) if made.biases else None for name, shape in sizes.items()}
         gate_up, down = form(made.num_all * made.up_size, hidden), form(made.num_all * hidden, made.intermediate_size)
         router = torch.empty(made.num_logits, hidden, dtype=dtype, device=GPU)
-        weights = ExpertWeights(router, None, None, gate_up=gate_up, down=down, **biases)
-        kind, norm = FusedExperts(made, dtype, GPU, forms=forms_of(weights)), Norm(router[0], 1e-6)
+        weights = RoutedWeights(router=router, gate_up=gate_up, down=down, **biases)
+        layer = fused_layer(made, weights, Norm(router[0], 1e-6))
         for count in counts:
-            x = torch.empty(count, hidden, dtype=dtype, device=GPU)
-            for way in [way for way in kind.methods.values() if way.takes(count, dtype)][::every]:
-                way.add(x, way.route(x, norm, weights), weights)
+            compute_experts(layer, torch.empty(count, hidden, dtype=dtype, device=GPU), every)
 
 
 def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterable[int]) -> None:

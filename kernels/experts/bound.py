@@ -1,0 +1,361 @@
+"""Layers of experts bound to kernels: those that can serve a kind of layer, and the one for each number of tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import BackendError, UnsupportedError
+from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsSpec
+from headway.core.contract.kernel import GraphLevel
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.contract.support import Support
+from headway.core.select.costs import AxisTimes
+from headway.core.system.logs import log_traceback
+from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS, builtin_classes, rules
+from headway.kernels.experts.plain import Front, Routed, RoutedKernel, RouteTokens, TorchExperts
+from headway.kernels.experts.weights import RoutedWeights, spec_of
+
+log = logging.getLogger("headway")
+
+AUTO = "auto"
+
+
+@dataclass
+class ExpertsOptions:
+    """The kernels that a model's layers of experts may have."""
+
+    able: Callable[[str], Sequence[type[ExpertsKernel]]] = builtin_classes
+    """Device type -> the classes that can run there, the first preferred. Called when a layer of experts is loaded."""
+    requested: str = AUTO
+    """Name of the kernel that the user wants; auto: the fastest, or where nothing was measured the one that a rule names."""
+    refusals: dict[ExpertsSpec, Support] = field(default_factory=dict)
+    """Why the requested kernel does not serve some layers."""
+    specs: set[ExpertsSpec] = field(default_factory=set)
+    """Layers that were bound."""
+
+    def reads(self, weight_format: str, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return whether a third party's kernel claims weights of a format, which are then kept as the checkpoint has them."""
+        claims = [each.capabilities for each in self.able(device.type) if not is_own(each)]
+        return any(weight_format in each.formats and dtype in each.dtypes and device.type in each.devices for each in claims)
+
+    def check(self) -> None:
+        """:raises UnsupportedError: a kernel was requested, and it can serve none of the model's layers."""
+        if self.requested == AUTO or len(self.specs) > len(self.refusals):
+            return
+        none = Support.no("model", "layers of experts", "one without")
+        reasons = [reason for support in self.refusals.values() for reason in support.reasons]
+        raise UnsupportedError(f"experts kernel {self.requested}", list(dict.fromkeys(reasons)) or none.reasons)
+
+
+def is_own(kernel: type[ExpertsKernel]) -> bool:
+    """Return whether a kernel is one of Headway's."""
+    return issubclass(kernel, TorchExperts | RoutedKernel)
+
+
+class Experts(Protocol):
+    """A layer of experts."""
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Return the residual stream with what the experts of its normed rows add.
+
+        x: [num_tokens, hidden_size], the residual stream; onto: what they add to in its place; that is used up.
+        """
+
+
+Make = Callable[[type[ExpertsKernel], ExpertsSpec, dict[Any, Any]], ExpertsKernel | None]
+"""Makes an instance of a kernel's class with what the kernels of a kind of layers share; None if it takes no part here."""
+
+
+Call = Callable[[Tensor, Tensor], None]
+"""(x, out): add to `out` what the experts of x's normed rows give."""
+
+
+class ExpertsLayers:
+    """Makes the layers of experts of one model. Layers of one spec share kernels, and the choice between them."""
+
+    def __init__(self, options: ExpertsOptions, front: Callable[[ExpertsConfig], Front], make: Make) -> None:
+        """front: norms and routes."""
+        self._options = options
+        self._front = front
+        self._make = make
+        self._kinds: dict[ExpertsSpec, ExpertsKind] = {}
+
+    def bind(self, config: ExpertsConfig, weights: RoutedWeights, norm: Any) -> BoundExperts:
+        """Return a layer that is ready to be called.
+
+        :raises PluginError: the kernel that was requested cannot be made or prepared.
+        """
+        spec = spec_of(config, weights)
+        if spec not in self._kinds:
+            self._kinds[spec] = self._kind(spec)
+        return self._kinds[spec].bind(weights, norm)
+
+    def _kind(self, spec: ExpertsSpec) -> ExpertsKind:
+        """Make the kernels that can serve a spec. A third party's that raises is left out with a warning."""
+        requested, kernels, shared = self._options.requested, list[ExpertsKernel](), dict[Any, Any]()
+        refusal = Support.no("kernel", "one that takes part in this mode", requested)
+        for each in self._options.able(spec.device.type):
+            try:
+                support = each.supports(spec)
+                if spec.device.type == "cuda" and each.graph_level == GraphLevel.NONE:
+                    support &= Support.no("graph_level", "another than NONE, since steps are captured in CUDA graphs", "NONE")
+                made = self._make(each, spec, shared) if support else None
+            except Exception as error:
+                log_traceback(f"experts kernel {each.name}", error)
+                support, made = Support.no("supports()", "an answer", f"{type(error).__name__}: {error}"), None
+                log.warning("experts: %s is left out: %s", each.name, support.brief)
+            if made is not None:
+                kernels.append(made)
+            elif each.name == requested:
+                refusal = refusal if support else support
+        served = requested in (kernel.name for kernel in kernels)
+        self._options.specs.add(spec)
+        if requested != AUTO and not served:
+            self._options.refusals[spec] = refusal
+            log.warning("experts: %s does not serve %s, which take what auto takes: %s", requested, spec, refusal.brief)
+        return ExpertsKind(spec, kernels, self._front(spec.config), requested if served else AUTO)
+
+
+class KernelRaisedError(Exception):
+    """A third party's kernel raised in a step."""
+
+    def __init__(self, kernel: ExpertsKernel, error: Exception) -> None:
+        self.kernel = kernel
+        self.error = error
+
+
+class ExpertsKind:
+    """The layers of experts of one spec. On a GPU no call of a built-in synchronises or looks at values, so graphs can own it."""
+
+    def __init__(self, spec: ExpertsSpec, kernels: Sequence[ExpertsKernel], front: Front, requested: str = AUTO) -> None:
+        """kernels: those that can serve, the first preferred."""
+        self.spec = spec
+        self.front = front
+        self.requested = requested
+        self.kernels = {each.name: each for each in kernels if any(map(each.runs, TOKEN_COUNTS))}
+        self.excluded: dict[str, str] = {}
+        """Kernels that were left out, and why."""
+        self.example: RoutedWeights | None = None
+        """The weights of one layer, to measure with; None if there is nothing to choose from."""
+        self._bound: list[ref[BoundExperts]] = []
+        self._times: AxisTimes | None = None
+        self._chosen: dict[int, ExpertsKernel] = {}
+
+    @property
+    def config(self) -> ExpertsConfig:
+        """The layers' numbers."""
+        return self.spec.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the rows."""
+        return self.spec.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers are computed."""
+        return self.spec.device
+
+    @property
+    def forms(self) -> tuple[str, str]:
+        """Formats of the layers' two weights in words; empty: plain."""
+        first, second = ("" if each.name == "plain" else str(each) for each in (self.spec.gate_up, self.spec.down))
+        return first, second
+
+    @property
+    def chooses(self) -> bool:
+        """Whether there is more than one kernel to choose from."""
+        return len(self.kernels) > 1
+
+    @property
+    def guests(self) -> list[ExpertsKernel]:
+        """The kernels of third parties."""
+        return [each for each in self.kernels.values() if not is_own(type(each))]
+
+    def bind(self, weights: RoutedWeights, norm: Any) -> BoundExperts:
+        """Return a layer of this kind, whose weights are kept as they are only while another kernel may need them."""
+        layer = BoundExperts(self, weights, norm)
+        if not self.chooses:
+            layer.settle(self.kernels.values())
+            return layer
+        self.example = self.example or weights
+        self._bound.append(ref(layer))
+        return layer
+
+    @property
+    def _layers(self) -> list[BoundExperts]:
+        return [layer for each in self._bound if (layer := each()) is not None]
+
+    def serving(self, num_tokens: int) -> list[ExpertsKernel]:
+        """Return the kernels that take part in steps of this many tokens."""
+        return [each for each in self.kernels.values() if each.runs(num_tokens)]
+
+    def kernel_for(self, num_tokens: int) -> ExpertsKernel:
+        """Return the kernel of a number of tokens: the requested one, the fastest, or the one that a rule names."""
+        if num_tokens not in self._chosen:
+            able = {each.name: each for each in self.serving(num_tokens)}
+            name = self.requested if self.requested in able else None
+            name = name or (None if self._times is None else self._times.fastest(num_tokens, able))
+            likely = [each for ruled in rules(num_tokens, self.config) for each in able.values() if each.name.startswith(ruled)]
+            self._chosen[num_tokens] = able[name] if name else next(iter(likely or able.values()))
+        return self._chosen[num_tokens]
+
+    def obey(self, times: AxisTimes) -> None:
+        """Choose by measured times from now on."""
+        self._times = times
+        self._rebind()
+
+    def leave_out(self, name: str, why: str, error: BaseException | None = None) -> None:
+        """Take a third party's kernel, or one whose answer was wrong, out of the choice.
+
+        :raises BackendError: it is the one that was requested.
+        """
+        if name == self.requested:
+            raise BackendError(f"experts kernel {name}: {why}") from error
+        log.warning("experts: %s is left out: %s", name, why)
+        self.excluded[name] = why
+        del self.kernels[name]
+        self._rebind()
+
+    def leave_out_raised(self, raised: KernelRaisedError) -> None:
+        """Take a kernel that raised out of the choice, as `leave_out`."""
+        log_traceback(f"experts kernel {raised.kernel.name}", raised.error)
+        self.leave_out(raised.kernel.name, f"it raised {type(raised.error).__name__}: {raised.error}", raised.error)
+
+    def _rebind(self) -> None:
+        self._chosen.clear()
+        for layer in self._layers:
+            layer.rebind()
+
+    def prepare(self) -> int:
+        """Prepare all layers' weights for the kernels that serve; bytes that arrangements of Headway's kernels take besides."""
+        serving = dict.fromkeys(map(self.kernel_for, TOKEN_COUNTS))
+        if self.device.type == "cpu" and all(is_own(type(each)) for each in serving):
+            self.kernels = {each.name: each for each in serving}  # so that no layer holds its weights twice
+            self.example = None
+        try:
+            for layer in self._layers:
+                layer.settle(serving)
+        except KernelRaisedError as raised:
+            self.leave_out_raised(raised)
+            return self.prepare()
+        weights = [layer.weights for layer in self._layers if layer.weights is not None]
+        own = [each for each in serving if isinstance(each, RoutedKernel)]
+        return max((sum(map(each.extra_bytes, weights)) for each in own), default=0)  # they share it
+
+    def describe(self) -> str:
+        """Which kernel serves how many tokens, and where the choice comes from."""
+        source = "not measured" if self._times is None else self._times.source
+        source = source if self.requested == AUTO else f"{self.requested} was asked for"
+        told = TOKENS.describe(TOKENS.changes(lambda count: self.kernel_for(count).name), source)
+        if self.forms == ("", ""):
+            return told
+        first, second = (form or DTYPE_NAMES[self.dtype] for form in self.forms)
+        told = f"{first if first == second else f'{first}, down {second}'}: {told}"
+        if any(self.kernel_for(count).name.startswith("dequantize") for count in TOKEN_COUNTS):
+            told += f"; expanding a layer takes {self.scratch_bytes / 1e9:.1f} GB, for its length"
+        return told
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that the expanded weights of a layer take."""
+        config, hidden = self.config, self.spec.hidden_size
+        sizes = (self.forms[0], config.up_size), (self.forms[1], config.intermediate_size)
+        return sum(config.num_all * hidden * rows * self.dtype.itemsize for form, rows in sizes if form)
+
+
+class BoundExperts:
+    """One layer: its norm, its router, and for each number of tokens a call of the kernel that serves it."""
+
+    def __init__(self, kind: ExpertsKind, weights: RoutedWeights, norm: Any) -> None:
+        self.kind = kind
+        self.weights: RoutedWeights | None = weights
+        """What kernels that have not prepared their own arrangement may still need; None: nothing."""
+        self.route: RouteTokens = kind.front(weights, norm)
+        self._prepared: dict[str, Any] = {}
+        self._calls: dict[int, Call] = {}
+
+    def settle(self, serving: Iterable[ExpertsKernel]) -> None:
+        """Prepare the weights for the kernels that serve. On a CPU the one that is left has its own copy: the rest is dropped."""
+        for kernel in serving:
+            self.prepared(kernel)
+        if not self.kind.chooses and self.kind.device.type == "cpu":
+            self.weights = None
+
+    def prepared(self, kernel: ExpertsKernel) -> Any:
+        """Return what a kernel made of the weights, making it first if it has not been made.
+
+        :raises KernelRaisedError: a third party's kernel raised.
+        """
+        if kernel.name not in self._prepared:
+            assert self.weights is not None
+            try:
+                self._prepared[kernel.name] = kernel.prepare(self.weights)
+            except Exception as error:
+                if is_own(type(kernel)):
+                    raise
+                raise KernelRaisedError(kernel, error) from error
+        return self._prepared[kernel.name]
+
+    def routed(self, x: Tensor, kernel: ExpertsKernel) -> Routed:
+        """Return normed rows and their experts. x: [num_tokens, hidden_size], the residual stream."""
+        return self.route(x, not isinstance(kernel, RoutedKernel) or kernel.sorts)
+
+    def add(self, kernel: ExpertsKernel, routed: Routed, out: Tensor) -> None:
+        """Add to `out`, in place, what a kernel computes of routed rows."""
+        if isinstance(kernel, RoutedKernel):
+            kernel.add(routed, self.prepared(kernel), out)
+        else:
+            kernel.apply(routed.x, routed.experts, routed.weights, self.prepared(kernel), out)
+
+    def rebind(self) -> None:
+        """Ask again which kernel serves how many tokens."""
+        self._calls.clear()
+
+    def _call(self, kernel: ExpertsKernel) -> Call:
+        """Return a kernel as a call, which raises KernelRaisedError if a third party's raises."""
+        route, weights = self.route, self.prepared(kernel)
+        if isinstance(kernel, RoutedKernel):
+            add, sorts = kernel.add, kernel.sorts
+            return lambda x, out: add(route(x, sorts), weights, out)
+
+        def call(x: Tensor, out: Tensor) -> None:
+            routed = route(x, True)
+            try:
+                kernel.apply(routed.x, routed.experts, routed.weights, weights, out)
+            except Exception as error:
+                if is_own(type(kernel)) or isinstance(error, torch.OutOfMemoryError) or _capturing(x):
+                    raise
+                raise KernelRaisedError(kernel, error) from error
+
+        return call
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Add what the experts of x's normed rows give to `onto`, or to x itself, in place, and return it.
+
+        x: [num_tokens, hidden_size], the residual stream. A third party's kernel that raises is replaced by the next one.
+
+        :raises BackendError: the requested kernel raised.
+        """
+        out, count = x if onto is None else onto, len(x)
+        if count:
+            try:
+                call = self._calls.get(count)
+                if call is None:
+                    call = self._calls[count] = self._call(self.kind.kernel_for(count))
+                call(x, out)
+            except KernelRaisedError as raised:
+                self.kind.leave_out_raised(raised)
+                return self(x, onto)
+        return out
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,146 @@
+"""The kernels for layers of experts that Headway brings, their variants, and the rule among them. Nothing here needs Triton."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pkgutil import resolve_name
+from typing import Any
+
+from headway.core.contract.backend import API_VERSION
+from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsKernelInfo
+from headway.core.select.costs import CountAxis
+
+TOKEN_COUNTS = tuple(2**n for n in range(14))
+"""Numbers of tokens that are measured; any other takes the nearest one's choice, by ratio."""
+TOKENS = CountAxis("tokens", TOKEN_COUNTS, nearest=True)
+
+
+def rules(num_tokens: int, config: ExpertsConfig) -> list[str]:
+    """What the name of the method begins with that is taken without a measurement, by how many pairs an expert has on average.
+
+    The first of which there is a method that takes so many tokens.
+    """
+    num_tokens = TOKEN_COUNTS[TOKENS.cell(num_tokens)]
+    pairs = num_tokens * config.num_slots / config.num_all
+    lots = "cuda.rows8" if pairs <= 4 else "cuda.rows16"
+    if num_tokens <= 2:
+        return [lots, "triton.rows"]
+    tiles = "triton.tiles16" if pairs <= 8 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"
+    return [lots, tiles] if pairs <= 16 else [tiles]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiling:
+    """How the grouped products are cut."""
+
+    block_m: int
+    block_n: int
+    """Outputs of a tile of the down product; the gated one, which has two of everything, takes half of it above 64 rows."""
+    block_k: int
+    warps: int
+    stages: int
+    swapped: bool = False
+    whole: bool = False
+    """For at most block_m tokens, all of which make up each expert's tile: they need no order."""
+    group_m: int = 8
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel of these tiles."""
+        sizes = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"triton.tiles{sizes}{'.swapped' if self.swapped else ''}{'.whole' if self.whole else ''}"
+
+
+_swapped = partial(ExpertTiling, swapped=True)
+_PLAIN = (
+    ExpertTiling(16, 64, 128, 4, 4),
+    ExpertTiling(16, 32, 128, 4, 5),
+    _swapped(16, 64, 128, 4, 3, whole=True),
+    ExpertTiling(32, 64, 128, 4, 4, whole=True),
+    _swapped(32, 64, 128, 4, 3, whole=True),
+    ExpertTiling(64, 64, 128, 4, 4, whole=True),
+    _swapped(64, 64, 128, 4, 3, whole=True),
+    _swapped(16, 64, 128, 4, 3),
+    _swapped(16, 128, 64, 4, 3),
+    ExpertTiling(32, 64, 128, 4, 4),
+    ExpertTiling(64, 128, 64, 4, 4),
+    ExpertTiling(128, 128, 64, 8, 4),
+    ExpertTiling(128, 256, 64, 8, 3),
+)
+_QUANTIZED = (
+    _swapped(16, 64, 128, 4, 4, whole=True),
+    _swapped(16, 64, 256, 4, 3, whole=True),
+    _swapped(16, 32, 256, 4, 3, whole=True),
+    _swapped(32, 64, 128, 4, 4, whole=True),
+    _swapped(64, 64, 128, 4, 4, whole=True),
+    _swapped(16, 64, 128, 4, 4),
+    _swapped(16, 128, 128, 4, 3),
+    _swapped(32, 64, 128, 4, 4),
+    _swapped(64, 64, 128, 4, 3),
+    _swapped(64, 128, 64, 4, 4),
+    _swapped(64, 128, 128, 8, 3),
+    _swapped(128, 128, 64, 8, 4),
+    _swapped(128, 128, 128, 8, 3),
+    _swapped(128, 64, 128, 4, 3),
+)
+PLAIN_TILINGS = {tiling.name: tiling for tiling in _PLAIN}
+"""Tilings over plain weights. The first of each number of rows serves where nothing was measured."""
+QUANTIZED_TILINGS = {tiling.name: tiling for tiling in _QUANTIZED}
+"""The same over quantised weights; `block_k` columns of them."""
+INVARIANT, QUANTIZED_INVARIANT = ExpertTiling(64, 128, 64, 4, 4), _swapped(64, 64, 128, 4, 3)
+"""Tiles for any number of tokens where a token's bits must not depend on it."""
+ROW_WARPS = {"triton.rows": 1, "triton.rows.4warps": 4}
+"""Warps of a program of the row kernels over quantised weights. The first also computes plain ones."""
+EXPANDED = ("triton.tiles128x128x64", "triton.tiles128x256x64", "torch.grouped_mm")
+"""Kernels over plain weights for which quantised ones may be expanded."""
+CUDA_ROWS, CUDA_LOTS = (8, 16), (8, 16, 32, 64)
+"""Most rows of one expert that are multiplied together; larger ones read a weight fewer times, and have less room for it."""
+
+_GPUS = () if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
+"""Devices of kernels for GPUs, which Triton's interpreter runs anywhere."""
+_TRITON, _CUDA = "headway[triton]", "headway[cuda]"
+
+
+def builtin_kernels() -> Iterator[ExpertsKernelInfo]:
+    """Yield the registrations of Headway's kernels, in the order of a rule that names several."""
+
+    def info(name: str, summary: str, place: str, extra: str = "", *arguments: object) -> ExpertsKernelInfo:
+        devices = _GPUS if extra else ("cpu", "meta")
+        return ExpertsKernelInfo(name, summary, partial(_load, place, arguments), extra, devices=devices, api_version=API_VERSION)
+
+    yield info("torch", "one expert after the other by torch's products, on a CPU", "plain:TorchExperts")
+    for rows in CUDA_ROWS:
+        name, summary = f"cuda.rows{rows}", f"up to {rows} rows of an expert over quantised weights in CUDA C++"
+        yield info(name, summary, "cuda_rows:cuda_rows", _CUDA, rows)
+    for name in ROW_WARPS:
+        yield info(name, "each token by itself in Triton, for few tokens", "row_kernels:row_kernel", _TRITON, name)
+    for name in dict.fromkeys([*PLAIN_TILINGS, *QUANTIZED_TILINGS]):
+        yield info(name, "grouped products in Triton over pairs sorted by expert", "tiles:tile_kernel", _TRITON, name)
+    yield info("torch.grouped_mm", "torch's grouped product over sorted pairs, bfloat16", "tiles:GroupedMM", _TRITON)
+    for name in EXPANDED:
+        yield info(f"dequantize+{name}", f"weights expanded for {name}", "tiles:dequantizing", _TRITON, name)
+    for rows in CUDA_LOTS:
+        name, summary = f"cuda.lots{rows}", f"up to {rows} rows of an expert over quantised weights by wgmma (H100)"
+        yield info(name, summary, "cuda_lots:cuda_lots", _CUDA, rows)
+
+
+def _load(place: str, arguments: tuple[object, ...]) -> Any:
+    """Return a kernel's class, or what a function makes of the arguments. place: its module below this folder, and its name."""
+    found = resolve_name(f"headway.kernels.experts.{place}")
+    return found(*arguments) if arguments else found
+
+
+@cache
+def builtin_classes(device_type: str) -> list[type[ExpertsKernel]]:
+    """Return the classes of Headway's kernels that can run on a type of device, for a model that is loaded without a registry."""
+    found = [info.load() for info in builtin_kernels() if device_type in (info.devices or (device_type,))]
+    return [each for each in found if each.available()]
+
+
+def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:
+    """Blocks of at most block_m rows of one expert that there can be, however pairs are spread over experts."""
+    touched = min(num_pairs, num_all)
+    return (num_pairs + touched * (block_m - 1)) // block_m

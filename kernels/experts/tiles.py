@@ -1,0 +1,304 @@
+"""Experts of many tokens: kernels of grouped products over pairs in the order of their experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import triton
+from torch import Tensor
+
+from headway.core.contract.experts import ExpertsCapabilities, ExpertsKernel, ExpertsSpec, ExpertsWeights
+from headway.core.contract.kernel import AHEAD
+from headway.core.contract.support import YES, Support
+from headway.core.contract.weights import WeightFormat
+from headway.kernels.experts.builtin import (
+    INVARIANT,
+    PLAIN_TILINGS,
+    QUANTIZED_INVARIANT,
+    QUANTIZED_TILINGS,
+    ExpertTiling,
+    most_blocks,
+)
+from headway.kernels.experts.plain import ExpertOrder, Routed, RoutedKernel
+from headway.kernels.experts.route_kernels import dot_type, sorted_pairs
+from headway.kernels.experts.row_kernels import (
+    GPUS,
+    QUANTIZED_FORMATS,
+    TritonExperts,
+    activation,
+    described,
+    form_constants,
+)
+from headway.kernels.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product, grouped_quantized_product
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
+from headway.kernels.linear.gpu_kernels import Dequantizer
+from headway.kernels.runtime.triton_launch import FixedLauncher, shared_memory
+
+
+def span_of_a_tile(form: WeightBytes, columns: int) -> int:
+    """Bytes of a row that tiles of so many columns multiply at a time: under one scale, or under scales of whole groups."""
+    num_bytes = columns // 2 if form.half else columns
+    if form.half and num_bytes % form.scale_span == 0:
+        return num_bytes
+    if num_bytes <= form.scale_span == form.row:  # the end of the last piece is masked
+        return num_bytes
+    return math.gcd(num_bytes, form.scale_span)
+
+
+class SortingKernel(TritonExperts):
+    """Kernels whose results lie in the order of experts, and are added up at the end."""
+
+    def _add_slots(self, parts: Tensor, bias: Tensor | None, routed: Routed, places: Tensor, out: Tensor) -> None:
+        """out += the weighted sum over each token's slots of parts [num_pairs, hidden_size], in the order of experts."""
+        num_tokens, hidden = out.shape
+        block = min(triton.next_power_of_2(hidden), 1024)
+        constants = {"HIDDEN": hidden, "SLOTS": self._config.num_slots, "BLOCK": block, "BIAS": bias is not None}
+        self._launchers.get(add_slots, 4, constants)(
+            (num_tokens, triton.cdiv(hidden, block), 1),
+            x_ptr=parts,
+            bias_ptr=parts if bias is None else bias,
+            experts_ptr=routed.experts,
+            weights_ptr=routed.weights,
+            places_ptr=places,
+            y_ptr=out,
+        )
+
+
+class TileKernel(SortingKernel):
+    """Pairs in the order of experts, multiplied in tiles of our own: five launches a layer; four without the order."""
+
+    plain: ClassVar[ExpertTiling | None] = None
+    """Tiles over plain weights; None: the kernel reads none."""
+    quantized: ClassVar[ExpertTiling | None] = None
+    """Tiles of layers with a quantised weight, likewise."""
+    always: ClassVar[bool] = False
+    """Whether it takes any number of tokens, not only those that such tiles may suit."""
+
+    def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
+        super().__init__(spec, shared)
+        tiling = self._tiling_of(spec)
+        assert tiling is not None
+        self._tiling = tiling
+        self._shared_memory = shared_memory(spec.device)
+        slots = tiling.block_m * spec.config.num_slots if tiling.whole else 0
+        self._places = torch.arange(slots, dtype=torch.int32, device=spec.device)
+
+    @classmethod
+    def _tiling_of(cls, spec: ExpertsSpec) -> ExpertTiling | None:
+        return cls.plain if {spec.gate_up.name, spec.down.name} == {"plain"} else cls.quantized
+
+    @classmethod
+    def supports(cls, spec: ExpertsSpec) -> Support:
+        """See ExpertsKernel."""
+        support = super().supports(spec)
+        if cls._tiling_of(spec) is None:
+            needed, got = ("quantised ones", "plain ones") if cls.plain is None else ("plain ones", "quantised ones")
+            support &= Support.no("weights", needed, got)
+        return support
+
+    def runs(self, num_tokens: int) -> bool:
+        """See ExpertsKernel. Tiles of many rows need experts of some pairs, and for very many those of few are too small."""
+        pairs, rows = num_tokens * self._config.num_slots / self._config.num_all, self._tiling.block_m
+        if self._tiling.whole:
+            return num_tokens <= rows
+        return self.always or (rows <= 16 * max(pairs, 1) and (rows > 32 or pairs <= 4 * rows))
+
+    def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
+        """See RoutedKernel."""
+        config, pairs = self._config, routed.experts
+        whole = self._tiling.whole
+        order = ExpertOrder(pairs, self._places, pairs) if whole else sorted_pairs(self._launchers, config, routed)
+        between = out.new_empty((pairs.numel(), config.intermediate_size))
+        self._multiply(routed.x, weights.gate_up, weights.gate_up_bias, order, between, first=True)
+        parts = out.new_empty((pairs.numel(), out.shape[1]))
+        self._multiply(between, weights.down, weights.down_bias, order, parts, first=False)
+        self._add_slots(parts, None, routed, order.places, out)
+
+    def _multiply(
+        self, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, order: ExpertOrder, y: Tensor, first: bool
+    ) -> None:
+        """first: the product of the experts' inputs, with the activation behind it."""
+        tiling, config = self._tiling, self._config
+        gated = first and config.gated
+        num_pairs, width = y.shape
+        num_blocks = config.num_all if tiling.whole else most_blocks(num_pairs, config.num_all, tiling.block_m)
+        block_n = tiling.block_n // 2 if gated and tiling.block_m > 64 else tiling.block_n
+        sizes = {
+            "N": width,
+            "K": x.shape[1],
+            "NUM_ALL": config.num_all,
+            "BLOCK_E": triton.next_power_of_2(config.num_all),
+            "SLOTS": config.num_slots,
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": block_n,
+            "GROUP_M": tiling.group_m,
+            "GATHER": first,
+            "GATED": gated,
+            "SQUARED": first and not gated,
+            **activation(config),
+            "BIAS": bias is not None,
+            "WHOLE": tiling.whole,
+            "BLOCK_S": triton.next_power_of_2(config.num_slots),
+        }
+        grid = triton.cdiv(width, block_n) * num_blocks, 1, 1
+        count = num_pairs // config.num_slots if tiling.whole else num_blocks
+        if isinstance(weight, Tensor):
+            launch = self._plain(x, block_n, gated, sizes)
+        else:
+            launch = self._quantized(x, described(weight), block_n, gated, sizes)
+        written = {"pairs_ptr": order.pairs, "ends_ptr": order.ends, "y_ptr": y}
+        self._launch(launch, grid, (x, weight, bias), {**written, "num_blocks": count})
+
+    def _plain(self, x: Tensor, block_n: int, gated: bool, sizes: dict[str, Any]) -> FixedLauncher:
+        tiling = self._tiling
+        # The last stage needs no memory of its own; how many there are changes no sum.
+        stage = (tiling.block_m + (2 if gated else 1) * block_n) * tiling.block_k * 2
+        stages = min(tiling.stages, 1 + self._shared_memory // stage)
+        how = {"BLOCK_K": tiling.block_k * 2 // x.itemsize, "STAGES": stages, "SWAPPED": tiling.swapped, "DOT": dot_type(x.dtype)}
+        return self._launchers.get(grouped_product, tiling.warps, {**sizes, **how})
+
+    def _quantized(self, x: Tensor, form: WeightBytes, block_n: int, gated: bool, sizes: dict[str, Any]) -> FixedLauncher:
+        tiling = self._tiling
+        span = span_of_a_tile(form, tiling.block_k)
+        stage = span * (block_n * (2 if gated else 1) + 2 * tiling.block_m * (2 if form.half else 1))
+        unpacked = 2 * block_n * tiling.block_k  # on the way to the matrix units
+        stages = min(tiling.stages, 1 + (self._shared_memory - unpacked) // stage)
+        how = {"SPAN": span, "STAGES": stages, **form_constants(form, x.dtype)}
+        return self._launchers.get(grouped_quantized_product, tiling.warps, {**sizes, **how})
+
+
+def tile_kernel(name: str) -> type[TileKernel]:
+    """Return the class of a kernel of PLAIN_TILINGS or QUANTIZED_TILINGS."""
+    return tiled(PLAIN_TILINGS.get(name), QUANTIZED_TILINGS.get(name))
+
+
+def invariant_kernels() -> list[type[ExpertsKernel]]:
+    """Return the kernels that serve any number of tokens where a token's bits must not depend on it: of plain, of quantised."""
+    return [tiled(INVARIANT, None, always=True), tiled(None, QUANTIZED_INVARIANT, always=True)]
+
+
+def tiled(plain: ExpertTiling | None, quantized: ExpertTiling | None, always: bool = False) -> type[TileKernel]:
+    """Return the class of a kernel of tiles; see the fields of TileKernel. Those of one name differ only in warps and stages."""
+    tiling = plain or quantized
+    assert tiling is not None
+    fields = {"name": tiling.name, "sorts": not tiling.whole, "plain": plain, "quantized": quantized, "always": always}
+    return type("TileKernel", (TileKernel,), fields)
+
+
+class GroupedMM(SortingKernel):
+    """Pairs in the order of experts, multiplied by torch's grouped product: seven launches a layer; bfloat16 alone."""
+
+    name = "torch.grouped_mm"
+    capabilities = ExpertsCapabilities(
+        formats=frozenset({"plain"}), dtypes=(torch.bfloat16,), devices=GPUS, biases=True, ungated=True, clamped=True
+    )
+
+    @classmethod
+    def available(cls) -> Support:
+        """See Kernel."""
+        has = YES if hasattr(torch, "_grouped_mm") else Support.no("torch", "torch._grouped_mm", torch.__version__)
+        return super().available() & has
+
+    @classmethod
+    def supports(cls, spec: ExpertsSpec) -> Support:
+        """See ExpertsKernel. Rows begin at multiples of 16 bytes; those of hidden sizes always do."""
+        support, inner = super().supports(spec), spec.config.intermediate_size
+        return support & (Support.no("experts' inner size", "a multiple of 8", inner) if inner % 8 else YES)
+
+    def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
+        """See RoutedKernel."""
+        config, hidden = self._config, out.shape[1]
+        assert isinstance(weights.gate_up, Tensor)
+        assert isinstance(weights.down, Tensor)
+        order = sorted_pairs(self._launchers, config, routed)
+        num_pairs = len(order.pairs)
+        x = out.new_empty((num_pairs, hidden))
+        launch = self._launchers.get(gather_rows, 4, {"HIDDEN": hidden, "SLOTS": config.num_slots, "BLOCK": 1024})
+        launch((num_pairs, triton.cdiv(hidden, 1024), 1), x_ptr=routed.x, pairs_ptr=order.pairs, y_ptr=x)
+        both = _grouped(x, weights.gate_up, order.ends)
+        parts = _grouped(self._activate(both, order, weights.gate_up_bias), weights.down, order.ends)
+        self._add_slots(parts, weights.down_bias, routed, order.places, out)
+
+    def _activate(self, both: Tensor, order: ExpertOrder, bias: Tensor | None) -> Tensor:
+        """The hidden rows of experts out of their first product; without a gate by torch's operations, two launches."""
+        config, num_pairs, inner = self._config, len(both), self._config.intermediate_size
+        if not config.gated:
+            return both.relu_().square_()
+        between = both.new_empty((num_pairs, inner))
+        sizes = {"NUM_ALL": config.num_all, "BLOCK_E": triton.next_power_of_2(config.num_all), "INNER": inner, "BLOCK": 1024}
+        launch = self._launchers.get(activate_rows, 4, {**sizes, **activation(config), "BIAS": bias is not None})
+        grid = num_pairs, triton.cdiv(inner, 1024), 1
+        launch(grid, x_ptr=both, bias_ptr=both if bias is None else bias, ends_ptr=order.ends, y_ptr=between)
+        return between
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [num_pairs, K] times weight [num_all, N, K], each row by its expert's."""
+    if AHEAD.get() is not None:  # nothing has filled `ends`, and the library traps on what lies there
+        return x.new_empty((len(x), weight.shape[1]))
+    return torch._grouped_mm(x, weight.mT, offs=ends)
+
+
+_LEAST_PAIRS = 16
+"""Pairs that experts must have on average before their weights are expanded: with fewer that takes longer than all the rest."""
+
+
+class DequantizingKernel(RoutedKernel):
+    """Two launches that write the weights of all experts in half precision, and then a kernel over plain weights.
+
+    Memory for them is torch's for the length of the layer, so that all layers have the same in turn; the engine's trial step
+    counts it among activations.
+    """
+
+    capabilities = ExpertsCapabilities(
+        formats=QUANTIZED_FORMATS | {"plain"}, devices=GPUS, biases=True, ungated=True, clamped=True
+    )
+    inner: ClassVar[type[RoutedKernel]]
+    """The kernel over plain weights."""
+
+    def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
+        super().__init__(spec, shared)
+        self._inner = self.inner(_expanded(spec), shared)
+        self._dequantized = Dequantizer(spec.device)
+
+    @classmethod
+    def available(cls) -> Support:
+        """See Kernel."""
+        return cls.inner.available()
+
+    @classmethod
+    def supports(cls, spec: ExpertsSpec) -> Support:
+        """See ExpertsKernel."""
+        support = super().supports(spec) & cls.inner.supports(_expanded(spec))
+        if {spec.gate_up.name, spec.down.name} == {"plain"}:
+            support &= Support.no("weights", "quantised ones", "plain ones")
+        return support
+
+    def runs(self, num_tokens: int) -> bool:
+        """See ExpertsKernel."""
+        pairs = num_tokens * self.spec.config.num_slots / self.spec.config.num_all
+        return pairs >= _LEAST_PAIRS and self._inner.runs(num_tokens)
+
+    def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
+        """See RoutedKernel."""
+        gate_up = self._plain(weights.gate_up, self.spec.config.up_size)
+        down = self._plain(weights.down, out.shape[1])
+        self._inner.add(routed, ExpertsWeights(gate_up, down, weights.gate_up_bias, weights.down_bias), out)
+
+    def _plain(self, weight: Tensor | QuantizedWeight, rows: int) -> Tensor:
+        if isinstance(weight, Tensor):
+            return weight
+        return self._dequantized(weight, self.spec.dtype).view(-1, rows, weight.shape[1])
+
+
+def _expanded(spec: ExpertsSpec) -> ExpertsSpec:
+    return replace(spec, gate_up=WeightFormat("plain"), down=WeightFormat("plain"))
+
+
+def dequantizing(name: str) -> type[DequantizingKernel]:
+    """Return the class that expands weights for a kernel over plain ones. name: of EXPANDED."""
+    inner = GroupedMM if name == GroupedMM.name else tile_kernel(name)
+    return type("DequantizingKernel", (DequantizingKernel,), {"name": f"dequantize+{name}", "inner": inner})
