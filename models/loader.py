@@ -181,6 +181,8 @@ def _refuse_adapted(name: str, stored: Quantization | None, quantization: str | 
         raise ConfigError("tensor_parallel_size", f"1, or {need}", got, f"transformers' code runs on one rank; {hint}")
     if quantization is not None:
         raise ConfigError("quantization", f"none, or {need}", f"{quantization} with {name}", hint)
+    if options.kernels is not None and options.kernels.named is not None:
+        raise ConfigError("linear_kernel", f"auto, or {need}", f"{options.kernels.named} with {name}", hint)
     if options.slots is not None:
         raise ConfigError("enable_lora", need, name, f"transformers' code has no slots for adapters; {hint}")
     if options.experts.requested != AUTO:

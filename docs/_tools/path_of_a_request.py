@@ -1,8 +1,8 @@
-"""List the files of a walk through the code: of a request, of a choice, of a plugin, of a state slot.
+"""List the files of a walk through the code: of a request, of a choice, of a plugin, of a state slot, of a weight.
 
     python docs/_tools/path_of_a_request.py              # prints the list of docs/design.md
     python docs/_tools/path_of_a_request.py --write      # puts it there
-    python docs/_tools/path_of_a_request.py --walk gpu   # or auto, plugin, slot
+    python docs/_tools/path_of_a_request.py --walk gpu   # or auto, plugin, slot, weight
 
 request: functions called between `LLM.generate` and its return, in any thread, on a CPU: one prompt, greedy, a named backend. A
 file *hands on* if one of its functions calls into another file; the others answer a question and are done.
@@ -11,6 +11,8 @@ compile in place of running, the functions within what was captured: the decoder
 auto: functions called while a start chooses attention backends by the table that an earlier start has kept.
 plugin: files on the stack of a call into a plugin's backend, from the registration of its class to its first prompt.
 slot: files of which a function that ran names the slot of a sequence's state.
+weight: functions called while a quantised weight is read from a tiny int4 checkpoint and multiplied, on a CPU; and, with launches
+that compile in place of running, while a layer over such a weight is bound and multiplied on a GPU.
 """
 
 from __future__ import annotations
@@ -239,6 +241,50 @@ class Idle:
         return lambda: None
 
 
+WEIGHT = ("LayerTensors.linear", "Linear.__call__", "Fused.product")
+"""Functions that read a layer's weight, and that multiply by it."""
+
+
+def trace_weight() -> Calls:
+    """Return the calls from a checkpoint's file to the kernel of a linear layer over int4."""
+    sys.path[:0] = map(str, (ROOT / "tests" / "support").glob("*/"))
+    import tempfile
+
+    import torch
+
+    from absent_gpu import absent_gpu
+    from headway.kernels.linear.linear import Linear
+    from headway.models.layers.decoder import Decoder
+    from headway.models.loader import LoadOptions, load_model
+    from headway.registry import create_registry
+    from quantized_models import FORMATS, save_both
+    from quantized_weights import int4
+
+    calls, cpu, gpu = Within(WEIGHT), torch.device("cpu"), torch.device("cuda", 0)
+    with tempfile.TemporaryDirectory() as place:
+        folder, _ = save_both(Path(place), FORMATS["compressed int4"])
+        options = LoadOptions(kernels=create_registry(policy="none").linear_kernels(cpu))
+        load_model(str(folder), "bfloat16", skip_tokenizer_init=True, options=options)  # imports
+        with profiled(calls):
+            decoder = load_model(str(folder), "bfloat16", skip_tokenizer_init=True, options=options).decoder
+            assert isinstance(decoder, Decoder)
+            linear, _ = decoder.products[0]
+            linear(torch.zeros(1, linear.in_features, dtype=torch.bfloat16))
+    print(f"The first {len(calls.first)} on a CPU, the others on a GPU besides:")
+    weight = int4(torch.randn(256, 512), 128)
+    with absent_gpu((8, 9), whole=False):
+        from headway.kernels.step.fused import Fused
+        from quantized_weights import moved
+
+        operations = Fused(torch.empty(1, 64, device=gpu), torch.empty(1, 64, device=gpu))
+        layer, x = Linear(moved(weight, "cuda"), dtype=torch.bfloat16), torch.empty(40, 512, dtype=torch.bfloat16, device=gpu)
+        operations.product(x, layer)  # compiles
+        layer.unbind()
+        with profiled(calls):
+            operations.product(x, layer)
+    return calls
+
+
 def trace_request(model: str, attn_backend: str, max_tokens: int = 4) -> Calls:
     """The calls of one greedy request on a CPU, in a start after the first, which has kept the tokenizer."""
     read_tokenizer(locate(model))
@@ -265,13 +311,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--attn-backend", default="sdpa")
-    parser.add_argument("--walk", choices=("request", "gpu", "auto", "plugin", "slot"), default="request")
+    parser.add_argument("--walk", choices=("request", "gpu", "auto", "plugin", "slot", "weight"), default="request")
     parser.add_argument("--write", action="store_true", help="put the lists into docs/design.md")
     asked = parser.parse_args()
     if asked.walk != "request":
-        calls = {"gpu": trace_gpu, "auto": trace_auto, "plugin": trace_plugin, "slot": lambda _: trace_slot()}[asked.walk](
-            asked.model
-        )
+        walks = {"gpu": trace_gpu, "auto": trace_auto, "plugin": trace_plugin}
+        alone = {"slot": trace_slot, "weight": trace_weight}
+        calls = walks[asked.walk](asked.model) if asked.walk in walks else alone[asked.walk]()
         print(*(f"{number}. {file} ({first})" for number, (file, first) in enumerate(calls.first.items(), start=1)), sep="\n")
         return
     text = section(trace_request(asked.model, asked.attn_backend))

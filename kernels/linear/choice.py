@@ -319,7 +319,9 @@ def builtin_kernels(device: torch.device, names: Collection[str] | None = None) 
             kernel = known[name].load()
         except ImportError as error:
             return Support.no("import", known[name].extra or name, error)
-        available = kernel.available()
-        return available if not available else kernel.supports(spec)
+        lacking = [
+            reason for reason in kernel.available().reasons if reason.what != "device" or getattr(kernel, "library", False)
+        ]
+        return Support(tuple(lacking)) if lacking else kernel.supports(spec)  # a device is there: the caller has tensors on it
 
     return LinearKernels(device, [*names], lambda name: known[name].load(), supports)

@@ -163,8 +163,12 @@ class CudaKernel(ProductsKernel):
         return cuda_operand(_quantized(weight), bias)
 
 
-def _on_hopper(spec: LinearSpec) -> Support:
-    found = capability(spec.device)
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The capability of a device, which need not be there for kernels to be compiled."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def _on_hopper(found: tuple[int, int] | None) -> Support:
     if found == (9, 0):
         return YES
     got = "none" if found is None else "{}.{}".format(*found)
@@ -181,7 +185,7 @@ class FewRowsKernel(CudaKernel):
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
         """Return whether the kernel reads the weight, on compute capability 8.0 or newer."""
-        support, found = super().supports(spec), capability(spec.device) or (0, 0)
+        support, found = super().supports(spec), _capability(spec.device)
         return support if found >= (8, 0) else support & Support.no("compute capability", "8.0 or newer", "{}.{}".format(*found))
 
 
@@ -196,7 +200,7 @@ class SharedRowsKernel(CudaKernel):
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
         """Return whether the kernel reads the weight, on compute capability 9.0."""
-        return super().supports(spec) & _on_hopper(spec)
+        return super().supports(spec) & _on_hopper(_capability(spec.device))
 
 
 class W8A8Kernel(CudaKernel):
@@ -218,7 +222,7 @@ class W8A8Kernel(CudaKernel):
         rows, columns = spec.out_features, spec.in_features
         if rows % (2 * PART_ROWS) or columns % FLOAT8_COLUMNS:
             support &= Support.no("shape", f"multiples of {2 * PART_ROWS} x {FLOAT8_COLUMNS}", f"{rows} x {columns}")
-        return support & _on_hopper(spec)
+        return support & _on_hopper(capability(spec.device))
 
 
 BLOCK = 128

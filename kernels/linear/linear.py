@@ -261,6 +261,12 @@ class Linear:
         return Applied(self, kernel)
 
     @property
+    def may_have_copies(self) -> bool:
+        """Whether a third party's kernel may have prepared a copy of the weight."""
+        settled = self.device.type == "cpu" and not isinstance(self._compute, Buckets)
+        return self.choice is not None and self.choice.is_open and not settled
+
+    @property
     def is_dense(self) -> bool:
         """Whether the weight is a plain matrix, arranged for nothing."""
         return self._transposed is not None

@@ -159,6 +159,9 @@ class LiveWeights:
     def _copy_part(self, index: int | None, built: object) -> None:
         """Copy the tensors of a part that was built anew to where those of the running one lie."""
         running = self._decoder.part(index)
+        if any(linear.may_have_copies for linear in getattr(running, "linears", ())):
+            hint = "make a new LLM of the new weights, or name one of Headway's kernels (linear_kernel)"
+            raise ConfigError("load_weights", "layers whose kernels are Headway's own", f"a third party's in layer {index}", hint)
         if told_of(running) != told_of(built):
             raise ConfigError(
                 "load_weights", "the sinks and scales of the cache that backends were made with", f"others in layer {index}"

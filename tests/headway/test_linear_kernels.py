@@ -235,3 +235,8 @@ def test_a_kernel_of_plain_weights_takes_part(folders: tuple[Path, Path]) -> Non
     assert kernels_of(llm) == {"plain_too"}
     assert isinstance(layers_of(llm)[0].bound_to(layers_of(llm)[0].choice.kernels["plain_too"]), Applied)  # type: ignore[union-attr]
     assert answer(llm) == answer(serve(folders[1]))
+    assert llm.model.live_weights is not None
+    with pytest.raises(
+        ConfigError, match="load_weights: needs layers whose kernels are Headway's own, got a third party's in layer 0"
+    ):
+        llm.model.live_weights.read_again()

@@ -196,7 +196,7 @@ def test_float4_is_rounded_to_the_nearest_code() -> None:
         replace(int4(torch.randn(96, 128), 64), zeros=torch.arange(192).view(96, 2).to(torch.uint8) % 16),
         float4(torch.randn(96, 128)),
     ],
-    ids=format_of,
+    ids=lambda weight: str(format_of(weight)),
 )
 def test_any_rows_and_whole_groups_of_columns_are_cut_out(form: QuantizedWeight) -> None:
     whole = form.dequantized(torch.float32)
