@@ -179,11 +179,9 @@ class RegisteredLayer(TunedLayer):
 
     @cached_property
     def owners(self) -> Mapping[str, tuple[str, str]]:
-        """See `TunedLayer`."""
         return owners(self.registry, self.measured.kind)
 
     def repaired(self, table: CrossoverTable) -> list[str]:
-        """See `TunedLayer`."""
         return mended(table, self.registry, self.kernels, self.measured.kind)
 
     def missed(self, unknown: Collection[str]) -> list[str]:
@@ -224,7 +222,6 @@ class RegisteredLayer(TunedLayer):
     def measure(
         self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
     ) -> CrossoverTable | None:
-        """See `TunedLayer`."""
         measured, path = self.measured, table_path(self.device, self.record)
         kind, spec = measured.kind, measured.spec
         started = time.perf_counter()

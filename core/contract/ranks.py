@@ -38,15 +38,12 @@ class OneRank:
     size: Final = 1
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See `Ranks.all_reduce`."""
         return x if onto is None else onto.add_(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Ranks.all_gather`."""
         return x[None]
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See `Ranks.broadcast`."""
         return x
 
 

@@ -136,7 +136,7 @@ class WeightCase:
     spread: Tensor
     """float64, as large: the size of a sum of products as random as these, by which an error is judged."""
     config: ExpertsConfig | None = None
-    """Of a layer of experts."""
+    """Configuration of a layer of experts."""
 
 
 def linear_case(weight: Weight, x: Tensor, device: torch.device) -> WeightCase:

@@ -206,7 +206,7 @@ class CountAxis:
 
     unit: str
     counts: Sequence[int]
-    """In ascending order."""
+    """The counts, in ascending order."""
     nearest: bool = False
     """True if any other count takes the cell of the nearest one, by ratio; False if it takes that of the next larger one."""
 

@@ -98,9 +98,9 @@ class Candidates(ABC, Generic[S, B, L]):
         self.specs = specs
         """Phase in which any layer asks -> the distinct layers, as they ask in it. Empty if no layer asks."""
         self.places = places
-        """Those that the user's options leave, the preferred first."""
+        """Places that the user's options leave, the preferred first."""
         self.all_places = all_places
-        """Those that other options would leave."""
+        """Places that other options would leave."""
 
     @property
     def first(self) -> S:

@@ -208,18 +208,15 @@ class CudaLots(CudaExperts):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """See ExpertsKernel."""
         support, slots = super().supports(spec), spec.config.num_slots
         if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) != (9, 0):
             support &= Support.no("device", "a GPU of compute capability 9.0", spec.device)
         return support & (YES if slots <= _MOST_SLOTS else Support.no("experts of a token", f"up to {_MOST_SLOTS}", slots))
 
     def runs(self, num_tokens: int) -> bool:
-        """See ExpertsKernel."""
         return suits(self.lot, num_tokens, self._config)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
-        """See RoutedKernel."""
         (num_tokens, hidden), pairs = out.shape, routed.experts.numel()
         up, down = self._products(weights)
         rows = most_blocks(pairs, self._config.num_all, self.lot) * self.lot

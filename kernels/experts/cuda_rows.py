@@ -236,12 +236,10 @@ class CudaExperts(RoutedKernel):
 
     @classmethod
     def available(cls) -> Support:
-        """See Kernel."""
         return find_compiler()[1]
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """See ExpertsKernel."""
         support = super().supports(spec)
         if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < (8, 0):
             support &= Support.no("device", "a GPU of compute capability 8.0 or newer", spec.device)
@@ -271,7 +269,6 @@ class CudaRows(CudaExperts):
         return num_tokens <= MOST_TOKENS and (self.lot == CUDA_ROWS[0] or num_tokens > self.lot // 2)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
-        """See RoutedKernel."""
         between = out.new_empty((routed.experts.numel(), self._config.intermediate_size))
         self._multiply(routed, routed.x, weights.gate_up, weights.gate_up_bias, between, first=True)
         self._multiply(routed, between, weights.down, weights.down_bias, out, first=False)

@@ -56,7 +56,6 @@ class RoutedKernel(ExpertsKernel):
         """Add what the experts give to `out` [num_tokens, hidden_size], in place. weights: what `prepare` returned."""
 
     def apply(self, x: Tensor, experts: Tensor, scores: Tensor, weights: Any, out: Tensor) -> None:
-        """See ExpertsKernel."""
         self.add(Routed(x, experts, scores), weights, out)
 
     def extra_bytes(self, weights: ExpertsWeights) -> int:
@@ -180,7 +179,6 @@ class TorchExperts(ExpertsKernel):
     def apply(
         self, x: Tensor, experts: Tensor, scores: Tensor, weights: tuple[dict[int, Linear], dict[int, Linear]], out: Tensor
     ) -> None:
-        """See ExpertsKernel."""
         config, product, (gate_up, down) = self.spec.config, self._product, weights
         order = sort_by_expert(experts, config.num_all)
         tokens = order.pairs // config.num_slots

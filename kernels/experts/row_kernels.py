@@ -386,7 +386,6 @@ class TritonExperts(RoutedKernel):
 
     @classmethod
     def available(cls) -> Support:
-        """See Kernel."""
         return can_launch()
 
     @classmethod
@@ -486,11 +485,9 @@ class RowKernel(TritonExperts):
         return support
 
     def runs(self, num_tokens: int) -> bool:
-        """See ExpertsKernel."""
         return TOKENS.cell(num_tokens) <= TOKENS.cell(MAX_ROWS)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
-        """See RoutedKernel."""
         between = out.new_empty((routed.experts.numel(), self._config.intermediate_size))
         self._multiply(routed, routed.x, weights.gate_up, weights.gate_up_bias, between, first=True)
         self._multiply(routed, between, weights.down, weights.down_bias, out, first=False)

@@ -92,7 +92,6 @@ class TileKernel(SortingKernel):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """See ExpertsKernel."""
         support = super().supports(spec)
         if cls._tiling_of(spec) is None:
             needed, got = ("quantised ones", "plain ones") if cls.plain is None else ("plain ones", "quantised ones")
@@ -107,7 +106,6 @@ class TileKernel(SortingKernel):
         return self.always or (rows <= 16 * max(pairs, 1) and (rows > 32 or pairs <= 4 * rows))
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
-        """See RoutedKernel."""
         config, pairs = self._config, routed.experts
         whole = self._tiling.whole
         order = ExpertOrder(pairs, self._places, pairs) if whole else sorted_pairs(self._launchers, config, routed)
@@ -198,7 +196,6 @@ class GroupedMM(SortingKernel):
 
     @classmethod
     def available(cls) -> Support:
-        """See Kernel."""
         has = YES if hasattr(torch, "_grouped_mm") else Support.no("torch", "torch._grouped_mm", torch.__version__)
         return super().available() & has
 
@@ -209,7 +206,6 @@ class GroupedMM(SortingKernel):
         return support & (Support.no("experts' inner size", "a multiple of 8", inner) if inner % 8 else YES)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
-        """See RoutedKernel."""
         config, hidden = self._config, out.shape[1]
         assert isinstance(weights.gate_up, Tensor)
         assert isinstance(weights.down, Tensor)
@@ -266,24 +262,20 @@ class DequantizingKernel(RoutedKernel):
 
     @classmethod
     def available(cls) -> Support:
-        """See Kernel."""
         return cls.inner.available()
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """See ExpertsKernel."""
         support = super().supports(spec) & cls.inner.supports(_expanded(spec))
         if {spec.gate_up.name, spec.down.name} == {"plain"}:
             support &= Support.no("weights", "quantised ones", "plain ones")
         return support
 
     def runs(self, num_tokens: int) -> bool:
-        """See ExpertsKernel."""
         pairs = num_tokens * self.spec.config.num_slots / self.spec.config.num_all
         return pairs >= _LEAST_PAIRS and self._inner.runs(num_tokens)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
-        """See RoutedKernel."""
         gate_up = self._plain(weights.gate_up, self.spec.config.up_size)
         down = self._plain(weights.down, out.shape[1])
         self._inner.add(routed, ExpertsWeights(gate_up, down, weights.gate_up_bias, weights.down_bias), out)

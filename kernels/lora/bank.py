@@ -131,18 +131,15 @@ class AdapterBank:
         return [module for product in self.products.values() for module in product.origin.modules]
 
     def begin(self, slots: Tensor | None) -> None:
-        """See ModelAdapters."""
         self.slots = slots
 
     @torch.inference_mode()
     def put(self, slot: int, adapter: AdapterInMemory) -> None:
-        """See ModelAdapters."""
         self._memory[slot].copy_(adapter.flat, non_blocking=True)
         self._join([slot])
 
     @torch.inference_mode()
     def arrange(self) -> None:
-        """See ModelAdapters."""
         self._join(range(self.num_slots))
 
     def _join(self, slots: Iterable[int]) -> None:

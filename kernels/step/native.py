@@ -135,7 +135,6 @@ class _CountedAttention:
         return out
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """See `Attention`."""
         self.one_call_each = False
         return self._attention.state(layer, x, gates)
 
@@ -152,7 +151,6 @@ class NativeOperations(TorchOperations):
         self.functions = functions
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """See Operations."""
         if norm.by_length is None or x.dim() != 2 or x.stride(1) != 1 or x.dtype not in TYPES:
             return super().norm(x, norm)
         out = x.new_empty(x.shape)
@@ -172,12 +170,10 @@ class NativeOperations(TorchOperations):
         return out
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """See Operations."""
         panels = _panels(x, linear)
         return linear(x, out) if panels is None else self._store(x, panels, out=out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        """See Operations."""
         panels = _panels(x, linear)
         if panels is None:
             return super().norm_product(x, norm, linear, activation)
@@ -188,7 +184,6 @@ class NativeOperations(TorchOperations):
         return y if activation is None else ACTIVATE[activation](y)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """See Operations."""
         panels = _panels(x, linear)
         if panels is None or not panels.gates or activation not in _ACTIVATIONS:
             return super().norm_gated_product(x, norm, linear, activation)
@@ -200,7 +195,6 @@ class NativeOperations(TorchOperations):
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Operations."""
         panels = _panels(x, linear)
         if panels is None or heads.whole_norm or heads.head_dim % 2 or not _normed(heads.q_norm) or not _normed(heads.k_norm):
             return super().norm_qkv(x, norm, linear, heads, rope)
@@ -233,7 +227,6 @@ class NativeOperations(TorchOperations):
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : turned], qkv[:, turned:]
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        """See Operations."""
         panels = _panels(x, linear)
         if panels is None or residual.stride(1) != 1 or residual.dtype != x.dtype:
             return super().add_product(residual, x, linear)

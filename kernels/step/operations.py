@@ -61,7 +61,6 @@ class PlainLatentLayer:
         self._both = Linear(kv_b)
 
     def absorb(self, q: Tensor) -> Tensor:
-        """See LatentLayer."""
         still, turned = q[..., : self._nope_dim], q[..., self._nope_dim :]
         out = q.new_empty((*q.shape[:2], self._rank + turned.shape[-1]))
         torch.bmm(still.transpose(0, 1), self._to_key, out=out[..., : self._rank].transpose(0, 1))
@@ -76,7 +75,6 @@ class PlainLatentLayer:
         return torch.cat([still, turned.expand((*still.shape[:2], -1))], dim=-1), v
 
     def project(self, attended: Tensor, out: Tensor) -> None:
-        """See LatentLayer."""
         torch.bmm(attended.transpose(0, 1), self._to_value, out=out.transpose(0, 1))
 
 
@@ -326,7 +324,6 @@ class TorchOperations(Operations):
         return x, tuple(ropes)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """See Operations."""
         if norm.by_length is not None:
             factors, least = norm.by_length
             return norm_by_length(x.float(), factors, least).to(x.dtype)
@@ -337,7 +334,6 @@ class TorchOperations(Operations):
         return rms_norm(exact, weight.shape, weight, norm.eps).to(x.dtype)
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """See Operations."""
         return residual + self.norm(x, norm)
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
@@ -346,20 +342,16 @@ class TorchOperations(Operations):
         return list(dict.fromkeys(choice for choice in choices if choice is not None and choice.is_open))
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """See Operations."""
         return linear(x, out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        """See Operations."""
         y = linear(x if norm is None else self.norm(x, norm))
         return y if activation is None else self.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """See Operations."""
         return self.activated(linear(x if norm is None else self.norm(x, norm)), activation, gated=True)
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
-        """See Operations."""
         if not gated:
             return ACTIVATE[activation](y)
         gate, up = y.chunk(2, dim=1)
@@ -368,7 +360,6 @@ class TorchOperations(Operations):
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Operations."""
         return self.turn_heads(linear(x if norm is None else self.norm(x, norm)), heads, rope)
 
     def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -391,7 +382,6 @@ class TorchOperations(Operations):
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
     ) -> tuple[Tensor, Tensor]:
-        """See Operations."""
         q = q.view(q.shape[0], q.shape[1] // config.q_dim, config.q_dim)
         rows, key = latent[:, None].tensor_split([config.kv_lora_rank], dim=-1)
         rows = self.norm(rows, norm)
@@ -401,15 +391,12 @@ class TorchOperations(Operations):
         return torch.cat([still, apply_rope(turned, rope)], dim=-1), torch.cat([rows, apply_rope(key, rope)], dim=-1)
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
-        """See Operations."""
         return PlainLatentLayer(expanded, config, kv_b)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        """See Operations."""
         return linear.add_to(residual, x)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
-        """See Operations."""
         return apply_gate(x, by, gate)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:

@@ -49,7 +49,6 @@ class GivenWeights(WeightSource):
         return self.take_as(self.dtype, name, shape)
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
-        """See WeightSource."""
         return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
@@ -62,7 +61,6 @@ class GivenWeights(WeightSource):
         return held_part(found.to(self.device, dtype), shape)
 
     def take_number(self, name: str) -> float:
-        """See WeightSource."""
         found = self._find(name)
         return self._checkpoint.take_number(name) if found is None else float(found)
 

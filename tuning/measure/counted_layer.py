@@ -77,7 +77,6 @@ class CountedLayer(TunedLayer):
     def measure(
         self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
     ) -> CrossoverTable:
-        """See `TunedLayer`."""
         with on_device(self.on), torch.inference_mode(), self.ready([point.batch for point in wanted]):
             cells = list(self._cells(wanted, Budget(seconds)))
         table = timed_table(self.record, self.device, self.kernels, cells)

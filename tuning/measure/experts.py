@@ -85,25 +85,20 @@ class ExpertLayer(CountedLayer):
         return {name: why for name, kernel in self.kind.kernels.items() if (why := self.sample.fault(kernel))}
 
     def able(self, count: int) -> list[str]:
-        """See `CountedLayer`."""
         return [kernel.name for kernel in self.kind.serving(count)]
 
     def check(self, name: str, count: int) -> None:
-        """See `CountedLayer`."""
         if why := self.wrong.get(name):
             raise ArithmeticError(why)
 
     def call(self, name: str, count: int) -> Callable[[], object]:
-        """See `CountedLayer`."""
         return self.sample.call(self.kind.kernels[name], count)
 
     def layers(self, count: int) -> int:
-        """See `CountedLayer`."""
         return self.sample.layers(count)
 
     @contextmanager
     def ready(self, counts: Collection[int]) -> Iterator[None]:
-        """See `CountedLayer`."""
         if self.ahead is not None:
             with self.ahead():
                 self.sample.launch(counts)

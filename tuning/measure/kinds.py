@@ -148,37 +148,29 @@ class MeasuredAttention(MeasuredKind):
 
     @property
     def record(self) -> SpecRecord:
-        """See `MeasuredKind`."""
         return SpecRecord.of(self.spec)
 
     @property
     def grid(self) -> list[Point]:
-        """See `MeasuredKind`."""
         return grid(self.spec.device.type)
 
     def pairs(self, layouts: Sequence[str] | None, block_sizes: Sequence[int | None]) -> list[Pair]:
-        """See `MeasuredKind`."""
         found = [self.registry.layout(name).layout for name in layouts or self.registry.layouts]
         return list(dict.fromkeys((layout, size) for size in block_sizes for layout in found))
 
     def supports(self, name: str, pair: Pair, phase: Phase) -> Support:
-        """See `MeasuredKind`."""
         return self.registry.supports(name, self.spec, pair[0], pair[1], phase)
 
     def place(self, name: str, phase: Phase, pair: Pair) -> Pair | None:
-        """See `MeasuredKind`."""
         return None if phase is Phase.PREFILL and self.registry.backend(name).capabilities.dense_prefill else pair
 
     def replays(self, name: str) -> bool:
-        """See `MeasuredKind`."""
         return bool(self.registry.backend(name).captures())
 
     def fault(self, name: str, pairs: Sequence[Pair]) -> str:
-        """See `MeasuredKind`."""
         return selftest.self_test(self.registry, name, self.spec, pairs)
 
     def inputs(self, point: Point, pair: Pair, expected: Tensor | None) -> AttentionInputs:
-        """See `MeasuredKind`."""
         return AttentionInputs(self, point, pair, expected)
 
     def compile(
@@ -252,11 +244,9 @@ class AttentionInputs(PointInputs):
         self._pair = pair
 
     def check(self, with_cache: bool = True) -> None:
-        """See `PointInputs`."""
         self._guard.check(with_cache)
 
     def contender(self, name: str) -> tuple[Contender, bool]:
-        """See `PointInputs`."""
         kind, case = self._kind, self.case
         backend = kind.instance(name, self._pair)
 
@@ -277,12 +267,10 @@ class MeasuredStates(MeasuredKind):
 
     @property
     def record(self) -> StateSpecRecord:
-        """See `MeasuredKind`."""
         return StateSpecRecord.of(self.spec)
 
     @property
     def grid(self) -> list[Point]:
-        """See `MeasuredKind`."""
         return state_grid(self.spec.device.type)
 
     @cached_property
@@ -295,7 +283,6 @@ class MeasuredStates(MeasuredKind):
         return [(layout, None) for name, layout in self.registry.states.layouts.items() if layouts is None or name in layouts]
 
     def supports(self, name: str, pair: Pair, phase: Phase) -> Support:
-        """See `MeasuredKind`."""
         return Support(self.able.reasons(name, phase, Placement(pair[0], NO_BLOCKS)))
 
     def fault(self, name: str, pairs: Sequence[Pair]) -> str:
@@ -315,13 +302,11 @@ class MeasuredStates(MeasuredKind):
         return ""
 
     def inputs(self, point: Point, pair: Pair, expected: ExpectedRows | None) -> StateInputs:
-        """See `MeasuredKind`."""
         return StateInputs(self, point, pair[0], expected or ExpectedRows.of(self._case(point, pair[0])))
 
     def compile(
         self, points: Sequence[Point], names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Collection[str]]
     ) -> None:
-        """See `MeasuredKind`."""
         for layout, _ in pairs:
             steps = [(phase, relaid(test.case, layout), ()) for phase, test in self._tests.items()]
             for phase, case, out in [*steps, *self._steps(points, layout, given_up)]:

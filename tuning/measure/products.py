@@ -158,28 +158,22 @@ class LinearLayer(CountedLayer):
             self.kind.obey(AxisTimes(ROWS, *found))
 
     def able(self, count: int) -> list[str]:
-        """See `CountedLayer`."""
         return self.kind.able(count)
 
     def check(self, name: str, count: int) -> None:
-        """See `CountedLayer`."""
         self.sample.check(name, count)
 
     def call(self, name: str, count: int) -> Callable[[], object]:
-        """See `CountedLayer`."""
         return self.sample.call(name, count)
 
     def layers(self, count: int) -> int:
-        """See `CountedLayer`."""
         return len(self.sample.layers(count))
 
     def falls_behind(self, name: str) -> bool:
-        """See `CountedLayer`."""
         return name.startswith(KERNEL)
 
     @contextmanager
     def ready(self, counts: Collection[int]) -> Iterator[None]:
-        """See `CountedLayer`."""
         with self.sample.arranged():
             if self.ahead is not None:
                 with self.ahead():

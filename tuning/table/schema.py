@@ -228,7 +228,6 @@ class SpecRecord(LayerRecord):
 
     @property
     def sizes(self) -> str:
-        """See `LayerRecord`."""
         return f"{self.num_heads}-{self.num_kv_heads}-{self.head_dim}-{self.dtype}"
 
     def __str__(self) -> str:
@@ -270,7 +269,6 @@ class StateSpecRecord(LayerRecord):
 
     @property
     def sizes(self) -> str:
-        """See `LayerRecord`."""
         return f"{self.recurrence}-{self.num_heads or self.conv_channels}-{self.key_dim}-{self.value_dim}-{self.dtype}"
 
     def __str__(self) -> str:
@@ -289,7 +287,6 @@ class CountedRecord(LayerRecord):
 
     @property
     def sizes(self) -> str:
-        """See `LayerRecord`."""
         return slug(self.layer)
 
     def __str__(self) -> str:

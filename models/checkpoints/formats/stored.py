@@ -184,11 +184,9 @@ class Float8Format(StoredFormat):
         return f"fp8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
-        """See StoredFormat."""
         return (1, self.scales[1]) if isinstance(self.scales, tuple) else (1, 1)
 
     def read(self, module: QuantizedModule) -> Float8Weight:
-        """See StoredFormat."""
         values = module.take(".weight", _FLOAT8, (module.rows, module.columns))
         suffix = module.suffix_of(self.suffixes[1:3] if not self.inverse_name else self.suffixes[2:0:-1])
         if not isinstance(self.scales, tuple):
@@ -205,7 +203,6 @@ class Float8Format(StoredFormat):
         return Float8Weight(values, scales.float(), (rows, columns))
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Float8Weight:
-        """See StoredFormat."""
         return float8(octets, rows, columns, std, self.scales if isinstance(self.scales, tuple) else None)
 
 
@@ -223,7 +220,6 @@ class Int8Format(StoredFormat):
         return f"int8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
 
     def read(self, module: QuantizedModule) -> Int8Weight:
-        """See StoredFormat."""
         values = module.take(".weight", _INT8, (module.rows, module.columns))
         if module.elements(".weight_zero_point"):
             zeros: Tensor = module.take(".weight_zero_point", _INT8, module.shape(".weight_zero_point"))
@@ -232,7 +228,6 @@ class Int8Format(StoredFormat):
         return Int8Weight(values, _row_scales(module, ".weight_scale", self.scales))
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Int8Weight:
-        """See StoredFormat."""
         return int8(octets, rows, columns, std)
 
 
@@ -272,7 +267,6 @@ class ExpertsMxfp4(StoredFormat):
         return "MXFP4"
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
-        """See StoredFormat."""
         return 1, MX_GROUP, 1
 
     def read(self, module: QuantizedModule) -> Float4Weight:
@@ -289,7 +283,6 @@ class ExpertsMxfp4(StoredFormat):
         return Float4Weight(octets.flatten(0, 1), exponents.flatten(0, 1))
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Float4Weight | None:
-        """See StoredFormat."""
         return None if columns % MX_GROUP else float4(octets, rows, columns, std)
 
 
@@ -314,15 +307,12 @@ class Nvfp4(StoredFormat):
         return "NVFP4"
 
     def holds(self, module: QuantizedModule) -> bool:
-        """See StoredFormat."""
         return module.elements(self.codes) in _OCTETS
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
-        """See StoredFormat."""
         return 1, _NV_GROUP
 
     def read(self, module: QuantizedModule) -> Tensor:
-        """See StoredFormat."""
         module.divided(_NV_GROUP)
         groups = module.columns.units(_NV_GROUP)
         codes = _codes(module.take(self.codes, _OCTETS, (module.rows, module.columns.units(2))))
@@ -409,7 +399,6 @@ class IntegerGroups(StoredFormat):
         return _WORD // self.bits
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
-        """See StoredFormat."""
         size, count = self.group(module)
         return self.codes, self.codes if count == 1 else size
 
@@ -448,7 +437,6 @@ class IntegerGroups(StoredFormat):
         return (values * scales.float()[:, groups]).to(module.dtype)
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Int4Weight | None:
-        """See StoredFormat."""
         size = columns if self.group_size == -1 else self.group_size
         return int4(octets, rows, columns, std, size, dtype) if self.bits == 4 and columns % size == 0 else None
 
@@ -462,7 +450,6 @@ class Awq(IntegerGroups):
     suffixes: ClassVar[tuple[str, ...]] = (".weight", ".qweight", ".qzeros", ".scales")
 
     def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
-        """See StoredFormat."""
         size, count = self.group(module)
         words = module.rows.units(self.codes)
         groups = _groups(module, size, count)
@@ -483,7 +470,6 @@ class Gptq(IntegerGroups):
     suffixes: ClassVar[tuple[str, ...]] = (".weight", ".qweight", ".qzeros", ".scales", ".g_idx")
 
     def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
-        """See StoredFormat."""
         size, count = self.group(module)
         group_of = _group_of(module, ".g_idx", size, count)
         groups = _groups(module, size, count) if group_of is None else Axis.all(count)
@@ -510,7 +496,6 @@ class PackQuantized(IntegerGroups):
     )
 
     def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
-        """See StoredFormat."""
         size, count = self.group(module)
         group_of = _group_of(module, ".weight_g_idx", size, count)
         groups = _groups(module, size, count) if group_of is None else Axis.all(count)
