@@ -101,7 +101,8 @@ def registry_of(*backends: object) -> Registry:
 
 
 def measure(*backends: type[TorchStates], **changes: Any) -> CrossoverTable:
-    options = CrossoverOptions(**{"spec": LAYER, "grid": GRID, "turns": QUICK, **changes})
+    names = ["torch", *(each.name for each in backends)]  # none for a GPU, where there is one
+    options = CrossoverOptions(**{"spec": LAYER, "grid": GRID, "turns": QUICK, "backends": names, **changes})
     return run_kernel_level(options, registry_of(*backends))
 
 

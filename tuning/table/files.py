@@ -61,7 +61,7 @@ def _read(path: Path, kind: str | None) -> tuple[CrossoverTable, str]:
     if (found := schema_of(data)) != SCHEMA:
         raise TableError(what, need, *_other_schema(found, text))
     of_kind = data.get("kind", "attention")
-    if of_kind not in RECORDS:
+    if not isinstance(of_kind, str) or of_kind not in RECORDS:
         raise TableError(what, f"a table of {', '.join(RECORDS)}", f"line {line_of(text, ['kind'])}: kind {of_kind!r}")
     if kind not in (None, of_kind):
         raise TableError(what, f"a table of {kind}", f"one of {of_kind}")
