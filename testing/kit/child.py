@@ -57,6 +57,8 @@ def _answer(kit: Kit, device: str, request: dict[str, Any]) -> dict[str, Any]:
     if "cell" in request:
         result = run_cell(kit, request["cell"], guesses=request.get("guesses", True))
         lost = _lost_gpu(device)
+        if device == "cuda" and not lost:
+            torch.cuda.empty_cache()  # other processes run cells on the same GPU
         if lost and result.status != "failed":
             result = result.model_copy(update={"status": "failed", "reason": lost})
         if lost:
