@@ -250,7 +250,8 @@ class CellRun:
 
         Ctrl-C ends the run: the results are then those that there are.
         """
-        left = sorted(reversed(cells), key=lambda cell: "far" not in cell.split(":"))  # taken from the end: far caches are large
+        left = list(reversed(cells))  # taken from its end
+        left.sort(key=lambda cell: "far" not in cell.split(":"))  # whose caches are large, last
         threads = [threading.Thread(target=self._guarded, args=(child, left)) for child in self.children]
         for thread in threads:
             thread.start()
