@@ -31,10 +31,21 @@ _WRITTEN: Final = {
         "headway check {module}:{title} --quick",
         'headway generate --plugin {module} --attn-backend {name} "The capital of France is"',
     ),
-    "linear": ("apply()", "pytest", 'headway generate --model MODEL-AWQ --plugin {module} --linear-kernel {name} "Hello"'),
+    "linear": (
+        "apply()",
+        "headway check {module}:{title} --quick",
+        'headway generate --model MODEL-AWQ --plugin {module} --linear-kernel {name} "Hello"',
+    ),
+    "experts": (
+        "apply()",
+        "headway check {module}:{title} --quick",
+        'headway generate --model MODEL-MOE --plugin {module} --experts-kernel {name} "Hello"',
+    ),
 }
 """Kind of operation -> the function that an author replaces, and what to type next."""
-Name = Annotated[str, typer.Argument(help="The kernel's name, as --attn-backend or --linear-kernel will take it: my_kernel.")]
+Name = Annotated[
+    str, typer.Argument(help="The kernel's name, as --attn-backend, --linear-kernel or --experts-kernel will take it: my_kernel.")
+]
 Into = Annotated[Path | None, typer.Option(help="Folder to write. Default: headway-NAME, here.")]
 
 
@@ -48,7 +59,7 @@ def new_backend(name: Name, into: Into = None) -> None:
 
 def new_kernel(
     name: Name,
-    kind: Annotated[str, typer.Option(help="Operation: attention or linear.")] = "attention",
+    kind: Annotated[str, typer.Option(help="Operation: attention, linear or experts.")] = "attention",
     into: Into = None,
 ) -> None:
     """Write the package of a kernel that runs, with its tests.
@@ -86,7 +97,7 @@ def write_package(name: str, folder: Path, registry: Registry, kind: OperationKi
 
     kind = kind or ATTENTION
     if kind.name not in _WRITTEN:
-        raise ConfigError("--kind", f"one that there is a template for: {' or '.join(_WRITTEN)}", kind.name)
+        raise ConfigError("--kind", f"one that there is a template for: {', '.join(_WRITTEN)}", kind.name)
     known = registry.of(kind).entries
     ok = name.isidentifier() and name.isascii() and name == name.lower() and not keyword.iskeyword(name)
     if not ok or name in RESERVED:

@@ -15,7 +15,7 @@ import torch
 from headway.cli.look.plugins import distribution_of, write_package
 from headway.contract import API_VERSION
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.operation import LINEAR, STATE
+from headway.core.contract.operation import EXPERTS, LINEAR, STATE, OperationKind
 from headway.core.oracle.cells import CheckCell
 from headway.registry import create_registry
 from headway.registry.plugin_sources import load_file
@@ -87,20 +87,29 @@ def test_a_name_that_is_taken_and_a_folder_that_is_there_are_refused(tmp_path: P
         write_package("walnut", tmp_path / "new", REGISTRY)
 
 
-def test_a_linear_kernels_package_passes_its_own_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [LINEAR, EXPERTS], ids=lambda kind: kind.name)
+def test_a_kernels_package_passes_its_own_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: OperationKind) -> None:
     folder = tmp_path / "headway-oak"
-    files = {str(path) for path in write_package("oak", folder, REGISTRY, LINEAR)}
+    files = {str(path) for path in write_package("oak", folder, REGISTRY, kind)}
     assert files > {"headway_oak.py", "pyproject.toml", "tests/test_oak.py"}
     module = load_file(folder / "headway_oak.py")
     monkeypatch.setitem(sys.modules, "headway_oak", module)
     own = load_file(folder / "tests" / "test_oak.py")
-    for zeros in (False, True):
-        own.test_it_multiplies(16, zeros)
+    if kind is LINEAR:
+        for zeros in (False, True):
+            own.test_it_multiplies(16, zeros)
+    else:
+        own.test_it_adds_what_the_experts_give(5)
     registry = create_registry([str(folder / "headway_oak.py")], load_entry_points=False)
-    assert registry.linear.entries["oak"].info.api_version == API_VERSION
+    assert registry.of(kind).entries["oak"].info.api_version == API_VERSION
+
+
+def test_a_package_is_refused_for_a_taken_name_and_for_a_kind_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="NAME: needs a name that no linear kernel has, got 'marlin' of built-in"):
         write_package("marlin", tmp_path / "other", REGISTRY, LINEAR)
-    with pytest.raises(ConfigError, match="--kind: needs one that there is a template for: attention or linear, got state"):
+    with pytest.raises(
+        ConfigError, match="--kind: needs one that there is a template for: attention, linear, experts, got state"
+    ):
         write_package("oak", tmp_path / "other", REGISTRY, STATE)
 
 
