@@ -178,10 +178,7 @@ def run_layer(backend: AttentionBackend, case: Case, plan: Plan, out: Tensor, wr
 def backend_contender(
     backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], writer: CacheWriter | None = None
 ) -> Contender:
-    """A Headway backend, called as the engine calls it, into an output that is its own.
-
-    writer: as for `run_layer`.
-    """
+    """A Headway backend, called as the engine calls it, into an output that is its own. writer: as for `run_layer`."""
     view = case.metadata.decode if case.metadata.num_decodes else case.metadata.prefill
     assert view is case.metadata, "a cell has one phase"
     out = case.q.new_empty((*case.q.shape[:2], case.spec.v_head_dim))
