@@ -91,8 +91,12 @@ def with_latents() -> DecoderConfig:
 
 
 def run_model(config: DecoderConfig, dtype: torch.dtype, rows: Sequence[int] = ROWS, every: int = 1) -> None:
-    """All that stands between a model's attentions. every: of the ways to compute experts, each so manieth."""
-    model = Decoder(config, EmptyWeights(dtype))
+    """Run all that stands between a model's attentions. every: of the ways to compute experts, each so manieth."""
+    run_decoder(Decoder(config, EmptyWeights(dtype)), rows, every)
+
+
+def run_decoder(model: Decoder, rows: Sequence[int], every: int = 1) -> None:
+    """Run a model as `run_model` does."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         latent = model.latent_layers.get(layer)
