@@ -121,7 +121,7 @@ def test_a_decode_only_plugin_is_a_guest_in_every_command(toy: Path, tiny_model_
     names = ["--backends", f"toy.decode,{pair},sdpa"]
     done = run_headway("bench", "crossover", "--level", "engine", *model, *plugin, *names, *sizes, cwd=here)
     assert done.code == 0, done
-    found = {cell["backend"]: cell["status"] for cell in json.loads(output.read_text())["cells"]}
+    found = {cell["kernel"]: cell["status"] for cell in json.loads(output.read_text())["cells"]}
     assert found.pop("toy.decode") == "unsupported"
     assert set(found) == {pair, "sdpa"}
     assert set(found.values()) <= {"ok", "tie"}

@@ -22,6 +22,9 @@ from triton.runtime import driver
 
 from attention_layer import variant_of
 from headway.core.contract.kernel import AHEAD
+from headway.core.contract.support import YES
+from headway.kernels.experts import row_kernels
+from headway.kernels.experts.builtin import builtin_classes
 
 Capability = tuple[int, int]
 _ERROR = re.compile(r"\berror *:")
@@ -109,11 +112,14 @@ def absent_gpu(capability: Capability, whole: bool = True) -> Iterator[Compilati
             (driver, "_active", gpu),
             (JITFunction, "warmup", compile_variant),
             (CUDABackend, "add_stages", stages if whole else add_front_end),
+            (row_kernels, "can_launch", lambda: YES),
             (torch.cuda, "get_device_capability", lambda device=None: capability),
             (torch.cuda, "get_device_properties", lambda device=None: properties),
         ]
         for owner, name, value in given:
             stack.enter_context(patch.object(owner, name, value, create=True))
+        builtin_classes.cache_clear()  # classes that can run here, which a GPU changes
+        stack.callback(builtin_classes.cache_clear)
         stack.callback(AHEAD.reset, AHEAD.set(SimpleNamespace()))  # type: ignore[arg-type]
         stack.enter_context(_OnMeta())
         yield found
