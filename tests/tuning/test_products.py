@@ -18,7 +18,7 @@ from headway.core.contract.weights import WeightFormat
 from headway.kernels.linear.choice import ROW_COUNTS, LinearChoice
 from headway.kernels.linear.linear import Linear
 from headway.tuning.measure.products import choose_products
-from headway.tuning.measure.timing import InterleavedTimer, Timing
+from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing
 from headway.tuning.table.convert import to_times
 from headway.tuning.table.files import read_table
 from quantized_weights import float8, int4
@@ -165,6 +165,24 @@ def test_the_fastest_right_way_serves_each_number_of_rows(cache: Path, caplog: p
     us = to_times(read_table(path, "linear"), ROW_COUNTS)
     assert us["kernel"][:3] == [11.0, 12.0, 14.0], "a layer's time, not that of all"
     assert us["kernel"][-1] is None, "what was far behind is not tried with more rows"
+
+
+def test_a_later_start_measures_what_an_earlier_one_had_no_time_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, first = Bench(COSTS), Budget.left
+    monkeypatch.setattr(Budget, "left", property(lambda clock: 1.0 if bench.runs < 40 else 0.0))
+    choose_products([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
+    (path,) = cache.glob("*.json")
+    begun = read_table(path, "linear")
+    assert 0 < len({cell.point for cell in begun.cells}) < len(ROW_COUNTS)
+    assert not begun.complete
+    monkeypatch.setattr(Budget, "left", first)
+    again = Bench(COSTS)
+    choose_products([kind := again.kind(layers())], 60.0, timer=TableTimer(bench=again))
+    whole = read_table(path, "linear")
+    assert whole.complete
+    assert whole.cells[: len(begun.cells)] == begun.cells
+    assert {cell.batch for cell in whole.cells} == set(ROW_COUNTS)
+    assert [kind.kernel_for(rows) for rows in (1, 64)] == ["kernel n64", "scaled_mm"]
 
 
 def test_other_ranks_and_later_starts_read_what_was_measured(cache: Path) -> None:

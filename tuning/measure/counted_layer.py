@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.core.select.costs import AxisTimes, CountAxis
 from headway.core.system.json_files import write_json
 from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.measure.contender import failed
 from headway.tuning.measure.device import new_table
-from headway.tuning.measure.find_table import TunedLayer, find_table
+from headway.tuning.measure.find_table import TunedLayer
 from headway.tuning.measure.measure_point import failure, new_cell
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.timing import Budget, InterleavedTimer, on_device
@@ -66,17 +67,17 @@ class CountedLayer(TunedLayer):
         """Return whether a kernel that is far behind is further behind with more rows."""
         return False
 
-    def times(self, seconds: float, counts: Sequence[int]) -> tuple[Times, str] | None:
-        """Return the times of all kernels, and their source in words; None if there are none. seconds: as `find_table`."""
-        table = find_table(self, seconds)
-        if table is None:
-            return None
-        us = to_times(table, counts)
-        return {name: us[name] for name in self.kernels}, source_of(table)
+    def times(self, table: CrossoverTable, axis: CountAxis) -> AxisTimes:
+        """Return the times of all kernels in a table of `find_table`."""
+        us = to_times(table, axis.counts)
+        return AxisTimes(axis, {name: us[name] for name in self.kernels}, source_of(table))
 
     def measure(
         self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
     ) -> CrossoverTable:
+        """Measure points, fewest rows or tokens first; a table that is completed keeps the points that it has."""
+        done = {cell.point for cell in old.cells} if resume and old is not None else set()
+        wanted = [point for point in wanted if point.key not in done]
         with on_device(self.on), torch.inference_mode(), self.ready([point.batch for point in wanted]):
             cells = list(self._cells(wanted, Budget(seconds)))
         table = timed_table(self.record, self.device, self.kernels, cells)

@@ -16,7 +16,6 @@ from torch import Tensor
 from headway.core.contract.experts import ExpertsKernel
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.select.costs import AxisTimes
 from headway.kernels.experts.bound import AUTO, BoundExperts, ExpertsKind, KernelRaisedError
 from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS
 from headway.kernels.experts.plain import TorchExperts
@@ -25,7 +24,9 @@ from headway.kernels.step.operations import Norm
 from headway.tuning.measure.contender import captured
 from headway.tuning.measure.counted_layer import TURNS, CountedLayer
 from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.find_table import find_table
 from headway.tuning.measure.points import counted_points
+from headway.tuning.table.convert import failures
 from headway.tuning.table.schema import DeviceIdentity, ExpertsRecord
 
 _GRAPHED, _LAYERS = 256, 4
@@ -55,12 +56,12 @@ def choose_experts(kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAh
                 kind.leave_out(kernel.name, why)
         if kind.chooses:
             layer = expert_layer(kind, identify_device(kind.device), ahead)
-            found = layer.times(budget if kind.requested == AUTO else 0.0, TOKEN_COUNTS)
-            for name, why in layer.wrong.items() if "wrong" in vars(layer) else ():  # only if something was measured
-                if kind.chooses:
-                    kind.leave_out(name, why)
-            if found is not None:
-                kind.obey(AxisTimes(TOKENS, *found))
+            table = find_table(layer, budget if kind.requested == AUTO else 0.0)
+            if table is not None:
+                for name, why in failures(table).items():
+                    if kind.chooses and name in kind.kernels and name != kind.requested:
+                        kind.leave_out(name, why)
+                kind.obey(layer.times(table, TOKENS))
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:

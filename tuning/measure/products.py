@@ -17,12 +17,11 @@ from torch.nn.functional import rms_norm, silu
 from headway.core.contract.errors import BackendError
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.support import Support
-from headway.core.select.costs import AxisTimes
 from headway.kernels.linear.choice import KERNEL, ROW_COUNTS, ROWS
 from headway.tuning.measure.contender import captured
 from headway.tuning.measure.counted_layer import TURNS, CountedLayer
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.find_table import first_points
+from headway.tuning.measure.find_table import find_table, first_points
 from headway.tuning.measure.points import counted_points
 from headway.tuning.measure.timing import InterleavedTimer, SharedBudget, on_device
 from headway.tuning.table.schema import DeviceIdentity, LinearRecord
@@ -153,9 +152,9 @@ class LinearLayer(CountedLayer):
 
     def obey(self, seconds: float) -> None:
         """Have the kind choose by measured times, if there are any. seconds: how long may be measured."""
-        found = self.times(seconds, ROW_COUNTS)
-        if found is not None:
-            self.kind.obey(AxisTimes(ROWS, *found))
+        table = find_table(self, seconds)
+        if table is not None:
+            self.kind.obey(self.times(table, ROWS))
 
     def able(self, count: int) -> list[str]:
         return self.kind.able(count)

@@ -70,3 +70,10 @@ def to_times(table: CrossoverTable, counts: Sequence[int]) -> dict[str, list[flo
     """Return kernel -> microseconds for each number of rows, tokens or bytes; None where it has no time."""
     us = {(cell.kernel, cell.batch): cell.median_us for cell in table.cells}
     return {record.name: [us.get((record.name, count)) for count in counts] for record in table.kernels}
+
+
+def failures(table: CrossoverTable) -> dict[str, str]:
+    """Return the kernels that have no time and were wrong or raised -> the reason."""
+    timed = {cell.kernel for cell in table.cells if cell.median_us is not None}
+    failed = {cell.kernel: cell.reason for cell in table.cells if cell.status in ("incorrect", "error")}
+    return {name: reason for name, reason in failed.items() if name not in timed}
