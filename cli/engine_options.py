@@ -33,7 +33,7 @@ class _Flag(NamedTuple):
     default: Any = None
     value: Callable[[Any], Any] = lambda value: value  # Makes the field's value from what typer read
     spelled: str = ""  # The flag, where it is not the field's name
-    switch: bool = False  # A flag without a value, which has no --no-... beside it.
+    switch: bool = False  # A flag without a value and without a --no- form
 
     @property
     def name(self) -> str:

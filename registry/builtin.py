@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -16,7 +17,6 @@ from headway.core.contract.backend import API_VERSION, BackendInfo
 from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.kernel import KernelInfo
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheWriter, LayoutInfo
-from headway.core.contract.linear import LinearKernelInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
@@ -131,17 +131,7 @@ def headway_register_state_backends() -> list[StateBackendInfo]:
 @hookimpl
 def headway_register_kernels() -> list[KernelInfo]:
     """Register the built-in kernels of linear layers and of layers of experts."""
-    linear = [
-        LinearKernelInfo(
-            each.name,
-            each.summary,
-            each.load,
-            each.extra,
-            devices=_GPUS if each.devices == ("cuda",) else each.devices,
-            api_version=API_VERSION,
-        )
-        for each in LINEAR_KERNELS
-    ]
+    linear = [replace(each, devices=_GPUS) if each.devices == ("cuda",) else each for each in LINEAR_KERNELS]
     return [*linear, *experts_kernels()]
 
 

@@ -20,7 +20,7 @@ SPLITS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Into how many pieces the longest query tile may be cut."""
 L2_BYTES = 32 << 20
 """Keys and values that programs at work at a time may share: what the L2 cache of an H100 or H200 holds beside all else."""
-_START = 1.3  # What an item costs beside its tiles of keys, in tiles: the first scores and the last sums overlap with nothing
+_START = 1.3  # Fixed cost of an item, in tiles of keys: the first scores and the last sums overlap with nothing
 _PARTIAL = 0.5  # What an item costs more that leaves a partial result, in tiles, and ..
 _MERGE = 0.25
 """... what reading one of them back costs."""

@@ -46,8 +46,8 @@ class Operands:
 
 def operands(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None) -> Operands:
     """Read the input and the gates of every kind but `mamba1` and `conv`.
-    x: float32 [n, L, channels of the recurrence]; gates: [n, L, ...]; valid: bool [n, L], False where a row is no token: it
-    must leave the state as it is. None: all are tokens."""
+    x: float32 [n, L, channels of the recurrence]; gates: [n, L, ...]; valid: bool [n, L], False where a row is no token and
+    must not change the state; None means that all are tokens."""
     if spec.kind == MAMBA2:
         return _mamba2(spec, parameters, x, gates, valid)
     both, v = _parts(x, (2 * spec.num_key_heads, spec.num_heads), (spec.key_dim, spec.value_dim))

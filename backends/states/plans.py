@@ -133,7 +133,7 @@ def _padded(length: int) -> int:
 
 def _windows(kept: Sequence[tuple[int, int, int]], width: int) -> tuple[Tensor, Tensor]:
     """Where the inputs lie that a convolution remembers after some tokens; see `remembered` in torch_states.py.
-    kept: of each state the sequence, its first packed token, and the tokens."""
+    kept: (sequence, its first packed token, number of tokens) of each state."""
     sequence, start, tokens = torch.tensor(kept).unbind(1)
     position = tokens[:, None] - (width - 1) + torch.arange(width - 1)
     old = position < 0

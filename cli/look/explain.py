@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """What serves the operations of one kind, and why nothing else does."""
+    """The kernels that serve one kind of operation, and the reasons that rule the others out."""
 
     title: str
     answer: str = ""
@@ -61,7 +61,7 @@ class Section:
     rows: Sequence[Row] = ()
     remarks: Sequence[str] = ()
     notes: Sequence[str] = ()
-    """Where the choice and its times come from."""
+    """Sources of the choice and of its times."""
 
 
 def show(found: Section, console: Console, all_kernels: bool) -> None:
@@ -368,7 +368,7 @@ def explain_attention(
     }
     remarks = ["us: microseconds of all layers, with the step's plan"] if timed else []
     if shape.captured:
-        remarks.append("one prompt alone is one graph: launches cost the host nothing here, beside other sequences they do")
+        remarks.append("a single prompt is one graph: the host launches nothing unless other sequences run too")
     if not covered:
         remarks.append("the step lies beyond what was measured: these are times of the nearest measured edge")
     notes = [f"selection: {chosen}" + "; |: chosen for each step by its lengths" * ("|" in str(chosen))]

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from headway.core.contract.errors import PromptError
 
-_LARGEST: Final = 1_000_000  # Largest number beside a multiplication: `"a" * 10000000000` is one operation, never interrupted
+_LARGEST: Final = 1_000_000  # Largest factor: `"a" * 10000000000` is one operation, never interrupted
 
 
 def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:

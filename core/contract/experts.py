@@ -33,11 +33,11 @@ class ExpertsConfig:
     shared_intermediate_size: int = 0
     """Inner size of all shared experts together; 0: there is none."""
     shared_gate: bool = False
-    """Whether what the shared experts give is multiplied by the sigmoid of one more row of the router (Qwen2-MoE)."""
+    """True if what the shared experts give is multiplied by the sigmoid of one more row of the router (Qwen2-MoE)."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become scores."""
     renormalize: bool = True
-    """Whether a token's weights are divided by their sum. With softmax this is the softmax over the chosen logits alone."""
+    """True if a token's weights are divided by their sum. With softmax this is the softmax over the chosen logits alone."""
     scale: float = 1.0
     """Multiplies the weights of the routed experts, after that."""
     num_groups: int = 1
@@ -46,13 +46,13 @@ class ExpertsConfig:
     group_score: Literal["max", "top2"] = "max"
     """What ranks a group: its best score (DeepSeek-V2), or the sum of its two best (DeepSeek-V3)."""
     correction_bias: bool = False
-    """Whether a bias for each expert is added to its score for the choice, not for its weight (DeepSeek-V3)."""
+    """True if a bias for each expert is added to its score for the choice, not for its weight (DeepSeek-V3)."""
     router_bias: bool = False
-    """Whether the logits have a bias (gpt-oss)."""
+    """True if the logits have a bias (gpt-oss)."""
     biases: bool = False
-    """Whether the experts' products have biases (gpt-oss)."""
+    """True if the experts' products have biases (gpt-oss)."""
     gated: bool = True
-    """Whether an expert multiplies the SiLU of one product by another; without, it is the squared ReLU of one (Nemotron-H)."""
+    """True if an expert multiplies the SiLU of one product by another; without, it is the squared ReLU of one (Nemotron-H)."""
     swiglu_alpha: float = 1.0
     """The gate is gate * sigmoid(alpha * gate); 1: SiLU."""
     swiglu_limit: float | None = None
@@ -175,13 +175,13 @@ class ExpertsCapabilities:
     max_tokens: int | None = None
     """Tokens up to which the kernel serves; None: any."""
     biases: bool = False
-    """Whether the experts' products may have biases."""
+    """True if the experts' products may have biases."""
     ungated: bool = False
-    """Whether experts of one product with the squared ReLU are served, too."""
+    """True if experts of one product with the squared ReLU are served, too."""
     clamped: bool = False
-    """Whether the gate may have another factor than 1 (`swiglu_alpha`) and limits (`swiglu_limit`)."""
+    """True if the gate may have another factor than 1 (`swiglu_alpha`) and limits (`swiglu_limit`)."""
     partial: bool = False
-    """Whether layers are served of which the rank holds only some routed experts (`ExpertsConfig.held`)."""
+    """True if layers are served of which the rank holds only some routed experts (`ExpertsConfig.held`)."""
 
     def check(self, spec: ExpertsSpec) -> Support:
         """Return every reason why a layer lies outside the claims; truthy where there is none. Nothing is raised."""

@@ -79,9 +79,9 @@ class LinearCapabilities:
     group_sizes: tuple[int, ...] | None = None
     """Columns that may share a scale, for weights of 4 bits; None: any."""
     zeros: bool = True
-    """Whether the kernel reads weights with a zero for each group."""
+    """True if the kernel reads weights with a zero for each group."""
     order: bool = False
-    """Whether the kernel reads weights whose columns are in another order than the inputs (`Int4Weight.order`)."""
+    """True if the kernel reads weights whose columns are in another order than the inputs (`Int4Weight.order`)."""
     max_rows: int | None = None
     """Rows of x up to which the kernel serves; None: any."""
     fused: frozenset[str] = frozenset()
@@ -123,7 +123,7 @@ class LinearKernel(Kernel):
 
     capabilities: ClassVar[LinearCapabilities]
     rounds_input: ClassVar[bool] = False
-    """Whether x is rounded to 8 bits, which makes a coarser product: the engine then takes the kernel only where it is clearly
+    """True if x is rounded to 8 bits, which makes a coarser product: the engine then takes the kernel only where it is clearly
     faster, and users can rule it out."""
 
     variants: ClassVar[tuple[str, ...]] = ()

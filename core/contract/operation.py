@@ -20,11 +20,11 @@ class OperationKind:
 
     name: str
     word: str
-    """What users call one of its kernels."""
+    """The users' name for one of its kernels."""
     kernel: type[Kernel]
     """Base class of its kernels."""
     info: type[KernelInfo]
-    """What a plugin registers of a kernel."""
+    """Type of a kernel's registration by a plugin."""
     claims: type
     """Type of a kernel's capabilities."""
     oldest: int

@@ -14,7 +14,7 @@ from torch import Tensor
 MX_GROUP = 32
 """Elements of a row that share a scale in the microscaling formats of the Open Compute Project."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the 16 codes of a float of 4 bits (e2m1) stand for."""
+"""Values of the 16 codes of a float of 4 bits (e2m1)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +133,7 @@ def _spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> T
 
 
 Weight = Tensor | Float8Weight | Int8Weight | Int4Weight | Float4Weight
-"""What a kernel may be given: a plain matrix, or one of the quantised weights."""
+"""The weight of a linear layer: a plain matrix, or one of the quantised weights."""
 FORMATS = ("plain", "fp8", "int8", "int4", "mxfp4")
 
 
@@ -148,9 +148,9 @@ class WeightFormat:
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale, of floats of 8 bits. None means one scale for each row, or one for all rows."""
     zeros: bool = False
-    """Whether each group has a zero."""
+    """True if each group has a zero."""
     order: bool = False
-    """Whether the columns are in another order than the inputs."""
+    """True if the columns are in another order than the inputs."""
 
     @classmethod
     def of(cls, weight: Weight) -> WeightFormat:

@@ -59,7 +59,7 @@ class KernelSource(Protocol):
         """A kernel's class; raises UnknownBackendError."""
 
     def supports(self, name: str, spec: AttentionSpec | StateSpec, *where: Any) -> Support:
-        """Whether a kernel can run here and serve this layer. where: the rest of what its class's `supports` takes."""
+        """Return whether a kernel can run here and serve this layer. where: the rest of what its class's `supports` takes."""
 
     def rank(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
         """Candidates, best guess first."""
@@ -109,7 +109,7 @@ class Candidates(ABC, Generic[S, B, L]):
 
     @abstractmethod
     def supports(self, name: str, spec: S, phase: Phase, place: Placement[L]) -> Support:
-        """Whether a kernel can serve a layer in a phase."""
+        """Return whether a kernel can serve a layer in a phase."""
 
     @abstractmethod
     def make(self, name: str, spec: S, phase: Phase, place: Placement[L]) -> B:
@@ -174,7 +174,7 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         )
 
     def supports(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> Support:
-        """Whether a backend can serve a layer in a phase, over the chosen layout or that which suits the layer."""
+        """Return whether a backend can serve a layer in a phase, over the chosen layout or that which suits the layer."""
         return self.source.supports(name, spec, self.layout_of(spec, place.layout), place.block_size, phase)
 
     def make(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> AttentionBackend:
@@ -268,7 +268,7 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
         super().__init__(source, counts, {phase: list(counts) for phase in VERBS}, places, places)
 
     def supports(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Support:
-        """Whether a backend can serve a layer, with the help of another for its convolution if it needs one."""
+        """Return whether a backend can serve a layer, with the help of another for its convolution if it needs one."""
         whole = self._alone(name, spec, phase, place)
         if not whole and spec.recurrent and spec.conv_channels and any(True for _ in self._helpers(spec, phase, place)):
             return self._alone(name, spec.recurrence, phase, place)

@@ -171,7 +171,7 @@ class ExpertsKind:
 
     @property
     def chooses(self) -> bool:
-        """Whether there is more than one kernel to choose from."""
+        """True if there is more than one kernel to choose from."""
         return len(self.kernels) > 1
 
     @property
@@ -251,7 +251,7 @@ class ExpertsKind:
         return max((sum(map(each.extra_bytes, weights)) for each in own), default=0)  # they share it
 
     def describe(self) -> str:
-        """Which kernel serves how many tokens, and where the choice comes from."""
+        """Return the kernel of each range of token counts, and the source of the choice, in words."""
         source = "not measured" if self._times is None else self._times.source
         source = source if self.requested == AUTO else f"{self.requested} was asked for"
         told = TOKENS.describe(TOKENS.changes(lambda count: self.kernel_for(count).name), source)
@@ -277,7 +277,7 @@ class BoundExperts:
     def __init__(self, kind: ExpertsKind, weights: RoutedWeights, norm: Any) -> None:
         self.kind = kind
         self.weights: RoutedWeights | None = weights
-        """What kernels that have not prepared their own arrangement may still need; None: nothing."""
+        """Weights for kernels that have not prepared their own arrangement; None once no kernel needs them."""
         self.route: RouteTokens = kind.front(weights, norm)
         self._prepared: dict[str, Any] = {}
         self._calls: dict[int, Call] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Final
 from weakref import WeakSet
@@ -12,9 +12,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from headway.core.contract.backend import API_VERSION
 from headway.core.contract.errors import BackendError, ConfigError, HeadwayError
 from headway.core.contract.kernel import GraphLevel
-from headway.core.contract.linear import LinearKernel, LinearSpec
+from headway.core.contract.linear import LinearKernel, LinearKernelInfo, LinearSpec
 from headway.core.contract.support import Support
 from headway.core.select.costs import AxisTimes, CountAxis
 
@@ -41,40 +42,29 @@ NATIVE, INT4PACK, ONEDNN, EXPANDED = "native", "int4pack", "onednn", "expanded"
 """On a CPU: our C, torch's product over packed int4, oneDNN, and a weight that is dequantised once."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltinKernel:
-    """A linear kernel that comes with Headway."""
-
-    name: str
-    summary: str
-    place: str
-    """Its module below headway.kernels.linear, a colon, and its class."""
-    extra: str = ""
-    devices: tuple[str, ...] = ("cuda",)
-
-    def load(self) -> type[LinearKernel]:
-        """Import the kernel's class."""
-        found: type[LinearKernel] = resolve_name(f"headway.kernels.linear.{self.place}")
-        return found
+def _info(name: str, summary: str, place: str, extra: str = "", devices: tuple[str, ...] = ("cuda",)) -> LinearKernelInfo:
+    """Return a registration. place: the class's module below headway.kernels.linear, a colon, and its name."""
+    load = partial(resolve_name, f"headway.kernels.linear.{place}")
+    return LinearKernelInfo(name, summary, load, extra, devices=devices, api_version=API_VERSION)
 
 
 _TRITON, _CUDA = "headway[triton]", "headway[cuda]"
 BUILTIN: Final = (
-    BuiltinKernel(GEMV, "our GEMV and skinny GEMM over plain weights in Triton, up to 16 rows", "gpu_kernels:Gemv", _TRITON),
-    BuiltinKernel(TILES, "our tiled split-K GEMM over plain weights in Triton, up to 128 rows", "gpu_kernels:Tiles", _TRITON),
-    BuiltinKernel(KERNEL, "our fused GEMM over quantised weights in Triton", "gpu_kernels:TritonKernel", _TRITON),
-    BuiltinKernel(FEW, "our GEMV over quantised weights in CUDA C++, up to 16 rows", "gpu_kernels:FewRowsKernel", _CUDA),
-    BuiltinKernel(SHARED, "our split-K GEMM over quantised weights for H100 and H200", "gpu_kernels:SharedRowsKernel", _CUDA),
-    BuiltinKernel(FLOAT8, "our FP8 GEMM for H100 and H200, which rounds x to FP8", "gpu_kernels:W8A8Kernel", _CUDA),
-    BuiltinKernel(SCALED, "torch._scaled_mm, for which x is rounded to FP8", "gpu_kernels:ScaledMM", _TRITON),
-    BuiltinKernel(DEQUANTIZED, "cuBLAS over a weight that is dequantised for each product", "gpu_kernels:Dequantize", _TRITON),
-    BuiltinKernel(MARLIN, "vLLM's marlin_gemm", "marlin:Marlin", "vllm"),
-    BuiltinKernel(CUTLASS, "vLLM's cutlass_scaled_mm, for which x is rounded to FP8", "marlin:Cutlass", "vllm"),
-    BuiltinKernel(NATIVE, "our C over packed blocks on a CPU", "cpu_kernels:Native", devices=("cpu",)),
-    BuiltinKernel(INT4PACK, "torch's product over packed int4 on a CPU", "cpu_kernels:Int4Pack", devices=("cpu",)),
-    BuiltinKernel(ONEDNN, "oneDNN over a weight that is packed once", "cpu_kernels:OneDnn", devices=("cpu",)),
-    BuiltinKernel(TORCH, "torch.mm over a plain weight", "cpu_kernels:TorchMM", devices=()),
-    BuiltinKernel(EXPANDED, "a weight that is dequantised once, on a CPU", "cpu_kernels:Expanded", devices=("cpu",)),
+    _info(GEMV, "our GEMV and skinny GEMM over plain weights in Triton, up to 16 rows", "gpu_kernels:Gemv", _TRITON),
+    _info(TILES, "our tiled split-K GEMM over plain weights in Triton, up to 128 rows", "gpu_kernels:Tiles", _TRITON),
+    _info(KERNEL, "our fused GEMM over quantised weights in Triton", "gpu_kernels:TritonKernel", _TRITON),
+    _info(FEW, "our GEMV over quantised weights in CUDA C++, up to 16 rows", "gpu_kernels:FewRowsKernel", _CUDA),
+    _info(SHARED, "our split-K GEMM over quantised weights for H100 and H200", "gpu_kernels:SharedRowsKernel", _CUDA),
+    _info(FLOAT8, "our FP8 GEMM for H100 and H200, which rounds x to FP8", "gpu_kernels:W8A8Kernel", _CUDA),
+    _info(SCALED, "torch._scaled_mm, for which x is rounded to FP8", "gpu_kernels:ScaledMM", _TRITON),
+    _info(DEQUANTIZED, "cuBLAS over a weight that is dequantised for each product", "gpu_kernels:Dequantize", _TRITON),
+    _info(MARLIN, "vLLM's marlin_gemm", "marlin:Marlin", "vllm"),
+    _info(CUTLASS, "vLLM's cutlass_scaled_mm, for which x is rounded to FP8", "marlin:Cutlass", "vllm"),
+    _info(NATIVE, "our C over packed blocks on a CPU", "cpu_kernels:Native", devices=("cpu",)),
+    _info(INT4PACK, "torch's product over packed int4 on a CPU", "cpu_kernels:Int4Pack", devices=("cpu",)),
+    _info(ONEDNN, "oneDNN over a weight that is packed once", "cpu_kernels:OneDnn", devices=("cpu",)),
+    _info(TORCH, "torch.mm over a plain weight", "cpu_kernels:TorchMM", devices=()),
+    _info(EXPANDED, "a weight that is dequantised once, on a CPU", "cpu_kernels:Expanded", devices=("cpu",)),
 )
 """Where nothing else decides, the first that can compute a layer does; over quantised weights on a GPU `rule` comes before."""
 
@@ -141,12 +131,12 @@ class LinearChoice:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the kernel that the user asked for serves, so that nothing is to be measured."""
+        """True if the kernel that the user asked for serves, so that nothing need be measured."""
         return any(map(self.is_named, self.kernels))
 
     @property
     def is_open(self) -> bool:
-        """Whether a third party's kernel takes part, so that a rule does not know the fastest."""
+        """True if a third party's kernel takes part, so that a rule does not know the fastest."""
         return any(self.is_guest(name) for name in self.kernels)
 
     def is_guest(self, name: str) -> bool:

@@ -19,9 +19,9 @@ class FusedKernel(LinearKernel):
 
     graph_level = GraphLevel.ANY
     library: ClassVar[bool] = False
-    """Whether a library that is found computes it, which may change from one start to the next: each start tries it."""
+    """True if a library that is found computes it, which may change from one start to the next: each start tries it."""
     copies: ClassVar[bool] = False
-    """Whether `prepare` copies the whole weight."""
+    """True if `prepare` copies the whole weight."""
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> Any:
         """Return what `compute` reads of a layer."""

@@ -6,6 +6,7 @@ Checked whenever it is read, without torch.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
@@ -106,7 +107,7 @@ PointKey = tuple[str, str]
 """(phase, case)."""
 
 
-class LayerRecord(BaseModel):
+class LayerRecord(BaseModel, ABC):
     """The layer that a table's times hold for; a subclass for each kind of operation."""
 
     model_config = _STRICT
@@ -125,9 +126,9 @@ class LayerRecord(BaseModel):
         return tuple(self.model_dump().values())
 
     @property
+    @abstractmethod
     def sizes(self) -> str:
         """The layer as a part of a file's name, for people who read it."""
-        raise NotImplementedError
 
 
 class SpecRecord(LayerRecord):
