@@ -113,8 +113,8 @@ def _with_kind(target: str, kind: str) -> str:
 
 
 def _each(wanted: Wanted, kind: str, file: Path | None) -> list[Wanted]:
-    """Return the request for each kernel: for the named one, or for all of the plugins' files. kind: only its kernels; empty means
-    all. file: of one report."""
+    """Return the request for each kernel: for the named one, or for each of the plugins' files. kind: only its kernels; "": all.
+    file: of one report."""
     from headway.core.contract.errors import ConfigError
     from headway.testing.kit.checking import brought_kernels
     from headway.testing.kit.subject import PREFIXES
