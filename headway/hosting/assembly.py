@@ -353,9 +353,9 @@ def _measure(start: _Start, loaded: _Loaded) -> tuple[Costs, StateCosts]:
         with clock.part("measuring experts"):
             for kind in experts:
                 with budget.part() as seconds:
-                    choose_experts([kind], seconds, ahead)
+                    choose_experts([kind], seconds, ahead, registry)
         with clock.part("measuring products"), budget.part() as seconds:
-            choose_products(products, seconds, ahead)
+            choose_products(products, seconds, ahead, registry=registry)
     if start.processes is not None:
         start.processes.choose(EngineChoices.of(costs, state_costs))
     return costs, state_costs

@@ -126,8 +126,8 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
         config = prepare_deterministic(registry, layers, state_layers(decoder), config)
     choices: EngineChoices = start.choices()
     if not config.deterministic:
-        choose_experts(decoder.expert_kinds, 0, ahead)  # rank 0 has measured, and written it down
-        choose_products(decoder.linear_choices, 0, ahead)  # likewise
+        choose_experts(decoder.expert_kinds, 0, ahead, registry)  # rank 0 has measured, and written it down
+        choose_products(decoder.linear_choices, 0, ahead, registry=registry)  # likewise
     states = dict.fromkeys(layers.states)
     parts = DeviceParts(
         model=decoder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "headway-int4" / "headway_int
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = [[5, 9, 2, 44, 7]]
+OPTIONS: dict[str, Any] = {"kv_cache_memory": "4MiB", "num_threads": 1, "skip_tokenizer_init": True, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,7 @@ def mine(example: ModuleType, **body: Any) -> type[LinearKernel]:
 
 
 def serve(folder: Path, *kernels: type[LinearKernel], **options: Any) -> LLM:
-    options = {"kv_cache_memory": "4MiB", "num_threads": 1, "skip_tokenizer_init": True, "device": "cpu", **options}
-    return LLM(str(folder), backends=list(kernels), **options)
+    return LLM(str(folder), backends=list(kernels), **{**OPTIONS, **options})
 
 
 def answer(llm: LLM) -> list[int]:
@@ -120,7 +121,9 @@ MINE_US = [10.0]
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Have starts measure linear layers, and nothing else; the third party's kernel takes this many microseconds."""
-    monkeypatch.setattr(assembly, "choose_products", lambda choices, *_: choose_products(choices, 60.0, timer=Told()))
+    monkeypatch.setattr(
+        assembly, "choose_products", lambda choices, *_, registry: choose_products(choices, 60.0, timer=Told(), registry=registry)
+    )
     MINE_US[:] = [10.0]
     return MINE_US
 
@@ -133,6 +136,20 @@ def test_times_decide(folders: tuple[Path, Path], example: ModuleType, us: float
     assert all("measured" in choice.source for choice in llm.model.decoder.linear_choices)
     assert all(isinstance(layer.weight, Tensor) == (fastest == "expanded") for layer in layers_of(llm)), "settled"
     assert answer(llm) == answer(serve(folders[1]))
+
+
+def test_a_changed_plugin_is_measured_again(
+    folders: tuple[Path, Path], tmp_path: Path, measured: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "mine.py"
+    for more, found in (("", 4), ("", 0), ("# other tiles\n", 4), ("", 0)):
+        file.write_text((file if more or file.exists() else EXAMPLE).read_text() + more)
+        os.utime(file, ns=(0, 0))
+        caplog.clear()
+        LLM(str(folders[0]), plugins=[str(file)], **OPTIONS)
+        texts = [record.getMessage() for record in caplog.records]
+        assert sum("auto: measuring the kernels for int4" in text for text in texts) == found
+        assert sum("files of the plugin of int4: measured with " in text for text in texts) == found * bool(more)
 
 
 def test_without_a_measurement_the_rule_keeps_headways_own(folders: tuple[Path, Path], example: ModuleType) -> None:
