@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -139,17 +139,23 @@ def test_times_decide(folders: tuple[Path, Path], example: ModuleType, us: float
 
 
 def test_a_changed_plugin_is_measured_again(
-    folders: tuple[Path, Path], tmp_path: Path, measured: list[float], caplog: pytest.LogCaptureFixture
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    measured: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    file = tmp_path / "mine.py"
-    for more, found in (("", 4), ("", 0), ("# other tiles\n", 4), ("", 0)):
-        file.write_text((file if more or file.exists() else EXAMPLE).read_text() + more)
-        os.utime(file, ns=(0, 0))
+    install(tmp_path, "mine_of_int4", EXAMPLE.read_text())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for more, found in (("", 4), ("", 0), ("# other tiles", 4), ("", 0)):
+        if more:
+            (tmp_path / "mine_of_int4.py").write_text(EXAMPLE.read_text() + more)
         caplog.clear()
-        LLM(str(folders[0]), plugins=[str(file)], **OPTIONS)
+        LLM(str(folders[0]), registry=create_registry(), **OPTIONS)
         texts = [record.getMessage() for record in caplog.records]
         assert sum("auto: measuring the kernels for int4" in text for text in texts) == found
         assert sum("files of the plugin of int4: measured with " in text for text in texts) == found * bool(more)
+    sys.modules.pop("mine_of_int4", None)
 
 
 def test_without_a_measurement_the_rule_keeps_headways_own(folders: tuple[Path, Path], example: ModuleType) -> None:
