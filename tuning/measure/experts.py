@@ -59,14 +59,8 @@ def choose_experts(
         for kernel in kind.guests:
             if sample is not None and (why := sample.fault(kernel)):
                 kind.leave_out(kernel.name, why)
-        if kind.chooses:
-            layer = expert_layer(kind, identify_device(kind.device), ahead, registry)
-            table = find_table(layer, budget if kind.requested == AUTO else 0.0)
-            if table is not None:
-                for name, why in failures(table).items():
-                    if kind.chooses and name in kind.kernels and name != kind.requested:
-                        kind.leave_out(name, why)
-                kind.obey(layer.times(table, TOKENS))
+        if kind.chooses and not kind.fixed:
+            expert_layer(kind, identify_device(kind.device), ahead, registry).obey(budget if kind.requested == AUTO else 0.0)
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:
@@ -89,6 +83,15 @@ class ExpertLayer(CountedLayer):
     def wrong(self) -> dict[str, str]:
         """Kernel -> what is wrong with its answers."""
         return {name: why for name, kernel in self.kind.kernels.items() if (why := self.sample.fault(kernel))}
+
+    def obey(self, seconds: float) -> None:
+        """Have the kind choose by measured times, if there are any. seconds: how long may be measured."""
+        table, kind = find_table(self, seconds), self.kind
+        if table is not None:
+            for name, why in failures(table).items():
+                if kind.chooses and name in kind.kernels and name != kind.requested:
+                    kind.leave_out(name, why)
+            kind.obey(self.times(table, TOKENS))
 
     def able(self, count: int) -> list[str]:
         return [kernel.name for kernel in self.kind.serving(count)]

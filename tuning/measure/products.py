@@ -60,7 +60,7 @@ def choose_products(
         return
     device = kinds[0].layers[0].device
     identity = identify_device(device)
-    layers = [linear_layer(kind, identity, ahead, timer, registry) for kind in kinds]
+    layers = [linear_layer(kind, identity, ahead, timer, registry) for kind in kinds if not kind.fixed]
     if ahead is not None and budget > 0:
         with on_device(device), torch.inference_mode(), ahead():
             for layer in layers:
