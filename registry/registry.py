@@ -389,8 +389,9 @@ class Registry:
             if known.layout.name == info.layout.name or known.layout == info.layout:
                 raise PluginError(f"layout {info.layout.name!r} is already registered as {known.layout.name!r}")
 
-    def linear_kernels(self, device: torch.device, named: str = "auto") -> LinearKernels:
+    def linear_kernels(self, device: torch.device, named: str = "auto", invariant: bool = False) -> LinearKernels:
         """Return the linear kernels that a model on a device chooses among. named: the one that the user asks for, or auto.
+        invariant: for deterministic mode.
 
         :raises UnknownBackendError: nobody registered that name.
         """
@@ -400,7 +401,7 @@ class Registry:
         names = kernels.meant_for(device.type)
         guests = [name for name in names if kernels.entries[name].owner != BUILTIN_OWNER]
         asked = None if named == "auto" else named
-        return LinearKernels(device, names, kernels.backend, kernels.supports, guests, asked)
+        return LinearKernels(device, names, kernels.backend, kernels.supports, guests, asked, invariant)
 
     def backend(self, name: str) -> type[AttentionBackend]:
         """Load an attention backend's class; see `KernelRegistry.backend`."""

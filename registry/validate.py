@@ -41,9 +41,6 @@ _SWITCHES = (
 )
 
 
-_EXPERTS_SWITCHES = ("biases", "ungated", "clamped", "partial")
-
-
 def answers_of(hook: str, answers: Iterable[object], kind: type, plugin: str) -> list[Any]:
     """The items that one plugin's implementations of a hook returned.
 
@@ -167,10 +164,15 @@ def check_linear_class(loaded: object, name: str, where: str) -> type[LinearKern
             ("group_sizes", lambda found: found is None or _counts(found), _SIZES),
             ("max_rows", lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any"),
             ("fused", lambda found: _all_of(found, str, (set, frozenset)) and found <= set(FUSED), f"out of {', '.join(FUSED)}"),
-            *((field, lambda found: isinstance(found, bool), "True or False") for field in ("zeros", "order")),
+            *((field, lambda found: isinstance(found, bool), "True or False") for field in ("zeros", "order", "batch_invariant")),
         ],
         where,
     )
+    fused = kernel.capabilities.fused
+    if fused and not hasattr(kernel, "compute"):  # which Headway's own kernels have in its place
+        own = kernel.apply_fused is not LinearKernel.apply_fused
+        _need(own, f"{where}: capabilities.fused", "empty for a class without apply_fused()", ", ".join(sorted(fused)))
+        _need("rotary" not in fused, f"{where}: capabilities.fused", "without rotary, which is Headway's own", "rotary")
     return kernel
 
 
@@ -184,7 +186,7 @@ def check_experts_class(loaded: object, name: str, where: str) -> type[ExpertsKe
             ("max_tokens", lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any"),
             *(
                 (field, lambda found: isinstance(found, bool), "True or False")
-                for field in ("biases", "ungated", "clamped", "partial")
+                for field in ("biases", "ungated", "clamped", "partial", "batch_invariant")
             ),
         ],
         where,

@@ -178,7 +178,7 @@ class RegisteredLayer(TunedLayer):
         return self.measured.registry
 
     @cached_property
-    def owners(self) -> Mapping[str, tuple[str, str]]:
+    def owners(self) -> Mapping[str, tuple[str, ...]]:
         return owners(self.registry, self.measured.kind)
 
     def repaired(self, table: CrossoverTable) -> list[str]:

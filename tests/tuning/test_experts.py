@@ -64,8 +64,8 @@ def front(weights: RoutedWeights, norm: Norm) -> RouteTokens:
     return routed
 
 
-def kind_of(*kernels: Fake, form: str = "") -> ExpertsKind:
-    layer = Layer(CONFIG, torch.float32, hidden=64)
+def kind_of(*kernels: Fake, form: str = "", hidden: int = 64) -> ExpertsKind:
+    layer = Layer(CONFIG, torch.float32, hidden=hidden)
     weights = layer.quantized(form) if form else layer.weights(torch.float32)
     others = [Fake("idle", most=1)] if len(kernels) == 1 else []  # nothing is measured where there is no choice
     kind = ExpertsKind(spec_of(CONFIG, weights), [*kernels, *others], front)
@@ -110,14 +110,15 @@ def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.Log
     assert not cache.exists()
 
 
-def test_quantised_layers_have_times_of_their_own(cache: Path) -> None:
+def test_layers_of_other_weights_or_sizes_have_times_of_their_own(cache: Path) -> None:
     only, other = Fake("only"), Fake("other")
     kinds = [kind_of(only, other), *(kind_of(only, other, form=form) for form in ("fp8 rows", "mxfp4"))]
+    kinds.append(kind_of(only, other, hidden=128))
     for kind in kinds:
         runs = only.calls
         choose_experts([kind], 60.0)
         assert only.calls > runs
-    assert len([*cache.glob("*.json")]) == 3
+    assert len([*cache.glob("*.json")]) == 4
 
 
 US: dict[str, list[float | None]] = {

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, AllReduce, describe_sums
 from headway.core.select.costs import AxisTimes
+from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.measure.counted_layer import Times, save_table, timed_table
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.find_table import usable_table
 from headway.tuning.measure.measure_point import new_cell
 from headway.tuning.measure.points import counted_points
 from headway.tuning.table.convert import source_of, to_times
-from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, RanksRecord
+from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, KernelRecord, RanksRecord
 
 if TYPE_CHECKING:
     from headway.core.engine.ranks.torch_ranks import TorchRanks
@@ -80,7 +81,8 @@ def sums_table(device: DeviceIdentity, size: int, us: Times) -> CrossoverTable:
         (name, point, times[cell]) for name, times in us.items() for cell, point in enumerate(counted_points("bytes", SIZES))
     ]
     cells = [new_cell(point, name, None, "ok", median_us=time) for name, point, time in timed if time is not None]
-    table = timed_table(RanksRecord(layer=f"{size} ranks"), device, list(us), cells)
+    records = [KernelRecord(name=name, owner=BUILTIN_OWNER, available=True) for name in us]
+    table = timed_table(RanksRecord(layer=f"{size} ranks"), device, records, cells)
     table.complete = True
     return table
 

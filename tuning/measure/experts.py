@@ -21,12 +21,14 @@ from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS
 from headway.kernels.experts.plain import TorchExperts
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.step.operations import Norm
+from headway.registry import Registry
 from headway.tuning.measure.contender import captured
 from headway.tuning.measure.counted_layer import TURNS, CountedLayer
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.find_table import find_table
 from headway.tuning.measure.points import counted_points
 from headway.tuning.table.convert import failures
+from headway.tuning.table.old_formats import HIDDEN
 from headway.tuning.table.schema import DeviceIdentity, ExpertsRecord
 
 _GRAPHED, _LAYERS = 256, 4
@@ -39,13 +41,16 @@ _TOLERANCE = 5e-2
 log = logging.getLogger("headway")
 
 
-def choose_experts(kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAhead | None = None) -> None:
+def choose_experts(
+    kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAhead | None = None, registry: Registry | None = None
+) -> None:
     """Have each kind of layer choose by measured times: those that are stored for this device, or new ones.
 
     Third parties' kernels are tried at every start, and left out with the numbers where they are wrong.
 
     budget: seconds that may be measured; 0: nothing is, and where nothing is stored a rule chooses, which the log says.
-    ahead: what kernels are compiled in, many at a time; None: each at its first launch.
+    ahead: what kernels are compiled in, many at a time; None: each at its first launch. registry: where third parties' kernels
+    are registered.
 
     :raises BackendError: the kernel that the user named is wrong.
     """
@@ -54,14 +59,8 @@ def choose_experts(kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAh
         for kernel in kind.guests:
             if sample is not None and (why := sample.fault(kernel)):
                 kind.leave_out(kernel.name, why)
-        if kind.chooses:
-            layer = expert_layer(kind, identify_device(kind.device), ahead)
-            table = find_table(layer, budget if kind.requested == AUTO else 0.0)
-            if table is not None:
-                for name, why in failures(table).items():
-                    if kind.chooses and name in kind.kernels and name != kind.requested:
-                        kind.leave_out(name, why)
-                kind.obey(layer.times(table, TOKENS))
+        if kind.chooses and not kind.fixed:
+            expert_layer(kind, identify_device(kind.device), ahead, registry).obey(budget if kind.requested == AUTO else 0.0)
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:
@@ -85,6 +84,15 @@ class ExpertLayer(CountedLayer):
         """Kernel -> what is wrong with its answers."""
         return {name: why for name, kernel in self.kind.kernels.items() if (why := self.sample.fault(kernel))}
 
+    def obey(self, seconds: float) -> None:
+        """Have the kind choose by measured times, if there are any. seconds: how long may be measured."""
+        table, kind = find_table(self, seconds), self.kind
+        if table is not None:
+            for name, why in failures(table).items():
+                if kind.chooses and name in kind.kernels and name != kind.requested:
+                    kind.leave_out(name, why)
+            kind.obey(self.times(table, TOKENS))
+
     def able(self, count: int) -> list[str]:
         return [kernel.name for kernel in self.kind.serving(count)]
 
@@ -107,13 +115,14 @@ class ExpertLayer(CountedLayer):
         yield
 
 
-def expert_layer(kind: ExpertsKind, device: DeviceIdentity, ahead: CompileAhead | None = None) -> ExpertLayer:
+def expert_layer(
+    kind: ExpertsKind, device: DeviceIdentity, ahead: CompileAhead | None = None, registry: Registry | None = None
+) -> ExpertLayer:
     """Return a kind of layer of experts as one that is measured."""
-    layer = f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
-    record = ExpertsRecord(layer=layer if kind.forms == ("", "") else f"{layer} {' / '.join(kind.forms)}")
-    return ExpertLayer(
-        record, device, list(kind.kernels), counted_points("tokens", TOKEN_COUNTS), kind.device, TURNS, kind, ahead
-    )
+    forms = "" if kind.forms == ("", "") else f" {' / '.join(kind.forms)}"
+    record = ExpertsRecord(layer=f"{kind.config}{HIDDEN}{kind.spec.hidden_size} {DTYPE_NAMES[kind.dtype]}{forms}")
+    wanted = counted_points("tokens", TOKEN_COUNTS)
+    return ExpertLayer(record, device, list(kind.kernels), wanted, kind.device, TURNS, registry, kind, ahead)
 
 
 def _raise(error: Exception) -> None:

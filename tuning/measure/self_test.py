@@ -202,7 +202,7 @@ def told(raised: BaseException) -> str:
     return f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}{f' ({cause})' if cause else ''}"
 
 
-def owners(registry: Registry, kind: OperationKind = ATTENTION) -> dict[str, tuple[str, str]]:
+def owners(registry: Registry, kind: OperationKind = ATTENTION) -> dict[str, tuple[str, ...]]:
     """Return each backend's owner and the version of that distribution that is installed now; "" where it has none."""
     return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.of(kind).entries.items()}
 
