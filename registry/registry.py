@@ -28,19 +28,7 @@ from headway.core.system.logs import log_traceback, warn_once
 from headway.kernels.linear.choice import LinearKernels
 from headway.registry.plugin_sources import PluginSource
 from headway.registry.records import BUILTIN_OWNER, Brought, PluginFailure, PluginRecord
-from headway.registry.validate import (
-    answers_of,
-    check_backend_class,
-    check_chat_parser_info,
-    check_experts_class,
-    check_kernel_info,
-    check_layout_info,
-    check_linear_class,
-    check_processor_info,
-    check_proposer_info,
-    check_state_backend_class,
-    check_state_layout,
-)
+from headway.registry.validate import answers_of, check_class, check_items, named
 
 B = TypeVar("B", bound=Kernel)
 L = TypeVar("L")
@@ -64,37 +52,16 @@ class KernelEntry:
 class KernelRegistry(Generic[B, L]):
     """The registered kernels of one kind of operation, and the layouts of what they keep."""
 
-    def __init__(
-        self, kind: OperationKind, check: Callable[[object, str, str], type[B]], hooks: RankHooks, failures: Failures
-    ) -> None:
-        """check: checks a class that `load` returned; hooks: asks the plugins for an order; failures: plugins left out."""
+    def __init__(self, kind: OperationKind, hooks: RankHooks, failures: Failures) -> None:
+        """hooks: asks the plugins for an order; failures: plugins left out."""
         self.kind = kind
         self._word = kind.word
-        self._check = check
         self._hooks = hooks
         self._failures = failures
         self._classes: dict[str, type[B]] = {}
         self._support: dict[str, Support] = {}
         self.entries: dict[str, KernelEntry] = {}
         self.layouts: dict[str, L] = {}
-
-    def check_new(self, infos: Sequence[KernelInfo], owner: str, where: str) -> None:
-        """Check what a plugin registers. where: the plugin and its owner, for the error.
-
-        :raises PluginError: a field of the wrong kind, or a name that is taken already or given twice.
-        """
-        for info in infos:
-            check_kernel_info(info, self.kind, where)
-        names = [info.name for info in infos]
-        for name in names:
-            known = self.entries.get(name)
-            if known is not None or names.count(name) > 1:
-                taken = known.owner if known else owner
-                raise PluginError(f"{self._word} name {name!r} of {owner} is already taken by {taken}: rename one of them")
-
-    def add(self, infos: Sequence[KernelInfo], owner: str) -> None:
-        """Register backends that `check_new` has passed."""
-        self.entries.update({info.name: KernelEntry(info, owner) for info in infos})
 
     def backend(self, name: str) -> type[B]:
         """Load a backend's class.
@@ -114,7 +81,7 @@ class KernelRegistry(Generic[B, L]):
             except (Exception, SystemExit) as error:
                 log_traceback(f"{where} does not load", error)
                 raise PluginError(f"{where} does not load: {type(error).__name__}: {error}") from error
-            self._classes[name] = self._check(loaded, name, where)
+            self._classes[name] = check_class(loaded, self.kind, name, where)
         return self._classes[name]
 
     def availability(self, name: str) -> Support:
@@ -207,8 +174,8 @@ class KernelRegistry(Generic[B, L]):
         return list(candidates)
 
 
-def _name_of(info: Any) -> str:
-    return str(info.layout.name if isinstance(info, LayoutInfo) else info.name)
+def _key_of(item: Any) -> Any:
+    return (item.reads, item.name) if isinstance(item, ChatParserInfo) else named(item).name
 
 
 def _support(answer: object, method: str) -> Support:
@@ -241,21 +208,21 @@ class Registry:
         self.chat_parsers: dict[tuple[str, str], ChatParserInfo] = {}
         """What a parser reads, and its name -> the parser."""
         self.failures: list[PluginFailure] = []
-        self.attention: KernelRegistry[AttentionBackend, LayoutInfo] = KernelRegistry(
-            ATTENTION, check_backend_class, self.rank_hooks, self.failures
-        )
-        self.states: KernelRegistry[StateBackend, StateLayout] = KernelRegistry(
-            STATE, check_state_backend_class, self.rank_hooks, self.failures
-        )
-        self.linear: KernelRegistry[LinearKernel, None] = KernelRegistry(
-            LINEAR, check_linear_class, self.rank_hooks, self.failures
-        )
-        self.experts: KernelRegistry[ExpertsKernel, None] = KernelRegistry(
-            EXPERTS, check_experts_class, self.rank_hooks, self.failures
-        )
+        self.attention: KernelRegistry[AttentionBackend, LayoutInfo] = KernelRegistry(ATTENTION, self.rank_hooks, self.failures)
+        self.states: KernelRegistry[StateBackend, StateLayout] = KernelRegistry(STATE, self.rank_hooks, self.failures)
+        self.linear: KernelRegistry[LinearKernel, None] = KernelRegistry(LINEAR, self.rank_hooks, self.failures)
+        self.experts: KernelRegistry[ExpertsKernel, None] = KernelRegistry(EXPERTS, self.rank_hooks, self.failures)
         self._kinds = (self.attention, self.states, self.linear, self.experts)
         self.backends = self.attention.entries
         self.layouts = self.attention.layouts
+        self._known: dict[str, dict[Any, Any]] = {
+            "proposers": self.proposers,
+            "logits_processors": self.logits_processors,
+            "chat_parsers": self.chat_parsers,
+            **{each.kind.kernels: each.entries for each in self._kinds},
+            **{each.kind.layouts: each.layouts for each in self._kinds if each.kind.layouts},
+        }
+        """What plugins bring, as the fields of `Brought` have it -> what is registered of it, by name."""
         self.plugins: list[PluginRecord] = []
         """The installed plugins, those that were left out or not wanted as well, and files that the user named."""
         self.sources: dict[str, PluginSource] = {}
@@ -281,32 +248,24 @@ class Registry:
             raise
         self._owners[name] = owner
         hooks = tuple(caller.name for caller in self._manager.get_hookcallers(plugin) or ())
-        self.brought[name] = Brought(hooks, **{kind: tuple(map(_name_of, infos)) for kind, infos in found.items()})
-        for kernels in self._kinds:
-            kernels.add(found[kernels.kind.kernels], owner)
-            kernels.layouts.update({_name_of(info): info for info in found.get(kernels.kind.layouts, ())})
-        for kind in ("proposers", "logits_processors"):
-            getattr(self, kind).update({_name_of(info): info for info in found[kind]})
-        self.chat_parsers.update({(parser.reads, parser.name): parser for parser in found["chat_parsers"]})
+        self.brought[name] = Brought(
+            hooks, **{kind: tuple(str(named(item).name) for item in found[kind]) for kind in self._known}
+        )
+        for kind, items in found.items():
+            self._known[kind].update(
+                {_key_of(item): KernelEntry(item, owner) if isinstance(item, KernelInfo) else item for item in items}
+            )
 
     def _answers(self, where: str, owner: str, plugin: object) -> dict[str, list[Any]]:
         if not self._manager.get_hookcallers(plugin):
             raise PluginError(f"{where} implements no hook of ours: mark its functions with headway.hookimpl")
         found = {name: self._ask(f"headway_register_{name}", kind, plugin, where) for name, kind in _KINDS.items()}
         self._sort_kernels(found, where)
-        layouts, proposers = found["layouts"], found["proposers"]
-        for layout in layouts:
-            check_layout_info(layout, where)
-        self._check_state_layouts(found["state_layouts"], where)
-        for proposer in proposers:
-            check_proposer_info(proposer, where)
-        self._check_processors(found["logits_processors"], where)
-        self._check_chat_parsers(found["chat_parsers"], where)
-        for number, layout in enumerate(layouts):
-            self._check_layout(layout, layouts[:number])
-        for kernels in self._kinds:
-            kernels.check_new(found[kernels.kind.kernels], owner, where)
-        self._check_proposer_names([each.name for each in proposers], where)
+        for kind, items in found.items():
+            known = [
+                (each.info, each.owner) if isinstance(each, KernelEntry) else (each, "") for each in self._known[kind].values()
+            ]
+            check_items(items, known, owner, where)
         return found
 
     def _sort_kernels(self, found: dict[str, list[Any]], where: str) -> None:
@@ -355,39 +314,6 @@ class Registry:
             raise PluginError(f"plugin {name!r} of {owner} must be hashable: {why}") from error
         if self._manager.is_registered(plugin):
             raise PluginError(f"plugin {name!r} of {owner} is already registered as {self._manager.get_name(plugin)!r}")
-
-    def _check_processors(self, processors: Sequence[LogitsProcessorInfo], where: str) -> None:
-        for processor in processors:
-            check_processor_info(processor, where)
-            if processor.name in self.logits_processors or [other.name for other in processors].count(processor.name) > 1:
-                raise PluginError(f"{where}: logits processor name {processor.name!r} is already taken: rename one of them")
-
-    def _check_chat_parsers(self, parsers: Sequence[ChatParserInfo], where: str) -> None:
-        known = set(self.chat_parsers)
-        for parser in parsers:
-            check_chat_parser_info(parser, where)
-            if (key := (parser.reads, parser.name)) in known:
-                raise PluginError(f"{where}: parser of {parser.reads} {parser.name!r} is already registered: rename one of them")
-            known.add(key)
-
-    def _check_proposer_names(self, names: Sequence[str], where: str) -> None:
-        for name in names:
-            if name in self.proposers or names.count(name) > 1:
-                raise PluginError(f"{where}: the proposer name {name!r} is already taken: rename one of them")
-
-    def _check_state_layouts(self, layouts: Sequence[StateLayout], where: str) -> None:
-        known = list(self.states.layouts.values())
-        for layout in layouts:
-            check_state_layout(layout, where)
-            for other in known:
-                if other.name == layout.name or other == layout:
-                    raise PluginError(f"{where}: state layout {layout.name!r} is already registered as {other.name!r}")
-            known.append(layout)
-
-    def _check_layout(self, info: LayoutInfo, own: Sequence[LayoutInfo]) -> None:
-        for known in (*self.layouts.values(), *own):
-            if known.layout.name == info.layout.name or known.layout == info.layout:
-                raise PluginError(f"layout {info.layout.name!r} is already registered as {known.layout.name!r}")
 
     def linear_kernels(self, device: torch.device, named: str = "auto") -> LinearKernels:
         """Return the linear kernels that a model on a device chooses among. named: the one that the user asks for, or auto.
