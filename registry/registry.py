@@ -2,189 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import pluggy
 import torch
 
-from headway.core.contract.backend import AttentionBackend, BackendInfo
+from headway.core.contract.backend import BackendInfo
 from headway.core.contract.chat_parsers import ChatParserInfo
-from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
-from headway.core.contract.experts import ExpertsKernel
-from headway.core.contract.kernel import Kernel, KernelInfo
-from headway.core.contract.layout import CacheLayout, LayoutInfo
-from headway.core.contract.linear import LinearKernel
-from headway.core.contract.metadata import Phase
-from headway.core.contract.operation import ATTENTION, EXPERTS, KINDS, LINEAR, STATE, OperationKind
+from headway.core.contract.errors import ConfigError, PluginError
+from headway.core.contract.kernel import KernelInfo
+from headway.core.contract.layout import LayoutInfo
+from headway.core.contract.operation import ATTENTION, KINDS, OperationKind
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
-from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import StateBackend, StateBackendInfo, StateLayout, StateSpec
-from headway.core.contract.support import YES, Reason, Support
-from headway.core.system.logs import log_traceback, warn_once
+from headway.core.contract.state import StateBackendInfo, StateLayout
+from headway.core.select.kernels import KernelEntry, Kernels, RankHook
 from headway.kernels.linear.choice import LinearKernels
 from headway.registry.plugin_sources import PluginSource
 from headway.registry.records import BUILTIN_OWNER, Brought, PluginFailure, PluginRecord
 from headway.registry.validate import answers_of, check_class, check_items, named
 
-B = TypeVar("B", bound=Kernel)
-L = TypeVar("L")
-
-RankHook = Callable[[AttentionSpec | StateSpec, Phase, Sequence[str]], list[str] | None]
-"""(layer, phase, candidates) -> the candidates, best first; None leaves it to the next."""
-RankHooks = Callable[[str], list[tuple[str, str, RankHook]]]
-"""A rank hook's name -> name and owner of each plugin that has it, and the hook."""
-Failures = Sequence[PluginFailure]
-
-
-@dataclass(frozen=True, slots=True)
-class KernelEntry:
-    """A registered kernel and who brought it."""
-
-    info: KernelInfo
-    owner: str
-    """"built-in", or the distribution (or object) that registered it."""
-
-
-class KernelRegistry(Generic[B, L]):
-    """The registered kernels of one kind of operation, and the layouts of what they keep."""
-
-    def __init__(self, kind: OperationKind, hooks: RankHooks, failures: Failures) -> None:
-        """hooks: asks the plugins for an order; failures: plugins left out."""
-        self.kind = kind
-        self._word = kind.word
-        self._hooks = hooks
-        self._failures = failures
-        self._classes: dict[str, type[B]] = {}
-        self._support: dict[str, Support] = {}
-        self.entries: dict[str, KernelEntry] = {}
-        self.layouts: dict[str, L] = {}
-
-    def backend(self, name: str) -> type[B]:
-        """Load a backend's class.
-
-        :raises UnknownBackendError: nobody registered that name.
-        :raises PluginError: its module does not load, or what it loads is not a backend.
-        """
-        if name not in self._classes:
-            if name not in self.entries:
-                found = {known: self.availability(known) for known in self.entries}
-                states = {known: "available" if ok else f"unavailable: {ok.brief}" for known, ok in found.items()}
-                raise UnknownBackendError(name, states, [str(failure) for failure in self._failures], self.kind.name)
-            entry = self.entries[name]
-            where = f"{self._word} {name} of {entry.owner}"
-            try:
-                loaded = entry.info.load()
-            except (Exception, SystemExit) as error:
-                log_traceback(f"{where} does not load", error)
-                raise PluginError(f"{where} does not load: {type(error).__name__}: {error}") from error
-            self._classes[name] = check_class(loaded, self.kind, name, where)
-        return self._classes[name]
-
-    def availability(self, name: str) -> Support:
-        """Load and probe a backend, once, and return whether this machine can run it.
-
-        :raises UnknownBackendError: nobody registered that name.
-        """
-        if name not in self._support:
-            try:
-                self._support[name] = _support(self.backend(name).available(), "available")
-            except UnknownBackendError:
-                raise
-            except (Exception, SystemExit) as error:
-                log_traceback(f"available() of {self._word} {name}", error)
-                info = self.entries[name].info
-                hint = f"pip install '{info.extra}'" if info.extra else ""
-                missing = error.__cause__ if isinstance(error, PluginError) else error
-                if isinstance(missing, ModuleNotFoundError) and missing.name:
-                    package = missing.name.partition(".")[0]
-                    self._support[name] = Support.no("import", f"the package {package}", "not installed", hint)
-                else:
-                    self._support[name] = Support.no("import", "a backend that loads and answers", error, hint)
-        return self._support[name]
-
-    def able(self, name: str, device_type: str) -> Support:
-        """Return whether a backend serves a type of device and can run on this machine.
-
-        One for a CPU alone is not probed for a GPU: that may take a compiler's time.
-        """
-        try:
-            devices = self.backend(name).capabilities.devices
-        except PluginError:  # availability says why it does not load
-            return self.availability(name)
-        probed = self.availability(name) if device_type in devices or "cuda" in devices else YES
-        if probed and device_type not in devices:
-            return Support.no("device", " or ".join(devices), device_type)
-        return probed
-
-    def meant_for(self, device_type: str) -> list[str]:
-        """Return the names of those whose registration does not name other types of device; none of them is imported."""
-        return [name for name, entry in self.entries.items() if device_type in (entry.info.devices or (device_type,))]
-
-    def all_able(self, device_type: str) -> list[str]:
-        """Return the names of those that serve a type of device and can run on this machine."""
-        return [name for name in self.meant_for(device_type) if self.able(name, device_type)]
-
-    def classes(self, device_type: str) -> list[type[B]]:
-        """Return the classes of `all_able`."""
-        return [self.backend(name) for name in self.all_able(device_type)]
-
-    def supports(self, name: str, *asked: Any) -> Support:
-        """Return whether a kernel can run here, and if so its own answer about a layer.
-
-        asked: what its class's `supports` takes, the layer's spec first.
-        """
-        able = self.able(name, asked[0].device.type)
-        if not able:
-            return able
-        try:
-            kernel: Any = self.backend(name)  # whose `supports` takes what its kind of operation asks
-            found = _support(kernel.supports(*asked), "supports")
-        except (Exception, SystemExit) as error:
-            log_traceback(f"supports() of {self._word} {name}", error)
-            return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
-        return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
-
-    def _with_known_layout(self, reason: Reason) -> Reason:
-        """A reason whose hint is no layout that nobody registered: a backend may read those of another plugin."""
-        option, _, layout = reason.hint.partition(" ")
-        if option != "--kv-layout" or layout in self.layouts:
-            return reason
-        return reason._replace(hint=f"nobody has registered layout {layout}; headway plugins lists the plugins")
-
-    def rank(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
-
-        A hook that raises, or whose answer is no order of the candidates, is named in the log and passed over.
-        """
-        for plugin, owner, order in self._hooks(self.kind.rank_hook):
-            try:
-                answer = order(spec, phase, candidates)
-            except (Exception, SystemExit) as error:
-                who = f"plugin {plugin!r} of {owner}"
-                log_traceback(f"{self.kind.rank_hook}() of {who}", error)
-                raised = str(error) if isinstance(error, PluginError) else f"it raised {type(error).__name__}: {error}"
-                warn_once(f"{self.kind.rank_hook}() of {who} is passed over: {raised}")
-                continue
-            if answer is not None:
-                return answer
-        return list(candidates)
-
-
-def _key_of(item: Any) -> Any:
-    return (item.reads, item.name) if isinstance(item, ChatParserInfo) else named(item).name
-
-
-def _support(answer: object, method: str) -> Support:
-    if not isinstance(answer, Support):
-        raise PluginError(f"{method}() must return a Support, got {answer!r}")
-    return answer
-
-
-_KINDS: dict[str, type] = {
+_HOOKS: dict[str, type] = {
     "layouts": LayoutInfo,
     "backends": BackendInfo,
     "proposers": ProposerInfo,
@@ -194,10 +31,10 @@ _KINDS: dict[str, type] = {
     "kernels": KernelInfo,
     "chat_parsers": ChatParserInfo,
 }
-"""What plugins bring, as the names of hooks and the fields of `Brought` have it -> its type."""
+"""What stands behind headway_register_ in the name of a hook -> the type of what it returns."""
 
 
-class Registry:
+class Registry(Kernels):
     """Layouts and backends by name, filled once by `create_registry`; from then on a lookup is a dict get."""
 
     def __init__(self, manager: pluggy.PluginManager) -> None:
@@ -208,19 +45,13 @@ class Registry:
         self.chat_parsers: dict[tuple[str, str], ChatParserInfo] = {}
         """What a parser reads, and its name -> the parser."""
         self.failures: list[PluginFailure] = []
-        self.attention: KernelRegistry[AttentionBackend, LayoutInfo] = KernelRegistry(ATTENTION, self.rank_hooks, self.failures)
-        self.states: KernelRegistry[StateBackend, StateLayout] = KernelRegistry(STATE, self.rank_hooks, self.failures)
-        self.linear: KernelRegistry[LinearKernel, None] = KernelRegistry(LINEAR, self.rank_hooks, self.failures)
-        self.experts: KernelRegistry[ExpertsKernel, None] = KernelRegistry(EXPERTS, self.rank_hooks, self.failures)
-        self._kinds = (self.attention, self.states, self.linear, self.experts)
-        self.backends = self.attention.entries
-        self.layouts = self.attention.layouts
+        super().__init__(check_class, self.failures)
         self._known: dict[str, dict[Any, Any]] = {
             "proposers": self.proposers,
             "logits_processors": self.logits_processors,
             "chat_parsers": self.chat_parsers,
-            **{each.kind.kernels: each.entries for each in self._kinds},
-            **{each.kind.layouts: each.layouts for each in self._kinds if each.kind.layouts},
+            **{each.kind.kernels: each.entries for each in self.kinds},
+            **{each.kind.layouts: each.layouts for each in self.kinds if each.kind.layouts},
         }
         """What plugins bring, as the fields of `Brought` have it -> what is registered of it, by name."""
         self.plugins: list[PluginRecord] = []
@@ -248,40 +79,36 @@ class Registry:
             raise
         self._owners[name] = owner
         hooks = tuple(caller.name for caller in self._manager.get_hookcallers(plugin) or ())
-        self.brought[name] = Brought(
-            hooks, **{kind: tuple(str(named(item).name) for item in found[kind]) for kind in self._known}
-        )
+        for kernels in self.kinds:
+            if kernels.kind.rank_hook:
+                asked = reversed(getattr(self._manager.hook, kernels.kind.rank_hook).get_hookimpls())
+                own = [each for each in asked if not each.wrapper and not each.hookwrapper]
+                kernels.rank_hooks = [
+                    RankHook(each.plugin_name, self._owners[each.plugin_name], each.function, each.argnames) for each in own
+                ]
+        names = {kind: tuple(str(named(item).name) for item in items) for kind, items in found.items()}
+        self.brought[name] = Brought(hooks, **names)
         for kind, items in found.items():
-            self._known[kind].update(
-                {_key_of(item): KernelEntry(item, owner) if isinstance(item, KernelInfo) else item for item in items}
-            )
+            for item in items:
+                key = (item.reads, item.name) if isinstance(item, ChatParserInfo) else named(item).name
+                self._known[kind][key] = KernelEntry(item, owner) if isinstance(item, KernelInfo) else item
 
     def _answers(self, where: str, owner: str, plugin: object) -> dict[str, list[Any]]:
+        """Return what a plugin brings, by the fields of `Brought`, once all of it is checked."""
         if not self._manager.get_hookcallers(plugin):
             raise PluginError(f"{where} implements no hook of ours: mark its functions with headway.hookimpl")
-        found = {name: self._ask(f"headway_register_{name}", kind, plugin, where) for name, kind in _KINDS.items()}
-        self._sort_kernels(found, where)
-        for kind, items in found.items():
-            known = [
-                (each.info, each.owner) if isinstance(each, KernelEntry) else (each, "") for each in self._known[kind].values()
-            ]
-            check_items(items, known, owner, where)
+        found: dict[str, list[Any]] = {kind: [] for kind in self._known}
+        for hook, kind in _HOOKS.items():
+            for item in self._ask(f"headway_register_{hook}", kind, plugin, where):
+                of = next((known for known in KINDS if isinstance(item, known.info)), None)
+                if of is None and kind is KernelInfo:
+                    need = ", ".join(known.info.__name__ for known in KINDS)
+                    raise PluginError(f"{where}: headway_register_kernels() must return {need}, got {type(item).__name__}")
+                found[hook if of is None else of.kernels].append(item)
+        for field, items in found.items():
+            entries = self._known[field].values()
+            check_items(items, [(getattr(each, "info", each), getattr(each, "owner", "")) for each in entries], owner, where)
         return found
-
-    def _sort_kernels(self, found: dict[str, list[Any]], where: str) -> None:
-        """Put what `headway_register_kernels` returned to the other kernels of its kind."""
-        for info in found.pop("kernels"):
-            kind = next((kind for kind in KINDS if isinstance(info, kind.info)), None)
-            if kind is None:
-                need = ", ".join(known.info.__name__ for known in KINDS)
-                raise PluginError(f"{where}: headway_register_kernels() must return {need}, got {type(info).__name__}")
-            found.setdefault(kind.kernels, []).append(info)
-        for kind in KINDS:
-            found.setdefault(kind.kernels, [])
-
-    def of(self, kind: OperationKind) -> KernelRegistry[Any, Any]:
-        """Return the kernels of a kind of operation."""
-        return next(kernels for kernels in self._kinds if kernels.kind is kind)
 
     def digest_of(self, name: str, kind: OperationKind = ATTENTION) -> str:
         """Hash of the version and the files of the plugin that brought a kernel; empty for built-ins and objects."""
@@ -297,12 +124,16 @@ class Registry:
         """What one plugin answers to a hook; nothing where it does not implement it."""
         if all(caller.name != hook for caller in self._manager.get_hookcallers(plugin) or ()):
             return []
-        others = [other for other in self._manager.get_plugins() if other is not plugin]
         try:
-            answers = self._manager.subset_hook_caller(hook, others)()
+            answers = self._call(hook, plugin)
         except (Exception, SystemExit) as error:
             raise PluginError(f"{where}: {hook}() raised {type(error).__name__}: {error}") from error
         return answers_of(hook, answers or [None], kind, where)  # pluggy leaves an answer of None out
+
+    def _call(self, hook: str, plugin: object, **arguments: Any) -> Any:
+        """Return what pluggy returns of one plugin's hook."""
+        others = [other for other in self._manager.get_plugins() if other is not plugin]
+        return self._manager.subset_hook_caller(hook, others)(**arguments)
 
     def _check_new(self, name: str, owner: str, plugin: object) -> None:
         if name in self._owners:
@@ -328,27 +159,6 @@ class Registry:
         asked = None if named == "auto" else named
         return LinearKernels(device, names, kernels.backend, kernels.supports, guests, asked)
 
-    def backend(self, name: str) -> type[AttentionBackend]:
-        """Load an attention backend's class; see `KernelRegistry.backend`."""
-        return self.attention.backend(name)
-
-    def availability(self, name: str) -> Support:
-        """Load and probe an attention backend, once, and return whether this machine can run it."""
-        return self.attention.availability(name)
-
-    def able(self, device: torch.device) -> list[str]:
-        """The attention backends that serve a type of device and can run on this machine; see `KernelRegistry.all_able`."""
-        return [name for name in self.attention.all_able(device.type) if name in self.backends]
-
-    def layout(self, name: str) -> LayoutInfo:
-        """A layout by name.
-
-        :raises ConfigError: nobody registered that name.
-        """
-        if name not in self.layouts:
-            raise ConfigError("kv_layout", f"auto or one of {', '.join(self.layouts)}", repr(name))
-        return self.layouts[name]
-
     def proposer(self, name: str) -> ProposerInfo:
         """A proposer of draft tokens by name.
 
@@ -357,41 +167,3 @@ class Registry:
         if name not in self.proposers:
             raise ConfigError("speculate", f"one of {', '.join(self.proposers)}", repr(name))
         return self.proposers[name]
-
-    def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Whether a backend can run here and can serve this layer in this phase."""
-        return self.attention.supports(name, spec, layout, block_size, phase)
-
-    def meant_for(self, device_type: str) -> list[str]:
-        """Return the attention backends that may serve a type of device, by their registrations: none is imported."""
-        return self.attention.meant_for(device_type)
-
-    def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Attention backends, best guess first; see `KernelRegistry.rank`."""
-        return self.attention.rank(spec, phase, candidates)
-
-    def rank_hooks(self, hook: str) -> list[tuple[str, str, RankHook]]:
-        """Name and owner of each plugin that has a rank hook, in the order in which they are asked, and the hook.
-
-        It raises whatever the plugin raises, and PluginError for an answer that is no order of the candidates.
-        """
-        found = reversed(getattr(self._manager.hook, hook).get_hookimpls())
-        named = ((each.plugin_name, each.plugin) for each in found)
-        return [(name, self._owners.get(name, "nobody"), partial(self._rank_of, hook, plugin)) for name, plugin in named]
-
-    def _rank_of(
-        self, hook: str, plugin: object, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]
-    ) -> list[str] | None:
-        others = [other for other in self._manager.get_plugins() if other is not plugin]
-        ask = self._manager.subset_hook_caller(hook, others)
-        answer = ask(spec=spec, phase=phase, candidates=tuple(candidates))
-        if answer is not None and not _is_order(answer, candidates):
-            raise PluginError(f"it must return an order of {list(candidates)}, got {answer!r}")
-        return None if answer is None else list(answer)
-
-
-def _is_order(answer: object, candidates: Sequence[str]) -> bool:
-    try:
-        return isinstance(answer, (list, tuple)) and Counter(answer) == Counter(candidates)
-    except TypeError:  # of what cannot be hashed
-        return False

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Backends, Plan, make_backend
 from headway.core.contract.errors import UnsupportedError
-from headway.core.contract.layout import CacheLayout, LayoutInfo
+from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, STATE, OperationKind
 from headway.core.contract.spec import AttentionSpec
@@ -29,6 +29,7 @@ from headway.core.contract.state import (
 from headway.core.contract.support import Reason, Support
 from headway.core.select.backend_request import ALL_AUTO, AUTO, BackendRequest
 from headway.core.select.costs import NO_BLOCKS, CostTable, Shape, StepCosts, state_shape
+from headway.core.select.kernels import KernelRegistry, Kernels
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import NO_ATTENTION, PRESETS, L, MeasuredChoice, Placement, Selection, StepChooser, Workload
 
@@ -39,40 +40,6 @@ VERBS: Mapping[Phase, str] = {Phase.PREFILL: "scan", Phase.DECODE: "step"}
 
 S = TypeVar("S", bound=AttentionSpec | StateSpec)
 B = TypeVar("B", bound=AttentionBackend | StateBackend)
-
-
-class KernelSource(Protocol):
-    """The part of a `KernelRegistry` that the choice of kernels needs."""
-
-    @property
-    def entries(self) -> Mapping[str, object]:
-        """Names of all kernels, in the order they were registered."""
-
-    @property
-    def layouts(self) -> Mapping[str, Any]:
-        """All layouts, in the order they were registered."""
-
-    def meant_for(self, device_type: str) -> list[str]:
-        """Names of those that may serve a type of device, by their registrations."""
-
-    def backend(self, name: str) -> type[Any]:
-        """A kernel's class; raises UnknownBackendError."""
-
-    def supports(self, name: str, spec: AttentionSpec | StateSpec, *where: Any) -> Support:
-        """Return whether a kernel can run here and serve this layer. where: the rest of what its class's `supports` takes."""
-
-    def rank(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Candidates, best guess first."""
-
-
-class BackendSource(Protocol):
-    """The part of the Registry that the choice of kernels needs."""
-
-    def of(self, kind: OperationKind) -> KernelSource:
-        """The kernels of one kind of operation."""
-
-    def layout(self, name: str) -> LayoutInfo:
-        """One layout of caches; raises ConfigError for an unknown name."""
 
 
 class Candidates(ABC, Generic[S, B, L]):
@@ -86,7 +53,7 @@ class Candidates(ABC, Generic[S, B, L]):
 
     def __init__(
         self,
-        source: KernelSource,
+        source: KernelRegistry[B, Any],
         counts: Mapping[S, int],
         specs: Mapping[Phase, Sequence[S]],
         places: Sequence[Placement[L]],
@@ -147,7 +114,7 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
 
     def __init__(
         self,
-        source: BackendSource,
+        source: Kernels,
         layers: LayerSpecs,
         kv_layout: str,
         block_size: int | None,
@@ -260,7 +227,9 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
     options = "--state-backend {}"
     per_step = False
 
-    def __init__(self, source: KernelSource, specs: Sequence[StateSpec], decode_len: int = 1) -> None:
+    def __init__(
+        self, source: KernelRegistry[StateBackend, StateLayout], specs: Sequence[StateSpec], decode_len: int = 1
+    ) -> None:
         """specs: that of each layer. decode_len: tokens of a sequence in a decode, with its drafts."""
         self._decode_len = decode_len
         places = [Placement(layout, NO_BLOCKS) for layout in source.layouts.values()]
@@ -311,7 +280,7 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
         return (name for name in self.source.entries if self._alone(name, spec.convolution, phase, place))
 
 
-def check_names(source: BackendSource, asked: Mapping[OperationKind, Iterable[str]], kv_layout: str = AUTO) -> None:
+def check_names(source: Kernels, asked: Mapping[OperationKind, Iterable[str]], kv_layout: str = AUTO) -> None:
     """Check every name a user gave, before anything slow begins.
 
     asked: names of kernels, by their kind.
@@ -476,7 +445,7 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
 
     def __init__(
         self,
-        source: BackendSource,
+        source: Kernels,
         layers: LayerSpecs,
         request: BackendRequest = ALL_AUTO,
         *,

@@ -33,9 +33,10 @@ from headway.core.engine.execution.states import LayersWithState
 from headway.core.sampling.filtering import keep_top
 from headway.core.sampling.sampler import Draws, sample
 from headway.core.select.costs import CostTable
+from headway.core.select.kernels import KernelRegistry
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import Workload
-from headway.core.select.selector import KernelSelector, KernelSource, Selector, StateCandidates
+from headway.core.select.selector import KernelSelector, Selector, StateCandidates
 
 log = logging.getLogger("headway")
 
@@ -210,7 +211,7 @@ class StatePlan:
     def of(
         cls,
         model: Model,
-        source: KernelSource,
+        source: KernelRegistry[StateBackend, StateLayout],
         config: EngineConfig,
         costs: Mapping[StateSpec, CostTable] | None,
         max_decode_len: int,
