@@ -18,10 +18,9 @@ from headway.core.contract.operation import ATTENTION
 from headway.core.contract.spec import DTYPE_NAMES, AttentionSpec
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.oracle.cases import Case, reference
-from headway.core.select.backend_request import ALL_AUTO, BackendRequest
-from headway.core.select.kernels import Kernels
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import Selector, check_names
+from headway.core.select.kernels import Kernels, check_names
+from headway.core.select.request import ALL_AUTO, BackendRequest, LayerSpecs
+from headway.core.select.selector import Selector
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING

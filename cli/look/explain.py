@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from headway.core.contract.spec import AttentionSpec
     from headway.core.contract.state import StateSpec
     from headway.core.select.costs import Shape
-    from headway.core.select.layer_specs import LayerSpecs
-    from headway.core.select.selection import Workload
+    from headway.core.select.request import LayerSpecs, Workload
     from headway.core.select.selector import Rated, Selector
     from headway.kernels.linear.linear import Linear
     from headway.registry import Registry
@@ -172,9 +171,9 @@ def explain_states(
     :raises HeadwayError: what was asked for cannot be had, with every reason.
     """
     from headway.core.contract.operation import STATE
-    from headway.core.select.backend_request import ALL_AUTO, BackendRequest
-    from headway.core.select.layer_specs import LayerSpecs
-    from headway.core.select.selector import VERBS, KernelSelector, StateCandidates
+    from headway.core.select.kernels import VERBS, StateCandidates
+    from headway.core.select.request import ALL_AUTO, BackendRequest, LayerSpecs
+    from headway.core.select.selector import KernelSelector
     from headway.tuning.autotune import TableRequest, costs_for
 
     costs = costs_for(LayerSpecs([], states=specs), registry, ALL_AUTO, TableRequest(budget=0.0), kind=STATE)
@@ -278,8 +277,7 @@ def explain(
         plain, sections = explain_products(model, quantization, dtype, device, create_registry(plugin or ()))
         return _print(plain, sections, all_backends, as_json)
     from headway.core.engine.data.config import check_block_size
-    from headway.core.select.backend_request import BackendRequest
-    from headway.core.select.selection import Workload
+    from headway.core.select.request import BackendRequest, Workload
     from headway.core.select.selector import Selector
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.all_reduce import describe_stored_sums
@@ -424,7 +422,7 @@ def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: 
     import torch
 
     from headway.core.contract.spec import DTYPES
-    from headway.core.select.layer_specs import LayerSpecs
+    from headway.core.select.request import LayerSpecs
     from headway.tuning.measure.device import resolve_device
 
     place = resolve_device(device)
@@ -447,8 +445,7 @@ def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> Crosso
 
     :raises ConfigError: no file holds them.
     """
-    from headway.core.select.backend_request import ALL_AUTO
-    from headway.core.select.layer_specs import LayerSpecs
+    from headway.core.select.request import ALL_AUTO, LayerSpecs
     from headway.tuning.autotune import TableRequest, tables_for
     from headway.tuning.table.files import read_table
     from headway.tuning.table.schema import SpecRecord

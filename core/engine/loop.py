@@ -46,8 +46,8 @@ from headway.core.engine.scheduling.step_input import StepResults, delta_of, pre
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, seed_of
 from headway.core.select.costs import CostTable
 from headway.core.select.kernels import Kernels
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import Selection
+from headway.core.select.request import LayerSpecs
+from headway.core.select.selector import Selection
 from headway.core.speculation.proposers import StepTimes
 
 log = logging.getLogger("headway")

@@ -42,7 +42,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateBackend
-from headway.core.select.selector import DEFAULT_BLOCK_SIZES
+from headway.core.select.kernels import DEFAULT_BLOCK_SIZES
 from headway.core.system.child import die_with_parent, how_it_ended, message_of, open_replies, reply
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import Registry, create_registry

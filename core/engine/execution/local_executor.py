@@ -44,9 +44,8 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.kernels import Kernels
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import Selection, Workload
-from headway.core.select.selector import Selector
+from headway.core.select.request import LayerSpecs, Workload
+from headway.core.select.selector import Selection, Selector
 from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")

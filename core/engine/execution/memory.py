@@ -33,10 +33,9 @@ from headway.core.engine.execution.states import LayersWithState
 from headway.core.sampling.filtering import keep_top
 from headway.core.sampling.sampler import Draws, sample
 from headway.core.select.costs import CostTable
-from headway.core.select.kernels import KernelRegistry
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import Workload
-from headway.core.select.selector import KernelSelector, Selector, StateCandidates
+from headway.core.select.kernels import KernelRegistry, StateCandidates
+from headway.core.select.request import LayerSpecs, Workload
+from headway.core.select.selector import KernelSelector, Selector
 
 log = logging.getLogger("headway")
 

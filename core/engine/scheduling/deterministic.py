@@ -17,9 +17,8 @@ from headway.core.contract.operation import ATTENTION
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.scheduling.scheduler import Scheduler
-from headway.core.select.backend_request import AUTO, BackendRequest
 from headway.core.select.kernels import Kernels
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import AUTO, BackendRequest, LayerSpecs
 from headway.core.select.selector import Selector
 
 log = logging.getLogger("headway")

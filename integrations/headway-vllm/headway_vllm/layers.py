@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from headway.contract import NHD, AttentionSpec, ConfigError, UnsupportedError
-from headway.core.select.backend_request import BackendRequest
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.select.selector import Selector
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for

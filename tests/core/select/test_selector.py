@@ -21,11 +21,10 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
-from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable, Sample, Shape
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import PRESETS, MeasuredChoice, Placement, Workload
-from headway.core.select.selector import Selector
+from headway.core.select.kernels import Placement
+from headway.core.select.request import PRESETS, BackendRequest, LayerSpecs, Workload
+from headway.core.select.selector import MeasuredChoice, Selector
 from headway.tuning.measure.points import grid
 from tiny_bench import with_backend
 
