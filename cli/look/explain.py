@@ -335,7 +335,7 @@ def explain_attention(
     from headway.core.engine.execution.graph_set import as_run
 
     chosen = selector.selection
-    device = next(iter(selector.instances[0])).device
+    device = next(iter(next(iter(selector.instances.values())))).device
     shape = as_run(shape, device.type)
     choice = next(iter(selector.backends_of(shape).values())).name
     costs = selector.all_costs

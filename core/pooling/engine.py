@@ -196,7 +196,7 @@ class PoolingEngine:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run every kind of batch once on a GPU, so that no text waits for a compiler; the log names a backend that raises."""
-        for backends in self.selector.instances:
+        for backends in self.selector.instances.values():
             for lens in self._steps(backends):
                 try:
                     self.attention.begin_with(backends, lens)

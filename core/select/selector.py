@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Generic, NamedTuple
@@ -196,7 +197,7 @@ class MeasuredChoice:
     every step of a phase, and places are equally large."""
 
     def select(
-        self, places: Sequence[Placement[L]], able: Callable[[Phase, Placement[L]], list[str]]
+        self, places: Sequence[Placement[L]], able: Callable[[Phase, Placement[L]], Iterable[str]]
     ) -> tuple[Selection[L], StepChooser] | None:
         """The place of least expected cost, with the kernels that win there; None if the free phases have times over no place.
 
@@ -204,7 +205,7 @@ class MeasuredChoice:
         """
         rated: list[_Rated[L]] = []
         for place in places:
-            names = {phase: able(phase, place) for phase in self.phases}
+            names = {phase: list(able(phase, place)) for phase in self.phases}
             costs = StepCosts(self.parts, place.layout.name, place.block_size)
             expected = self._expected(costs, names)
             if expected is not None:
@@ -213,16 +214,16 @@ class MeasuredChoice:
             return None
         noise = rated[0].costs.noise
         chosen = _steady_choice(rated, _doubts(noise) if self.per_step else (noise, math.inf))
-        costs, served = chosen.costs, chosen.names
-        winners = {phase: served[phase] if phase in self.free else served[phase][:1] for phase in served}
-        if self.per_step:
-            winners |= {phase: costs.winners(phase, served[phase]) for phase in self.free}
-        usual = {phase: self._usual(costs, phase, winners[phase]) for phase in served}
-        others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in served if self.per_step}
-        others = {phase: rest for phase, rest in others.items() if rest}
-        chooser = StepChooser(costs, {phase: [usual[phase], *rest] for phase, rest in others.items()})
+        usual, others = {}, {}
+        for phase, served in chosen.names.items():
+            able_here = served if phase in self.free else served[:1]
+            winners = chosen.costs.winners(phase, served) if self.per_step and phase in self.free else able_here
+            usual[phase] = self._usual(chosen.costs, phase, winners)
+            if self.per_step and len(winners) > 1:
+                others[phase] = [name for name in winners if name != usual[phase]]
         why = f"auto: {self.parts[0][0].source}, workload {self.workload}{_undecided(rated, chosen) if self.per_step else ''}"
-        return Selection(chosen.place, usual, why, others), chooser
+        selection = Selection(chosen.place, usual, why, others)
+        return selection, StepChooser(chosen.costs, {phase: selection.all_for(phase) for phase in others})
 
     def _expected(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> float | None:
         """Microseconds of attention in the workload; None where a phase is not served, or a free one has no times."""
@@ -354,7 +355,7 @@ class KernelSelector(Generic[S, B, L]):
         why = "auto: no crossover table, rank order" if free else "asked for"
         if self._parts and free:
             choice = MeasuredChoice(self._parts, workload, able.steps(workload), free, able.specs, able.per_step)
-            if (measured := choice.select(able.places, self._all)) is not None:
+            if (measured := choice.select(able.places, partial(self._serving, self._request))) is not None:
                 self._chooser = measured[1]
                 return measured[0]
             why = f"auto: {self._parts[0][0].source} has no times for this layout and block size, rank order"
@@ -366,19 +367,14 @@ class KernelSelector(Generic[S, B, L]):
     def _search(self, request: BackendRequest, places: Sequence[Placement[L]], why: str = "") -> Selection[L] | None:
         """The first layout and block size over which the request covers every phase."""
         for place in places:
-            names = {phase: self._first(request, phase, place) for phase in self._able.specs}
-            served = {phase: name for phase, name in names.items() if name is not None}
-            if len(served) == len(names):
-                return Selection(place, served, why)
+            names = {phase: next(self._serving(request, phase, place), "") for phase in self._able.specs}
+            if all(names.values()):
+                return Selection(place, names, why)
         return None
 
-    def _all(self, phase: Phase, place: Placement[L]) -> list[str]:
-        """Kernels that can serve a phase of every layer, in rank order."""
-        return [name for name in self._names(self._request, phase) if not self._able.reasons(name, phase, place)]
-
-    def _first(self, request: BackendRequest, phase: Phase, place: Placement[L]) -> str | None:
-        names = self._names(request, phase)
-        return next((name for name in names if not self._able.reasons(name, phase, place)), None)
+    def _serving(self, request: BackendRequest, phase: Phase, place: Placement[L]) -> Iterator[str]:
+        """Kernels that can serve a phase of every layer as the request has it, in rank order."""
+        return (name for name in self._names(request, phase) if not self._able.reasons(name, phase, place))
 
     def _names(self, request: BackendRequest, phase: Phase, every: bool = False) -> Sequence[str]:
         """Return the names to try, best guess first. every: True includes kernels that are registered for other devices."""
@@ -392,7 +388,7 @@ class KernelSelector(Generic[S, B, L]):
         """Explain the layout and block size that came nearest, and name what would work."""
 
         def unserved(place: Placement[L]) -> list[Phase]:
-            return [phase for phase in self._able.specs if self._first(self._request, phase, place) is None]
+            return [phase for phase in self._able.specs if not any(self._serving(self._request, phase, place))]
 
         nearest = min(self._able.places, key=lambda place: len(unserved(place)))
         reasons: list[Reason] = []
@@ -441,10 +437,11 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         super().__init__(candidates, request, costs, workload)
         chosen = self.selection
         self._candidates = candidates
-        self._instances: dict[str, Backends] = {}
+        self.instances: dict[str, Backends] = {}
+        """Each backend that may be called -> its instances, by spec."""
         for name in dict.fromkeys(name for phase in chosen.names for name in chosen.all_for(phase)):
             served = [phase for phase in candidates.specs if name in chosen.all_for(phase)]
-            self._instances[name] = candidates.instances(name, served, chosen.place)
+            self.instances[name] = candidates.instances(name, served, chosen.place)
         self.gathering = candidates.gathering(chosen.names[Phase.PREFILL], chosen.place)
         """The spec of a latent layer's cache -> the backend that attends to its context after that was gathered and expanded: the
         one of its prompts. A layer that this backend cannot serve so is missing."""
@@ -458,16 +455,16 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         name = None
         if batch is not None and self._chooser is not None and phase in self.selection.others:
             name = self._chooser.choose(phase, batch, query_len, kv_len)
-        return self._instances[name or self.selection.names[phase]]
+        return self.instances[name or self.selection.names[phase]]
 
     def backends_of(self, shape: Shape) -> Backends:
         """As `backends_for`, of a shape. For a captured one they are the fastest on the device out of those that can be captured,
         for a replay spares the host their launches; where none can be, or none has a time, those of a step that is launched."""
         if shape.captured and self.costs is not None:
-            named = [(name, self._instances[name].values()) for name in self.selection.all_for(shape.phase)]
+            named = [(name, self.instances[name].values()) for name in self.selection.all_for(shape.phase)]
             able = [name for name, backends in named if all(each.captures(shape.query_len) for each in backends)]
             if ranked := self.costs.ranking(shape, able):
-                return self._instances[ranked[0][0]]
+                return self.instances[ranked[0][0]]
         return self.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
 
     def candidates_for(self, phase: Phase, batch: int) -> Sequence[str]:
@@ -491,15 +488,6 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         """Choose the next step's backends as in the first step: after steps of warm-up."""
         if self._chooser is not None:
             self._chooser.forget()
-
-    def instances_of(self, name: str) -> Backends:
-        """The instances of one of the selection's backends, by spec."""
-        return self._instances[name]
-
-    @property
-    def instances(self) -> list[Backends]:
-        """The instances of every backend that may be called, by spec."""
-        return list(self._instances.values())
 
     def layout_of(self, spec: AttentionSpec) -> CacheLayout:
         """The layout of a layer's cache: the selection's, or where that does not fit the layer's values another."""

@@ -331,7 +331,7 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
 
     :raises UnsupportedError: a backend cannot.
     """
-    for backends in selector.instances:
+    for backends in selector.instances.values():
         for spec, cache in zip(specs, caches, strict=True):
             backend = backends.get(spec)  # a latent layer's prompts are served without a cache
             support = backend.accepts(cache) if backend is not None else YES

@@ -300,7 +300,7 @@ def _pool_memory(
     memory = cache_memory(
         model,
         layers,
-        [*selector.instances, selector.gathering, *(() if states is None else (states.scan, states.step))],
+        [*selector.instances.values(), selector.gathering, *(() if states is None else (states.scan, states.step))],
         max_num_tokens=config.step_tokens,
         max_num_seqs=config.max_num_seqs,
         utilization=config.gpu_memory_utilization,

@@ -115,7 +115,7 @@ def check_exact_lengths(selector: Selector) -> None:
 
     :raises UnsupportedError: one may be called.
     """
-    for backends in selector.instances:
+    for backends in selector.instances.values():
         for backend in backends.values():
             if backend.capabilities.exact_host_lengths:
                 reason = backend.captures(1).reasons[:1]

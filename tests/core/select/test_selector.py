@@ -406,7 +406,7 @@ def test_each_step_gets_its_fastest_backend_and_each_phase_its_own() -> None:
     assert chosen == ["short", "long", "short"]
     assert next(iter(selector.backends_for(Phase.PREFILL, 1, 16, 16).values())).name == "short"
     assert set(selector.decode_candidates(1)) == {"short", "long"}
-    assert {next(iter(made.values())).name for made in selector.instances} == {"short", "long"}
+    assert {next(iter(made.values())).name for made in selector.instances.values()} == {"short", "long"}
     assert next(iter(selector.backends_for(Phase.DECODE).values())).name == selector.selection.names[Phase.DECODE]
     assert "|" in str(selector.selection)
 
