@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["PluginFailure", "Registry", "create_registry", "hookimpl"]
 
 if TYPE_CHECKING:
-    from headway.registry.create import create_registry
     from headway.registry.hookspecs import hookimpl
     from headway.registry.records import PluginFailure
-    from headway.registry.registry import Registry
+    from headway.registry.registry import Registry, create_registry
 
 _HOME = {
     "PluginFailure": "records",
     "Registry": "registry",
-    "create_registry": "create",
+    "create_registry": "registry",
     "hookimpl": "hookspecs",
 }
 

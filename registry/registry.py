@@ -1,44 +1,52 @@
-"""The Registry: which layouts and backends exist, whose they are, whether they run here, and why the rest is missing."""
+"""The Registry, filled with all that there is: built-ins, a caller's plugins, and installed ones that passed their trial."""
 
 from __future__ import annotations
 
-from typing import Any
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args, get_type_hints
 
 import pluggy
 import torch
 
-from headway.core.contract.backend import BackendInfo
 from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.contract.kernel import KernelInfo
-from headway.core.contract.layout import LayoutInfo
 from headway.core.contract.operation import ATTENTION, KINDS, OperationKind
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
-from headway.core.contract.state import StateBackendInfo, StateLayout
 from headway.core.select.kernels import KernelEntry, Kernels, RankHook
+from headway.core.system.logs import log_traceback, warn_once
 from headway.kernels.linear.choice import LinearKernels
-from headway.registry.plugin_sources import PluginSource
-from headway.registry.records import BUILTIN_OWNER, Brought, PluginFailure, PluginRecord
+from headway.registry import builtin, hookspecs
+from headway.registry.isolation import TIMEOUT, TRUST, Trial, Verdict, verdicts
+from headway.registry.plugin_sources import (
+    InstalledPlugin,
+    PluginFile,
+    PluginObject,
+    PluginSource,
+    UnreadablePlugin,
+    given_plugins,
+    installed_plugins,
+    with_hooks,
+)
+from headway.registry.records import BUILTIN_OWNER, Brought, PluginFailure, PluginPolicy, PluginRecord
 from headway.registry.validate import answers_of, check_class, check_items, named
 
 _HOOKS: dict[str, type] = {
-    "layouts": LayoutInfo,
-    "backends": BackendInfo,
-    "proposers": ProposerInfo,
-    "logits_processors": LogitsProcessorInfo,
-    "state_layouts": StateLayout,
-    "state_backends": StateBackendInfo,
-    "kernels": KernelInfo,
-    "chat_parsers": ChatParserInfo,
+    name.removeprefix("headway_register_"): get_args(get_type_hints(hook)["return"])[0]
+    for name, hook in vars(hookspecs).items()
+    if name.startswith("headway_register_")
 }
 """What stands behind headway_register_ in the name of a hook -> the type of what it returns."""
+RETRY = "headway plugins --retry tries it again"
 
 
 class Registry(Kernels):
     """Layouts and backends by name, filled once by `create_registry`; from then on a lookup is a dict get."""
 
-    def __init__(self, manager: pluggy.PluginManager) -> None:
-        self._manager = manager
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
         self._owners: dict[str, str] = {}
         self.proposers: dict[str, ProposerInfo] = {}
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
@@ -167,3 +175,105 @@ class Registry(Kernels):
         if name not in self.proposers:
             raise ConfigError("speculate", f"one of {', '.join(self.proposers)}", repr(name))
         return self.proposers[name]
+
+
+def create_registry(
+    plugins: Mapping[str, object] | Iterable[object] = (),
+    *,
+    trial: Trial | None = None,
+    load_entry_points: bool = True,
+    block: Iterable[str] = (),
+    policy: str | None = None,
+    retry: bool = False,
+) -> Registry:
+    """Make a registry: the built-ins first, then the given plugin objects, then entry points of the group "headway".
+
+    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or name -> plugin;
+    one that fails raises.
+    trial: how an installed plugin or a file is tried in another process before it is let in, once for each version of it.
+    None: what was never tried is let in; `headway.create_registry` hands in the trial that every command uses.
+    block: names of entry points to leave alone. policy: which installed plugins are wanted (`PluginPolicy.parse`); None: as
+    $HEADWAY_PLUGINS says. retry: try again, whatever is remembered.
+
+    An installed plugin that fails there or here is recorded in `failures`, and start-up goes on. A file that fails raises, for
+    the user has named it.
+
+    :raises ConfigError: a policy that cannot be understood; a file that is not there.
+    :raises HeadwayError: a given plugin that cannot be registered.
+    """
+    registry = Registry()
+    registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, builtin)
+    wanted = PluginPolicy.of_environment() if policy is None else PluginPolicy.parse(policy)
+    given = list(given_plugins(plugins))
+    files = [plugin for plugin in given if isinstance(plugin, PluginFile)]
+    tried = dict(zip(files, verdicts(files, trial, retry), strict=True))
+    for plugin in given:
+        _let_in(registry, plugin, tried.get(plugin, Verdict()) if isinstance(plugin, PluginFile) else Verdict())
+    if load_entry_points:
+        _add_installed(registry, list(installed_plugins(hookspecs.PROJECT, frozenset(block))), wanted, trial, retry)
+    return registry
+
+
+def _add_installed(
+    registry: Registry,
+    found: list[InstalledPlugin | UnreadablePlugin],
+    policy: PluginPolicy,
+    trial: Trial | None,
+    retry: bool,
+) -> None:
+    for name in policy.unknown(found):
+        warn_once(f"plugins: nothing that is installed is called {name}")
+    readable = [plugin for plugin in found if policy.takes(plugin) and isinstance(plugin, InstalledPlugin)]
+    tried = dict(zip(map(id, readable), verdicts(readable, trial, retry), strict=True))
+    for plugin in found:
+        if policy.takes(plugin):
+            verdict = tried.get(id(plugin), Verdict())
+            try:
+                _let_in(registry, plugin, verdict)
+            except (Exception, SystemExit) as error:
+                details = verdict.details
+                if not verdict.fault:
+                    log_traceback(f"plugin {plugin.name} of {plugin.owner}", error)
+                    details = "".join(traceback.format_exception(error))
+                registry.failures.append(PluginFailure(plugin.name, plugin.owner, error, details))
+                _record(registry, plugin, verdict, registry.failures[-1])
+        else:
+            registry.plugins.append(PluginRecord(plugin.name, plugin.owner, str(plugin.file or ""), "blocked"))
+
+
+def _let_in(registry: Registry, plugin: PluginSource, verdict: Verdict) -> None:
+    """Load and register a plugin.
+
+    :raises HeadwayError: what came of its trial, or why it cannot be registered; besides whatever its import raises.
+    """
+    if verdict.fault:
+        longer = f"{TIMEOUT}=60 gives it longer" * verdict.fault.startswith("hangs")
+        if isinstance(plugin, PluginFile):
+            hint = ", ".join(filter(None, (f"{TRUST}=1 lets it in untried", longer)))
+            raise PluginError(f"plugin {plugin.path}: {verdict.fault} (tried in a process of its own; {hint})")
+        hint = "; ".join(filter(None, (RETRY, longer)))
+        raise PluginError(f"{verdict.fault} (tried in a process of its own on {verdict.date}; {hint})")
+    given = isinstance(plugin, (PluginFile, PluginObject))
+    loaded = plugin.load()
+    hooks = with_hooks(loaded, registry.layouts, registry.states.layouts) if given else loaded
+    registry.add_plugin(plugin.name, plugin.owner, hooks)
+    if not isinstance(plugin, PluginObject):
+        registry.sources[plugin.name] = plugin
+        _record(registry, plugin, verdict)
+
+
+def _record(registry: Registry, plugin: PluginSource, verdict: Verdict, failure: PluginFailure | None = None) -> None:
+    registry.plugins.append(
+        PluginRecord(
+            plugin.name,
+            plugin.owner,
+            str(plugin.file or ""),
+            "left out" if failure else "loaded",
+            reason=failure.reason if failure else "",
+            brought=Brought() if failure else registry.brought[plugin.name],
+            remarks=tuple(verdict.remarks),
+            details=failure.details if failure else verdict.details,
+            tried=verdict.date,
+            target=plugin.target,
+        )
+    )
