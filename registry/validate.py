@@ -188,7 +188,7 @@ _CLAIMS: Mapping[str, Sequence[_Rule]] = {
     "block_multiple": [(_is_count, "a whole number of at least 1")],
     "head_dims": [(lambda found: found is None or found == () or _counts(found), _SIZES)],
     "v_head_dims": [(lambda found: found is None or _pairs(found), "a tuple of pairs (head_dim, v_head_dim), or None for any")],
-    "features": [(_texts, "a frozenset of texts"), (lambda found: found <= FEATURES, f"out of {', '.join(sorted(FEATURES))}")],
+    "features": [(_texts, "a frozenset of texts")],
     "kinds": [
         (lambda found: _texts(found) and bool(found), _TEXTS),
         (lambda found: found <= set(STATE_KINDS), f"out of {', '.join(STATE_KINDS)}"),
@@ -244,6 +244,8 @@ def check_class(loaded: Any, kind: OperationKind, name: str, where: str) -> Any:
         if phase in claimed["phases"] and getattr(loaded, method) is getattr(base, method):
             raise PluginError(f"{where}: capabilities.phases names {phase.value}, but class {loaded.__name__} has no {method}()")
     if kind is ATTENTION:
+        unknown = ", ".join(sorted(claimed["features"] - FEATURES))
+        _need(not unknown, f"{where}: capabilities.features", f"out of {', '.join(sorted(FEATURES))}", unknown)
         _need(_is_options(loaded.options), f"{where}: options", "a mapping of texts to texts", loaded.options)
     return loaded
 
