@@ -16,7 +16,7 @@ from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.linear import LinearSpec
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.kernels.experts.bound import AUTO, ExpertsOptions
 from headway.kernels.experts.weights import reads_experts
 from headway.kernels.linear.choice import LinearKernels, builtin_kernels

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from headway.core.contract.spec import AttentionSpec
     from headway.core.contract.state import StateSpec
     from headway.core.select.costs import CountAxis, Shape
-    from headway.core.select.layer_specs import LayerSpecs
-    from headway.core.select.selection import Workload
+    from headway.core.select.request import LayerSpecs, Workload
     from headway.core.select.selector import Rated, Selector
     from headway.kernels.experts.bound import ExpertsKind
     from headway.kernels.linear.choice import LinearChoice
@@ -252,9 +251,9 @@ def explain_states(
     :raises HeadwayError: what was asked for cannot be had, with every reason.
     """
     from headway.core.contract.operation import STATE
-    from headway.core.select.backend_request import ALL_AUTO, BackendRequest
-    from headway.core.select.layer_specs import LayerSpecs
-    from headway.core.select.selector import VERBS, KernelSelector, StateCandidates
+    from headway.core.select.kernels import VERBS, StateCandidates
+    from headway.core.select.request import ALL_AUTO, BackendRequest, LayerSpecs
+    from headway.core.select.selector import KernelSelector
     from headway.tuning.autotune import TableRequest, costs_for
 
     costs = costs_for(LayerSpecs([], states=specs), registry, ALL_AUTO, TableRequest(budget=0.0), kind=STATE)
@@ -364,8 +363,7 @@ def explain(
         plain, sections = explain_weights(model, quantization, dtype, device, create_registry(plugin or ()), kinds, deterministic)
         return _print(plain, sections, all_backends, as_json)
     from headway.core.engine.data.config import check_block_size
-    from headway.core.select.backend_request import BackendRequest
-    from headway.core.select.selection import Workload
+    from headway.core.select.request import BackendRequest, Workload
     from headway.core.select.selector import Selector
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.all_reduce import describe_stored_sums
@@ -423,7 +421,7 @@ def explain_attention(
     from headway.core.engine.execution.graph_set import as_run
 
     chosen = selector.selection
-    device = next(iter(selector.instances[0])).device
+    device = next(iter(next(iter(selector.instances.values())))).device
     shape = as_run(shape, device.type)
     choice = next(iter(selector.backends_of(shape).values())).name
     costs = selector.all_costs
@@ -510,7 +508,7 @@ def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: 
     import torch
 
     from headway.core.contract.spec import DTYPES
-    from headway.core.select.layer_specs import LayerSpecs
+    from headway.core.select.request import LayerSpecs
     from headway.tuning.measure.device import resolve_device
 
     place = resolve_device(device)
@@ -533,8 +531,7 @@ def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> Crosso
 
     :raises ConfigError: no file holds them.
     """
-    from headway.core.select.backend_request import ALL_AUTO
-    from headway.core.select.layer_specs import LayerSpecs
+    from headway.core.select.request import ALL_AUTO, LayerSpecs
     from headway.tuning.autotune import TableRequest, tables_for
     from headway.tuning.table.files import read_table
     from headway.tuning.table.schema import SpecRecord

@@ -32,8 +32,8 @@ from headway.core.engine.ranks.torch_ranks import MeetingError, TorchRanks
 from headway.core.sampling.batch_processors import ProcessorBatch
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.params import SamplingParams
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import check_names
+from headway.core.select.kernels import check_names
+from headway.core.select.request import LayerSpecs
 from headway.core.system.part_clock import PartClock
 from headway.hosting.rank_assembly import EngineChoices, load_part, make_rank, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog

@@ -21,7 +21,7 @@ from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.scheduling.deterministic import prepare_deterministic
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.costs import CostTable
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.kernels.experts.bound import AUTO, ExpertsOptions
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.sampling import fastest_sampling

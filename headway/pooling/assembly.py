@@ -19,8 +19,7 @@ from tqdm import tqdm
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.errors import ConfigError
 from headway.core.pooling.engine import EncodedText, PoolingEngine
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import Workload
+from headway.core.select.request import LayerSpecs, Workload
 from headway.core.select.selector import Selector
 from headway.core.system.part_clock import PartClock
 from headway.engine_args import PoolingModel
