@@ -278,7 +278,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_rank_order(
 
 def test_where_there_is_no_choice_nothing_is_measured(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert costs_for(LayerSpecs([SPEC]), registry, BackendRequest("sdpa", "sdpa.math"), TableRequest()) is None
-    monkeypatch.setattr(registry, "backends", {"sdpa": registry.backends["sdpa"]})
+    monkeypatch.setattr(registry.attention, "entries", {"sdpa": registry.backends["sdpa"]})
     assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60)) is None
     assert not (cache / "crossover").exists()
 
