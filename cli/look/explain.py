@@ -139,10 +139,7 @@ def explain_weights(
 def _linear(
     products: Sequence[tuple[Linear, bool]], device: torch.device, registry: Registry, fixed: bool
 ) -> list[dict[str, Any]]:
-    """Return what would serve a model's linear layers on a device: stored times choose, else the rule.
-
-    products: whose weights need no elements, and True for each that is gated.
-    """
+    """Return what would serve a model's linear layers on a device. products: True for each that is gated, without elements."""
     from torch import Tensor
 
     from headway.kernels.linear.choice import ROWS
@@ -152,14 +149,17 @@ def _linear(
     kernels, on_cpu = registry.linear_kernels(device, invariant=fixed), device.type == "cpu"
     specs = [(linear, linear.spec(device, gated and not on_cpu)) for linear, gated in products]
     chosen = [(linear, kernels.choice(spec)) for linear, spec in specs]
-    kinds = Counter(choice for linear, choice in chosen if choice.is_open or not isinstance(linear.weight, Tensor))
+    kinds = Counter(choice for linear, choice in chosen if choice.guests or not isinstance(linear.weight, Tensor))
     identity, found = identify_device(device), list[dict[str, Any]]()
     for kind, count in kinds.items():
         timed = kind.is_open or not on_cpu
         if timed and not fixed:
             linear_layer(kind, identity, registry=registry).obey(0.0)
-        by = {} if timed else {"by": "the form, nothing is measured", "refused": {}}
-        found.append({"product": kind.name, **choice_data(kind, count, ROWS), **by})
+        data = {"product": kind.name, **choice_data(kind, count, ROWS)}
+        if not timed:
+            data["by"] = "the form, nothing is measured"
+            data["refused"] = {name: why for name, why in data["refused"].items() if kind.is_guest(name)}
+        found.append(data)
     return found
 
 

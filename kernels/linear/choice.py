@@ -119,7 +119,8 @@ class LinearChoice:
         """The step of x [rows, in_features] and a layer by a kernel: the product, or if it is gated and the device's operations
         fuse that, RMSNorm (weight 1, epsilon 1e-6), both products, and SiLU of the first times the second."""
         self._layers: WeakSet[Layer] = WeakSet()
-        self._guests = frozenset(guests)
+        self.guests = frozenset(guests)
+        """Names of third parties' kernels for the device, those that are refused among them."""
         self._named = named
         self.times: AxisTimes | None = None
         """Measured times, by which the layers choose; None: a rule does."""
@@ -156,7 +157,7 @@ class LinearChoice:
 
     def is_guest(self, name: str) -> bool:
         """Return whether a kernel is a third party's. name: with its variant."""
-        return name.partition(" ")[0] in self._guests
+        return name.partition(" ")[0] in self.guests
 
     def is_named(self, name: str) -> bool:
         """Return whether a kernel is the one that the user asked for. name: with its variant."""

@@ -16,6 +16,8 @@ from headway.kernels.runtime.triton_launch import FixedLauncher
 from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.fused import Fused
 from headway.kernels.step.operations import Norm, TorchOperations
+from headway.registry import create_registry
+from headway.testing.broken.kernels import ReferenceLinear
 from latent_layers import LITE, ODD, latent_steps
 from operation_inputs import Inputs, Sizes, ropes
 
@@ -86,6 +88,18 @@ def test_every_step_equals_the_plain_one(name: str, rows: int, dtype: torch.dtyp
     for step, expected in plain.items():
         error = (fused[step] - expected).norm() / expected.norm()
         assert error < TOLERANCE[dtype], (step, float(error))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_next", "gpt2", "nemotron_h"])
+def test_a_third_partys_kernel_computes_the_parts_that_it_claims(name: str) -> None:
+    """Norms, biases, gates and residuals are handed to it; LayerNorm, RoPE and other activations than SiLU are not."""
+    sizes = Sizes(3, **MODELS[name])
+    inputs, tables = Inputs(sizes, torch.float32), ropes(sizes.head_dim)
+    registry = create_registry([ReferenceLinear], load_entry_points=False)
+    kernels = registry.linear_kernels(torch.device("cpu"), ReferenceLinear.name)
+    fused = dict(inputs.results(Fused(*tables, kernels), torch.float32, "cpu"))
+    for step, expected in inputs.results(TorchOperations(*tables), torch.float64, "cpu"):
+        assert (fused[step] - expected).norm() / expected.norm() < TOLERANCE[torch.float32], step
 
 
 def test_a_norm_goes_into_the_product_after_it_where_it_may() -> None:
