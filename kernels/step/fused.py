@@ -84,6 +84,7 @@ class Fused(Operations):
         choice = self.kernels.choice(linear.spec(self._device, gated))
         choice.compute = self._gated_alone if gated else self._alone
         choice.add(linear)
+        linear.choice = linear.choice or choice
         return choice
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
@@ -378,8 +379,7 @@ class BoundSteps(list[Step]):
 
     def _bind(self, linear: Linear, choice: LinearChoice, heads: Heads | None, bucket: int, x: Tensor, **around: Any) -> Tensor:
         """Bind a bucket at its first step, and run that."""
-        kernel = choice.kernels[choice.kernel_for(1 << bucket)]
-        step = self[bucket] = bound_step(self.ops, linear, kernel, heads, 1 << bucket)
+        step = self[bucket] = bound_step(self.ops, linear, choice.kernel_of(bucket), heads, 1 << bucket)
         return step(**{"x": x, **around})
 
     def _nothing(self, linear: Linear, x: Tensor, **around: Any) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headway import LLM, SamplingParams
-from headway.contract import BackendError, ConfigError, LinearKernel, UnknownBackendError
+from headway.contract import BackendError, ConfigError, LinearCapabilities, LinearKernel, UnknownBackendError
 from headway.core.contract.linear import LinearSpec
 from headway.core.contract.weights import WeightFormat
 from headway.hosting import assembly
@@ -219,24 +219,46 @@ def test_a_named_one_that_raises_is_an_error_of_one_line(folders: tuple[Path, Pa
         layer(torch.zeros(1, layer.in_features))
 
 
-def test_a_kernel_of_plain_weights_takes_part(folders: tuple[Path, Path]) -> None:
-    from headway.contract import LinearCapabilities
+class Plain(LinearKernel):
+    """torch's own product over a copy of the weight, which an object of its own holds."""
 
-    class Plain(LinearKernel):
-        """torch's own product, once more."""
+    name = "plain_too"
+    capabilities = LinearCapabilities(frozenset({"plain"}), (torch.float32,), ("cpu",))
 
-        name = "plain_too"
-        capabilities = LinearCapabilities(frozenset({"plain"}), (torch.float32,), ("cpu",))
+    def prepare(self, weight: Tensor) -> Any:
+        return SimpleNamespace(copies=[weight.t().clone()], scale=1.0)
 
-        def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-            torch.mm(x, weight.t(), out=out)
+    def apply(self, x: Tensor, weight: Any, out: Tensor) -> None:
+        torch.mm(x, weight.copies[0], out=out).mul_(weight.scale)
 
+
+class Scaled(Plain):
+    """Keeps a number of the weight, which is no tensor."""
+
+    def prepare(self, weight: Tensor) -> Any:
+        scale = float(weight.abs().max())
+        return SimpleNamespace(copies=[weight.t() / scale], scale=scale)
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def test_a_kernel_of_plain_weights_takes_part_and_its_copies_follow_new_weights(folders: tuple[Path, Path]) -> None:
     llm = serve(folders[1], Plain, linear_kernel="plain_too")
     assert kernels_of(llm) == {"plain_too"}
-    assert isinstance(layers_of(llm)[0].bound_to(layers_of(llm)[0].choice.kernels["plain_too"]), Applied)  # type: ignore[union-attr]
-    assert answer(llm) == answer(serve(folders[1]))
-    assert llm.model.live_weights is not None
-    with pytest.raises(
-        ConfigError, match="load_weights: needs layers whose kernels are Headway's own, got a third party's in layer 0"
-    ):
-        llm.model.live_weights.read_again()
+    layer = next(each for each in layers_of(llm) if each.origin is not None and DOWN in each.origin.modules)
+    assert isinstance(layer.bound_to(layer.choice.kernels["plain_too"]), Applied)  # type: ignore[union-attr]
+    before, x, live = answer(llm), torch.randn(3, layer.in_features), llm.model.live_weights
+    assert before == answer(serve(folders[1]))
+    y, held = layer(x), layer.prepared["plain_too"].copies[0]
+    live.load([(f"{DOWN}.weight", 2 * layer.weight)])
+    torch.testing.assert_close(layer(x), 2 * y)
+    assert layer.prepared["plain_too"].copies[0] is held, "captured steps keep its address"
+    live.read_again()
+    assert answer(llm) == before
+
+
+def test_a_kernel_whose_copy_cannot_be_written_again_is_named(folders: tuple[Path, Path]) -> None:
+    live = serve(folders[1], Scaled, linear_kernel="plain_too").model.live_weights
+    with pytest.raises(ConfigError, match=r"load_weights: needs kernels whose `prepare` .*, got others by the kernel plain_too"):
+        live.load([(f"{DOWN}.weight", torch.ones(128, 256))])

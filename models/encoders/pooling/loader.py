@@ -15,7 +15,8 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.kernels.step.operations import ACTIVATE
 from headway.models.checkpoints.checkpoint import architectures_of, check_folder
-from headway.models.checkpoints.formats.config import Quantization, read_quantization
+from headway.models.checkpoints.formats.config import read_quantization
+from headway.models.checkpoints.formats.stored import Quantization
 from headway.models.checkpoints.tokenizer import read_transformers_tokenizer
 from headway.models.checkpoints.weights import DummyWeights, Weights, WeightSource
 from headway.models.config import DecoderConfig
