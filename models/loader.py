@@ -13,25 +13,24 @@ import torch
 
 from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
-from headway.core.contract.linear import LinearSpec
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
+from headway.core.contract.weights import QuantizedWeight
 from headway.core.select.request import LayerSpecs
 from headway.kernels.experts.bound import AUTO, ExpertsOptions
 from headway.kernels.experts.weights import reads_experts
 from headway.kernels.linear.choice import LinearKernels, builtin_kernels
-from headway.kernels.linear.forms import QuantizedWeight, format_of
 from headway.kernels.runtime.native.library import functions
 from headway.models.checkpoints.checkpoint import check_folder, unknown
 from headway.models.checkpoints.end_tokens import read_end_tokens
-from headway.models.checkpoints.formats.config import METHODS, Quantization, read_quantization
+from headway.models.checkpoints.formats.config import METHODS, read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING
+from headway.models.checkpoints.formats.stored import Quantization
 from headway.models.checkpoints.gguf.blocks import kept_blocks
 from headway.models.checkpoints.live_weights import LiveWeights
 from headway.models.checkpoints.locate import AS_IT_IS, ModelOrigin, locate
-from headway.models.checkpoints.rounded_weights import DummyInFormat, QuantizeOnLoading
 from headway.models.checkpoints.tokenizer import first_line, read_tokenizer
-from headway.models.checkpoints.weights import DummyWeights, Weights, WeightSource
+from headway.models.checkpoints.weights import DummyWeights, QuantizeOnLoading, Weights, WeightSource
 from headway.models.config import BeyondDecoderError, DecoderConfig, cached_spec, expanded_spec, state_spec
 from headway.models.families.families import TEXT_PARTS, read_decoder_config
 from headway.models.families.plain_config import plain_config
@@ -237,23 +236,17 @@ def _weights(
     if quantization is not None and own is not None and not dummy and kept_blocks(folder) is not None:
         left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
         log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)
-    keeps = partial(reads_weight, kernels, dtype=dtype, device=device) if kernels is not None else _never
+    keeps = partial(kernels.reads, dtype=dtype) if kernels is not None else _never
     keeps_experts = partial(reads_expert_weight, dtype=dtype, device=device, options=experts) if kernels is not None else _never
     if dummy:
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
-        drawn = DummyWeights(dtype, device, unit=unit)
-        if stored is not None:
-            return DummyInFormat(drawn, stored.rules[0].format, keeps, keeps_experts)
-        weights: WeightSource = drawn
+        form = None if stored is None else stored.rules[0].format
+        weights: WeightSource = DummyWeights(dtype, device, unit=unit, form=form)
+        if form is not None:
+            return QuantizeOnLoading(weights, lambda weight: weight, keeps, keeps_experts)
     else:
         weights = Weights(folder, dtype, device, config.names.aliases, stored, keeps, keeps_experts)
     return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], keeps, keeps_experts)
-
-
-def reads_weight(kernels: LinearKernels, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a linear kernel reads a weight as it is; without elements, which one does is asked later. dtype: of x."""
-    rows, columns = weight.shape
-    return device.type == "meta" or kernels.reads(LinearSpec(columns, rows, dtype, device, format_of(weight)))
 
 
 def reads_expert_weight(

@@ -199,6 +199,7 @@ _CLAIMS: Mapping[str, Sequence[_Rule]] = {
         (lambda found: found <= set(FORMATS), f"out of {', '.join(FORMATS)}"),
     ],
     "fused": [(lambda found: _texts(found) and found <= set(FUSED), f"out of {', '.join(FUSED)}")],
+    "activations": [(_texts, "a frozenset of texts")],
     "bool": [(lambda found: isinstance(found, bool), "True or False")],
     "int | None": [(lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any")],
     "tuple[int, ...] | None": [(lambda found: found is None or _counts(found), _SIZES)],

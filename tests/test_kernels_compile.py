@@ -30,8 +30,9 @@ import headway.kernels.step
 from absent_gpu import SHARED_MEMORY, Capability, Compilations, absent_gpu, most_local_bytes
 from headway.backends.states.triton.backend import TritonStates
 from headway.core.contract.metadata import Phase
+from headway.kernels.linear.choice import spec_of
 from headway.kernels.linear.forms import Operand
-from headway.kernels.linear.tile_kernels import TiledProducts
+from headway.kernels.linear.tile_kernels import Tiles
 from headway.kernels.runtime.triton_launch import INTERPRETED, PDL_CAPABILITY, Launcher
 from headway.models.families.families import FAMILIES
 from launched_kernels import (
@@ -201,8 +202,8 @@ def test_products_over_quantised_weights_compile(capability: Capability, dtype: 
 def test_tiles_of_a_weights_rows_compile_to_products_of_warpgroups() -> None:
     """W as the first operand, 64 rows of it by 16 of x."""
     with absent_gpu(HOPPER) as found:
-        read = Operand.of(torch.empty(5120, 2880, dtype=BF16, device=GPU), None)
-        TiledProducts(GPU)(torch.empty(16, 2880, dtype=BF16, device=GPU), read)
+        weight = torch.empty(5120, 2880, dtype=BF16, device=GPU)
+        Tiles(spec_of(weight, BF16, GPU)).compute(torch.empty(16, 2880, dtype=BF16, device=GPU), Operand.of(weight, None))
     check(found)
     (compiled,) = found.variants.values()
     assert "wgmma.mma_async.sync.aligned.m64n16k16" in compiled.asm["ptx"]

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.linear import LinearKernel
-from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight
+from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight
 from headway.kernels.linear.choice import ON_GPU, builtin_kernels
 from headway.kernels.linear.cpu_kernels import can_pack
-from headway.kernels.linear.forms import QuantizedWeight, num_bytes
 from headway.kernels.linear.linear import Linear
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.products import linear_layer
@@ -71,11 +70,11 @@ class ProductLayers:
         plain = PLAIN_FORMS.get(form)
         cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _CPU_CACHE
         weights: list[Tensor | QuantizedWeight] = []
-        while not weights or (2 * cache > len(weights) * _bytes(weights[0]) and len(weights) < _MOST_COPIES):
+        while not weights or (2 * cache > len(weights) * weights[0].nbytes and len(weights) < _MOST_COPIES):
             weights.append(FORMS[form](*shape, device) if plain is None else torch.randn(*shape, device=device, dtype=plain))
         first = weights[0]
         dense = first.float() if isinstance(first, Tensor) else first.dequantized(torch.float32)
-        return cls(shape, form, weights, [Linear(weight, dtype=dtype) for weight in weights], dense, _bytes(first))
+        return cls(shape, form, weights, [Linear(weight, dtype=dtype) for weight in weights], dense, first.nbytes)
 
     def error(self, y: Tensor, x: Tensor) -> float:
         """How far a product of the first layer is off, relative to its norm. x: [rows, in_features]."""
@@ -90,10 +89,6 @@ PLAIN_FORMS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 def tolerance(rounds: bool) -> float:
     """Error of a right answer relative to its norm: of x in bfloat16, and of x that a way rounds to floats of 8 bits."""
     return _ROUNDED if rounds else _EXACT
-
-
-def _bytes(weight: Tensor | QuantizedWeight) -> int:
-    return weight.nbytes if isinstance(weight, Tensor) else num_bytes(weight)
 
 
 Step = Callable[[Tensor, Linear], Tensor]

@@ -19,13 +19,13 @@ from headway.bench.generate.roofline import measure_read_gbps
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.experts import ExpertsConfig, ExpertsKernel
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.contract.weights import Weight
+from headway.core.contract.weights import QuantizedWeight, Weight, WeightFormat
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
 from headway.kernels.experts.bound import ExpertsOptions
 from headway.kernels.experts.plain import Routed, TorchExperts, activate
 from headway.kernels.experts.weights import RoutedWeights, reads_experts
-from headway.kernels.linear.forms import GgufWeight, QuantizedWeight, format_of, num_bytes
+from headway.kernels.linear.forms import GgufWeight
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.step.fused import fused_experts
 from headway.kernels.step.operations import Norm
@@ -336,7 +336,8 @@ class RandomLayer:
                 return draw(*sizes)
             form = quantize(draw(*sizes).flatten(0, 1))
             if isinstance(form, GgufWeight) or not reads_experts(form, dtype, device):
-                raise ConfigError("form", f"one that the kernels read of {sizes[-1]} columns and x in {dtype}", format_of(form))
+                need = f"one that the kernels read of {sizes[-1]} columns and x in {dtype}"
+                raise ConfigError("form", need, WeightFormat.of(form))
             return form
 
         self._weights = RoutedWeights(
@@ -422,7 +423,7 @@ class RandomLayer:
 
 
 def _bytes(*weights: Tensor | QuantizedWeight) -> int:
-    return sum(each.nbytes if isinstance(each, Tensor) else num_bytes(each) for each in weights)
+    return sum(each.nbytes for each in weights)
 
 
 def _replayed(call: Callable[[], object]) -> Callable[[], None]:

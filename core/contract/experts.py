@@ -14,7 +14,7 @@ from headway.core.contract.errors import ModelError
 from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import Reason, Support
-from headway.core.contract.weights import Weight, WeightFormat
+from headway.core.contract.weights import Weight, WeightFormat, rewrite
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,13 @@ class ExpertsKernel(Kernel):
     def prepare(self, weights: ExpertsWeights) -> Any:
         """Return what `apply` reads of a layer: the weights themselves, or an arrangement of them that is made once."""
         return weights
+
+    def update(self, prepared: Any, again: Any) -> None:
+        """Write what `prepare` returned of new weights, `again`, over `prepared`; see `LinearKernel.update`.
+
+        :raises ConfigError: they differ in anything but the numbers of tensors.
+        """
+        rewrite(prepared, again, self.name)
 
     @abstractmethod
     def apply(self, x: Tensor, experts: Tensor, scores: Tensor, weights: Any, out: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import Reason, Support
-from headway.core.contract.weights import Weight, WeightFormat
+from headway.core.contract.weights import Weight, WeightFormat, rewrite
 
 FUSED = ("norm", "bias", "activation", "gated", "residual", "rotary")
 """Fields of `LinearSpec` that say what stands before and after the product."""
@@ -179,6 +179,16 @@ class LinearKernel(Kernel):
         :raises ArithmeticError: the weight's scales have no place in the arrangement.
         """
         return weight
+
+    def update(self, prepared: Any, again: Any) -> None:
+        """Write what `prepare` returned of new weights, `again`, over what it returned before, `prepared`: `load_weights`.
+
+        Captured steps read the tensors of `prepared` where they are. Extend it if `prepare` returns more than tensors, and
+        values that depend on the weight's numbers.
+
+        :raises ConfigError: they differ in anything but the numbers of tensors.
+        """
+        rewrite(prepared, again, self.name)
 
     @abstractmethod
     def apply(self, x: Tensor, weight: Any, out: Tensor) -> None:

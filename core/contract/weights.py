@@ -5,11 +5,15 @@ A weight is [out_features, in_features], as torch's, written N and K here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from headway.core.contract.errors import ConfigError, ModelError
 
 MX_GROUP = 32
 """Elements of a row that share a scale in the microscaling formats of the Open Compute Project."""
@@ -17,11 +21,108 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 """Values of the 16 codes of a float of 4 bits (e2m1)."""
 
 
+class QuantizedWeight(ABC):
+    """A quantised weight: its tensors, and parts of it."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Name of the format."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+
+    @property
+    @abstractmethod
+    def spans(self) -> Mapping[str, int]:
+        """Columns of the weight that share a column, for each tensor that has a row for each row; 0 if it has no columns."""
+
+    @abstractmethod
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight as a plain matrix [N, K], its columns in the order of the inputs."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Codes, scales, and whatever else belongs to the weight."""
+        weight: Any = self
+        return tuple(each for field in fields(weight) if isinstance(each := getattr(weight, field.name), Tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the tensors take."""
+        return sum(each.nbytes for each in self.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.tensors[0].device
+
+    def rows(self, rows: range | Tensor) -> QuantizedWeight:
+        """Return some rows: neighbours, or any in another order. rows: their numbers, as int64 if they are a tensor."""
+        place = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+        return self._changed({name: tensor[place] for name, tensor in self._spanned()})
+
+    def columns(self, columns: range) -> QuantizedWeight | None:
+        """Return neighbouring columns, or None if a group, a block or another order of the columns lies in between."""
+        spans = self.spans
+        if any(span and (columns.start % span or columns.stop % span) for span in spans.values()):
+            return None
+        cut = {name: slice(columns.start // span, columns.stop // span) for name, span in spans.items() if span}
+        return self._changed({name: tensor[:, cut[name]].contiguous() for name, tensor in self._spanned() if name in cut})
+
+    def merged(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+        """Return one weight of these rows and, after them, those of others, or None if they have another form."""
+        if any(type(each) is not type(self) for each in others):
+            return None
+        return self._changed({name: _joined([self, *others], name) for name in self.spans})
+
+    def dequantized_stack(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Expand the weights of `count` experts, which lie one after the other, one at a time: [count, N / count, K]."""
+        rows, columns = self.shape
+        each = rows // count
+        whole = torch.empty(count, each, columns, dtype=dtype, device=self.device)
+        for number, target in enumerate(whole):
+            target.copy_(self.rows(range(number * each, (number + 1) * each)).dequantized(dtype))
+        return whole
+
+    def _spanned(self) -> list[tuple[str, Tensor]]:
+        """Names and tensors of `spans`, without those that are not there."""
+        return [(name, tensor) for name in self.spans if (tensor := getattr(self, name)) is not None]
+
+    def _changed(self, made: Mapping[str, Any]) -> QuantizedWeight:
+        """Return the weight with other tensors in some fields."""
+        weight: Any = self
+        kind: Any = type(weight)
+        found: QuantizedWeight = kind(**{each.name: made.get(each.name, getattr(weight, each.name)) for each in fields(weight)})
+        return found
+
+
+def _joined(parts: Sequence[QuantizedWeight], name: str) -> Tensor:
+    return torch.cat([getattr(each, name) for each in parts])
+
+
+def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return weights of one input as one, the rows of each after those of the one before.
+
+    :raises ModelError: their forms differ, or their groups.
+    """
+    whole = parts[0].merged(parts[1:]) if len(parts) > 1 else parts[0]
+    if whole is None:
+        kinds = ", ".join(each.kind for each in parts)
+        got = "fp8 beside others or other blocks" if isinstance(parts[0], Float8Weight) else kinds
+        raise ModelError(f"weights: products of one input need one form of weights, got {got}")
+    return whole
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Float8Weight:
+class Float8Weight(QuantizedWeight):
     """Floats of 8 bits (e4m3), with a scale for each block."""
 
-    kind: ClassVar[str] = "fp8"
+    kind = "fp8"
     values: Tensor
     """float8_e4m3fn [N, K]"""
     scales: Tensor
@@ -31,19 +132,48 @@ class Float8Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
         return self.values.shape[0], self.values.shape[1]
 
+    @property
+    def spans(self) -> Mapping[str, int]:
+        return {"values": 1, "scales": 0 if self.scales.shape[1] == 1 else self.block[1]}
+
+    def rows(self, rows: range | Tensor) -> Float8Weight:
+        """Blocks become blocks of single rows if the rows cut through them or have another order."""
+        high, wide = self.block
+        if isinstance(rows, range):
+            if rows.start % high == 0 and (rows.stop % high == 0 or rows.stop == self.shape[0]):
+                scales = self.scales[rows.start // high : -(-rows.stop // high)]
+                return Float8Weight(self.values[rows.start : rows.stop], scales, self.block)
+            rows = torch.arange(rows.start, rows.stop, device=self.device)
+        values = self.values.view(torch.uint8)[rows].view(self.values.dtype)
+        return Float8Weight(values, self.scales[rows // high], (1, wide))
+
+    def columns(self, columns: range) -> QuantizedWeight | None:
+        if self.scales.shape[1] > 1:
+            return QuantizedWeight.columns(self, columns)
+        values = self.values[:, columns.start : columns.stop].contiguous()
+        return Float8Weight(values, self.scales, (self.block[0], len(columns)))
+
+    def merged(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+        """Blocks of rows that do not end where a part ends become blocks of single rows."""
+        parts = [self, *(each for each in others if isinstance(each, Float8Weight) and each.block[1] == self.block[1])]
+        if len(parts) <= len(others):
+            return None
+        rows, columns = self.block
+        whole = all(each.block == self.block and each.shape[0] % rows == 0 for each in parts)
+        scales = [each.scales if whole else each.scales.repeat_interleave(each.block[0], 0)[: each.shape[0]] for each in parts]
+        return Float8Weight(_joined(parts, "values"), torch.cat(scales), (rows if whole else 1, columns))
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight itself, [N, K]."""
         return (self.values.float() * _spread(self.scales, self.block, self.shape)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int8Weight:
+class Int8Weight(QuantizedWeight):
     """Whole numbers of 8 bits, with a scale for each row."""
 
-    kind: ClassVar[str] = "int8"
+    kind = "int8"
     values: Tensor
     """int8 [N, K]"""
     scales: Tensor
@@ -51,19 +181,21 @@ class Int8Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
         return self.values.shape[0], self.values.shape[1]
 
+    @property
+    def spans(self) -> Mapping[str, int]:
+        return {"values": 1, "scales": 0}
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight itself, [N, K]."""
         return (self.values.float() * self.scales[:, None]).to(dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int4Weight:
+class Int4Weight(QuantizedWeight):
     """Whole numbers of 4 bits, 0 to 15, with a scale and perhaps a zero for each group of columns of a row."""
 
-    kind: ClassVar[str] = "int4"
+    kind = "int4"
     packed: Tensor
     """uint8 [N, K / 2]: byte j of a group holds its column j below and its column j + group_size / 2 above."""
     scales: Tensor
@@ -76,11 +208,27 @@ class Int4Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
         return self.packed.shape[0], self.packed.shape[1] * 2
 
+    @property
+    def spans(self) -> Mapping[str, int]:
+        return {"packed": 2, "scales": self.group_size, "zeros": self.group_size}
+
+    def columns(self, columns: range) -> QuantizedWeight | None:
+        return QuantizedWeight.columns(self, columns) if self.order is None else None
+
+    def merged(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+        """Parts without zeros get zeros of 8 if others have some."""
+        parts = [self, *(each for each in others if isinstance(each, Int4Weight) and each.group_size == self.group_size)]
+        if len(parts) <= len(others) or not all(_equal(each.order, self.order) for each in parts):
+            return None
+        zeros = [
+            torch.full_like(each.packed[:, : each.scales.shape[1]], 8) if each.zeros is None else each.zeros for each in parts
+        ]
+        whole = None if all(each.zeros is None for each in parts) else torch.cat(zeros)
+        return Int4Weight(_joined(parts, "packed"), _joined(parts, "scales"), whole, self.group_size, self.order)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight itself, [N, K], its columns in the order of the inputs."""
         codes = unpacked(self.packed, self.group_size).view(len(self.packed), -1, self.group_size).float()
         zeros = 8.0 if self.zeros is None else self.zeros.float()[:, :, None]
         weight = ((codes - zeros) * self.scales.float()[:, :, None]).to(dtype).flatten(1)
@@ -90,10 +238,10 @@ class Int4Weight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Float4Weight:
+class Float4Weight(QuantizedWeight):
     """Floats of 4 bits (e2m1), with a power of two for each 32 columns of a row (MXFP4)."""
 
-    kind: ClassVar[str] = "mxfp4"
+    kind = "mxfp4"
     packed: Tensor
     """uint8 [N, K / 2], packed as Int4Weight's with groups of 32 columns"""
     exponents: Tensor
@@ -101,15 +249,21 @@ class Float4Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
         return self.packed.shape[0], self.packed.shape[1] * 2
 
+    @property
+    def spans(self) -> Mapping[str, int]:
+        return {"packed": 2, "exponents": MX_GROUP}
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight itself, [N, K]."""
         table = torch.tensor(FP4_VALUES, device=self.packed.device)
         values = table[unpacked(self.packed, MX_GROUP).int()].view(len(self.packed), -1, MX_GROUP)
         scales = torch.ldexp(torch.ones_like(self.exponents, dtype=torch.float32), self.exponents.int() - 127)
         return (values * scales[:, :, None]).to(dtype).flatten(1)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def packed(codes: Tensor, group_size: int) -> Tensor:
@@ -132,7 +286,7 @@ def _spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> T
     return scales if scales.shape[1] == 1 else scales.repeat_interleave(columns, 1)[:, : shape[1]]
 
 
-Weight = Tensor | Float8Weight | Int8Weight | Int4Weight | Float4Weight
+Weight = Tensor | QuantizedWeight
 """The weight of a linear layer: a plain matrix, or one of the quantised weights."""
 FORMATS = ("plain", "fp8", "int8", "int4", "mxfp4")
 
@@ -153,7 +307,7 @@ class WeightFormat:
     """True if the columns are in another order than the inputs."""
 
     @classmethod
-    def of(cls, weight: Weight) -> WeightFormat:
+    def of(cls, weight: Tensor | QuantizedWeight) -> WeightFormat:
         """Return the format of a weight."""
         if isinstance(weight, Tensor):
             return cls("plain")
@@ -164,9 +318,65 @@ class WeightFormat:
             return cls(weight.kind, weight.group_size, zeros=weight.zeros is not None, order=weight.order is not None)
         return cls(weight.kind, MX_GROUP if isinstance(weight, Float4Weight) else None)
 
+    def sample(self, rows: int, columns: int) -> QuantizedWeight | None:
+        """Return a weight of the format on torch's device `meta`, for rules that ask for shapes; None if it has no class here."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        if self.name == "fp8":
+            high, wide = self.block or (1, columns)
+            scales = empty(-(-rows // high), -(-columns // wide), dtype=torch.float32)
+            return Float8Weight(empty(rows, columns, dtype=torch.float8_e4m3fn), scales, (high, wide))
+        if self.name == "int8":
+            return Int8Weight(empty(rows, columns, dtype=torch.int8), empty(rows, dtype=torch.float32))
+        if self.name == "mxfp4":
+            return Float4Weight(empty(rows, columns // 2), empty(rows, columns // MX_GROUP))
+        if self.name != "int4" or self.group_size is None:
+            return None
+        groups = columns // self.group_size
+        zeros, order = empty(rows, groups) if self.zeros else None, empty(columns, dtype=torch.int32) if self.order else None
+        return Int4Weight(empty(rows, columns // 2), empty(rows, groups, dtype=torch.float16), zeros, self.group_size, order)
+
     def __str__(self) -> str:
         if self.name == "fp8":
             return f"fp8 {'rows' if self.block is None else '{}x{}'.format(*self.block)}"
         words = self.name if self.group_size is None or self.name == "mxfp4" else f"{self.name} of {self.group_size}"
         words = f"{words} with zeros" if self.zeros else words
         return f"{words}, columns in another order" if self.order else words
+
+
+def rewrite(old: Any, new: Any, kernel: str) -> None:
+    """Copy the tensors of what a kernel has prepared of new weights into those that it prepared before.
+
+    Captured steps keep the addresses of the latter. Tensors are found in tuples, lists, mappings and fields of objects.
+
+    :raises ConfigError: anything but the numbers in the tensors differs.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    if not _pair(old, new, pairs, set()):
+        hint = "its method `update` can write it, see LinearKernel.update; or make a new LLM of the new weights"
+        got = f"others by the kernel {kernel}"
+        raise ConfigError("load_weights", "kernels whose `prepare` returns the same for new weights but for numbers", got, hint)
+    for target, source in pairs:
+        target.copy_(source)
+
+
+def _pair(old: Any, new: Any, pairs: list[tuple[Tensor, Tensor]], seen: set[int]) -> bool:
+    """Collect the tensors at the same places of two objects; return False if the objects differ in anything else."""
+    if old is new or id(old) in seen:
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, Tensor):
+        pairs.append((old, new))
+        return (old.shape, old.dtype, old.layout) == (new.shape, new.dtype, new.layout)
+    seen.add(id(old))
+    if isinstance(old, list | tuple):
+        return len(old) == len(new) and all(_pair(one, other, pairs, seen) for one, other in zip(old, new, strict=True))
+    if is_dataclass(old):
+        return all(_pair(getattr(old, each.name), getattr(new, each.name), pairs, seen) for each in fields(old))
+    if not isinstance(old, dict) and not hasattr(old, "__dict__"):
+        return bool(old == new)
+    held, other = (each if isinstance(each, dict) else vars(each) for each in (old, new))
+    return held.keys() == other.keys() and all(_pair(held[key], other[key], pairs, seen) for key in held)

@@ -95,6 +95,7 @@ def dequantized(weight: Weight) -> Tensor:
         return weight.values.double() * weight.scales.double()[rows]
     if isinstance(weight, Float8Weight):
         return weight.values.double() * weight.scales.double()[rows // weight.block[0], columns // weight.block[1]]
+    assert isinstance(weight, Float4Weight | Int4Weight)
     size = MX_GROUP if isinstance(weight, Float4Weight) else weight.group_size
     group, place = columns // size, columns % size
     codes = weight.packed[:, group * (size // 2) + place % (size // 2)].long() >> 4 * (place >= size // 2) & 15

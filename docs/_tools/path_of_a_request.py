@@ -12,7 +12,8 @@ auto: functions called while a start chooses attention backends by the table tha
 plugin: files on the stack of a call into a plugin's backend, from the registration of its class to its first prompt.
 slot: files of which a function that ran names the slot of a sequence's state.
 weight: functions called while a quantised weight is read from a tiny int4 checkpoint and multiplied, on a CPU; and, with launches
-that compile in place of running, while a layer over such a weight is bound and multiplied on a GPU.
+that compile in place of running, while a layer over such a weight is bound and multiplied on a GPU. Both are done a second time:
+kernels are asked only once whether they read a kind of weight.
 """
 
 from __future__ import annotations
@@ -275,11 +276,11 @@ def trace_weight() -> Calls:
     print(f"The first {len(calls.first)} on a CPU, the others on a GPU besides:")
     weight = int4(torch.randn(256, 512), 128)
     with absent_gpu((8, 9), whole=False):
+        from headway.core.oracle.weight_cases import on_device
         from headway.kernels.step.fused import Fused
-        from quantized_weights import moved
 
         operations = Fused(torch.empty(1, 64, device=gpu), torch.empty(1, 64, device=gpu))
-        layer, x = Linear(moved(weight, "cuda"), dtype=torch.bfloat16), torch.empty(40, 512, dtype=torch.bfloat16, device=gpu)
+        layer, x = Linear(on_device(weight, gpu), dtype=torch.bfloat16), torch.empty(40, 512, dtype=torch.bfloat16, device=gpu)
         operations.product(x, layer)  # compiles
         layer.unbind()
         with profiled(calls):

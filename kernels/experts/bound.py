@@ -334,6 +334,26 @@ class BoundExperts:
                 raise KernelRaisedError(kernel, error) from error
         return self._prepared[kernel.name]
 
+    def bind_as(self, other: BoundExperts) -> None:
+        """Prepare new weights for the kernels for which those of another layer of the kind are prepared."""
+        for kernel in other._kernels():
+            self.prepared(kernel)
+        if other.weights is None:
+            self.weights = None
+
+    def update(self, built: BoundExperts) -> None:
+        """Write what third parties' kernels have prepared of new weights (`bind_as`) over what they prepared before.
+
+        :raises ConfigError: one of them cannot.
+        """
+        for kernel in self._kernels():
+            if not is_own(type(kernel)):
+                kernel.update(self.prepared(kernel), built.prepared(kernel))
+
+    def _kernels(self) -> list[ExpertsKernel]:
+        """Kernels for which the weights are prepared."""
+        return [kernel for name, kernel in self.kind.kernels.items() if name in self._prepared]
+
     def routed(self, x: Tensor, kernel: ExpertsKernel) -> Routed:
         """Return normed rows and their experts. x: [num_tokens, hidden_size], the residual stream."""
         return self.route(x, not isinstance(kernel, RoutedKernel) or kernel.sorts)

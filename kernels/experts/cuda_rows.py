@@ -17,12 +17,13 @@ from torch import Tensor
 
 from headway.core.contract.experts import ExpertsCapabilities, ExpertsConfig, ExpertsSpec, ExpertsWeights
 from headway.core.contract.support import Support
+from headway.core.contract.weights import QuantizedWeight
 from headway.kernels.experts.builtin import CUDA_ROWS
 from headway.kernels.experts.plain import Routed, RoutedKernel
 from headway.kernels.experts.weights import examples_of
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arrangements, computes
 from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, CudaVariant, warps_bytes
-from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
+from headway.kernels.linear.forms import WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture, find_compiler
 from headway.kernels.runtime.nvrtc.launch import Arguments, CompiledKernel, Launch
 from headway.kernels.runtime.nvrtc.store import load

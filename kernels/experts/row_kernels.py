@@ -22,11 +22,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.core.contract.experts import ExpertsCapabilities, ExpertsConfig, ExpertsSpec, ExpertsWeights
 from headway.core.contract.support import Support
+from headway.core.contract.weights import QuantizedWeight
 from headway.kernels.experts.builtin import ROW_WARPS, TOKENS
 from headway.kernels.experts.plain import Routed, RoutedKernel
 from headway.kernels.experts.route_kernels import dot_type
 from headway.kernels.experts.weights import examples_of, reads_form
-from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, tensors_of, weight_bytes
+from headway.kernels.linear.forms import WeightBytes, tensors_of, weight_bytes
 from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Grid, Launchers, can_launch
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from headway.core.contract.experts import ExpertsCapabilities, ExpertsKernel, ExpertsSpec, ExpertsWeights
 from headway.core.contract.kernel import AHEAD
 from headway.core.contract.support import YES, Support
-from headway.core.contract.weights import WeightFormat
+from headway.core.contract.weights import QuantizedWeight, WeightFormat
 from headway.kernels.experts.builtin import (
     INVARIANT,
     PLAIN_TILINGS,
@@ -33,7 +33,7 @@ from headway.kernels.experts.row_kernels import (
     form_constants,
 )
 from headway.kernels.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product, grouped_quantized_product
-from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
+from headway.kernels.linear.forms import WeightBytes
 from headway.kernels.linear.gpu_kernels import Dequantizer
 from headway.kernels.runtime.triton_launch import FixedLauncher, shared_memory
 

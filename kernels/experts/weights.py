@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig, ExpertsSpec, ExpertsWeights
-from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, WeightFormat
+from headway.core.contract.weights import Float4Weight, Int4Weight, QuantizedWeight, Weight, WeightFormat
 from headway.kernels.linear.axes import Axis, Division
-from headway.kernels.linear.forms import QuantizedWeight, rows_of, weight_bytes
+from headway.kernels.linear.forms import weight_bytes
 
 
 class ExpertsCut:
@@ -72,40 +72,19 @@ def spec_of(config: ExpertsConfig, weights: RoutedWeights) -> ExpertsSpec:
     return ExpertsSpec(config, router.shape[1], router.dtype, router.device, first, last)
 
 
-def example_of(form: WeightFormat, rows: int, columns: int) -> QuantizedWeight | None:
-    """Return a weight of a format without memory, for rules that read shapes; None if it is plain, or of .gguf blocks."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    if form.name == "fp8":
-        high, wide = form.block or (1, columns)
-        scales = empty(-(-rows // high), -(-columns // wide), dtype=torch.float32)
-        return Float8Weight(empty(rows, columns, dtype=torch.float8_e4m3fn), scales, (high, wide))
-    if form.name == "int8":
-        return Int8Weight(empty(rows, columns, dtype=torch.int8), empty(rows, dtype=torch.float32))
-    if form.name == "mxfp4":
-        return Float4Weight(empty(rows, columns // 2), empty(rows, columns // MX_GROUP))
-    if form.name != "int4" or form.group_size is None:
-        return None
-    groups = columns // form.group_size
-    zeros, order = empty(rows, groups) if form.zeros else None, empty(columns, dtype=torch.int32) if form.order else None
-    return Int4Weight(empty(rows, columns // 2), empty(rows, groups, dtype=torch.float16), zeros, form.group_size, order)
-
-
 def examples_of(spec: ExpertsSpec) -> tuple[QuantizedWeight | None, QuantizedWeight | None]:
     """Return weights as a layer's two, without memory; None for a plain one."""
     config, hidden = spec.config, spec.hidden_size
-    first = example_of(spec.gate_up, config.num_all * config.up_size, hidden)
-    return first, example_of(spec.down, config.num_all * hidden, config.intermediate_size)
+    first = spec.gate_up.sample(config.num_all * config.up_size, hidden)
+    return first, spec.down.sample(config.num_all * hidden, config.intermediate_size)
 
 
-def each_expert(stacked: Tensor | QuantizedWeight, count: int) -> list[Tensor] | list[QuantizedWeight]:
+def each_expert(stacked: Tensor | QuantizedWeight, count: int) -> list[Weight]:
     """Return the weights of single experts, [N, K]. count: of how many the weight is."""
     if isinstance(stacked, Tensor):
         return list(stacked)
     rows = stacked.shape[0] // count
-    return [rows_of(stacked, range(number * rows, (number + 1) * rows)) for number in range(count)]
+    return [stacked.rows(range(number * rows, (number + 1) * rows)) for number in range(count)]
 
 
 def reads_experts(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:

@@ -18,6 +18,7 @@ from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.linear import LinearKernel, LinearKernelInfo, LinearSpec
 from headway.core.contract.operation import batch_invariance
 from headway.core.contract.support import Support
+from headway.core.contract.weights import QuantizedWeight, Weight, WeightFormat
 from headway.core.select.costs import AxisTimes, CountAxis
 
 log = logging.getLogger("headway")
@@ -51,12 +52,12 @@ def _info(name: str, summary: str, place: str, extra: str = "", devices: tuple[s
 
 _TRITON, _CUDA = "headway[triton]", "headway[cuda]"
 BUILTIN: Final = (
-    _info(GEMV, "our GEMV and skinny GEMM over plain weights in Triton, up to 16 rows", "gpu_kernels:Gemv", _TRITON),
-    _info(TILES, "our tiled split-K GEMM over plain weights in Triton, up to 128 rows", "gpu_kernels:Tiles", _TRITON),
-    _info(KERNEL, "our fused GEMM over quantised weights in Triton", "gpu_kernels:TritonKernel", _TRITON),
-    _info(FEW, "our GEMV over quantised weights in CUDA C++, up to 16 rows", "gpu_kernels:FewRowsKernel", _CUDA),
-    _info(SHARED, "our split-K GEMM over quantised weights for H100 and H200", "gpu_kernels:SharedRowsKernel", _CUDA),
-    _info(FLOAT8, "our FP8 GEMM for H100 and H200, which rounds x to FP8", "gpu_kernels:W8A8Kernel", _CUDA),
+    _info(GEMV, "our GEMV and skinny GEMM over plain weights in Triton, up to 16 rows", "product_kernels:Gemv", _TRITON),
+    _info(TILES, "our tiled split-K GEMM over plain weights in Triton, up to 128 rows", "tile_kernels:Tiles", _TRITON),
+    _info(KERNEL, "our fused GEMM over quantised weights in Triton", "quantized:TritonKernel", _TRITON),
+    _info(FEW, "our GEMV over quantised weights in CUDA C++, up to 16 rows", "cuda_products:FewRowsKernel", _CUDA),
+    _info(SHARED, "our split-K GEMM over quantised weights for H100 and H200", "cuda_products:SharedRowsKernel", _CUDA),
+    _info(FLOAT8, "our FP8 GEMM for H100 and H200, which rounds x to FP8", "cuda_products:W8A8Kernel", _CUDA),
     _info(SCALED, "torch._scaled_mm, for which x is rounded to FP8", "gpu_kernels:ScaledMM", _TRITON),
     _info(DEQUANTIZED, "cuBLAS over a weight that is dequantised for each product", "gpu_kernels:Dequantize", _TRITON),
     _info(MARLIN, "vLLM's marlin_gemm", "marlin:Marlin", "vllm"),
@@ -123,7 +124,8 @@ class LinearChoice:
         """Names of third parties' kernels for the device, those that are refused among them."""
         self._named = named
         self.times: AxisTimes | None = None
-        """Measured times, by which the layers choose; None: a rule does."""
+        """Measured times by which the layers choose. None means that a rule chooses."""
+        self._chosen: dict[int, LinearKernel] = {}
 
     @property
     def layers(self) -> list[Layer]:
@@ -185,12 +187,20 @@ class LinearChoice:
         own = [name for name in able if not self.is_guest(name)]
         return rule(1 << max(rows - 1, 0).bit_length(), own or able)
 
+    def kernel_of(self, bucket: int) -> LinearKernel:
+        """Return the kernel for more than 2**(bucket - 1) rows and up to 2**bucket, which is chosen at the first call."""
+        found = self._chosen.get(bucket)
+        if found is None:
+            found = self._chosen[bucket] = self.kernels[self.kernel_for(1 << bucket)]
+        return found
+
     def obey(self, times: AxisTimes) -> None:
         """Choose by measured times from now on: before any graph is captured."""
         self.times = times
         self._rebind()
 
     def _rebind(self) -> None:
+        self._chosen.clear()
         for layer in self._layers:
             layer.unbind()
 
@@ -233,6 +243,12 @@ class LinearChoice:
         return kernel
 
 
+def spec_of(weight: Weight, dtype: torch.dtype, device: torch.device) -> LinearSpec:
+    """Return a layer over a weight, without anything around the product. dtype: of x."""
+    rows, columns = weight.shape
+    return LinearSpec(columns, rows, dtype, device, WeightFormat.of(weight))
+
+
 class LinearKernels:
     """The linear kernels of a model on one device, and the choice between them for each kind of layer."""
 
@@ -257,6 +273,8 @@ class LinearKernels:
         self._supports = supports
         self._guests = frozenset(guests)
         self._choices: dict[LinearSpec, LinearChoice] = {}
+        self._read: dict[LinearSpec, bool] = {}
+        """Whether a kernel reads the weight of a kind of layer."""
         self._unserved: dict[str, Support] = {}
         """Kinds of layers that the kernel that the user asks for does not compute, and why."""
 
@@ -291,8 +309,18 @@ class LinearKernels:
             support &= batch_invariance(kernel.capabilities)
         return (kernel if support else None), support
 
-    def reads(self, spec: LinearSpec) -> bool:
-        """Return whether a kernel reads the weight of a layer as it is, and not dequantised when it is loaded."""
+    def reads(self, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+        """Return whether a kernel reads a weight as it is, and not dequantised when it is loaded. dtype: of x.
+
+        Kernels are asked once for each kind of weight. One without elements (torch's device `meta`) is kept.
+        """
+        spec = spec_of(weight, dtype, self.device)
+        found = self._read.get(spec)
+        if found is None:
+            found = self._read[spec] = self.device.type == "meta" or self._reads(spec)
+        return found
+
+    def _reads(self, spec: LinearSpec) -> bool:
         if any(self._kernel(name, spec)[0] is not None for name in self._names if name != EXPANDED):
             return True
         if self.named is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -66,18 +66,6 @@ class Native(FusedKernel):
         return multiply(weight, x, out)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedInt4:
-    """A weight as torch's product over int4 reads it."""
-
-    codes: Tensor
-    scales: Tensor
-    """[in_features / group, out_features, 2]: scales, and zeros."""
-    group: int
-    order: Tensor | None
-    bias: Tensor | None
-
-
 class Int4Pack(FusedKernel):
     """torch's product of x in bfloat16 over int4 in groups of 32, 64, 128 or 256.
 
@@ -103,21 +91,24 @@ class Int4Pack(FusedKernel):
             support &= Support.no("out_features", "a multiple of 16", spec.out_features)
         return support
 
-    def prepare(self, weight: Weight, bias: Tensor | None = None) -> PackedInt4:
-        """Return the packed weight. torch's value is (code - 8) * scale + zero."""
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]:
+        """Return codes, scales with zeros, group size, order and bias. torch's value is (code - 8) * scale + zero."""
         assert isinstance(weight, Int4Weight)
         group = weight.group_size
         codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpacked(weight.packed, group).int(), 1)
         scales = weight.scales.float()
         zeros = torch.zeros_like(scales) if weight.zeros is None else (8 - weight.zeros.float()) * scales
         both = torch.stack([scales.t(), zeros.t()], dim=2).to(self.spec.dtype).contiguous()
-        return PackedInt4(codes, both, group, weight.order, bias)
+        return codes, both, group, weight.order, bias
 
-    def compute(self, x: Tensor, weight: PackedInt4, out: Tensor | None = None) -> Tensor:
+    def compute(
+        self, x: Tensor, weight: tuple[Tensor, Tensor, int, Tensor | None, Tensor | None], out: Tensor | None = None
+    ) -> Tensor:
         """Return the product of x, bias included."""
-        x = x if weight.order is None else x.index_select(1, weight.order)
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight.codes, weight.group, weight.scales)
-        y = y if weight.bias is None else y.add_(weight.bias)
+        codes, scales, group, order, bias = weight
+        x = x if order is None else x.index_select(1, order)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, group, scales)
+        y = y if bias is None else y.add_(bias)
         return y if out is None else out.copy_(y)
 
 
@@ -157,8 +148,7 @@ class OneDnn(FusedKernel):
 
     def compute(self, x: Tensor, weight: tuple[Tensor, Tensor | None], out: Tensor | None = None) -> Tensor:
         """Return the product of x, bias included."""
-        packed, bias = weight
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight[0], weight[1], "none", [], "")
         return y if out is None else out.copy_(y)
 
 

@@ -5,36 +5,57 @@ Triton cannot say that a thread multiplies the very bytes that it has copied, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from struct import Struct
+from typing import ClassVar
 
 import numpy
 import torch
 from torch import Tensor
 
+from headway.core.contract.linear import FUSED, LinearCapabilities, LinearSpec
 from headway.core.contract.support import YES, Support
-from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight
+from headway.core.contract.weights import (
+    Float4Weight,
+    Float8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    Weight,
+    WeightFormat,
+)
+from headway.kernels.linear.choice import FEW, FLOAT8, SHARED
 from headway.kernels.linear.cuda_variant import (
     FLOAT8_COLUMNS,
     HALVES,
     KINDS,
+    MOST_FEW_ROWS,
+    MOST_FLOAT8_ROWS,
+    MOST_SHARED_ROWS,
     PART_ROWS,
     SLICE_BYTES,
     CudaCut,
     CudaCutRule,
     CudaVariant,
     Float8Variant,
+    few_rows_cut,
     fitted,
+    float8_cut,
+    float8_cut_narrow,
     most_rows_of,
+    shared_rows_cut,
+    shared_rows_cut_narrow,
 )
-from headway.kernels.linear.forms import Operand, QuantizedWeight, WeightBytes, format_of, weight_bytes
-from headway.kernels.linear.product_kernels import RotationArguments, output_of
+from headway.kernels.linear.forms import Operand, WeightBytes, sample_of, weight_bytes
+from headway.kernels.linear.fused_kernel import FusedKernel
+from headway.kernels.linear.product_kernels import DEVICES, QUANTIZED, RotationArguments
 from headway.kernels.linear.quantized import InOrder
-from headway.kernels.runtime.nvrtc.compiler import architecture
+from headway.kernels.runtime.nvrtc.compiler import architecture, find_compiler
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, CompiledKernel, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
+from headway.kernels.runtime.probe import capability, has_gpu
 from headway.kernels.runtime.triton_launch import shared_memory
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Rope
@@ -205,7 +226,7 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
     described, columns = weight_bytes(weight), weight.shape[1]
     if described is None or described.kind not in KINDS or dtype not in HALVES:
         return Support.no(
-            str(format_of(weight)), "fp8, int8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype
+            str(WeightFormat.of(weight)), "fp8, int8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype
         )
     support, span, by_row = YES, described.scale_span, described.scale_span >= described.row
     if rows is None and (weight.shape[0] % (2 * PART_ROWS) or described.row % (SLICE_BYTES * (1 if described.half else 2))):
@@ -215,9 +236,9 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
     short = described.half > 0 and SLICE_BYTES % span == 0 and span % 16 == 0  # codes are scaled, which those of bytes are not
     whole = span % SLICE_BYTES == 0 or short or by_row
     if not whole or (1 < described.scale_rows < weight.shape[0] and described.scale_rows % PART_ROWS and not by_row):
-        support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", format_of(weight))
+        support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", WeightFormat.of(weight))
     if described.zeros and by_row:
-        support &= Support.no("zeros", "of groups that are shorter than a row", format_of(weight))
+        support &= Support.no("zeros", "of groups that are shorter than a row", WeightFormat.of(weight))
     if described.kind == "mxfp4" and dtype != torch.bfloat16:
         support &= Support.no("dtype", "bfloat16, which has place for the scales", dtype)
     return support
@@ -247,29 +268,28 @@ def arranged(weight: QuantizedWeight) -> ArrangedWeight:
     return ArrangedWeight(described, weight.packed, weight.scales.t().contiguous(), zeros)
 
 
-def operand(weight: QuantizedWeight, bias: Tensor | None = None) -> Operand:
-    """Return what the kernels read of a weight."""
-    return Operand.of(weight, bias, arranged(weight))
+class CudaKernel(FusedKernel):
+    """Our products in CUDA C++, which NVRTC compiles, for x in half precision over weights whose scales lie in another order.
 
-
-class CudaProducts:
-    """Products of up to MOST_SHARED_ROWS rows in half precision over quantised weights, with what comes before and after.
-
-    Weights alone are quantised: x stays as it is, and sums are float32. The cut follows from the number of rows, rounded up to 1
-    or a power of two from 8 on, and the shape; a row's result does not depend on the other rows. One thread at a time.
+    Sums are float32. The cut follows from the number of rows, rounded up to 1 or a power of two from 8 on, and the shape; a row's
+    result does not depend on the other rows. One thread at a time.
     """
 
-    variant: type[CudaVariant] = CudaVariant
+    arrangement = "cuda"
+    cuts: ClassVar[Mapping[str, CudaCutRule]]
+    """Rules of tiles by variant."""
+    compiled: ClassVar[type[CudaVariant]] = CudaVariant
     """What its kernels are compiled for."""
 
-    def __init__(self, device: torch.device, cut: CudaCutRule) -> None:
+    def __init__(self, spec: LinearSpec, variant: str = "", cut: CudaCutRule | None = None) -> None:
+        """cut: in place of the variant's."""
+        super().__init__(spec, variant)
+        rule, device = cut or self.cuts[variant], spec.device
         self._device = device
-        cuda = device.type == "cuda"
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         room = shared_memory(device)
 
         def cut_of(weight: WeightBytes, rows: int, out_features: int, gated: bool) -> CudaCut:
-            found = cut(weight, rows, out_features, gated, self._multiprocessors)
+            found = rule(weight, rows, out_features, gated, self.multiprocessors)
             return found if found.splits else fitted(found, weight, most_rows_of(rows), room)
 
         self._cut = cache(cut_of)  # a launch asks for it
@@ -277,12 +297,28 @@ class CudaProducts:
         self._in_order = InOrder()
         self._rotation = RotationArguments(device)
 
+    @classmethod
+    def available(cls) -> Support:
+        """Return whether there is a GPU, and NVRTC is found."""
+        return has_gpu() & find_compiler()[1]
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the kernels read the weight, on this device."""
+        support = cls.capabilities.check(spec)
+        return support & computes(spec.dtype, sample_of(spec)) if support else support
+
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> Operand:
+        """Return the weight with its scales in the kernels' order, some percent of the weight."""
+        assert isinstance(weight, QuantizedWeight)
+        return Operand.of(weight, bias, arranged(weight))
+
     def rotates(self, rows: int, weight: Operand, heads: Heads) -> bool:
         """Return whether the kernel applies RoPE to the heads of a product, too."""
         cut = self._cut(weight.weight.described, rows, weight.out_features, False)
         return not cut.splits and heads.head_dim % PART_ROWS == 0
 
-    def __call__(
+    def compute(
         self,
         x: Tensor,
         weight: Operand,
@@ -293,14 +329,14 @@ class CudaProducts:
         rotated: tuple[Heads, Rope] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `FewRows`, whose arguments these are."""
+        """See `Gemv.compute`, whose arguments these are."""
         rows, in_features = x.shape
         out_features = weight.out_features // 2 if gated else weight.out_features
         read: ArrangedWeight = weight.weight
-        y = output_of(x, out_features, add_to, out)
+        y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, out_features)
         heads = None if rotated is None else rotated[0]
         cut = self._cut(read.described, rows, out_features, gated)
-        variant = self.variant(
+        variant = self.compiled(
             dtype=x.dtype,
             weight=read.described,
             scale_dtype=read.scales.dtype,
@@ -329,13 +365,88 @@ class CudaProducts:
     def _launcher(self, variant: CudaVariant) -> Callable[[ProductOperands], None]:
         if variant.cut.splits:
             return SharedRowsLauncher(variant, self._device)
-        return FewRowsLauncher(variant, self._device, self._multiprocessors)
+        return FewRowsLauncher(variant, self._device, self.multiprocessors)
 
 
-class Float8Products(CudaProducts):
-    """Products of up to MOST_FLOAT8_ROWS rows, rounded to floats of 8 bits, over weights of such floats, likewise."""
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The capability of a device, which need not be there for kernels to be compiled."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
-    variant = Float8Variant
+
+def _on_hopper(found: tuple[int, int] | None) -> Support:
+    if found == (9, 0):
+        return YES
+    got = "none" if found is None else "{}.{}".format(*found)
+    return Support.no("compute capability", "9.0, whose matrix units it multiplies by", got)
+
+
+class FewRowsKernel(CudaKernel):
+    """Our GEMV over quantised weights."""
+
+    name = FEW
+    capabilities = LinearCapabilities(QUANTIZED, order=True, max_rows=MOST_FEW_ROWS, fused=frozenset(FUSED))
+    cuts: ClassVar[Mapping[str, CudaCutRule]] = {"": few_rows_cut}
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the kernel reads the weight, on compute capability 8.0 or newer."""
+        support, found = super().supports(spec), _capability(spec.device)
+        return support if found >= (8, 0) else support & Support.no("compute capability", "8.0 or newer", "{}.{}".format(*found))
+
+
+class SharedRowsKernel(CudaKernel):
+    """Our split-K GEMM over quantised weights, whose thread blocks form clusters."""
+
+    name = SHARED
+    capabilities = LinearCapabilities(QUANTIZED, order=True, max_rows=MOST_SHARED_ROWS, fused=frozenset(FUSED))
+    variants = ("narrow",)
+    cuts: ClassVar[Mapping[str, CudaCutRule]] = {"": shared_rows_cut, "narrow": shared_rows_cut_narrow}
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the kernel reads the weight, on compute capability 9.0."""
+        return super().supports(spec) & _on_hopper(_capability(spec.device))
+
+
+BLOCK = 128
+"""Rows and columns of the blocks that products of FP8 take."""
+
+
+def float8_scales(spec: LinearSpec, whole: bool = True) -> Support:
+    """Return whether an FP8 weight has the scales that products of FP8 take: by rows, or by blocks. whole: of blocks only."""
+    rows, columns, block = spec.out_features, spec.in_features, spec.weight.block
+    support = YES
+    if rows % 16 or columns % 16:
+        support &= Support.no("shape", "multiples of 16", f"{rows} x {columns}")
+    if block == (BLOCK, BLOCK):
+        if whole and (rows % BLOCK or columns % BLOCK):
+            support &= Support.no("shape", f"multiples of {BLOCK} for blocks", f"{rows} x {columns}")
+    elif block is not None:
+        need = f"one a row, one, or blocks of {BLOCK} x {BLOCK}"
+        support &= Support.no("scales", need, "{} x {}".format(*block))
+    return support
+
+
+class W8A8Kernel(CudaKernel):
+    """Our GEMM of rows that are rounded to FP8 by FP8 weights."""
+
+    name = FLOAT8
+    capabilities = LinearCapabilities(frozenset({"fp8"}), devices=DEVICES, max_rows=MOST_FLOAT8_ROWS, fused=frozenset(FUSED))
+    rounds_input = True
+    variants = ("narrow",)
+    cuts: ClassVar[Mapping[str, CudaCutRule]] = {"": float8_cut, "narrow": float8_cut_narrow}
+    compiled = Float8Variant
+
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the weight has a scale for each row or block of 128 x 128, on compute capability 9.0."""
+        support = cls.capabilities.check(spec)
+        if spec.weight.name == "fp8":
+            support &= float8_scales(spec, whole=False)
+        rows, columns = spec.out_features, spec.in_features
+        if rows % (2 * PART_ROWS) or columns % FLOAT8_COLUMNS:
+            support &= Support.no("shape", f"multiples of {2 * PART_ROWS} x {FLOAT8_COLUMNS}", f"{rows} x {columns}")
+        return support & _on_hopper(capability(spec.device))
 
     def _launcher(self, variant: CudaVariant) -> Callable[[ProductOperands], None]:
         assert isinstance(variant, Float8Variant)

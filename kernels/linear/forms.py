@@ -1,4 +1,4 @@
-"""Operations on quantised weights: rows and columns of them, several as one, blocks of .gguf files, and how kernels read bytes.
+"""What kernels read of a quantised weight: how its bytes lie, and the blocks of .gguf files.
 
 Blocks are weights of 4 to 8 bits, as llama.cpp's types lay them out (ggml-common.h, ggml-quants.c).
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.errors import ModelError
-from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, WeightFormat
+from headway.core.contract.linear import LinearSpec
+from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from headway.kernels.runtime.native.library import SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM, Coded
 
 _GROUP = 32
@@ -37,7 +37,7 @@ class BlockType:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GgufWeight:
+class GgufWeight(QuantizedWeight):
     """Rows of blocks as they lie in the file; rows of several types one after the other, where products of one input differ."""
 
     types: tuple[str, ...]
@@ -58,24 +58,32 @@ class GgufWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
         return sum(map(len, self.blocks)), self.blocks[0].shape[1] * BLOCK_TYPES[self.types[0]].columns
 
     @property
-    def nbytes(self) -> int:
-        """Memory that the blocks take."""
-        return sum(each.nbytes for each in self.blocks)
+    def spans(self) -> Mapping[str, int]:
+        """Return none: the blocks are no such tensors."""
+        return {}
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The blocks of each part."""
+        return self.blocks
 
     def coded(self) -> list[Coded]:
         """Codes and scales of each part."""
         return [BLOCK_TYPES[name].decode(blocks) for name, blocks in zip(self.types, self.blocks, strict=True)]
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight itself, [N, K]."""
         return torch.cat([_expanded(coded).to(dtype) for coded in self.coded()])
 
-    def rows(self, rows: range) -> GgufWeight:
-        """Rows that follow one another."""
+    def rows(self, rows: range | Tensor) -> GgufWeight:
+        """In another order, each row becomes a part of its own where they have several types."""
+        if not isinstance(rows, range):
+            if len(self.types) == 1:
+                return GgufWeight(self.types, (self.blocks[0][rows],))
+            each = [self.rows(range(row, row + 1)) for row in rows.tolist()]
+            return GgufWeight(tuple(row.types[0] for row in each), tuple(row.blocks[0] for row in each))
         types, blocks, first = [], [], 0
         for name, part in zip(self.types, self.blocks, strict=True):
             held = part[max(rows.start - first, 0) : max(rows.stop - first, 0)]
@@ -86,7 +94,6 @@ class GgufWeight:
         return GgufWeight(tuple(types), tuple(blocks))
 
     def columns(self, columns: range) -> GgufWeight | None:
-        """Columns that follow one another; None where they cut through a block."""
         blocks = []
         for name, part in zip(self.types, self.blocks, strict=True):
             wide = BLOCK_TYPES[name].columns
@@ -95,12 +102,11 @@ class GgufWeight:
             blocks.append(part[:, columns.start // wide : columns.stop // wide].contiguous())
         return GgufWeight(self.types, tuple(blocks))
 
-    def in_order(self, order: Tensor) -> GgufWeight:
-        """Rows in another order: each becomes a part of its own where they have several types."""
-        if len(self.types) == 1:
-            return GgufWeight(self.types, (self.blocks[0][order],))
-        rows = [self.rows(range(row, row + 1)) for row in order.tolist()]
-        return GgufWeight(tuple(row.types[0] for row in rows), tuple(row.blocks[0] for row in rows))
+    def merged(self, others: Sequence[QuantizedWeight]) -> GgufWeight | None:
+        parts = [self, *(each for each in others if isinstance(each, GgufWeight))]
+        if len(parts) <= len(others):
+            return None
+        return GgufWeight.of_parts([part for each in parts for part in zip(each.types, each.blocks, strict=True)])
 
 
 def _expanded(coded: Coded) -> Tensor:
@@ -220,14 +226,6 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
 """The types that our C multiplies; a tensor of another one is expanded when the file is converted."""
 
 
-QuantizedWeight = Float8Weight | Int8Weight | Int4Weight | Float4Weight | GgufWeight
-
-
-def format_of(weight: QuantizedWeight) -> WeightFormat:
-    """Return the format of a weight; blocks of a .gguf file have one that is named by their types."""
-    return WeightFormat(weight.kind) if isinstance(weight, GgufWeight) else WeightFormat.of(weight)
-
-
 @dataclass(slots=True, eq=False)
 class Operand:
     """What our kernels read of a layer."""
@@ -247,155 +245,11 @@ class Operand:
         return cls(weight if arranged is None else arranged, bias, rows, columns, getattr(weight, "order", None))
 
 
-def without_elements(form: WeightFormat, rows: int, columns: int) -> QuantizedWeight:
-    """Return a weight [rows, columns] on torch's device `meta`: for rules that ask for shapes alone. form: not plain."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    if form.name == "fp8":
-        high, wide = form.block or (1, columns)
-        return Float8Weight(
-            empty(rows, columns, dtype=torch.float8_e4m3fn), empty(-(-rows // high), -(-columns // wide)), (high, wide)
-        )
-    if form.name == "int8":
-        return Int8Weight(empty(rows, columns, dtype=torch.int8), empty(rows))
-    packed = empty(rows, columns // 2, dtype=torch.uint8)
-    if form.name == "mxfp4":
-        return Float4Weight(packed, empty(rows, columns // MX_GROUP, dtype=torch.uint8))
-    assert form.name == "int4"
-    assert form.group_size is not None
-    scales = empty(rows, columns // form.group_size)
-    zeros = torch.empty_like(scales, dtype=torch.uint8) if form.zeros else None
-    order = empty(columns, dtype=torch.int32) if form.order else None
-    return Int4Weight(packed, scales, zeros, form.group_size, order)
-
-
-def num_bytes(weight: QuantizedWeight) -> int:
-    """Memory that a weight takes, its scales included."""
-    if isinstance(weight, GgufWeight):
-        return weight.nbytes
-    tensors = (getattr(weight, field.name) for field in fields(weight))
-    return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
-
-
-def rows_of(weight: QuantizedWeight, rows: range) -> QuantizedWeight:
-    """Cut out rows that follow one another. Of blocks that they cut through, each row gets a scale of its own."""
-    place = slice(rows.start, rows.stop)
-    if isinstance(weight, GgufWeight):
-        return weight.rows(rows)
-    if isinstance(weight, Float8Weight):
-        high, wide = weight.block
-        if rows.start % high == 0 and (rows.stop % high == 0 or rows.stop == weight.shape[0]):
-            return Float8Weight(weight.values[place], weight.scales[rows.start // high : -(-rows.stop // high)], weight.block)
-        each = torch.arange(rows.start, rows.stop, device=weight.scales.device) // high
-        return Float8Weight(weight.values[place], weight.scales[each], (1, wide))
-    return _picked(weight, place)
-
-
-def _picked(weight: Int8Weight | Int4Weight | Float4Weight, rows: slice | Tensor) -> QuantizedWeight:
-    """Some rows of a weight each of whose rows has scales of its own."""
-    if isinstance(weight, Int4Weight):
-        zeros = None if weight.zeros is None else weight.zeros[rows]
-        return replace(weight, packed=weight.packed[rows], scales=weight.scales[rows], zeros=zeros)
-    return type(weight)(*(getattr(weight, field.name)[rows] for field in fields(weight)))
-
-
-def columns_of(weight: QuantizedWeight, columns: range) -> QuantizedWeight | None:
-    """Cut out columns that follow one another; None where they cut through a group or block."""
-    place = slice(columns.start, columns.stop)
-    if isinstance(weight, GgufWeight):
-        return weight.columns(columns)
-    if isinstance(weight, Int8Weight):
-        return Int8Weight(weight.values[:, place].contiguous(), weight.scales)
-    if isinstance(weight, Float8Weight):
-        if weight.scales.shape[1] == 1:  # of whole rows
-            return Float8Weight(weight.values[:, place].contiguous(), weight.scales, (weight.block[0], len(columns)))
-        wide = weight.block[1]
-    else:
-        wide = weight.group_size if isinstance(weight, Int4Weight) else MX_GROUP
-    if columns.start % wide or columns.stop % wide or getattr(weight, "order", None) is not None:
-        return None
-    groups, half = slice(columns.start // wide, columns.stop // wide), slice(columns.start // 2, columns.stop // 2)
-    if isinstance(weight, Float8Weight):
-        return Float8Weight(weight.values[:, place].contiguous(), weight.scales[:, groups].contiguous(), weight.block)
-    if isinstance(weight, Float4Weight):
-        return Float4Weight(weight.packed[:, half].contiguous(), weight.exponents[:, groups].contiguous())
-    zeros = None if weight.zeros is None else weight.zeros[:, groups].contiguous()
-    return Int4Weight(weight.packed[:, half].contiguous(), weight.scales[:, groups].contiguous(), zeros, wide)
-
-
-def with_rows(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
-    """Take rows in another order. order: int64 [N], the row that comes to each place. Blocks become blocks of single rows."""
-    if isinstance(weight, GgufWeight):
-        return weight.in_order(order)
-    if isinstance(weight, Float8Weight):
-        values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
-        return Float8Weight(values, weight.scales[order // weight.block[0]], (1, weight.block[1]))
-    return _picked(weight, order)
-
-
-def dequantized_stack(weight: QuantizedWeight, count: int, dtype: torch.dtype) -> Tensor:
-    """Expand the weights of `count` experts that lie one after the other, one at a time: [count, N / count, K]."""
-    rows, columns = weight.shape
-    each = rows // count
-    whole = torch.empty(count, each, columns, dtype=dtype, device=device_of(weight))
-    for number, target in enumerate(whole):
-        target.copy_(rows_of(weight, range(number * each, (number + 1) * each)).dequantized(dtype))
-    return whole
-
-
-def device_of(weight: QuantizedWeight) -> torch.device:
-    """Where a weight lies."""
-    if isinstance(weight, GgufWeight):
-        return weight.blocks[0].device
-    return (weight.exponents if isinstance(weight, Float4Weight) else weight.scales).device
-
-
-def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Weights of one input as one, the rows of each after those of the one before.
-
-    :raises ModelError: their forms differ, or their groups.
-    """
-    first, *rest = parts
-    if not rest:
-        return first
-    if isinstance(first, Float8Weight):
-        return _merged_float8([each for each in parts if isinstance(each, Float8Weight)], len(parts))
-    gguf = [each for each in parts if isinstance(each, GgufWeight)]
-    if len(gguf) == len(parts):
-        return GgufWeight.of_parts([part for each in gguf for part in zip(each.types, each.blocks, strict=True)])
-    alike = all(type(each) is type(first) for each in rest)
-    if isinstance(first, Int4Weight):
-        mine = [each for each in parts if isinstance(each, Int4Weight) and each.group_size == first.group_size]
-        same = len(mine) == len(parts) and all(_equal(each.order, first.order) for each in mine)
-        if same:
-            zeros = [
-                torch.full_like(each.packed[:, : each.scales.shape[1]], 8) if each.zeros is None else each.zeros for each in mine
-            ]
-            whole = None if all(each.zeros is None for each in mine) else torch.cat(zeros)
-            return Int4Weight(_cat(mine, "packed"), _cat(mine, "scales"), whole, first.group_size, first.order)
-    elif alike and not isinstance(first, GgufWeight):
-        return type(first)(*(_cat(parts, field.name) for field in fields(first)))
-    raise ModelError(f"weights: products of one input need one form of weights, got {', '.join(each.kind for each in parts)}")
-
-
-def _merged_float8(parts: Sequence[Float8Weight], count: int) -> Float8Weight:
-    """Blocks of rows that do not end where a part ends become blocks of single rows."""
-    if len(parts) < count or len({each.block[1] for each in parts}) > 1:
-        raise ModelError("weights: products of one input need one form of weights, got fp8 beside others or other blocks")
-    rows, columns = parts[0].block
-    whole = all(each.block == parts[0].block and each.shape[0] % rows == 0 for each in parts)
-    scales = [each.scales if whole else each.scales.repeat_interleave(each.block[0], 0)[: each.shape[0]] for each in parts]
-    return Float8Weight(_cat(parts, "values"), torch.cat(scales), (rows if whole else 1, columns))
-
-
-def _cat(parts: Sequence[QuantizedWeight], field: str) -> Tensor:
-    return torch.cat([getattr(each, field) for each in parts])
-
-
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
+def sample_of(spec: LinearSpec) -> QuantizedWeight:
+    """Return a quantised weight as a layer's, without elements."""
+    sample = spec.weight.sample(spec.out_features, spec.in_features)
+    assert sample is not None
+    return sample
 
 
 _LEAST_SPAN = 16

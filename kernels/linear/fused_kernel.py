@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from headway.core.contract.kernel import GraphLevel
@@ -35,6 +37,12 @@ class FusedKernel(LinearKernel):
     gated of its first half, times the second; add_to: what the product is added to, in place; rotated: `Heads` of q and k that
     are normed and rotated (RoPE), with cos and sin; out: where it goes, contiguous, unless it is added to something.
     """
+
+    @cached_property
+    def multiprocessors(self) -> int:
+        """Multiprocessors of the spec's GPU; 4 under an interpreter."""
+        device = self.spec.device
+        return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
     def rotates(self, rows: int, weight: Any, heads: Heads) -> bool:
         """Return whether the kernel applies RoPE to these heads, too."""

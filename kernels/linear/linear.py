@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.linear import LinearKernel, LinearParts, LinearSpec
-from headway.core.contract.weights import WeightFormat
+from headway.core.contract.weights import QuantizedWeight, WeightFormat
 from headway.core.system.held_tensors import held_tensors
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.choice import (
@@ -24,7 +24,6 @@ from headway.kernels.linear.choice import (
     LinearKernels,
     builtin_kernels,
 )
-from headway.kernels.linear.forms import QuantizedWeight, device_of, format_of, num_bytes
 from headway.kernels.runtime.native.library import Panels, multiply
 
 Compute = Callable[..., Tensor]
@@ -82,7 +81,7 @@ class Applied:
                 raise
             choice.replace_failed(self._kernel.label, error)
             given = {name: value for name, value in (("out", out), ("add_to", add_to)) if value is not None}
-            return self._again(choice.kernels[choice.kernel_for(len(x))])(**{"x": x, **given, **around})
+            return self._again(choice.kernel_of((len(x) - 1).bit_length()))(**{"x": x, **given, **around})
         return y if bias is None or "bias" in self._fused else y.add_(bias)
 
 
@@ -101,7 +100,7 @@ class Buckets:
         compute = self.bound.get(bucket := (rows - 1).bit_length())
         if compute is None:
             assert layer.choice is not None
-            compute = self.bound[bucket] = layer.bound_to(layer.choice.kernels[layer.choice.kernel_for(rows)])
+            compute = self.bound[bucket] = layer.bound_to(layer.choice.kernel_of(bucket))
         return compute(x, out=out)
 
 
@@ -149,7 +148,7 @@ class Linear:
         """Bytes that a quantised weight takes because it was expanded; 0: it was not."""
         self.panels: Panels | None = None
         """The weight as our C reads it on a CPU; None: others multiply."""
-        self.held_bytes = weight.nbytes if isinstance(weight, Tensor) else num_bytes(weight)
+        self.held_bytes = weight.nbytes
         """Bytes that a product reads: of a quantised weight with its scales, and of what it became where it was expanded."""
         self.reads_quantized = False
         """Whether products read a quantised weight as it is."""
@@ -159,12 +158,13 @@ class Linear:
         """The layer bound to kernels by the operations of a GPU, `kernels/step/fused.py`; None until they need it."""
         self.gated_steps: Any = None
         self._compute: Compute | None = None
+        self._closed: LinearKernel | None = None
+        """The kernel that the layer is bound to for good, on a CPU."""
         self._transposed = weight.t() if isinstance(weight, Tensor) else None
+        self.device = weight.device
         if isinstance(weight, Tensor):
             self.dtype = weight.dtype
-            self.device = weight.device
         else:
-            self.device = device_of(weight)
             usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
             self.dtype = dtype or (usual if bias is None else bias.dtype)
             self.reads_quantized = True
@@ -173,50 +173,48 @@ class Linear:
 
     def spec(self, device: torch.device | None = None, gated: bool = False) -> LinearSpec:
         """Return the layer as kernels are asked for it. device: another than the weight's."""
-        form = WeightFormat("plain") if isinstance(self.weight, Tensor) else format_of(self.weight)
-        bias = self.bias is not None
+        form, bias = WeightFormat.of(self.weight), self.bias is not None
         return LinearSpec(self.in_features, self.out_features, self.dtype, device or self.device, form, gated=gated, bias=bias)
 
     def _bind_on_cpu(self, kernels: LinearKernels) -> None:
         choice = kernels.choice(self.spec())
         if not choice.is_open and [*choice.kernels] == [EXPANDED]:
-            assert not isinstance(self.weight, Tensor)
-            self.weight = self.weight.dequantized(self.dtype)
-            self._transposed = self.weight.t()
-            self.expanded_bytes = self.held_bytes = self.weight.nbytes
-            self.reads_quantized = False
-            choice = kernels.choice(self.spec())
+            self._expand(kernels)
+            return
         self.choice = choice
         if choice.is_open:
             choice.add(self)
             self._compute = Buckets(self)
         else:
-            self._close(choice.kernels[choice.kernel_for(1)])
+            self._close(choice.kernel_of(0))
 
     def _close(self, kernel: LinearKernel) -> None:
         """Bind the layer to one kernel for good: the weight stays in no other form."""
+        if kernel.name == EXPANDED:
+            choice = self.choice
+            self._expand(usual_kernels())
+            self.choice = choice
+            return
+        self._closed = kernel
         quantized = not isinstance(self.weight, Tensor)
         self._compute = None if kernel.name == TORCH else self.bound_to(kernel)
-        if kernel.name == EXPANDED:
-            self._take(self.prepared.pop(kernel.name))
-        elif kernel.name != TORCH:
+        if kernel.name != TORCH:
             self._transposed = None
             read = self.prepared[kernel.name]
-            self.weight = next(iter(held_tensors(read).values()))
+            self.weight = read.data if isinstance(read, Panels) else read[0]
             if isinstance(read, Panels):
                 self.panels = read
                 self.held_bytes = read.nbytes
         self.reads_quantized = quantized and kernel.name in (NATIVE, INT4PACK)
 
-    def _take(self, dense: Linear) -> None:
-        """Become a layer whose weight is this one's, dequantised."""
-        self.weight = dense.weight
-        self.panels = dense.panels
-        self.prepared = dense.prepared
-        self._compute = dense._compute
-        self._transposed = dense._transposed
-        self.expanded_bytes = self.in_features * self.out_features * self.dtype.itemsize
-        self.held_bytes = dense.held_bytes
+    def _expand(self, kernels: LinearKernels) -> None:
+        """Become a layer over the dequantised weight."""
+        assert not isinstance(self.weight, Tensor)
+        self.weight = self.weight.dequantized(self.dtype)
+        self._transposed = self.weight.t()
+        self.reads_quantized = False
+        self.expanded_bytes = self.held_bytes = self.weight.nbytes
+        self._bind_on_cpu(kernels)
 
     def settle(self) -> None:
         """Prepare the layer for the kernels that serve, and let go of whatever no one reads: once times have decided.
@@ -244,12 +242,9 @@ class Linear:
         """
         name = kernel.arrangement or kernel.name
         if name not in self.prepared:
-            weight: Any = self.weight
-            if "bias" in kernel.capabilities.fused and hasattr(kernel, "compute"):
-                prepare: Any = kernel.prepare
-                self.prepared[name] = prepare(weight, self.bias)
-            else:
-                self.prepared[name] = kernel.prepare(weight)
+            prepare: Any = kernel.prepare
+            both = "bias" in kernel.capabilities.fused and hasattr(kernel, "compute")
+            self.prepared[name] = prepare(self.weight, self.bias) if both else prepare(self.weight)
         return self.prepared[name]
 
     def bytes_of(self, kernel: LinearKernel) -> int:
@@ -284,11 +279,28 @@ class Linear:
         """Whether a third party's kernel on a CPU may compute more than the product: the operations then hand that over."""
         return isinstance(self._compute, Buckets) and self.choice is not None and self.choice.hands_over
 
-    @property
-    def may_have_copies(self) -> bool:
-        """Whether a third party's kernel may have prepared a copy of the weight."""
-        settled = self.device.type == "cpu" and not isinstance(self._compute, Buckets)
-        return self.choice is not None and self.choice.is_open and not settled
+    def bind_as(self, other: Linear) -> None:
+        """Prepare a new weight for the kernels for which that of another layer of the kind is prepared."""
+        if other._closed is not None:
+            if self._closed is None:
+                self._close(other._closed)
+            return
+        for kernel in other._kernels():
+            self.prepared_for(kernel)
+
+    def update(self, built: Linear) -> None:
+        """Write what third parties' kernels have prepared of a new weight (`bind_as`) over what they prepared before.
+
+        :raises ConfigError: one of them cannot.
+        """
+        for kernel in self._kernels() if self._closed is None else ():
+            if self.choice is not None and self.choice.is_guest(kernel.name):
+                kernel.update(self.prepared_for(kernel), built.prepared_for(kernel))
+
+    def _kernels(self) -> list[LinearKernel]:
+        """One kernel for each arrangement that the layer has."""
+        kernels = {} if self.choice is None else {each.arrangement or each.name: each for each in self.choice.kernels.values()}
+        return [kernels[name] for name in self.prepared if name in kernels]
 
     @property
     def is_dense(self) -> bool:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from headway.core.contract.linear import LinearCapabilities, LinearSpec
 from headway.core.contract.support import YES, Support
-from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Weight, unpacked
+from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, Weight, unpacked
 from headway.kernels.linear.choice import CUTLASS, MARLIN
-from headway.kernels.linear.forms import QuantizedWeight, device_of
+from headway.kernels.linear.cuda_products import BLOCK, float8_scales
 from headway.kernels.linear.fused_kernel import FusedKernel
-from headway.kernels.linear.gpu_kernels import BLOCK, DEVICES, Float8Operand, RowRounding, float8_scales
+from headway.kernels.linear.gpu_kernels import Float8Operand, ScaledMM
+from headway.kernels.linear.product_kernels import DEVICES
 from headway.kernels.runtime.compiled_library import BoundOperator
 from headway.kernels.runtime.probe import at_least, capability
 from headway.kernels.runtime.vllm_library import FLOAT4, FLOAT8, INT4, INT4_LESS_8, bind
@@ -52,11 +53,6 @@ class MarlinWeight:
     order: Tensor | None
     """int32 [K]: the input that belongs to each column."""
     type_id: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of its own."""
-        return sum(each.nbytes for each in (self.codes, self.scales, self.zeros, self.bias) if each is not None)
 
 
 def can_arrange(spec: LinearSpec) -> Support:
@@ -145,16 +141,12 @@ _EXPONENTS: Final = {torch.float16: 8, torch.bfloat16: 120}
 _SCALED_PRODUCT, _ROWS, _BLOCKS = "cutlass_scaled_mm", "cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8"
 
 
-class Cutlass(FusedKernel):
+class Cutlass(ScaledMM):
     """vLLM's `cutlass_scaled_mm`: x is rounded as for `torch._scaled_mm`, and the weight is read as it is."""
 
     name = CUTLASS
     capabilities = LinearCapabilities(frozenset({"fp8"}), devices=DEVICES, fused=frozenset({"norm", "bias"}))
-    library = rounds_input = True
-
-    @cached_property
-    def _rounding(self) -> RowRounding:
-        return RowRounding(self.spec.device)
+    library = True
 
     @cached_property
     def _operators(self) -> Mapping[str, BoundOperator]:
@@ -182,14 +174,10 @@ class Cutlass(FusedKernel):
             support &= Support.no("compute capability", "one that the library's products are built for", f"{major}.{minor}")
         return support
 
-    def prepare(self, weight: Weight, bias: Tensor | None = None) -> Float8Operand:
-        """Return the weight with its scales as the library reads them."""
-        return Float8Operand(weight, bias)
-
     def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:
         """A launch for x, one for the product, and one for a bias over blocks."""
         rows, blocks, bias = x.shape[0], weight.blocks, weight.bias
-        y, x_scales = self._rounding(x, weight.group, norm)
+        y, x_scales = self.rounding(x, weight.group, norm)
         if not blocks:  # those take any number of rows, and contiguous scales
             y, x_scales = y[:rows], x_scales[:rows].contiguous()
         product = out if out is not None and len(y) == rows else x.new_empty(len(y), weight.weight.shape[0])
@@ -224,9 +212,8 @@ class Marlin(FusedKernel):
     @cached_property
     def _locks(self) -> Tensor:
         """A word for each multiprocessor, zero between launches."""
-        cuda, device = self.spec.device.type == "cuda" and torch.cuda.is_available(), self.spec.device
-        count = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
-        return torch.zeros(count, dtype=torch.int32, device=device)
+        count = self.multiprocessors if torch.cuda.is_available() else 1
+        return torch.zeros(count, dtype=torch.int32, device=self.spec.device)
 
     @classmethod
     def available(cls) -> Support:
@@ -252,7 +239,7 @@ class Marlin(FusedKernel):
             "num_bits": 8 if isinstance(weight, Float8Weight) else 4,
         }
         if "perm" in repack.place:  # columns lie in the order of their groups already
-            given["perm"] = torch.empty(0, dtype=torch.int32, device=device_of(weight))
+            given["perm"] = torch.empty(0, dtype=torch.int32, device=weight.device)
         return MarlinWeight(
             codes=repack(**given),
             scales=scales_of(weight, dtype),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import triton
@@ -22,8 +22,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headway.core.contract.linear import FUSED, LinearCapabilities, LinearSpec
+from headway.core.contract.support import Support
+from headway.core.contract.weights import FORMATS
+from headway.kernels.linear.choice import GEMV
 from headway.kernels.linear.forms import Operand
-from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, shared_memory
+from headway.kernels.linear.fused_kernel import FusedKernel
+from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, can_launch, shared_memory
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Rope
 from headway.kernels.step.step_kernels import activate, either, turn
@@ -301,6 +306,8 @@ read as fast by cuBLAS, or faster. With 16 rows cuBLAS takes an H100 16 us for 5
 in a step of gpt-oss-20b, what comes before and after them included."""
 HEAD_MULTIPLE = 16
 """A head that a product rotates is made of so many rows of the weight, times a whole number."""
+DEVICES: Final = ("cuda", "cpu") if INTERPRETED else ("cuda",)
+QUANTIZED: Final = frozenset(FORMATS) - {"plain"}
 T = TypeVar("T")
 _BLOCK_K = 1024
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -321,6 +328,39 @@ class ProductCase:
     heads: tuple[int, int, int, bool] | None
     """num_heads, num_kv_heads, head_dim and whether they are normed, where they are to be rotated."""
 
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        weight: Operand,
+        norm: Norm | None,
+        gated: bool,
+        activation: Activation | None,
+        add_to: Tensor | None,
+        rotated: tuple[Heads, Rope] | None,
+    ) -> ProductCase:
+        """Return the case of a call of `Gemv.compute`."""
+        shape = None
+        if rotated is not None:
+            heads = rotated[0]
+            shape = heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.q_norm is not None and heads.k_norm is not None
+        return cls(
+            dtype=x.dtype,
+            in_features=x.shape[1],
+            out_features=weight.out_features // 2 if gated else weight.out_features,
+            norm=norm is not None,
+            gated=gated,
+            activation=activation,
+            add=add_to is not None,
+            bias=weight.bias is not None,
+            heads=shape,
+        )
+
+    @property
+    def dot(self) -> Any:
+        """What the matrix units multiply; the interpreter multiplies the raw bits of bfloat16."""
+        return tl.float32 if INTERPRETED else _TYPES[self.dtype]
+
     def constants(self, head_dim: int) -> dict[str, Any]:
         """Return the compile-time constants. head_dim: what stands for the size of heads where none are rotated."""
         num_heads, num_kv_heads, head_dim, qk_norm = self.heads or (0, 0, head_dim, False)
@@ -338,12 +378,6 @@ class ProductCase:
             "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
             "QK_NORM": qk_norm,
         }
-
-
-def output_of(x: Tensor, out_features: int, add_to: Tensor | None, out: Tensor | None) -> Tensor:
-    """Return what a product of x [rows, in_features] is written or added to: a new tensor where neither is given."""
-    y = add_to if add_to is not None else out
-    return x.new_empty(x.shape[0], out_features) if y is None else y
 
 
 class RotationArguments:
@@ -366,19 +400,33 @@ class RotationArguments:
         return cos, sin, heads.q_norm.weight, heads.k_norm.weight, arrivals, heads.q_norm.eps
 
 
-class FewRows:
-    """Products of up to MAX_ROWS rows in half precision, with what comes before and after them, a launch each.
+class TritonProducts(FusedKernel):
+    """A kernel of ours in Triton."""
+
+    @classmethod
+    def available(cls) -> Support:
+        """Return whether Triton runs here."""
+        return can_launch()
+
+
+class Gemv(TritonProducts):
+    """Our GEMV and skinny GEMM over plain weights, up to MAX_ROWS rows in half precision, a launch each.
 
     The kernel follows from the number of rows and the shape alone, and a row's result does not depend on the other rows.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._launcher = cache(partial(_launcher, device))
-        self._rotation = RotationArguments(device)
+    name = GEMV
+    capabilities = LinearCapabilities(frozenset({"plain"}), devices=DEVICES, fused=frozenset(FUSED))
+    arrangement = "plain"
 
-    def runs(self, rows: int, weight: tuple[int, int]) -> bool:
-        """Return whether the kernels compute products of this number of rows. weight: its out_features and in_features."""
-        size = weight[0] * weight[1]
+    def __init__(self, spec: LinearSpec, variant: str = "") -> None:
+        super().__init__(spec, variant)
+        self._launcher = cache(partial(_launcher, spec.device))
+        self._rotation = RotationArguments(spec.device)
+
+    def runs(self, rows: int) -> bool:
+        """Return whether the weight is small enough for this number of rows."""
+        size = self.spec.out_features * self.spec.in_features
         most = MAX_ROWS if size <= MAX_WEIGHT // 2 else MAX_ROWS // 2 if size <= MAX_WEIGHT else 1
         return rows <= most
 
@@ -386,7 +434,7 @@ class FewRows:
         """Return whether the kernels apply RoPE to the heads of a product, too."""
         return heads.head_dim % HEAD_MULTIPLE == 0
 
-    def __call__(
+    def compute(
         self,
         x: Tensor,
         weight: Operand,
@@ -403,21 +451,9 @@ class FewRows:
         product is added to, in place. rotated: its q and k heads are normed and rotated. out: where it goes, contiguous, unless
         it is added to something.
         """
-        rows, in_features = x.shape
-        out_features = weight.out_features // 2 if gated else weight.out_features
-        y = output_of(x, out_features, add_to, out)
+        rows, case = x.shape[0], ProductCase.of(x, weight, norm, gated, activation, add_to, rotated)
+        y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, case.out_features)
         block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
-        case = ProductCase(
-            dtype=x.dtype,
-            in_features=in_features,
-            out_features=out_features,
-            norm=norm is not None,
-            gated=gated,
-            activation=activation,
-            add=add_to is not None,
-            bias=weight.bias is not None,
-            heads=None if rotated is None else shape_of(rotated[0]),
-        )
         launch, programs = self._launcher(case, block_m)
         cos, sin, q_norm, k_norm, arrivals, head_eps = self._rotation(rotated, x)
         launch(
@@ -439,11 +475,6 @@ class FewRows:
         return y
 
 
-def shape_of(heads: Heads) -> tuple[int, int, int, bool]:
-    """Return what `ProductCase` knows of heads that are rotated."""
-    return heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.q_norm is not None and heads.k_norm is not None
-
-
 def _launcher(device: torch.device, case: ProductCase, block_m: int) -> tuple[FixedLauncher, int]:
     """The kernel for a case, and its programs. block_m: rows, rounded up to what the matrix units take; 1 needs none of these."""
     block_k = min(max(triton.next_power_of_2(case.in_features), 128), _BLOCK_K)
@@ -462,7 +493,7 @@ def _launcher(device: torch.device, case: ProductCase, block_m: int) -> tuple[Fi
             "BLOCK_M": block_m,
             "SLICES": 4,
             "DEPTH": max(1, min(3, chunks, room // (2 * block_n if case.gated else block_n))),
-            "DOT": tl.float32 if INTERPRETED else _TYPES[case.dtype],  # the interpreter multiplies the raw bits of bfloat16
+            "DOT": case.dot,
             "EARLY": block_m == 8,  # measured: of 1, 8 and 16 rows, whole steps with attention are faster so at 8 alone
         }
         launcher = FixedLauncher(few_rows, 4, device, constants)

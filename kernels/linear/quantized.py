@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from headway.kernels.linear.forms import Operand, QuantizedWeight, WeightBytes, tensors_of, weight_bytes
-from headway.kernels.linear.product_kernels import ProductCase, RotationArguments, output_of, shape_of
+from headway.core.contract.linear import FUSED, LinearCapabilities, LinearSpec
+from headway.core.contract.support import Support
+from headway.core.contract.weights import QuantizedWeight, Weight
+from headway.kernels.linear.choice import KERNEL
+from headway.kernels.linear.forms import Operand, WeightBytes, sample_of, tensors_of, weight_bytes
+from headway.kernels.linear.product_kernels import DEVICES, QUANTIZED, ProductCase, RotationArguments, TritonProducts
 from headway.kernels.linear.quantized_kernels import quantized_product
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Rope
-
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +86,33 @@ class InOrder:
         return x.index_select(1, order), known[1]
 
 
-def operand(weight: QuantizedWeight, bias: Tensor | None = None) -> Operand:
-    """Return what the kernel reads of a layer: how its bytes lie, and its tensors."""
-    described = weight_bytes(weight)
-    assert described is not None
-    return Operand.of(weight, bias, (described, tensors_of(weight)))
+MOST_ROWS: Final = 64
+"""Rows up to which variants are measured: beyond, kernels multiply more than they read."""
+CHANGES: Final[Mapping[str, Callable[[QuantizedCut], QuantizedCut]]] = {
+    "n64": lambda cut: replace(cut, block_n=64),
+    "n128": lambda cut: replace(cut, block_n=128),
+    "splits x2": lambda cut: replace(cut, splits=2 * cut.splits),
+}
 
 
-class QuantizedProducts:
-    """Products of x in half precision over quantised weights, with what comes before and after them, a launch each.
+class TritonKernel(TritonProducts):
+    """Our GEMM over quantised weights in Triton, for x in half precision, a launch each; its variants are other tiles.
 
     Weights alone are quantised: x stays as it is, and sums are float32. The cut follows from the number of rows, rounded up, and
     the shape; a row's result does not depend on the other rows.
     """
 
-    def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
-        self._cut = cut
-        cuda = device.type == "cuda"
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+    name = KERNEL
+    capabilities = LinearCapabilities(QUANTIZED, devices=DEVICES, order=True, fused=frozenset(FUSED))
+    variants = tuple(CHANGES)
+
+    def __init__(self, spec: LinearSpec, variant: str = "", cut: CutRule | None = None) -> None:
+        """cut: in place of the variant's."""
+        super().__init__(spec, variant)
+        change = CHANGES.get(variant)
+        changed = quantized_cut if change is None else lambda *product: change(quantized_cut(*product))
+        self._cut = cut or changed
+        device = spec.device
         self._in_order = InOrder()
         self._launcher = cache(partial(_launcher, device))
         self._rotation = RotationArguments(device)
@@ -111,12 +121,33 @@ class QuantizedProducts:
         self._sums = cache(lambda count: torch.empty(count, device=device))
         """Room for the sums of programs that share one; likewise."""
 
+    @classmethod
+    def supports(cls, spec: LinearSpec) -> Support:
+        """Return whether the weight has groups of at least 16 columns that fill a row, and x a type with room for its scales."""
+        support = cls.capabilities.check(spec)
+        if not support:
+            return support
+        if weight_bytes(sample_of(spec)) is None:
+            support &= Support.no("scales", "groups of at least 16 columns that fill a row", spec.weight)
+        if spec.weight.name == "mxfp4" and spec.dtype != torch.bfloat16:
+            support &= Support.no("dtype", "bfloat16, which has room for the scales", spec.dtype)
+        return support
+
+    def runs(self, rows: int) -> bool:
+        """Return whether a variant is worth a measurement: up to 64 rows."""
+        return not self.variant or rows <= MOST_ROWS
+
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> Operand:
+        """Return how the weight's bytes lie, and its tensors."""
+        assert isinstance(weight, QuantizedWeight)
+        return Operand.of(weight, bias, (weight_bytes(weight), tensors_of(weight)))
+
     def rotates(self, rows: int, weight: Operand, heads: Heads) -> bool:
         """Return whether the kernel applies RoPE to the heads of a product, too."""
-        cut = self._cut(weight.weight[0], rows, weight.out_features, False, self._multiprocessors)
+        cut = self._cut(weight.weight[0], rows, weight.out_features, False, self.multiprocessors)
         return rows <= cut.block_m and heads.head_dim % cut.block_n == 0
 
-    def __call__(
+    def compute(
         self,
         x: Tensor,
         weight: Operand,
@@ -127,23 +158,11 @@ class QuantizedProducts:
         rotated: tuple[Heads, Rope] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `FewRows`, whose arguments these are."""
-        rows, in_features = x.shape
-        described, tensors = weight.weight
-        out_features = weight.out_features // 2 if gated else weight.out_features
-        y = output_of(x, out_features, add_to, out)
-        cut = self._cut(described, rows, out_features, gated, self._multiprocessors)
-        case = ProductCase(
-            dtype=x.dtype,
-            in_features=in_features,
-            out_features=out_features,
-            norm=norm is not None,
-            gated=gated,
-            activation=activation,
-            add=add_to is not None,
-            bias=weight.bias is not None,
-            heads=None if rotated is None else shape_of(rotated[0]),
-        )
+        """See `Gemv.compute`, whose arguments these are."""
+        rows, case = x.shape[0], ProductCase.of(x, weight, norm, gated, activation, add_to, rotated)
+        (described, tensors), out_features = weight.weight, case.out_features
+        y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, out_features)
+        cut = self._cut(described, rows, out_features, gated, self.multiprocessors)
         launch = self._launcher(case, described, cut)
         grid = triton.cdiv(out_features, cut.block_n), cut.splits, triton.cdiv(rows, cut.block_m)
         x, norm_weight = self._in_order(x, norm, weight)
@@ -197,7 +216,7 @@ def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, cut:
         "STAGES": cut.stages,
         "PREFETCH": 0 if INTERPRETED else cut.prefetch,
         "SPLITS": cut.splits,
-        "DOT": tl.float32 if INTERPRETED else _TYPES[case.dtype],  # the interpreter multiplies the raw bits of bfloat16
+        "DOT": case.dot,
         "ASSEMBLY": cut.assembly and not INTERPRETED,
         "EARLY": cut.early,
     }

@@ -19,9 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headway.core.contract.linear import FUSED, LinearCapabilities, LinearSpec
+from headway.kernels.linear.choice import TILES
 from headway.kernels.linear.forms import Operand
-from headway.kernels.linear.product_kernels import output_of
-from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
+from headway.kernels.linear.product_kernels import DEVICES, ProductCase, TritonProducts
+from headway.kernels.runtime.triton_launch import FixedLauncher
 from headway.kernels.step.config import Activation
 from headway.kernels.step.step_kernels import activate
 
@@ -151,7 +153,6 @@ BUSY = 0.7
 _BLOCK_M, _BLOCK_N = 64, 64
 """Sides of the largest tiles."""
 _WARPS = 4
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,47 +195,38 @@ def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int)
     return ProductTiling(block_n, enough[0], 64, 5) if enough else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """All that a kernel is compiled for."""
-
-    dtype: torch.dtype
-    cut: ProductTiling
-    in_features: int
-    out_features: int
-    gated: bool
-    activation: Activation | None
-    add: bool
-    bias: bool
-
-
-class TiledProducts:
-    """Products of up to MAX_ROWS rows in half precision, with what comes after them, a launch each.
+class Tiles(TritonProducts):
+    """Our tiled split-K GEMM over plain weights, up to MAX_ROWS rows in half precision, a launch each.
 
     The cut follows from the shape and from whether rows are more than 16 or 64; a row's result does not depend on the others.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+    name = TILES
+    capabilities = LinearCapabilities(frozenset({"plain"}), devices=DEVICES, fused=frozenset(FUSED) - {"norm", "rotary"})
+    arrangement = "plain"
+
+    def __init__(self, spec: LinearSpec, variant: str = "") -> None:
+        super().__init__(spec, variant)
+        device = spec.device
         self._launcher = cache(partial(_launcher, device))
         self._sums = cache(lambda count: torch.empty(count * _BLOCK_M * _BLOCK_N, device=device))
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
         """Counters, zero between launches. Neither is freed, since captured graphs keep their addresses."""
 
-    def runs(self, rows: int, weight: tuple[int, int], gated: bool) -> bool:
-        """Return whether the kernel computes products of this number of rows. weight: its out_features and in_features."""
-        return rows <= MAX_ROWS and self._tiling(rows, weight[0] // (2 if gated else 1), weight[0], weight[1]) is not None
+    def runs(self, rows: int) -> bool:
+        """Return whether there are tiles for the weight and this number of rows."""
+        out, columns = self.spec.out_features, self.spec.in_features
+        return rows <= MAX_ROWS and self._tiling(rows, out // (2 if self.spec.gated else 1), out, columns) is not None
 
     def _tiling(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
         size = weight_rows * in_features
         if size <= MAX_WEIGHT:
-            return tiling(rows, out_features, in_features, self._multiprocessors)
+            return tiling(rows, out_features, in_features, self.multiprocessors)
         if size <= 2 * MAX_WEIGHT:
-            return swapped_tiling(rows, out_features, in_features, self._multiprocessors)
+            return swapped_tiling(rows, out_features, in_features, self.multiprocessors)
         return None
 
-    def __call__(
+    def compute(
         self,
         x: Tensor,
         weight: Operand,
@@ -249,14 +241,12 @@ class TiledProducts:
         out: where it goes, contiguous, unless it is added to something.
         """
         rows, in_features = x.shape
-        out_features = weight.out_features // 2 if gated else weight.out_features
-        y = output_of(x, out_features, add_to, out)
+        case = ProductCase.of(x, weight, None, gated, activation, add_to, None)
+        out_features = case.out_features
+        y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, out_features)
         cut = self._tiling(rows, out_features, weight.out_features, in_features)
         assert cut is not None
-        variant = _Variant(
-            x.dtype, cut, in_features, out_features, gated, activation, add_to is not None, weight.bias is not None
-        )
-        launch = self._launcher(variant)
+        launch = self._launcher(case, cut)
         grid = out_features // cut.block_n, cut.splits, -(-rows // cut.block_m)
         sums, arrivals = self._workspace(grid, 2 if gated else 1)
         launch(
@@ -278,22 +268,21 @@ class TiledProducts:
         return self._sums(count), self._arrivals(count)
 
 
-def _launcher(device: torch.device, variant: _Variant) -> FixedLauncher:
-    """The kernel for a variant."""
-    cut = variant.cut
+def _launcher(device: torch.device, case: ProductCase, cut: ProductTiling) -> FixedLauncher:
+    """The kernel for a case."""
     constants = {
-        "N": variant.out_features,
-        "K": variant.in_features,
+        "N": case.out_features,
+        "K": case.in_features,
         "BLOCK_M": cut.block_m,
         "BLOCK_N": cut.block_n,
         "BLOCK_K": cut.block_k,
         "SPLITS": cut.splits,
         "STAGES": cut.stages,
         "SWAPPED": cut.swapped,
-        "GATED": variant.gated,
-        "ACTIVATION": variant.activation or "",
-        "ADD": variant.add,
-        "BIAS": variant.bias,
-        "DOT": tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
+        "GATED": case.gated,
+        "ACTIVATION": case.activation or "",
+        "ADD": case.add,
+        "BIAS": case.bias,
+        "DOT": case.dot,
     }
     return FixedLauncher(tiled_product, _WARPS, device, constants)

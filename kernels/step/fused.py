@@ -70,6 +70,7 @@ class Fused(Operations):
         choice = self.kernels.choice(linear.spec(self._device, gated))
         choice.compute = self._gated_alone if gated else self._alone
         choice.add(linear)
+        linear.choice = linear.choice or choice
         return choice
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:

@@ -12,10 +12,10 @@ from torch.nn.functional import gelu, pad, relu
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.weights import WeightFormat
 from headway.kernels.experts.bound import BoundExperts, ExpertsLayers, ExpertsOptions
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import LinearChoice
-from headway.kernels.linear.forms import format_of
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, Rope, add_one_by_one, experts_by, softcap
@@ -163,7 +163,7 @@ def _form(linear: Linear) -> str:
     """What the layer's product reads, in words."""
     if isinstance(linear.weight, Tensor):
         return "packed of fewer bits" if linear.reads_quantized else "plain"
-    return str(format_of(linear.weight))
+    return str(WeightFormat.of(linear.weight))
 
 
 def silu_by_exp(x: Tensor) -> Tensor:

@@ -334,8 +334,7 @@ class BoundSteps(list[Step]):
 
     def _bind(self, linear: Linear, choice: LinearChoice, heads: Heads | None, bucket: int, x: Tensor, **around: Any) -> Tensor:
         """Bind a bucket at its first step, and run that."""
-        kernel = choice.kernels[choice.kernel_for(1 << bucket)]
-        step = self[bucket] = bound_step(self.ops, linear, kernel, heads, 1 << bucket)
+        step = self[bucket] = bound_step(self.ops, linear, choice.kernel_of(bucket), heads, 1 << bucket)
         return step(**{"x": x, **around})
 
     def _nothing(self, linear: Linear, x: Tensor, **around: Any) -> Tensor:

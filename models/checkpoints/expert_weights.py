@@ -9,9 +9,10 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.weights import QuantizedWeight, merged
 from headway.kernels.experts.weights import ExpertsCut, RoutedWeights
 from headway.kernels.linear.axes import Axis
-from headway.kernels.linear.forms import GgufWeight, QuantizedWeight, columns_of, merged, rows_of, with_rows
+from headway.kernels.linear.forms import GgufWeight
 from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import ExpertNames
 
@@ -106,7 +107,7 @@ def _with_shared_up(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: i
     if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:
         starts = [half * size + first for first in range(0, size, inner) for half in range(halves)]
         with contextlib.suppress(ModelError):  # they have other groups or blocks
-            return merged([routed, *(rows_of(shared, range(start, start + inner)) for start in starts)])
+            return merged([routed, *(shared.rows(range(start, start + inner)) for start in starts)])
     parts = _expanded(shared, weights).chunk(halves)
     pieces = parts[0].new_zeros(cut.own.num_shared, halves, inner, hidden)
     for half, part in enumerate(parts):
@@ -120,7 +121,7 @@ def _with_shared_down(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden:
     inner, size = cut.own.intermediate_size, cut.shared.size
     shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, cut.shared)
     if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:
-        pieces = [columns_of(shared, range(first, first + inner)) for first in range(0, size, inner)]
+        pieces = [shared.columns(range(first, first + inner)) for first in range(0, size, inner)]
         whole = [piece for piece in pieces if piece is not None]
         with contextlib.suppress(ModelError):
             if len(whole) == len(pieces):
@@ -143,7 +144,7 @@ def _take_interleaved(
         gate_up = torch.cat([gate_up[:, :, ::2].mT, gate_up[:, :, 1::2].mT], dim=1)
     else:
         in_turn = torch.arange(held * 2 * inner, device=weights.device).view(held, inner, 2)
-        gate_up = with_rows(gate_up, in_turn.mT.flatten())
+        gate_up = gate_up.rows(in_turn.mT.flatten())
     down = weights.take_stacked(at + names.stacked_down, (cut.experts, cut.inner, hidden), transposed=True)
     down = down.mT.contiguous() if isinstance(down, Tensor) else down
     both = weights.take(f"{at}{names.stacked_gate_up}_bias", (cut.experts, cut.inner * 2))

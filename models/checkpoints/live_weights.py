@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.system.held_tensors import held_tensors
+from headway.kernels.experts.bound import BoundExperts
 from headway.kernels.linear.axes import Axis, Shape, held_part, whole_sizes
+from headway.kernels.linear.linear import Linear
 from headway.models.checkpoints.weights import WeightSource
 
 if TYPE_CHECKING:
@@ -72,6 +74,14 @@ def told_of(part: object) -> object:
     """What backends were told of a layer, which does not change with its tensors."""
     attention = getattr(part, "attention", None)
     return None if attention is None else (attention.spec, getattr(part, "kv_scales", None))
+
+
+def bound_of(part: Any) -> list[Any]:
+    """Return what a part has bound to kernels, in its order: `Linear` layers, and `BoundExperts`."""
+    if isinstance(part, tuple):
+        return [each for each in part if isinstance(each, Linear)]
+    experts = getattr(part.mlp, "compute", None)
+    return [*part.linears, *([experts] if isinstance(experts, BoundExperts) else [])]
 
 
 class LiveWeights:
@@ -158,16 +168,13 @@ class LiveWeights:
         """Copy the tensors of a part that was built anew to where those of the running one lie."""
         running = self._decoder.part(index)
         place = "the embedding, the norm or the head" if index is None else f"layer {index}"
-        if any(
-            linear.may_have_copies
-            for linear in ([self._decoder.lm_head] if index is None else self._decoder.layers[index].linears)
-        ):
-            hint = "make a new LLM of the new weights, or name one of Headway's kernels (linear_kernel)"
-            raise ConfigError("load_weights", "layers whose kernels are Headway's own", f"a third party's in {place}", hint)
         if told_of(running) != told_of(built):
             raise ConfigError(
-                "load_weights", "the sinks and scales of the cache that backends were made with", f"others in layer {index}"
+                "load_weights", "the sinks and scales of the cache that backends were made with", f"others in {place}"
             )
+        bound = [*zip(bound_of(running), bound_of(built), strict=True)]
+        for one, other in bound:
+            other.bind_as(one)
         old, new = held_tensors(running), held_tensors(built)
         for path, tensor in new.items():
             there = old.get(path)
@@ -176,3 +183,5 @@ class LiveWeights:
                 raise ConfigError("load_weights", "weights that are kept as the checkpoint has them", place, hint)
         for path, tensor in new.items():
             old[path].copy_(tensor)
+        for one, other in bound:
+            one.update(other)

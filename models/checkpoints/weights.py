@@ -1,10 +1,14 @@
-"""Safetensors checkpoints: each tensor is read once, checked, and taken; what is missing or left over is an error."""
+"""Sources of a model's weights: safetensors checkpoints, random weights, and either of them rounded to fewer bits.
+
+Each tensor of a checkpoint is read once, checked, and taken; what is missing or left over is an error.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +18,10 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.weights import QuantizedWeight, merged
 from headway.core.system.text import shown_size
 from headway.kernels.linear.axes import Axis, Shape, axes_of, held_part, held_sizes, whole_sizes
-from headway.kernels.linear.forms import QuantizedWeight, dequantized_stack, merged, num_bytes
-from headway.models.checkpoints.formats.config import Quantization
-from headway.models.checkpoints.formats.stored import QuantizedModule, StoredFormat
+from headway.models.checkpoints.formats.stored import Quantization, QuantizedModule, StoredFormat
 from headway.models.checkpoints.gguf.blocks import GgufBlocks
 from headway.models.checkpoints.tensor_files import NEEDED, PLAIN, TensorFiles
 
@@ -76,7 +79,7 @@ class WeightSource(Protocol):
         """Nothing more is taken. ignored: suffixes of what may be left; modules: what names of such tensors begin with."""
 
 
-class Weights:
+class Weights(WeightSource):
     """The tensors of a model folder, by checkpoint name, converted to one dtype and device as they are taken.
 
     A quantised one is expanded, tensor by tensor, whatever takes it; `take_product`, `take_experts` and `take_stacked` alone
@@ -168,16 +171,15 @@ class Weights:
         return weight
 
     def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
-        """See WeightSource."""
         found = self._quantized(name, axes_of(shape))
         weight = self._weight(*found) if found is not None and isinstance(found[0], GgufBlocks) else None
         kept = None if weight is None or isinstance(weight, Tensor) or not self._keeps(weight) else weight
-        self._counted.kept += 0 if kept is None else num_bytes(kept)
+        self._counted.kept += 0 if kept is None else kept.nbytes
         return kept
 
     def expand(self, weight: QuantizedWeight) -> Tensor:
         """Expand a weight that was kept, and count it so."""
-        self._counted.kept -= num_bytes(weight)
+        self._counted.kept -= weight.nbytes
         return self._expanded(weight)
 
     def _rows(
@@ -299,7 +301,7 @@ class Weights:
         if isinstance(weight, Tensor):
             return weight
         stacked = len(axes) == 3
-        return dequantized_stack(weight, axes[0].size, self.dtype).mT if stacked else weight.dequantized(self.dtype)
+        return weight.dequantized_stack(axes[0].size, self.dtype).mT if stacked else weight.dequantized(self.dtype)
 
 
 _PACKED = (".qweight", ".weight_packed", "_blocks")
@@ -335,8 +337,19 @@ class DummyWeights(WeightSource):
     Equal on every start on one kind of device, because tensors are drawn in the order in which they are taken.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0, unit: Container[str] = ()) -> None:
-        """unit: tensors drawn with deviation 1, as the embedding before experts, so that a random router tells tokens apart."""
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+        unit: Container[str] = (),
+        form: StoredFormat | None = None,
+    ) -> None:
+        """unit: tensors drawn with deviation 1, as the embedding before experts, so that a random router tells tokens apart.
+
+        form: of products' and experts' weights; what it expands is drawn as plain weights are. None: all are plain.
+        """
+        self._form = form
         self.dtype = dtype
         self.device = device
         self._unit = unit
@@ -362,6 +375,50 @@ class DummyWeights(WeightSource):
         rows = functools.reduce(Axis.__add__, map(Axis.of, sizes.values()))
         return self.take(next(iter(sizes)), (rows, *rest))
 
+    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        if self._form is not None and self._form.of_experts:
+            return self.take_merged(sizes, in_features)
+        return self.take_experts(sizes, in_features)
+
+    def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        rows = functools.reduce(Axis.__add__, map(Axis.of, sizes.values()))
+        drawn = self._drawn(rows, Axis.of(in_features))
+        return self.take_merged(sizes, in_features) if drawn is None else drawn
+
+    def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
+        experts, high, wide = axes_of(shape)
+        each, columns = (wide, high) if transposed else (high, wide)
+        held = [
+            range(at * each.whole + one.start, at * each.whole + one.stop)
+            for run in experts.held
+            for at in run
+            for one in each.held
+        ]
+        drawn = self._drawn(Axis(experts.whole * each.whole, tuple(held)), columns)
+        if not isinstance(drawn, Tensor):
+            return self.take(name, shape) if drawn is None else drawn
+        stacked = drawn.view(experts.size, each.size, columns.size)
+        return stacked.mT if transposed else stacked
+
+    def _octets(self, *shape: int) -> Tensor:
+        """uint8, each of the 256 values as often as any other: 8 of one number of the generator."""
+        count = math.prod(shape)
+        words = torch.empty(-(-count // 8), dtype=torch.int64, device=self.device)
+        words.random_(-(2**63), None, generator=self.generator)
+        return words.view(torch.uint8)[:count].view(shape)
+
+    def _drawn(self, rows: Axis, columns: Axis) -> Tensor | QuantizedWeight | None:
+        """Draw codes and scales, whole, so that all ranks draw alike; return what is held, or None if there is no form for it."""
+        form = self._form
+        whole = None if form is None else form.drawn(self._octets, rows.whole, columns.whole, STD, self.dtype)
+        if whole is None:
+            return None
+        cut = whole if rows.is_whole else merged([whole.rows(each) for each in rows.held or (range(0),)])
+        if columns.is_whole:
+            return cut
+        narrow = cut.columns(columns.held[0]) if len(columns.held) == 1 else None
+        return held_part(cut.dequantized(self.dtype), (cut.shape[0], columns)) if narrow is None else narrow
+
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
         """Draw one tensor."""
         return self.take(name, shape).to(dtype)
@@ -372,3 +429,83 @@ class DummyWeights(WeightSource):
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
         """Nothing can be left over."""
+
+
+class QuantizeOnLoading:
+    """A source whose weights of products and experts get fewer bits; embeddings, the head and routers stay as they are."""
+
+    def __init__(
+        self,
+        inner: WeightSource,
+        quantize: Callable[[Tensor], QuantizedWeight | Tensor],
+        keeps: Callable[[QuantizedWeight], bool],
+        keeps_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
+        experts_alone: bool = False,
+    ) -> None:
+        """keeps, keeps_experts: as of `Weights`; another form is expanded again, rounded.
+
+        experts_alone: nothing else is rounded.
+        """
+        self._inner = inner
+        self._quantize = quantize
+        self._keeps = keeps
+        self._keeps_experts = keeps_experts
+        self._experts_alone = experts_alone
+        self.dtype = inner.dtype
+        self.device = inner.device
+        self.take = inner.take
+        self.take_merged = inner.take_merged
+        self.take_as = inner.take_as
+        self.take_number = inner.take_number
+        self.take_head = inner.take_head
+        self._plain = self._bytes = 0
+        """Bytes of the weights that were rounded, before and after."""
+        self._forms: dict[str, None] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._inner
+
+    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        """See WeightSource."""
+        plain = self._inner.take_product(sizes, in_features)
+        return plain if self._experts_alone else self._rounded(plain, self._keeps)
+
+    def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        """See WeightSource."""
+        return self._rounded(self._inner.take_experts(sizes, in_features), self._keeps_experts)
+
+    def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
+        """See WeightSource."""
+        plain = self._inner.take_stacked(name, shape, transposed)
+        rows = (plain.mT if transposed else plain).flatten(0, 1) if isinstance(plain, Tensor) else plain
+        weight = self._rounded(rows, self._keeps_experts)
+        if not isinstance(weight, Tensor):
+            return weight
+        stacked = weight.view(axes_of(shape)[0].size, -1, weight.shape[1])
+        return stacked.mT if transposed else stacked
+
+    def expand(self, weight: QuantizedWeight) -> Tensor:
+        """See WeightSource."""
+        whole = weight.dequantized(self.dtype)
+        self._bytes += whole.nbytes - weight.nbytes
+        return whole
+
+    def _rounded(self, plain: Tensor | QuantizedWeight, keeps: Callable[[QuantizedWeight], bool]) -> Tensor | QuantizedWeight:
+        weight = self._quantize(plain) if isinstance(plain, Tensor) else plain
+        if isinstance(weight, Tensor):
+            return weight
+        kept = weight if keeps(weight) else weight.dequantized(self.dtype)
+        if isinstance(plain, Tensor):
+            self._forms[weight.kind] = None
+            self._plain += plain.nbytes
+            self._bytes += kept.nbytes
+        return kept
+
+    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
+        """See WeightSource; the log says what was rounded."""
+        self._inner.finish(ignored, modules)
+        if self._forms:
+            size, was = shown_size(self._bytes), shown_size(self._plain)
+            expanded = "" if self._bytes < self._plain else f", and expanded again to {str(self.dtype).removeprefix('torch.')}"
+            became = f"{size} instead of {was}" if not expanded else f"{size} as before"
+            log.info("weights: rounded to %s on loading%s: %s", ", ".join(self._forms), expanded, became)

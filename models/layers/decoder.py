@@ -19,7 +19,6 @@ from headway.kernels.experts.bound import Experts, ExpertsKind, ExpertsOptions
 from headway.kernels.experts.weights import RoutedWeights, each_expert
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.choice import LinearChoice, LinearKernels
-from headway.kernels.linear.forms import num_bytes
 from headway.kernels.linear.linear import Linear
 from headway.kernels.lora.bank import AdapterBank
 from headway.kernels.lora.operations import adapted_operations
@@ -104,7 +103,7 @@ class ExpertsMLP:
         routed = (self._weights.gate_up, self._weights.down)
         self.num_elements = sum(math.prod(each.shape) for each in routed)
         """How many numbers the routed experts' weights are."""
-        self.held_bytes = sum(each.nbytes if isinstance(each, Tensor) else num_bytes(each) for each in routed)
+        self.held_bytes = sum(each.nbytes for each in routed)
         """Bytes that they take, scales included."""
         self.compute: Experts | None = None
         """What computes the layer, once `absorb_norms` has told."""

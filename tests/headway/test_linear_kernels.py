@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -397,14 +397,46 @@ def test_deterministic_mode_takes_those_that_declare_it(folders: tuple[Path, Pat
         serve(folders[1], wrong_too, linear_kernel="wrong_too", deterministic=True)
 
 
-def test_a_kernel_of_plain_weights_takes_part(folders: tuple[Path, Path]) -> None:
-    llm = serve(folders[1], Plain, linear_kernel="plain_too")
-    assert kernels_of(llm) == {"plain_too"}
-    assert isinstance(layers_of(llm)[0].bound_to(layers_of(llm)[0].choice.kernels["plain_too"]), Applied)  # type: ignore[union-attr]
-    assert answer(llm) == answer(serve(folders[1]))
-    assert llm.model.live_weights is not None
-    with pytest.raises(
-        ConfigError,
-        match="load_weights: needs layers whose kernels are Headway's own, got a third party's in the embed",
-    ):
-        llm.model.live_weights.read_again()
+class Copied(LinearKernel):
+    """torch's own product over a copy of the weight, which an object of its own holds."""
+
+    name = "copied"
+    capabilities = LinearCapabilities(frozenset({"plain"}), (torch.float32,), ("cpu",))
+
+    def prepare(self, weight: Tensor) -> Any:
+        return SimpleNamespace(copies=[weight.t().clone()], scale=1.0)
+
+    def apply(self, x: Tensor, weight: Any, out: Tensor) -> None:
+        torch.mm(x, weight.copies[0], out=out).mul_(weight.scale)
+
+
+class Scaled(Copied):
+    """Keeps a number of the weight, which is no tensor."""
+
+    def prepare(self, weight: Tensor) -> Any:
+        scale = float(weight.abs().max())
+        return SimpleNamespace(copies=[weight.t() / scale], scale=scale)
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def test_a_kernel_of_plain_weights_takes_part_and_its_copies_follow_new_weights(folders: tuple[Path, Path]) -> None:
+    llm = serve(folders[1], Copied, linear_kernel="copied")
+    assert kernels_of(llm) == {"copied"}
+    layer = next(each for each in layers_of(llm) if each.origin is not None and DOWN in each.origin.modules)
+    assert isinstance(layer.bound_to(layer.choice.kernels["copied"]), Applied)  # type: ignore[union-attr]
+    before, x, live = answer(llm), torch.randn(3, layer.in_features), llm.model.live_weights
+    assert before == answer(serve(folders[1]))
+    y, held = layer(x), layer.prepared["copied"].copies[0]
+    live.load([(f"{DOWN}.weight", 2 * layer.weight)])
+    torch.testing.assert_close(layer(x), 2 * y)
+    assert layer.prepared["copied"].copies[0] is held, "captured steps keep its address"
+    live.read_again()
+    assert answer(llm) == before
+
+
+def test_a_kernel_whose_copy_cannot_be_written_again_is_named(folders: tuple[Path, Path]) -> None:
+    live = serve(folders[1], Scaled, linear_kernel="copied").model.live_weights
+    with pytest.raises(ConfigError, match=r"load_weights: needs kernels whose `prepare` .*, got others by the kernel copied"):
+        live.load([(f"{DOWN}.weight", torch.ones(128, 256))])

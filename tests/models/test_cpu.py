@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from gguf_block_models import blocks_of
-from headway.core.contract.linear import LinearSpec
 from headway.kernels.linear import cpu_kernels
 from headway.kernels.linear import linear as linear_module
 from headway.kernels.linear.choice import builtin_kernels
-from headway.kernels.linear.forms import BLOCK_TYPES, GgufWeight, format_of
+from headway.kernels.linear.forms import BLOCK_TYPES, GgufWeight
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native import library
 from headway.kernels.runtime.native import library as panels_module
@@ -72,7 +71,7 @@ def test_blocks_are_what_the_gguf_package_makes_of_them_and_are_multiplied_so(na
     weight = GgufWeight((name,), (blocks,))
     assert torch.equal(weight.dequantized(torch.float32), torch.from_numpy(expected).float())
     linear, bias = Linear(weight, dtype=torch.float32), drawn(40)
-    assert builtin_kernels(CPU).reads(linear.choice.kernels["native"].spec)
+    assert builtin_kernels(CPU).reads(weight, torch.float32)
     assert linear.reads_quantized
     assert linear.expanded_bytes == 0
     for count in (1, 2, 3, 7, 16, 30):
@@ -118,7 +117,7 @@ def test_rows_of_several_types_are_one_product() -> None:
     assert torch.equal(weight.rows(range(80, 100)).dequantized(torch.float32), weight.dequantized(torch.float32)[80:100])
     assert weight.columns(range(32, 512)) is None
     order = torch.arange(127, -1, -1)
-    assert torch.equal(weight.in_order(order).dequantized(torch.float32), weight.dequantized(torch.float32)[order])
+    assert torch.equal(weight.rows(order).dequantized(torch.float32), weight.dequantized(torch.float32)[order])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -171,7 +170,7 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
     assert linear.panels is None
     assert close(linear(x), x.double() @ weight.double().t(), 1e-6)
     blocks = GgufWeight(("Q4_0",), (blocks_of("Q4_0", 32, 64, seed=1),))
-    assert not builtin_kernels(CPU).reads(LinearSpec(64, 32, torch.float32, CPU, format_of(blocks)))
+    assert not builtin_kernels(CPU).reads(blocks, torch.float32)
     assert coded_panels(blocks.coded()) is None
     assert Linear(blocks).expanded_bytes == 4 * 32 * 64
 

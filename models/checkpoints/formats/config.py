@@ -7,7 +7,6 @@ them (modules_to_not_convert, ignore, ignored_layers) are matched in another way
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,12 @@ from headway.models.checkpoints.formats.stored import (
     Awq,
     ExpertsMxfp4,
     Float8Format,
+    FormatRule,
     Gptq,
     Int8Format,
     Nvfp4,
     PackQuantized,
-    QuantizedModule,
+    Quantization,
     StoredFormat,
 )
 
@@ -33,49 +33,6 @@ _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_
 """Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json, and the method of one that names none."""
 Item = TypeVar("Item")
 _GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
-
-
-@dataclass(frozen=True, slots=True)
-class FormatRule:
-    """A format, and the modules that it is for."""
-
-    targets: tuple[str, ...]
-    """Names of modules, patterns after `re:`, or classes such as Linear, which are all modules; none: all as well."""
-    format: StoredFormat
-
-    def names(self, module: str) -> bool:
-        """Whether a name or a pattern among the targets is the module's: what names it goes before what names its class."""
-        return any(_matches(target, module) for target in self.targets)
-
-    @property
-    def is_general(self) -> bool:
-        """Whether all modules are its targets."""
-        return not self.targets or any("." not in target and not target.startswith("re:") for target in self.targets)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """The formats of a checkpoint's quantised weights."""
-
-    place: str
-    """Where it is said, in words."""
-    rules: tuple[FormatRule, ...]
-    method: str = ""
-    """The name of the method, one of METHODS."""
-    beside: str | None = None
-    """Folder, inside of the model's, of quantised weights that lie beside the plain ones."""
-
-    @property
-    def label(self) -> str:
-        """The formats in words."""
-        return ", ".join(dict.fromkeys(rule.format.label for rule in self.rules))
-
-    def format_of(self, module: QuantizedModule) -> StoredFormat | None:
-        """The format of a module's weight; None: it is a plain tensor."""
-        found = [rule for rule in self.rules if rule.format.holds(module)]
-        if len(found) > 1:  # formats that look alike
-            found.sort(key=lambda rule: (not rule.names(module.name), not rule.is_general))
-        return found[0].format if found else None
 
 
 def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization | None:
@@ -294,16 +251,6 @@ def _block(said: _Said, key: str, sizes: object) -> tuple[int, int]:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
     said.refuse(key, "two numbers above 0", sizes)
-
-
-def _matches(target: str, module: str) -> bool:
-    """Whether a target of compressed-tensors names a module: the pattern is matched at the beginning of the name."""
-    if not target.startswith("re:"):
-        return module == target
-    try:
-        return re.match(target[3:], module) is not None
-    except re.error:
-        return False
 
 
 def _read(path: Path) -> object:

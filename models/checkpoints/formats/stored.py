@@ -1,27 +1,34 @@
-"""How each format keeps the weights of a module, and random weights of it.
+"""How each format keeps the weights of a module, and the formats of a checkpoint.
 
 Floats of 8 bits (DeepSeek, compressed-tensors, ModelOpt), whole numbers of 8 (W8A8), floats of 4 (MXFP4, NVFP4), and groups of
-integers (AWQ, GPTQ, pack-quantized). Codes and scales are drawn: to round random floats takes a minute a layer.
+integers (AWQ, GPTQ, pack-quantized).
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
-from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, packed
+from headway.core.contract.weights import (
+    FP4_VALUES,
+    MX_GROUP,
+    Float4Weight,
+    Float8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    packed,
+)
 from headway.kernels.linear.axes import Axis, axes_of
-from headway.kernels.linear.forms import QuantizedWeight
+from headway.models.checkpoints.formats.rounding import Octets, drawn_float4, drawn_float8, drawn_int4, drawn_int8
 from headway.models.checkpoints.tensor_files import PLAIN, TensorFiles
-
-Octets = Callable[..., Tensor]
-"""Draws uint8 of a shape, each of the 256 values as often as any other."""
 
 
 class QuantizedModule:
@@ -203,7 +210,7 @@ class Float8Format(StoredFormat):
         return Float8Weight(values, scales.float(), (rows, columns))
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Float8Weight:
-        return float8(octets, rows, columns, std, self.scales if isinstance(self.scales, tuple) else None)
+        return drawn_float8(octets, rows, columns, std, self.scales if isinstance(self.scales, tuple) else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +235,7 @@ class Int8Format(StoredFormat):
         return Int8Weight(values, _row_scales(module, ".weight_scale", self.scales))
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Int8Weight:
-        return int8(octets, rows, columns, std)
+        return drawn_int8(octets, rows, columns, std)
 
 
 def _row_scales(module: QuantizedModule, suffix: str, scales: Literal["tensor", "channel"]) -> Tensor:
@@ -283,7 +290,7 @@ class ExpertsMxfp4(StoredFormat):
         return Float4Weight(octets.flatten(0, 1), exponents.flatten(0, 1))
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Float4Weight | None:
-        return None if columns % MX_GROUP else float4(octets, rows, columns, std)
+        return None if columns % MX_GROUP else drawn_float4(octets, rows, columns, std)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,52 +336,6 @@ class Nvfp4(StoredFormat):
 def _codes(octets: Tensor) -> Tensor:
     """Two codes of a byte, the lower bits' first: uint8 [R, C] to [R, 2 C]."""
     return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(1)
-
-
-_NO_NUMBER: Final = 0x7F
-"""Bits of a float8_e4m3fn below its sign that stand for no number."""
-
-
-def _deviation(values: Tensor) -> float:
-    return float(values.double().square().mean().sqrt())
-
-
-def float8(octets: Octets, rows: int, columns: int, std: float, block: tuple[int, int] | None = None) -> Float8Weight:
-    """Every float of 8 bits is as likely. block: rows and columns under one scale; None: a whole row."""
-    high, wide = block or (1, columns)
-    codes = octets(rows, columns)
-    codes.masked_fill_((codes & _NO_NUMBER) == _NO_NUMBER, 0)
-    every = torch.arange(_NO_NUMBER, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    scales = torch.full((-(-rows // high), -(-columns // wide)), std / _deviation(every), device=codes.device)
-    return Float8Weight(codes.view(torch.float8_e4m3fn), scales, (high, wide))
-
-
-def int8(octets: Octets, rows: int, columns: int, std: float) -> Int8Weight:
-    """From -127 to 127; 0 is twice as likely."""
-    values = octets(rows, columns).view(torch.int8)
-    values.masked_fill_(values == -128, 0)
-    scale = std / _deviation(torch.arange(-127, 128))
-    return Int8Weight(values, torch.full((rows,), scale, device=values.device))
-
-
-def int4(octets: Octets, rows: int, columns: int, std: float, group_size: int, dtype: torch.dtype) -> Int4Weight:
-    """From -7 to 7; 0 is twice as likely. dtype: of the scales; columns: a multiple of group_size."""
-    packed = octets(rows, columns // 2)
-    for least, zero in ((0x0F, 0x08), (0xF0, 0x80)):
-        packed |= ((packed & least) == 0).to(torch.uint8) * zero
-    scale = std / _deviation(torch.tensor([*range(-7, 8), 0]))
-    scales = torch.full((rows, columns // group_size), scale, dtype=dtype, device=packed.device)
-    return Int4Weight(packed, scales, None, group_size)
-
-
-def float4(octets: Octets, rows: int, columns: int, std: float) -> Float4Weight:
-    """Every float of 4 bits is as likely; the exponent of a group is one of two, so often that the deviation is right."""
-    square = (std / _deviation(torch.tensor(FP4_VALUES))) ** 2
-    low = int(torch.frexp(torch.tensor(square**0.5, dtype=torch.float64)).exponent) - 1  # 4 ** low <= square < 4 ** (low + 1)
-    larger = round(256 * (square / 4.0**low - 1) / 3)
-    packed = octets(rows, columns // 2)
-    exponents = (octets(rows, columns // MX_GROUP).int() < larger).to(torch.uint8) + (low + 127)
-    return Float4Weight(packed, exponents)
 
 
 _WORD = 32
@@ -438,7 +399,7 @@ class IntegerGroups(StoredFormat):
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Int4Weight | None:
         size = columns if self.group_size == -1 else self.group_size
-        return int4(octets, rows, columns, std, size, dtype) if self.bits == 4 and columns % size == 0 else None
+        return drawn_int4(octets, rows, columns, std, size, dtype) if self.bits == 4 and columns % size == 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,3 +504,56 @@ def _group_of(module: QuantizedModule, suffix: str, size: int, count: int) -> Te
     if low < 0 or high >= count:
         raise module.error(suffix, f"needs groups from 0 to {count - 1}", f"{low} to {high}")
     return torch.cat([whole[each.start : each.stop] for each in module.columns.held])
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRule:
+    """A format, and the modules that it is for."""
+
+    targets: tuple[str, ...]
+    """Names of modules, patterns after `re:`, or classes such as Linear, which are all modules; none: all as well."""
+    format: StoredFormat
+
+    def names(self, module: str) -> bool:
+        """Whether a name or a pattern among the targets is the module's: what names it goes before what names its class."""
+        return any(_matches(target, module) for target in self.targets)
+
+    @property
+    def is_general(self) -> bool:
+        """Whether all modules are its targets."""
+        return not self.targets or any("." not in target and not target.startswith("re:") for target in self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The formats of a checkpoint's quantised weights."""
+
+    place: str
+    """Where it is said, in words."""
+    rules: tuple[FormatRule, ...]
+    method: str = ""
+    """The name of the method, one of METHODS."""
+    beside: str | None = None
+    """Folder, inside of the model's, of quantised weights that lie beside the plain ones."""
+
+    @property
+    def label(self) -> str:
+        """The formats in words."""
+        return ", ".join(dict.fromkeys(rule.format.label for rule in self.rules))
+
+    def format_of(self, module: QuantizedModule) -> StoredFormat | None:
+        """The format of a module's weight; None: it is a plain tensor."""
+        found = [rule for rule in self.rules if rule.format.holds(module)]
+        if len(found) > 1:  # formats that look alike
+            found.sort(key=lambda rule: (not rule.names(module.name), not rule.is_general))
+        return found[0].format if found else None
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether a target of compressed-tensors names a module: the pattern is matched at the beginning of the name."""
+    if not target.startswith("re:"):
+        return module == target
+    try:
+        return re.match(target[3:], module) is not None
+    except re.error:
+        return False

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.kernels.linear.forms import BLOCK_TYPES, GgufWeight
-from headway.models.checkpoints.formats.config import FormatRule, Quantization
-from headway.models.checkpoints.formats.stored import QuantizedModule, StoredFormat
+from headway.models.checkpoints.formats.stored import FormatRule, Quantization, QuantizedModule, StoredFormat
 
 PREFIX = ".gguf_"
 """What stands between a module's name and a type, in the name of the tensor of its blocks."""

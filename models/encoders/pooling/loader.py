@@ -16,7 +16,8 @@ from headway.core.contract.errors import ModelError
 from headway.kernels.linear.choice import builtin_kernels
 from headway.kernels.step.operations import ACTIVATE
 from headway.models.checkpoints.checkpoint import architectures_of, check_folder
-from headway.models.checkpoints.formats.config import Quantization, read_quantization
+from headway.models.checkpoints.formats.config import read_quantization
+from headway.models.checkpoints.formats.stored import Quantization
 from headway.models.checkpoints.tokenizer import read_transformers_tokenizer
 from headway.models.checkpoints.weights import DummyWeights, Weights, WeightSource
 from headway.models.config import DecoderConfig
@@ -45,7 +46,6 @@ from headway.models.loader import (
     chosen_dtype,
     config_of,
     reads_expert_weight,
-    reads_weight,
 )
 
 log = logging.getLogger("headway")
@@ -135,7 +135,7 @@ class _Source:
         if folder is not None:
             return Weights(folder, self.dtype, self.device)
         kernels = self.options.kernels or builtin_kernels(self.device)
-        keeps = partial(reads_weight, kernels, dtype=self.dtype, device=self.device)
+        keeps = partial(kernels.reads, dtype=self.dtype)
         keeps_experts = partial(reads_expert_weight, dtype=self.dtype, device=self.device, options=self.options.experts)
         return Weights(self.folder, self.dtype, self.device, (), self.quantization, keeps, keeps_experts)
 

@@ -10,12 +10,12 @@ import torch
 
 from expert_layers import CONFIGS, FORMS, Layer
 from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.weights import QuantizedWeight
 from headway.kernels.experts.builtin import CUDA_LOTS, CUDA_ROWS
 from headway.kernels.experts.cuda_lots import LotsVariant, cuda_lots, lots_variant, suits
 from headway.kernels.experts.cuda_rows import ExpertVariant, cuda_rows, expert_variant
 from headway.kernels.experts.weights import spec_of
 from headway.kernels.linear.cuda_products import ArrangedWeight, computes
-from headway.kernels.linear.forms import QuantizedWeight
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from host_experts import PUBLISHED, described
 from quantized_weights import float8, int4

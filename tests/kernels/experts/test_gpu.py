@@ -13,9 +13,9 @@ from torch import Tensor
 from dense_attention import DenseAttention
 from expert_layers import CONFIGS, FORMS, HIDDEN, Layer, fused_layer
 from headway.core.contract.experts import ExpertsConfig, ExpertsKernel
+from headway.core.contract.weights import merged
 from headway.kernels.experts.bound import BoundExperts
 from headway.kernels.experts.plain import Routed, Routing
-from headway.kernels.linear.forms import merged
 from headway.models.loader import load_model
 from quantized_models import FORMATS as STORED
 from quantized_models import GPT_OSS, QWEN3_MOE, save_both, save_mxfp4

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from headway.core.contract.weights import Float8Weight
-from headway.kernels.linear.cuda_products import CudaProducts, Float8Products, operand
+from headway.core.contract.linear import LinearSpec
+from headway.core.contract.weights import Float8Weight, WeightFormat
+from headway.kernels.linear.cuda_products import FewRowsKernel, SharedRowsKernel, W8A8Kernel, arranged
 from headway.kernels.linear.cuda_variant import (
     CudaCut,
     CudaCutRule,
@@ -276,17 +277,19 @@ def test_threads_in_any_order_of_shared_rows(order: int) -> None:
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 CUTS = {
-    "few_rows": (CudaProducts, CudaCut(2, 4, 3)),
-    "shared_rows": (CudaProducts, CudaCut(1, 4, 2, splits=2)),
-    "w8a8": (Float8Products, CudaCut(1, 8, 2, splits=2)),
+    "few_rows": (FewRowsKernel, CudaCut(2, 4, 3)),
+    "shared_rows": (SharedRowsKernel, CudaCut(1, 4, 2, splits=2)),
+    "w8a8": (W8A8Kernel, CudaCut(1, 8, 2, splits=2)),
 }
-LAUNCH_LIMIT = {CudaProducts: 1e-2, Float8Products: 6e-2}
+LAUNCH_LIMIT = {FewRowsKernel: 1e-2, SharedRowsKernel: 1e-2, W8A8Kernel: 6e-2}
+
+SPEC = LinearSpec(256, 192, BF16, CPU, WeightFormat("fp8"))
 
 
 def layer_of(rows: int, bias: bool, blocks: bool) -> tuple[Tensor, Operand, Tensor]:
     """Random rows and a layer, and what float64 gives without its bias."""
     weight = float8(torch.randn(192, 256) * 0.1, (128, 128) if blocks else None)
-    layer = operand(weight, torch.randn(192).to(BF16) if bias else None)
+    layer = Operand.of(weight, torch.randn(192).to(BF16) if bias else None, arranged(weight))
     return torch.randn(rows, 256).to(BF16), layer, weight.dequantized(torch.float64).t()
 
 
@@ -298,7 +301,7 @@ def test_a_gated_product(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     norm = Norm(torch.randn(256).to(BF16), 1e-6)
     gate, up = (rms_norm(x.double(), (256,), norm.weight.double(), norm.eps) @ weight).chunk(2, 1)
     expected = silu(gate) * up
-    found = kind(CPU, lambda *_: cut)(x, layer, norm, gated=True, activation="silu")
+    found = kind(SPEC, cut=lambda *_: cut).compute(x, layer, norm, gated=True, activation="silu")
     assert (found.double() - expected).norm() < LAUNCH_LIMIT[kind] * expected.norm(), f"seed {seed}"
 
 
@@ -310,5 +313,5 @@ def test_a_product_that_is_added(kernel: str, monkeypatch: pytest.MonkeyPatch) -
     x, layer, weight = layer_of(11, bias=True, blocks=False)
     y = torch.randn(11, 192).to(BF16)
     expected = y.double() + x.double() @ weight + layer.bias.double()
-    assert kind(CPU, lambda *_: cut)(x, layer, add_to=y) is y
+    assert kind(SPEC, cut=lambda *_: cut).compute(x, layer, add_to=y) is y
     assert (y.double() - expected).norm() < LAUNCH_LIMIT[kind] * expected.norm(), f"seed {seed}"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from absent_gpu import blocks_that_fit
-from headway.core.contract.weights import Float8Weight, Int4Weight
-from headway.kernels.linear import gpu_kernels
-from headway.kernels.linear.choice import BUILTIN, rule
-from headway.kernels.linear.cuda_products import arranged, computes
+from headway.core.contract.weights import Int4Weight, QuantizedWeight, WeightFormat
+from headway.kernels.linear import cuda_products
+from headway.kernels.linear.choice import BUILTIN, rule, spec_of
+from headway.kernels.linear.cuda_products import W8A8Kernel, arranged, computes
 from headway.kernels.linear.cuda_variant import (
     CudaCutRule,
     CudaVariant,
@@ -26,8 +25,7 @@ from headway.kernels.linear.cuda_variant import (
     most_rows_of,
     shared_rows_cut,
 )
-from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, weight_bytes
-from headway.kernels.linear.gpu_kernels import W8A8Kernel, spec_of
+from headway.kernels.linear.forms import WeightBytes, weight_bytes
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from quantized_weights import FORMS, float8, int4, int8
 
@@ -60,17 +58,7 @@ def variant_of(weight: QuantizedWeight, rows: int, gated: bool = False, heads: b
 
 def shape_of(form: str, rows: int, columns: int) -> QuantizedWeight:
     """A weight without elements."""
-    small = weight_of(form, 128)
-
-    def empty(tensor: Tensor) -> Tensor:
-        whole = (columns,) if tensor.dim() == 1 else (tensor.shape[0] * rows // 128, max(1, tensor.shape[1] * columns // 512))
-        return torch.empty(whole, dtype=tensor.dtype, device="meta")
-
-    values = {field.name: getattr(small, field.name) for field in fields(small)}
-    tensors = {name: empty(value) for name, value in values.items() if isinstance(value, Tensor)}
-    if form == "fp8 rows":
-        return Float8Weight(tensors["values"], torch.empty(rows, 1, device="meta"), (1, columns))
-    return replace(small, **tensors)
+    return WeightFormat.of(weight_of(form)).sample(rows, columns)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -258,7 +246,7 @@ def test_it_takes_part_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [float8(torch.randn(64, 256), block) for block in (None, (64, 256), (128, 128))]
     assert "compute capability: needs 9.0, whose matrix units it multiplies by, got none" in refusal(weights[0])
     assert "dtype: needs bfloat16 or float16" in refusal(weights[0], torch.float32)
-    monkeypatch.setattr(gpu_kernels, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(cuda_products, "capability", lambda _: (9, 0))
     for weight in weights:
         assert refusal(weight) == refusal(weight, torch.float16) == "yes"
     kernel = W8A8Kernel(spec_of(weights[0], BF16, CPU))

@@ -27,11 +27,12 @@ from transformers import (
     Starcoder2Config,
 )
 
+from headway.core.oracle.weight_cases import on_device
 from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.linear.forms import Operand
 from headway.kernels.linear.gpu_kernels import RowRounding
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.tile_kernels import TiledProducts
+from headway.kernels.linear.tile_kernels import Tiles
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.runtime.vllm_library import find_library
 from headway.kernels.step.fused import Fused
@@ -43,10 +44,11 @@ from headway.models.layers.decoder import Decoder
 from headway.tuning.measure.products import choose_products
 from operation_inputs import Inputs, Sizes, ropes
 from quantized_weights import FORMS as PLAIN_FORMS
-from quantized_weights import int4, moved
+from quantized_weights import int4
 
 pytestmark = pytest.mark.gpu
 
+CUDA = torch.device("cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 STEPS = {
     "llama": Sizes(1, hidden=576, inner=1536, num_heads=9, num_kv_heads=3, head_dim=64),
@@ -114,14 +116,14 @@ def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize("shape", [(5120, 2880), (2880, 4096), (4096, 4096)], ids=str)
 def test_tiles_whose_rows_are_the_weights(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
     """With a bias, added to what is there; twice, since its counters must be zero again."""
-    products = TiledProducts(torch.device("cuda"))
     linear = Linear(torch.randn(shape, device="cuda").to(dtype) * 0.02, torch.randn(shape[0], device="cuda").to(dtype))
     x, y = torch.randn(rows, shape[1], device="cuda").to(dtype), torch.randn(rows, shape[0], device="cuda").to(dtype)
     exact = x.double() @ linear.weight.double().T + linear.bias.double()
     read = Operand.of(linear.weight, linear.bias)
-    assert products.runs(rows, shape, gated=False)
+    tiles = Tiles(linear.spec())
+    assert tiles.runs(rows)
     for before in (y, torch.zeros_like(y)):
-        found = products(x, read, add_to=before.clone())
+        found = tiles.compute(x, read, add_to=before.clone())
         assert float((found.double() - exact - before.double()).norm() / exact.norm()) < TOLERANCE[dtype]
 
 
@@ -133,7 +135,7 @@ def decoder(name: str, folder: Path, dtype: torch.dtype) -> Decoder:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)
-    return Decoder(read_decoder_config(CONFIGS[name]), Weights(folder, dtype, torch.device("cuda")))
+    return Decoder(read_decoder_config(CONFIGS[name]), Weights(folder, dtype, CUDA))
 
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -154,7 +156,7 @@ def test_logits_equal_those_of_the_plain_path(
     with torch.inference_mode():
         model = decoder(name, tmp_path, dtype)
         logits = model.compute_logits(model(ids, positions, causal))
-        model.operations = TorchOperations(*rope_tables(model.config.ropes, torch.device("cuda")))
+        model.operations = TorchOperations(*rope_tables(model.config.ropes, CUDA))
         expected = model.compute_logits(model(ids, positions, causal))
     assert logits.dtype == expected.dtype == dtype
     error = float((logits - expected).float().norm() / expected.float().norm())
@@ -244,7 +246,7 @@ def test_every_step_over_quantised_weights_is_right(name: str, form: str, rows: 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_way_is_right_and_gives_the_same_bits_in_a_graph(form: str, rows: int) -> None:
     weight = FORMS[form](torch.randn(1024, 2048, generator=torch.Generator().manual_seed(1)))
-    linear, x = Linear(moved(weight, "cuda"), dtype=torch.bfloat16), torch.randn(rows, 2048, device="cuda").bfloat16()
+    linear, x = Linear(on_device(weight, CUDA), dtype=torch.bfloat16), torch.randn(rows, 2048, device="cuda").bfloat16()
     expected = x.cpu().double() @ weight.dequantized(torch.float64).t()
     kind = choice_of(linear)
     assert ("scaled_mm" in kind.kernels) == ("fp8" in form and torch.cuda.get_device_capability() == (9, 0)), kind.name
@@ -273,7 +275,7 @@ def test_a_way_of_vllms_library_is_right(way: str, form: str, dtype: torch.dtype
     generator = torch.Generator().manual_seed(12)
     weight = LIBRARY_FORMS[form](torch.randn(1024, 2048, generator=generator))
     bias = torch.randn(1024, generator=generator).to(dtype)
-    linear = Linear(moved(weight, "cuda"), bias.cuda(), dtype=dtype)
+    linear = Linear(on_device(weight, CUDA), bias.cuda(), dtype=dtype)
     kind = choice_of(linear)
     expected_here = {"marlin": form != "int8" and (form, dtype) != ("mxfp4", torch.float16), "cutlass": "fp8" in form}
     assert (way in kind.kernels) == expected_here[way], str(kind.refused.get(way))
@@ -293,7 +295,7 @@ def test_a_way_of_vllms_library_is_right(way: str, form: str, dtype: torch.dtype
 @pytest.mark.parametrize("group", [128, 1024])
 def test_x_is_rounded_to_the_nearest_after_its_norm(group: int) -> None:
     x, weight = torch.randn(5, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda").bfloat16()
-    y, scales = RowRounding(torch.device("cuda"))(x, group, Norm(weight, 1e-6))
+    y, scales = RowRounding(CUDA)(x, group, Norm(weight, 1e-6))
     normed = torch.nn.functional.rms_norm(x.double(), (1024,), weight.double(), 1e-6)
     back = y[:5].double() * scales[:5].double().repeat_interleave(group, 1)
     assert (back - normed).norm() < 0.035 * normed.norm()
@@ -320,15 +322,15 @@ def test_floats_of_8_bits_by_such_floats(way: str, form: str, rows: int) -> None
     for shape in FLOAT8_SHAPES:
         weight = FORMS[form](torch.randn(shape, generator=generator))
         bias = torch.randn(shape[0], generator=generator).bfloat16()
-        linear = Linear(moved(weight, "cuda"), bias.cuda(), dtype=torch.bfloat16)
+        linear = Linear(on_device(weight, CUDA), bias.cuda(), dtype=torch.bfloat16)
         kind = choice_of(linear)
         assert way in kind.kernels, str(kind.refused.get("w8a8"))
         step = bound(linear, way)
         x = torch.randn(rows, shape[1], generator=generator).bfloat16().cuda()
         group = 128 if "blocks" in form else shape[1]
-        rounded, scales = RowRounding(torch.device("cuda"))(x, group, None)
+        rounded, scales = RowRounding(CUDA)(x, group, None)
         read = rounded[:rows].double() * scales[:rows].double().repeat_interleave(group, 1)
-        exact = read @ moved(weight, "cuda").dequantized(torch.float64).t() + bias.cuda().double()
+        exact = read @ on_device(weight, CUDA).dequantized(torch.float64).t() + bias.cuda().double()
         y = step(x, linear)
         assert float((y.double() - exact).norm() / exact.norm()) < 6e-3, shape
         assert_graphs_repeat(step, x, linear, y)
@@ -343,7 +345,7 @@ def test_a_norm_before_and_a_gate_or_a_sum_behind_floats_of_8_bits(way: str, for
     generator = torch.Generator().manual_seed(rows)
     x, norm = torch.randn(rows, 2048, generator=generator).to(dtype), torch.randn(2048, generator=generator).to(dtype)
     weight = FORMS[form](torch.randn(3072, 2048, generator=generator) * 0.02)
-    linear, wide = Linear(moved(weight, "cuda"), dtype=dtype), weight.dequantized(torch.float64).t()
+    linear, wide = Linear(on_device(weight, CUDA), dtype=dtype), weight.dequantized(torch.float64).t()
     choice_of(linear)
     kernel = bound(linear, way)
     gate, up = (torch.nn.functional.rms_norm(x.double(), (2048,), norm.double(), 1e-6) @ wide).chunk(2, 1)
@@ -371,7 +373,7 @@ def test_a_start_measures_every_way_and_the_choice_serves(tmp_path: Path, monkey
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     ops, device = Fused(*(table.cuda() for table in ropes(128))), torch.device("cuda", 0)
     weights = [FORMS["fp8 blocks"](torch.randn(1024, 2048, generator=torch.Generator().manual_seed(n))) for n in range(3)]
-    layers = [(Linear(moved(weight, "cuda"), dtype=torch.bfloat16), gated) for weight in weights for gated in (False, True)]
+    layers = [(Linear(on_device(weight, CUDA), dtype=torch.bfloat16), gated) for weight in weights for gated in (False, True)]
     kinds = ops.linear_choices(layers)
     choose_products(kinds, 60.0, compile_ahead(device))
     assert len(list((tmp_path / "products").glob("*.json"))) == 2

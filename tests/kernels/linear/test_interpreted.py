@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headway.kernels.linear import cpu_kernels, linear, tile_kernels
-from headway.kernels.linear.choice import builtin_kernels
+from headway.kernels.linear.choice import builtin_kernels, spec_of
 from headway.kernels.linear.forms import Operand
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.triton_launch import FixedLauncher
@@ -138,14 +138,16 @@ def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: p
     """Plain, gated and added, with biases; of sizes that are none of its own otherwise."""
     monkeypatch.setattr(tile_kernels, "MAX_WEIGHT", 64 * 192 * 3 // splits)
     seed, (out, columns) = torch.seed(), (64 if splits == 3 else 192, 192)
-    products, x = tile_kernels.TiledProducts(torch.device("cpu")), torch.randn(rows, columns).bfloat16()
+    x = torch.randn(rows, columns).bfloat16()
     weight, bias = torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16()
     read, both = Operand.of(weight, bias), x.double() @ weight.double().T + bias.double()
     residual = torch.randn(rows, 2 * out).bfloat16()
     expected = both, torch.nn.functional.silu(both[:, :out]) * both[:, out:], residual.double() + both
-    assert products.runs(rows, (2 * out, columns), gated=False)
-    assert not products.runs(17, (2 * out, columns), gated=False)
-    found = products(x, read), products(x, read, gated=True, activation="silu"), products(x, read, add_to=residual)
+    tiles = tile_kernels.Tiles(spec_of(weight, torch.bfloat16, torch.device("cpu")))
+    assert tiles.runs(rows)
+    assert not tiles.runs(17)
+    compute = tiles.compute
+    found = compute(x, read), compute(x, read, gated=True, activation="silu"), compute(x, read, add_to=residual)
     for got, right in zip(found, expected, strict=True):
         assert (got.double() - right).norm() < 6e-3 * right.norm(), f"seed {seed}"
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fake_vllm_library import RELEASES, FakeVllmLibrary
-from headway.kernels.linear.forms import QuantizedWeight
-from headway.kernels.linear.gpu_kernels import spec_of
+from headway.core.contract.weights import QuantizedWeight
+from headway.kernels.linear.choice import spec_of
 from headway.kernels.linear.marlin import Marlin
 from headway.kernels.runtime import vllm_library
 from headway.kernels.runtime.vllm_library import FLOAT4, FLOAT8, INT4, INT4_LESS_8

@@ -9,10 +9,11 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 from fake_vllm_library import FakeVllmLibrary
+from headway.kernels.linear.choice import spec_of
 from headway.kernels.linear.gpu_kernels import Dequantizer, RowRounding
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.marlin import Cutlass
-from headway.kernels.linear.quantized import QuantizedCut, QuantizedProducts, operand
+from headway.kernels.linear.quantized import QuantizedCut, TritonKernel
 from headway.kernels.runtime import vllm_library
 from headway.kernels.step.fused import Fused
 from headway.kernels.step.invariant import invariant_operations
@@ -65,10 +66,11 @@ def test_any_cut_gives_the_product_and_rows_do_not_know_each_other(cut: Quantize
     generator = torch.Generator().manual_seed(3)
     weight = int4(torch.randn(72, 1408, generator=generator), 128, zeros=True)
     x = torch.randn(21, 1408, generator=generator).to(BF16)
-    products, read = QuantizedProducts(torch.device("cpu"), lambda *_: cut), operand(weight)
-    y, expected = products(x, read), x.double() @ weight.dequantized(torch.float64).t()
+    kernel = TritonKernel(spec_of(weight, BF16, x.device), cut=lambda *_: cut)
+    read = kernel.prepare(weight)
+    y, expected = kernel.compute(x, read), x.double() @ weight.dequantized(torch.float64).t()
     assert (y - expected).norm() < 1e-2 * expected.norm()
-    assert torch.equal(products(x[:5].contiguous(), read), y[:5])
+    assert torch.equal(kernel.compute(x[:5].contiguous(), read), y[:5])
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -17,7 +17,6 @@ from headway.kernels.experts.plain import Routed, RouteTokens
 from headway.kernels.linear.axes import Axis
 from headway.llm import LLM
 from headway.models.checkpoints.formats.stored import ExpertsMxfp4, Float8Format, Int8Format, PackQuantized, StoredFormat
-from headway.models.checkpoints.rounded_weights import DummyInFormat
 from headway.models.checkpoints.weights import STD, DummyWeights
 from headway.models.loader import load_model
 from plain_models import sizes
@@ -152,9 +151,7 @@ FORMATS = {
 def test_weights_in_a_format_are_drawn_as_large_as_plain_ones_and_cut_as_they_are(form: StoredFormat) -> None:
     """Of two ranks, each holds its part of the weight that one alone would hold: rows of experts, and columns."""
 
-    def source() -> DummyInFormat:
-        return DummyInFormat(DummyWeights(torch.float32, CPU), form, lambda weight: True, lambda weight: True)
-
+    source = partial(DummyWeights, torch.float32, CPU, form=form)
     rows, columns, half = Axis.all(384), Axis.all(256), Axis(256, (range(128, 256),))
     whole = source().take_experts({"a": rows}, columns)
     assert not isinstance(whole, Tensor)

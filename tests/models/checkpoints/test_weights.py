@@ -19,9 +19,8 @@ from headway.kernels.linear.linear import Linear
 from headway.kernels.step.invariant import invariant_operations
 from headway.kernels.step.operations import TorchOperations
 from headway.models.checkpoints.formats.rounding import float8
-from headway.models.checkpoints.rounded_weights import QuantizeOnLoading
 from headway.models.checkpoints.tensor_files import plain_slices
-from headway.models.checkpoints.weights import DummyWeights, Weights
+from headway.models.checkpoints.weights import DummyWeights, QuantizeOnLoading, Weights
 from operation_inputs import ropes
 from quantized_weights import FORMS
 
@@ -44,19 +43,11 @@ def open_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
     return Weights(folder, dtype, torch.device("cpu"))
 
 
-def test_a_tensor_is_taken_by_name_in_the_wanted_dtype(tmp_path: Path) -> None:
-    save(tmp_path, a=tensor(2, 3), b=tensor(4).bfloat16())
-    weights = open_folder(tmp_path, torch.float16)
-    assert "a" in weights
-    assert "c" not in weights
-    torch.testing.assert_close(weights.take("a", (2, 3)), tensor(2, 3).half(), rtol=0, atol=0)
-    torch.testing.assert_close(weights.take("b", (4,)), tensor(4).half(), rtol=0, atol=0)
-    weights.finish()
-
-
-def test_tensors_are_merged_along_their_rows(tmp_path: Path) -> None:
+def test_tensors_are_taken_by_name_and_merged_along_their_rows_in_the_wanted_dtype(tmp_path: Path) -> None:
     save(tmp_path, a=tensor(2, 3), b=tensor(1, 3).bfloat16(), c=tensor(4))
     weights = open_folder(tmp_path, torch.float16)
+    assert [name in weights for name in "abcd"] == [True, True, True, False]
+    torch.testing.assert_close(weights.take("b", (1, 3)), tensor(1, 3).half(), rtol=0, atol=0)
     merged = weights.take_merged({"b": 1, "a": 2}, 3)
     assert merged.dtype == torch.float16
     torch.testing.assert_close(merged, torch.cat([tensor(1, 3), tensor(2, 3)]).half(), rtol=0, atol=0)
@@ -271,6 +262,17 @@ def test_what_is_rounded_on_loading_is_told_in_one_line(caplog: pytest.LogCaptur
         caplog.clear()
 
 
+def check_layers(expected_of: dict[Linear, Tensor], x: Tensor, residual: Tensor, tolerance: float) -> None:
+    tolerance = 1e-6 if x.dtype == torch.float32 else tolerance
+    for linear, expected in expected_of.items():
+        out = torch.empty_like(residual)
+        assert linear(x, out) is out
+        assert torch.equal(out, linear(x))
+        assert (out - expected).norm() < tolerance * expected.norm()
+        whole = residual.double() + expected
+        assert (linear.add_to(residual.clone(), x) - whole).norm() < tolerance * whole.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_are_those_of_the_dequantised_weight(form: str, dtype: torch.dtype) -> None:
@@ -278,14 +280,7 @@ def test_products_are_those_of_the_dequantised_weight(form: str, dtype: torch.dt
     weight = FORMS[form](torch.randn(80, 384, generator=generator))
     bias, x, residual = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((80,), (5, 384), (5, 80)))
     exact = x.double() @ weight.dequantized(torch.float64).t()
-    tolerance = 1e-6 if dtype == torch.float32 else 6e-3
-    for linear, expected in ((Linear(weight, dtype=dtype), exact), (Linear(weight, bias), exact + bias.double())):
-        assert (linear(x) - expected).norm() < tolerance * expected.norm()
-        out = torch.empty(5, 80, dtype=dtype)
-        assert linear(x, out) is out
-        assert torch.equal(out, linear(x))
-        whole = residual.double() + expected
-        assert (linear.add_to(residual.clone(), x) - whole).norm() < tolerance * whole.norm()
+    check_layers({Linear(weight, dtype=dtype): exact, Linear(weight, bias): exact + bias.double()}, x, residual, 6e-3)
 
 
 def test_a_layer_tells_what_it_expanded() -> None:
@@ -313,10 +308,5 @@ def test_a_plain_layer_is_right_whether_its_weight_is_packed_or_not(dtype: torch
     weight, x, bias, residual = (
         torch.randn(*shape, generator=generator).to(dtype) for shape in ((520, 400), (7, 400), (520,), (7, 520))
     )
-    exact, tolerance = x.double() @ weight.double().t(), 1e-6 if dtype == torch.float32 else 4e-3
-    for linear, expected in ((Linear(weight), exact), (Linear(weight, bias), exact + bias.double())):
-        out = torch.empty(7, 520, dtype=dtype)
-        assert linear(x, out) is out
-        assert (out - expected).norm() < tolerance * expected.norm()
-        whole = residual.double() + expected
-        assert (linear.add_to(residual.clone(), x) - whole).norm() < tolerance * whole.norm()
+    exact = x.double() @ weight.double().t()
+    check_layers({Linear(weight): exact, Linear(weight, bias): exact + bias.double()}, x, residual, 4e-3)

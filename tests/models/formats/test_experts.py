@@ -18,14 +18,13 @@ from transformers import GptOssConfig, PretrainedConfig, Qwen2MoeConfig
 from expert_layers import forms_of
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import DTYPES
+from headway.core.contract.weights import QuantizedWeight, WeightFormat
 from headway.kernels.experts.weights import RoutedWeights, each_expert, reads_experts
 from headway.kernels.linear.axes import Division
-from headway.kernels.linear.forms import QuantizedWeight, columns_of, dequantized_stack, format_of, rows_of
 from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING, float4, float8, int4, int8
-from headway.models.checkpoints.rounded_weights import QuantizeOnLoading
-from headway.models.checkpoints.weights import DummyWeights, Weights
+from headway.models.checkpoints.weights import DummyWeights, QuantizeOnLoading, Weights
 from headway.models.cut import ModelCut
 from headway.models.families.families import read_decoder_config
 from headway.models.loader import load_model, read_config
@@ -163,7 +162,7 @@ def test_experts_are_rounded_on_loading_and_drawn_in_a_form() -> None:
     plain = DummyWeights(torch.bfloat16, CPU).take_experts(rows, 96)
     kept = source(ON_LOADING["fp8"], keeps=True).take_experts(rows, 96)
     assert not isinstance(kept, Tensor)
-    assert str(format_of(kept)) == "fp8 rows"
+    assert str(WeightFormat.of(kept)) == "fp8 rows"
     torch.testing.assert_close(kept.dequantized(torch.bfloat16), plain, rtol=0.08, atol=1e-3)
     assert torch.equal(source(ON_LOADING["fp8"], keeps=False).take_experts(rows, 96), kept.dequantized(torch.bfloat16))
 
@@ -172,7 +171,7 @@ def test_experts_are_rounded_on_loading_and_drawn_in_a_form() -> None:
     assert not isinstance(found, Tensor)
     assert (found.kind, found.shape) == ("mxfp4", (96, 64))
     expected = source(float4, keeps=False, alone=True).take_stacked("gate_up", (2, 64, 48), transposed=True)
-    assert torch.equal(expected, dequantized_stack(found, 2, torch.bfloat16).mT)
+    assert torch.equal(expected, found.dequantized_stack(2, torch.bfloat16).mT)
     assert isinstance(stacked.take_product(rows, 96), Tensor), "MXFP4 is for experts alone"
 
 
@@ -196,14 +195,14 @@ def test_float4_is_rounded_to_the_nearest_code() -> None:
         replace(int4(torch.randn(96, 128), 64), zeros=torch.arange(192).view(96, 2).to(torch.uint8) % 16),
         float4(torch.randn(96, 128)),
     ],
-    ids=lambda weight: str(format_of(weight)),
+    ids=lambda weight: str(WeightFormat.of(weight)),
 )
 def test_any_rows_and_whole_groups_of_columns_are_cut_out(form: QuantizedWeight) -> None:
     whole = form.dequantized(torch.float32)
     for rows in (range(32, 96), range(7, 50), range(96)):
-        assert torch.equal(rows_of(form, rows).dequantized(torch.float32), whole[rows.start : rows.stop])
-    assert torch.equal(columns_of(form, range(64, 128)).dequantized(torch.float32), whole[:, 64:])
-    within = columns_of(form, range(48, 112))
+        assert torch.equal(form.rows(rows).dequantized(torch.float32), whole[rows.start : rows.stop])
+    assert torch.equal(form.columns(range(64, 128)).dequantized(torch.float32), whole[:, 64:])
+    within = form.columns(range(48, 112))
     assert within is None or torch.equal(within.dequantized(torch.float32), whole[:, 48:112])
 
 

@@ -18,8 +18,8 @@ from engine_logits import save_random
 from headway import LLM
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.contract.weights import QuantizedWeight
 from headway.kernels.linear.axes import Axis
-from headway.kernels.linear.forms import QuantizedWeight
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import float8, int4, int8
 from headway.models.checkpoints.weights import Weights

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.weights import QuantizedWeight, WeightFormat, merged
+from headway.core.oracle.weight_cases import on_device
 from headway.kernels.experts.bound import BoundExperts, ExpertsOptions
 from headway.kernels.experts.plain import Product, Routing, TorchExperts, route
 from headway.kernels.experts.weights import RoutedWeights, spec_of
-from headway.kernels.linear.forms import QuantizedWeight, dequantized_stack, format_of, merged
 from headway.kernels.step.operations import Norm
 from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
-from quantized_weights import moved
 
 HIDDEN = 48
 SMALL = ExpertsConfig(num_experts=8, top_k=2, intermediate_size=40, renormalize=False)
@@ -105,8 +105,8 @@ class Layer:
             plain = self.tensors[name]
             count, rows, columns = plain.shape
             stacked[name] = FORMS[form](plain.reshape(count * rows, columns).to(self.dtype), rows)
-            self.tensors[name] = dequantized_stack(stacked[name], count, torch.float64)
-        placed = {name: moved(weight, device) for name, weight in stacked.items()}
+            self.tensors[name] = stacked[name].dequantized_stack(count, torch.float64)
+        placed = {name: on_device(weight, torch.device(device)) for name, weight in stacked.items()}
         return dataclasses.replace(self.weights(self.dtype, device), **placed)  # type: ignore[arg-type]
 
     def norm_of(self, dtype: torch.dtype, device: str = "cpu") -> Norm:
@@ -144,7 +144,7 @@ def plain_experts(
 
 def forms_of(weights: RoutedWeights) -> tuple[str, str]:
     """The formats of a layer's two weights in words; empty: plain."""
-    first, second = ("" if isinstance(each, Tensor) else str(format_of(each)) for each in (weights.gate_up, weights.down))
+    first, second = ("" if isinstance(each, Tensor) else str(WeightFormat.of(each)) for each in (weights.gate_up, weights.down))
     return first, second
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from expert_layers import CONFIGS, FORMS, Layer
 from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.weights import merged
 from headway.kernels.experts.plain import Routed, Routing
 from headway.kernels.experts.weights import RoutedWeights
-from headway.kernels.linear.forms import WeightBytes, merged
+from headway.kernels.linear.forms import WeightBytes
 from quantized_weights import float8
 
 CLAMPED = dataclasses.replace(CONFIGS["gpt_oss"], num_experts=6, top_k=3, intermediate_size=96)

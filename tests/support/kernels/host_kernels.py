@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.weights import QuantizedWeight
 from headway.core.system.files import cache_folder
 from headway.kernels.experts.builtin import most_blocks
 from headway.kernels.experts.cuda_lots import LotsVariant, expert_lots_cut, lots_variant
@@ -33,7 +34,6 @@ from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear import cuda_products
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, arranged
 from headway.kernels.linear.cuda_variant import CudaCutRule, CudaVariant, Float8Variant, most_rows_of
-from headway.kernels.linear.forms import QuantizedWeight
 from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 from headway.kernels.step.config import Activation
@@ -120,7 +120,7 @@ class HostRotation:
 
 @dataclass(frozen=True)
 class HostProduct:
-    """One product, as CudaProducts launches it."""
+    """One product, as CudaKernel launches it."""
 
     x: Tensor
     weight: QuantizedWeight

@@ -19,12 +19,13 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import AttentionFunctions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateMetadata, StateParameters, StateSpec
-from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight
+from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from headway.kernels.all_reduce.one_shot_kernels import OneShotAllReduce
 from headway.kernels.experts.bound import BoundExperts
 from headway.kernels.experts.weights import RoutedWeights
-from headway.kernels.linear.forms import QuantizedWeight
-from headway.kernels.linear.gpu_kernels import Dequantizer, RowRounding, TritonKernel, spec_of
+from headway.kernels.linear.choice import spec_of
+from headway.kernels.linear.gpu_kernels import Dequantizer, RowRounding
+from headway.kernels.linear.quantized import TritonKernel
 from headway.kernels.sampling.draw_kernels import FusedPart, FusedSampling
 from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
 from headway.kernels.step.config import LatentConfig

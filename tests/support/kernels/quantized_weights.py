@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, packed
-from headway.kernels.linear.forms import QuantizedWeight
+from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight, packed
 
 
 def float8(weight: Tensor, block: tuple[int, int] | None = None) -> Float8Weight:
@@ -51,7 +49,7 @@ def mxfp4(weight: Tensor) -> Float4Weight:
     return Float4Weight(packed(codes.to(torch.uint8).flatten(1), MX_GROUP), (exponents + 127).to(torch.uint8))
 
 
-FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+FORMS: dict[str, Callable[[Tensor], Weight]] = {
     "fp8 rows": float8,
     "fp8 blocks": partial(float8, block=(128, 128)),
     "int8": int8,
@@ -60,8 +58,3 @@ FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int4 of 32 in another order": partial(int4, group=32, zeros=True, order=True),
     "mxfp4": mxfp4,
 }
-
-
-def moved(weight: QuantizedWeight, device: str | torch.device) -> QuantizedWeight:
-    values = {field.name: getattr(weight, field.name) for field in fields(weight)}
-    return replace(weight, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})

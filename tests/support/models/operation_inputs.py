@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headway.kernels.linear.forms import QuantizedWeight
+from headway.core.contract.weights import QuantizedWeight
+from headway.core.oracle.weight_cases import on_device
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Embedding, Gate, Heads, Norm, Operations
-from quantized_weights import moved
 
 NUM_POSITIONS = 5000
 
@@ -105,7 +105,7 @@ class Inputs:
             bias, form = put(self.biases[name]) if self.sizes.bias else None, self.forms.get(name)
             if form is None or dtype == torch.float64:
                 return Linear(put(self.weights[name] if form is None else form.dequantized(torch.float64)), bias)
-            return Linear(moved(form, device), bias, dtype=dtype, kept=True)
+            return Linear(on_device(form, torch.device(device)), bias, dtype=dtype, kept=True)
 
         sizes = self.sizes
         norm = Norm(put(self.norm_weight), 1e-5, put(self.norm_bias) if sizes.layer_norm else None)
