@@ -19,7 +19,8 @@ from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.linear import LinearKernel
 from headway.core.contract.metadata import Phase
-from headway.core.contract.operation import ATTENTION, EXPERTS, KINDS, LINEAR, STATE, OperationKind
+from headway.core.contract.operation import ALL_KINDS, ALL_REDUCE, ATTENTION, EXPERTS, KINDS, LINEAR, STATE, OperationKind
+from headway.core.contract.ranks import AllReduceKernel
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateBackend, StateBackendInfo, StateLayout, StateSpec
@@ -30,6 +31,7 @@ from headway.registry.plugin_sources import PluginSource
 from headway.registry.records import BUILTIN_OWNER, Brought, PluginFailure, PluginRecord
 from headway.registry.validate import (
     answers_of,
+    check_all_reduce_class,
     check_backend_class,
     check_chat_parser_info,
     check_experts_class,
@@ -253,7 +255,10 @@ class Registry:
         self.experts: KernelRegistry[ExpertsKernel, None] = KernelRegistry(
             EXPERTS, check_experts_class, self.rank_hooks, self.failures
         )
-        self._kinds = (self.attention, self.states, self.linear, self.experts)
+        self.all_reduce: KernelRegistry[AllReduceKernel, None] = KernelRegistry(
+            ALL_REDUCE, check_all_reduce_class, self.rank_hooks, self.failures
+        )
+        self._kinds = (self.attention, self.states, self.linear, self.experts, self.all_reduce)
         self.backends = self.attention.entries
         self.layouts = self.attention.layouts
         self.plugins: list[PluginRecord] = []
@@ -312,12 +317,12 @@ class Registry:
     def _sort_kernels(self, found: dict[str, list[Any]], where: str) -> None:
         """Put what `headway_register_kernels` returned to the other kernels of its kind."""
         for info in found.pop("kernels"):
-            kind = next((kind for kind in KINDS if isinstance(info, kind.info)), None)
+            kind = next((kind for kind in ALL_KINDS if isinstance(info, kind.info)), None)
             if kind is None:
                 need = ", ".join(known.info.__name__ for known in KINDS)
                 raise PluginError(f"{where}: headway_register_kernels() must return {need}, got {type(info).__name__}")
             found.setdefault(kind.kernels, []).append(info)
-        for kind in KINDS:
+        for kind in ALL_KINDS:
             found.setdefault(kind.kernels, [])
 
     def of(self, kind: OperationKind) -> KernelRegistry[Any, Any]:

@@ -18,7 +18,8 @@ from headway.core.contract.kernel import GraphLevel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.metadata import Phase
-from headway.core.contract.operation import ATTENTION, EXPERTS, LINEAR, STATE, OperationKind
+from headway.core.contract.operation import ALL_REDUCE, ATTENTION, EXPERTS, LINEAR, STATE, OperationKind
+from headway.core.contract.ranks import AllReduceKernel
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.state import STATE_KINDS, StateBackend, StateCapabilities, StateLayout
 from headway.core.contract.weights import FORMATS
@@ -189,6 +190,13 @@ def check_experts_class(loaded: object, name: str, where: str) -> type[ExpertsKe
         ],
         where,
     )
+    return kernel
+
+
+def check_all_reduce_class(loaded: object, name: str, where: str) -> type[AllReduceKernel]:
+    """Check and return the class that `AllReduceKernelInfo.load` returned; see `check_backend_class`."""
+    kernel: type[AllReduceKernel] = _whole_class(loaded, ALL_REDUCE, name, where)
+    _check_rules(kernel.capabilities, _DEVICE_RULES[1:], where)
     return kernel
 
 

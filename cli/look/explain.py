@@ -151,15 +151,19 @@ def _products(products: Sequence[tuple[Linear, bool]], device: torch.device, reg
 
 def product_section(found: Mapping[str, Any]) -> Section:
     """Return what serves one kind of product. found: an item of "products" of `explain_products`."""
-    starts = list(found["ways"])
+    return counted_section(f"{found['product']}, {found['layers']} layers", "rows", found["ways"], found)
+
+
+def counted_section(title: str, axis: str, serving: Mapping[int, str], found: Mapping[str, Any]) -> Section:
+    """Return which kernels serve along an axis. serving: count from which each does. found: "by", perhaps "refused"."""
+    starts = list(serving)
     ends = [*(f" to {start - 1:,}" for start in starts[1:]), " on"]
-    rows = [Row((way, f"from {start:,}{end}"), (0,)) for (start, way), end in zip(found["ways"].items(), ends, strict=True)]
+    rows = [Row((name, f"from {start:,}{end}"), (0,)) for (start, name), end in zip(serving.items(), ends, strict=True)]
     refused: dict[str, list[str]] = {}
     for name, why in found.get("refused", {}).items():
         refused.setdefault(why, []).append(name)
     rows += [Row((", ".join(names), ""), why_not=why) for why, names in refused.items()]
-    title = f"{found['product']}, {found['layers']} layers"
-    return Section(title, columns=("kernel", "rows"), rows=rows, notes=[f"by: {found['by']}"])
+    return Section(title, columns=("kernel", axis), rows=rows, notes=[f"by: {found['by']}"])
 
 
 def explain_states(
@@ -277,12 +281,13 @@ def explain(
 
         plain, sections = explain_products(model, quantization, dtype, device, create_registry(plugin or ()))
         return _print(plain, sections, all_backends, as_json)
+    from headway.core.contract.ranks import RankGroup
     from headway.core.engine.data.config import check_block_size
     from headway.core.select.backend_request import BackendRequest
     from headway.core.select.selection import Workload
     from headway.core.select.selector import Selector
     from headway.tuning.isolated.trial import create_registry
-    from headway.tuning.measure.all_reduce import describe_stored_sums
+    from headway.tuning.measure.all_reduce import explain_sums
     from headway.tuning.table.convert import to_costs
 
     if block_size is not None:
@@ -311,8 +316,9 @@ def explain(
         plain, section = explain_attention(selector, registry.able(kind.device), shape, len(kind.cached), tables[spec])
         sections = [section]
     if tensor_parallel_size > 1:
-        plain["all_reduce"] = describe_stored_sums(kind.device, tensor_parallel_size)
-        sections.append(Section(f"sums over {tensor_parallel_size} ranks: ", plain["all_reduce"]))
+        plain["all_reduce"] = explain_sums(registry.all_reduce, RankGroup(0, tensor_parallel_size, kind.device))
+        title = f"sums over {tensor_parallel_size} ranks"
+        sections.append(counted_section(title, "bytes", plain["all_reduce"]["kernels"], plain["all_reduce"]))
     if kind.states:
         plain["states"], section = explain_states(kind.states, registry, state_backend, asked)
         sections.append(section)
@@ -447,9 +453,9 @@ def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> Crosso
 
     :raises ConfigError: no file holds them.
     """
-    from headway.core.select.backend_request import ALL_AUTO
-    from headway.core.select.layer_specs import LayerSpecs
-    from headway.tuning.autotune import TableRequest, tables_for
+    from headway.tuning.autotune import RegisteredLayer
+    from headway.tuning.measure.device import identify_device
+    from headway.tuning.measure.find_table import find_table
     from headway.tuning.table.files import read_table
     from headway.tuning.table.schema import SpecRecord
 
@@ -460,8 +466,9 @@ def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> Crosso
             got = " and ".join(f"one for {table.spec}" for table in tables)
             raise ConfigError("--crossover-table", f"a table for {spec}", got, "say --geometry and --dtype")
         return found
-    usable = tables_for(LayerSpecs([spec]), registry, ALL_AUTO, TableRequest(budget=0.0))
-    return None if usable is None else usable[spec]
+    able = registry.able(spec.device)
+    layer = RegisteredLayer.of(registry, spec, identify_device(spec.device), able)
+    return find_table(layer, 0.0) if len(able) > 1 else None
 
 
 def _shape(phase: StepPhase, batch: int, query_len: int | None, length: int) -> Shape:
