@@ -37,7 +37,7 @@ from headway.core.contract.layout import (
     LayerCache,
     LayoutInfo,
 )
-from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearKernelInfo, LinearSpec
+from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearKernelInfo, LinearParts, LinearSpec
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, Proposer, ProposerInfo, ProposerOptions, SequenceProposer
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
@@ -103,6 +103,7 @@ __all__ = [
     "LinearCapabilities",
     "LinearKernel",
     "LinearKernelInfo",
+    "LinearParts",
     "LinearSpec",
     "LogitsProcessorInfo",
     "ModelError",

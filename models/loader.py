@@ -16,7 +16,7 @@ from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.linear import LinearSpec
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.kernels.experts.bound import AUTO, ExpertsOptions
 from headway.kernels.experts.weights import reads_experts
 from headway.kernels.linear.choice import LinearKernels, builtin_kernels
@@ -142,7 +142,7 @@ def load_model(
         with torch.inference_mode():
             decoder = Decoder(native, weights, options.batch_invariant, ranks, options.slots, options.kernels, options.experts)
         if options.kernels is not None:
-            options.kernels.check_named(decoder.choices)
+            options.kernels.check_named(decoder.linear_choices)
         options.experts.check()
         if isinstance(weights, DummyWeights) or (isinstance(weights, Weights) and weights.quantization is None):
             again = partial(_weights, native, folder, chosen, device, stores=_Stores(stored, None))
@@ -237,8 +237,8 @@ def _weights(
     if quantization is not None and own is not None and not dummy and kept_blocks(folder) is not None:
         left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
         log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)
-    keeps = partial(_reads, kernels, dtype=dtype, device=device) if kernels is not None else _never
-    keeps_experts = partial(_reads_experts, dtype=dtype, device=device, options=experts) if kernels is not None else _never
+    keeps = partial(reads_weight, kernels, dtype=dtype, device=device) if kernels is not None else _never
+    keeps_experts = partial(reads_expert_weight, dtype=dtype, device=device, options=experts) if kernels is not None else _never
     if dummy:
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
         drawn = DummyWeights(dtype, device, unit=unit)
@@ -250,15 +250,19 @@ def _weights(
     return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], keeps, keeps_experts)
 
 
-def _reads(kernels: LinearKernels, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a linear kernel reads a weight as it is; without elements, which one does is asked later. dtype: of x."""
+def reads_weight(kernels: LinearKernels, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a linear kernel reads a weight as it is; without elements, which one does is asked later. dtype: of x."""
     rows, columns = weight.shape
     return device.type == "meta" or kernels.reads(LinearSpec(columns, rows, dtype, device, format_of(weight)))
 
 
-def _reads_experts(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, options: ExpertsOptions | None) -> bool:
+def reads_expert_weight(
+    weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, options: ExpertsOptions | None
+) -> bool:
     """Return whether a kernel reads a weight of experts as it is: on a CPU, where torch expands what others refuse, a third
-    party's."""
+    party's; without elements, which one does is asked later."""
+    if device.type == "meta":
+        return True
     if device.type == "cpu" and options is not None:
         return options.reads(weight.kind, dtype, device)
     return reads_experts(weight, dtype, device)

@@ -21,7 +21,7 @@ from headway.core.contract.state import KEY_VALUE, StateParameters
 from headway.core.engine.data.groups import PageFormat, page_format
 from headway.core.engine.data.pool import SMALLEST_CHUNK, pool_size, size_text
 from headway.core.engine.data.state_slots import StateSlots, plan_slots
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.locate import locate
 from headway.models.config import DecoderConfig

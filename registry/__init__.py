@@ -2,19 +2,17 @@
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["KernelEntry", "PluginFailure", "Registry", "create_registry", "hookimpl"]
+__all__ = ["PluginFailure", "Registry", "create_registry", "hookimpl"]
 
 if TYPE_CHECKING:
-    from headway.registry.create import create_registry
     from headway.registry.hookspecs import hookimpl
     from headway.registry.records import PluginFailure
-    from headway.registry.registry import KernelEntry, Registry
+    from headway.registry.registry import Registry, create_registry
 
 _HOME = {
-    "KernelEntry": "registry",
     "PluginFailure": "records",
     "Registry": "registry",
-    "create_registry": "create",
+    "create_registry": "registry",
     "hookimpl": "hookspecs",
 }
 

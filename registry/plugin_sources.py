@@ -10,7 +10,6 @@ import importlib.util
 import os
 import sys
 import traceback
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,8 +36,8 @@ _MOST_FILES = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class PluginSource(ABC):
-    """A plugin that has not been imported yet."""
+class PluginSource:
+    """A plugin that has not been imported yet; of this class itself one that is known by its name alone."""
 
     name: str
     owner: str
@@ -54,9 +53,11 @@ class PluginSource(ABC):
         """The text that names a file in any folder: FILE.py or FILE.py:CLASS; empty for what is no file."""
         return ""
 
-    @abstractmethod
     def load(self) -> object:
-        """Import the plugin; raises whatever it raises."""
+        """Import the plugin; raises whatever it raises, and PluginError if it is known by its name alone."""
+        raise PluginError(
+            f"plugin {self.name} of {self.owner} is known by its name alone, and loaded by the process that tries it"
+        )
 
     def digest(self) -> str:
         """Hash of the plugin's name, version, and files with their sizes and times of change."""
@@ -70,17 +71,6 @@ class PluginSource(ABC):
                     stat = path.stat()
                     facts.append((str(path), stat.st_mtime_ns, stat.st_size) if path.is_file() else str(path))
         return hashlib.sha256(repr(facts).encode("utf-8", "replace")).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class NamedPlugin(PluginSource):
-    """An installed plugin by its name alone, for a trial in another process, which finds and loads it."""
-
-    def load(self) -> object:
-        """:raises PluginError: always; it is loaded where it is found."""
-        raise PluginError(
-            f"plugin {self.name} of {self.owner} is known by its name alone, and loaded by the process that tries it"
-        )
 
 
 @dataclass(frozen=True, slots=True)

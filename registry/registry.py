@@ -1,266 +1,67 @@
-"""The Registry: which layouts and backends exist, whose they are, whether they run here, and why the rest is missing."""
+"""The Registry, filled with all that there is: built-ins, a caller's plugins, and installed ones that passed their trial."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args, get_type_hints
 
 import pluggy
 import torch
 
-from headway.core.contract.backend import AttentionBackend, BackendInfo
 from headway.core.contract.chat_parsers import ChatParserInfo
-from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
-from headway.core.contract.experts import ExpertsKernel
-from headway.core.contract.kernel import Kernel, KernelInfo
-from headway.core.contract.layout import CacheLayout, LayoutInfo
-from headway.core.contract.linear import LinearKernel
-from headway.core.contract.metadata import Phase
-from headway.core.contract.operation import ALL_KINDS, ALL_REDUCE, ATTENTION, EXPERTS, KINDS, LINEAR, STATE, OperationKind
-from headway.core.contract.ranks import AllReduceKernel
+from headway.core.contract.errors import ConfigError, PluginError
+from headway.core.contract.kernel import KernelInfo
+from headway.core.contract.operation import ALL_KINDS, ATTENTION, KINDS, OperationKind
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
-from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import StateBackend, StateBackendInfo, StateLayout, StateSpec
-from headway.core.contract.support import YES, Reason, Support
+from headway.core.select.kernels import KernelEntry, Kernels, RankHook
 from headway.core.system.logs import log_traceback, warn_once
 from headway.kernels.linear.choice import LinearKernels
-from headway.registry.plugin_sources import PluginSource
-from headway.registry.records import BUILTIN_OWNER, Brought, PluginFailure, PluginRecord
-from headway.registry.validate import (
-    answers_of,
-    check_all_reduce_class,
-    check_backend_class,
-    check_chat_parser_info,
-    check_experts_class,
-    check_kernel_info,
-    check_layout_info,
-    check_linear_class,
-    check_processor_info,
-    check_proposer_info,
-    check_state_backend_class,
-    check_state_layout,
+from headway.registry import builtin, hookspecs
+from headway.registry.isolation import TIMEOUT, TRUST, Trial, Verdict, verdicts
+from headway.registry.plugin_sources import (
+    InstalledPlugin,
+    PluginFile,
+    PluginObject,
+    PluginSource,
+    UnreadablePlugin,
+    given_plugins,
+    installed_plugins,
+    with_hooks,
 )
+from headway.registry.records import BUILTIN_OWNER, Brought, PluginFailure, PluginPolicy, PluginRecord
+from headway.registry.validate import answers_of, check_class, check_items, named
 
-B = TypeVar("B", bound=Kernel)
-L = TypeVar("L")
-
-RankHook = Callable[[AttentionSpec | StateSpec, Phase, Sequence[str]], list[str] | None]
-"""(layer, phase, candidates) -> the candidates, best first; None leaves it to the next."""
-RankHooks = Callable[[str], list[tuple[str, str, RankHook]]]
-"""A rank hook's name -> name and owner of each plugin that has it, and the hook."""
-Failures = Sequence[PluginFailure]
-
-
-@dataclass(frozen=True, slots=True)
-class KernelEntry:
-    """A registered kernel and who brought it."""
-
-    info: KernelInfo
-    owner: str
-    """"built-in", or the distribution (or object) that registered it."""
-
-
-class KernelRegistry(Generic[B, L]):
-    """The registered kernels of one kind of operation, and the layouts of what they keep."""
-
-    def __init__(
-        self, kind: OperationKind, check: Callable[[object, str, str], type[B]], hooks: RankHooks, failures: Failures
-    ) -> None:
-        """check: checks a class that `load` returned; hooks: asks the plugins for an order; failures: plugins left out."""
-        self.kind = kind
-        self._word = kind.word
-        self._check = check
-        self._hooks = hooks
-        self._failures = failures
-        self._classes: dict[str, type[B]] = {}
-        self._support: dict[str, Support] = {}
-        self.entries: dict[str, KernelEntry] = {}
-        self.layouts: dict[str, L] = {}
-
-    def check_new(self, infos: Sequence[KernelInfo], owner: str, where: str) -> None:
-        """Check what a plugin registers. where: the plugin and its owner, for the error.
-
-        :raises PluginError: a field of the wrong kind, or a name that is taken already or given twice.
-        """
-        for info in infos:
-            check_kernel_info(info, self.kind, where)
-        names = [info.name for info in infos]
-        for name in names:
-            known = self.entries.get(name)
-            if known is not None or names.count(name) > 1:
-                taken = known.owner if known else owner
-                raise PluginError(f"{self._word} name {name!r} of {owner} is already taken by {taken}: rename one of them")
-
-    def add(self, infos: Sequence[KernelInfo], owner: str) -> None:
-        """Register backends that `check_new` has passed."""
-        self.entries.update({info.name: KernelEntry(info, owner) for info in infos})
-
-    def backend(self, name: str) -> type[B]:
-        """Load a backend's class.
-
-        :raises UnknownBackendError: nobody registered that name.
-        :raises PluginError: its module does not load, or what it loads is not a backend.
-        """
-        if name not in self._classes:
-            if name not in self.entries:
-                found = {known: self.availability(known) for known in self.entries}
-                states = {known: "available" if ok else f"unavailable: {ok.brief}" for known, ok in found.items()}
-                raise UnknownBackendError(name, states, [str(failure) for failure in self._failures], self.kind.name)
-            entry = self.entries[name]
-            where = f"{self._word} {name} of {entry.owner}"
-            try:
-                loaded = entry.info.load()
-            except (Exception, SystemExit) as error:
-                log_traceback(f"{where} does not load", error)
-                raise PluginError(f"{where} does not load: {type(error).__name__}: {error}") from error
-            self._classes[name] = self._check(loaded, name, where)
-        return self._classes[name]
-
-    def availability(self, name: str) -> Support:
-        """Load and probe a backend, once, and return whether this machine can run it.
-
-        :raises UnknownBackendError: nobody registered that name.
-        """
-        if name not in self._support:
-            try:
-                self._support[name] = _support(self.backend(name).available(), "available")
-            except UnknownBackendError:
-                raise
-            except (Exception, SystemExit) as error:
-                log_traceback(f"available() of {self._word} {name}", error)
-                info = self.entries[name].info
-                hint = f"pip install '{info.extra}'" if info.extra else ""
-                missing = error.__cause__ if isinstance(error, PluginError) else error
-                if isinstance(missing, ModuleNotFoundError) and missing.name:
-                    package = missing.name.partition(".")[0]
-                    self._support[name] = Support.no("import", f"the package {package}", "not installed", hint)
-                else:
-                    self._support[name] = Support.no("import", "a backend that loads and answers", error, hint)
-        return self._support[name]
-
-    def able(self, name: str, device_type: str) -> Support:
-        """Return whether a backend serves a type of device and can run on this machine.
-
-        One for a CPU alone is not probed for a GPU: that may take a compiler's time.
-        """
-        try:
-            devices = self.backend(name).capabilities.devices
-        except PluginError:  # availability says why it does not load
-            return self.availability(name)
-        probed = self.availability(name) if device_type in devices or "cuda" in devices else YES
-        if probed and device_type not in devices:
-            return Support.no("device", " or ".join(devices), device_type)
-        return probed
-
-    def meant_for(self, device_type: str) -> list[str]:
-        """Return the names of those whose registration does not name other types of device; none of them is imported."""
-        return [name for name, entry in self.entries.items() if device_type in (entry.info.devices or (device_type,))]
-
-    def all_able(self, device_type: str) -> list[str]:
-        """Return the names of those that serve a type of device and can run on this machine."""
-        return [name for name in self.meant_for(device_type) if self.able(name, device_type)]
-
-    def classes(self, device_type: str) -> list[type[B]]:
-        """Return the classes of `all_able`."""
-        return [self.backend(name) for name in self.all_able(device_type)]
-
-    def supports(self, name: str, *asked: Any) -> Support:
-        """Return whether a kernel can run here, and if so its own answer about a layer.
-
-        asked: what its class's `supports` takes, the layer's spec first.
-        """
-        able = self.able(name, asked[0].device.type)
-        if not able:
-            return able
-        try:
-            kernel: Any = self.backend(name)  # whose `supports` takes what its kind of operation asks
-            found = _support(kernel.supports(*asked), "supports")
-        except (Exception, SystemExit) as error:
-            log_traceback(f"supports() of {self._word} {name}", error)
-            return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
-        return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
-
-    def _with_known_layout(self, reason: Reason) -> Reason:
-        """A reason whose hint is no layout that nobody registered: a backend may read those of another plugin."""
-        option, _, layout = reason.hint.partition(" ")
-        if option != "--kv-layout" or layout in self.layouts:
-            return reason
-        return reason._replace(hint=f"nobody has registered layout {layout}; headway plugins lists the plugins")
-
-    def rank(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
-
-        A hook that raises, or whose answer is no order of the candidates, is named in the log and passed over.
-        """
-        for plugin, owner, order in self._hooks(self.kind.rank_hook):
-            try:
-                answer = order(spec, phase, candidates)
-            except (Exception, SystemExit) as error:
-                who = f"plugin {plugin!r} of {owner}"
-                log_traceback(f"{self.kind.rank_hook}() of {who}", error)
-                raised = str(error) if isinstance(error, PluginError) else f"it raised {type(error).__name__}: {error}"
-                warn_once(f"{self.kind.rank_hook}() of {who} is passed over: {raised}")
-                continue
-            if answer is not None:
-                return answer
-        return list(candidates)
-
-
-def _name_of(info: Any) -> str:
-    return str(info.layout.name if isinstance(info, LayoutInfo) else info.name)
-
-
-def _support(answer: object, method: str) -> Support:
-    if not isinstance(answer, Support):
-        raise PluginError(f"{method}() must return a Support, got {answer!r}")
-    return answer
-
-
-_KINDS: dict[str, type] = {
-    "layouts": LayoutInfo,
-    "backends": BackendInfo,
-    "proposers": ProposerInfo,
-    "logits_processors": LogitsProcessorInfo,
-    "state_layouts": StateLayout,
-    "state_backends": StateBackendInfo,
-    "kernels": KernelInfo,
-    "chat_parsers": ChatParserInfo,
+_HOOKS: dict[str, type] = {
+    name.removeprefix("headway_register_"): get_args(get_type_hints(hook)["return"])[0]
+    for name, hook in vars(hookspecs).items()
+    if name.startswith("headway_register_")
 }
-"""What plugins bring, as the names of hooks and the fields of `Brought` have it -> its type."""
+"""What stands behind headway_register_ in the name of a hook -> the type of what it returns."""
+RETRY = "headway plugins --retry tries it again"
 
 
-class Registry:
+class Registry(Kernels):
     """Layouts and backends by name, filled once by `create_registry`; from then on a lookup is a dict get."""
 
-    def __init__(self, manager: pluggy.PluginManager) -> None:
-        self._manager = manager
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
         self._owners: dict[str, str] = {}
         self.proposers: dict[str, ProposerInfo] = {}
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
         self.chat_parsers: dict[tuple[str, str], ChatParserInfo] = {}
         """What a parser reads, and its name -> the parser."""
         self.failures: list[PluginFailure] = []
-        self.attention: KernelRegistry[AttentionBackend, LayoutInfo] = KernelRegistry(
-            ATTENTION, check_backend_class, self.rank_hooks, self.failures
-        )
-        self.states: KernelRegistry[StateBackend, StateLayout] = KernelRegistry(
-            STATE, check_state_backend_class, self.rank_hooks, self.failures
-        )
-        self.linear: KernelRegistry[LinearKernel, None] = KernelRegistry(
-            LINEAR, check_linear_class, self.rank_hooks, self.failures
-        )
-        self.experts: KernelRegistry[ExpertsKernel, None] = KernelRegistry(
-            EXPERTS, check_experts_class, self.rank_hooks, self.failures
-        )
-        self.all_reduce: KernelRegistry[AllReduceKernel, None] = KernelRegistry(
-            ALL_REDUCE, check_all_reduce_class, self.rank_hooks, self.failures
-        )
-        self._kinds = (self.attention, self.states, self.linear, self.experts, self.all_reduce)
-        self.backends = self.attention.entries
-        self.layouts = self.attention.layouts
+        super().__init__(check_class, self.failures)
+        self._known: dict[str, dict[Any, Any]] = {
+            "proposers": self.proposers,
+            "logits_processors": self.logits_processors,
+            "chat_parsers": self.chat_parsers,
+            **{each.kind.kernels: each.entries for each in self.kinds},
+            **{each.kind.layouts: each.layouts for each in self.kinds if each.kind.layouts},
+        }
+        """What plugins bring, as the fields of `Brought` have it -> what is registered of it, by name."""
         self.plugins: list[PluginRecord] = []
         """The installed plugins, those that were left out or not wanted as well, and files that the user named."""
         self.sources: dict[str, PluginSource] = {}
@@ -286,48 +87,36 @@ class Registry:
             raise
         self._owners[name] = owner
         hooks = tuple(caller.name for caller in self._manager.get_hookcallers(plugin) or ())
-        self.brought[name] = Brought(hooks, **{kind: tuple(map(_name_of, infos)) for kind, infos in found.items()})
-        for kernels in self._kinds:
-            kernels.add(found[kernels.kind.kernels], owner)
-            kernels.layouts.update({_name_of(info): info for info in found.get(kernels.kind.layouts, ())})
-        for kind in ("proposers", "logits_processors"):
-            getattr(self, kind).update({_name_of(info): info for info in found[kind]})
-        self.chat_parsers.update({(parser.reads, parser.name): parser for parser in found["chat_parsers"]})
+        for kernels in self.kinds:
+            if kernels.kind.rank_hook:
+                asked = reversed(getattr(self._manager.hook, kernels.kind.rank_hook).get_hookimpls())
+                own = [each for each in asked if not each.wrapper and not each.hookwrapper]
+                kernels.rank_hooks = [
+                    RankHook(each.plugin_name, self._owners[each.plugin_name], each.function, each.argnames) for each in own
+                ]
+        names = {kind: tuple(str(named(item).name) for item in items) for kind, items in found.items()}
+        self.brought[name] = Brought(hooks, **names)
+        for kind, items in found.items():
+            for item in items:
+                key = (item.reads, item.name) if isinstance(item, ChatParserInfo) else named(item).name
+                self._known[kind][key] = KernelEntry(item, owner) if isinstance(item, KernelInfo) else item
 
     def _answers(self, where: str, owner: str, plugin: object) -> dict[str, list[Any]]:
+        """Return what a plugin brings, by the fields of `Brought`, once all of it is checked."""
         if not self._manager.get_hookcallers(plugin):
             raise PluginError(f"{where} implements no hook of ours: mark its functions with headway.hookimpl")
-        found = {name: self._ask(f"headway_register_{name}", kind, plugin, where) for name, kind in _KINDS.items()}
-        self._sort_kernels(found, where)
-        layouts, proposers = found["layouts"], found["proposers"]
-        for layout in layouts:
-            check_layout_info(layout, where)
-        self._check_state_layouts(found["state_layouts"], where)
-        for proposer in proposers:
-            check_proposer_info(proposer, where)
-        self._check_processors(found["logits_processors"], where)
-        self._check_chat_parsers(found["chat_parsers"], where)
-        for number, layout in enumerate(layouts):
-            self._check_layout(layout, layouts[:number])
-        for kernels in self._kinds:
-            kernels.check_new(found[kernels.kind.kernels], owner, where)
-        self._check_proposer_names([each.name for each in proposers], where)
+        found: dict[str, list[Any]] = {kind: [] for kind in self._known}
+        for hook, kind in _HOOKS.items():
+            for item in self._ask(f"headway_register_{hook}", kind, plugin, where):
+                of = next((known for known in ALL_KINDS if isinstance(item, known.info)), None)
+                if of is None and kind is KernelInfo:
+                    need = ", ".join(known.info.__name__ for known in KINDS)
+                    raise PluginError(f"{where}: headway_register_kernels() must return {need}, got {type(item).__name__}")
+                found[hook if of is None else of.kernels].append(item)
+        for field, items in found.items():
+            entries = self._known[field].values()
+            check_items(items, [(getattr(each, "info", each), getattr(each, "owner", "")) for each in entries], owner, where)
         return found
-
-    def _sort_kernels(self, found: dict[str, list[Any]], where: str) -> None:
-        """Put what `headway_register_kernels` returned to the other kernels of its kind."""
-        for info in found.pop("kernels"):
-            kind = next((kind for kind in ALL_KINDS if isinstance(info, kind.info)), None)
-            if kind is None:
-                need = ", ".join(known.info.__name__ for known in KINDS)
-                raise PluginError(f"{where}: headway_register_kernels() must return {need}, got {type(info).__name__}")
-            found.setdefault(kind.kernels, []).append(info)
-        for kind in ALL_KINDS:
-            found.setdefault(kind.kernels, [])
-
-    def of(self, kind: OperationKind) -> KernelRegistry[Any, Any]:
-        """Return the kernels of a kind of operation."""
-        return next(kernels for kernels in self._kinds if kernels.kind is kind)
 
     def digest_of(self, name: str, kind: OperationKind = ATTENTION) -> str:
         """Hash of the version and the files of the plugin that brought a kernel; empty for built-ins and objects."""
@@ -343,12 +132,16 @@ class Registry:
         """What one plugin answers to a hook; nothing where it does not implement it."""
         if all(caller.name != hook for caller in self._manager.get_hookcallers(plugin) or ()):
             return []
-        others = [other for other in self._manager.get_plugins() if other is not plugin]
         try:
-            answers = self._manager.subset_hook_caller(hook, others)()
+            answers = self._call(hook, plugin)
         except (Exception, SystemExit) as error:
             raise PluginError(f"{where}: {hook}() raised {type(error).__name__}: {error}") from error
         return answers_of(hook, answers or [None], kind, where)  # pluggy leaves an answer of None out
+
+    def _call(self, hook: str, plugin: object, **arguments: Any) -> Any:
+        """Return what pluggy returns of one plugin's hook."""
+        others = [other for other in self._manager.get_plugins() if other is not plugin]
+        return self._manager.subset_hook_caller(hook, others)(**arguments)
 
     def _check_new(self, name: str, owner: str, plugin: object) -> None:
         if name in self._owners:
@@ -361,41 +154,9 @@ class Registry:
         if self._manager.is_registered(plugin):
             raise PluginError(f"plugin {name!r} of {owner} is already registered as {self._manager.get_name(plugin)!r}")
 
-    def _check_processors(self, processors: Sequence[LogitsProcessorInfo], where: str) -> None:
-        for processor in processors:
-            check_processor_info(processor, where)
-            if processor.name in self.logits_processors or [other.name for other in processors].count(processor.name) > 1:
-                raise PluginError(f"{where}: logits processor name {processor.name!r} is already taken: rename one of them")
-
-    def _check_chat_parsers(self, parsers: Sequence[ChatParserInfo], where: str) -> None:
-        known = set(self.chat_parsers)
-        for parser in parsers:
-            check_chat_parser_info(parser, where)
-            if (key := (parser.reads, parser.name)) in known:
-                raise PluginError(f"{where}: parser of {parser.reads} {parser.name!r} is already registered: rename one of them")
-            known.add(key)
-
-    def _check_proposer_names(self, names: Sequence[str], where: str) -> None:
-        for name in names:
-            if name in self.proposers or names.count(name) > 1:
-                raise PluginError(f"{where}: the proposer name {name!r} is already taken: rename one of them")
-
-    def _check_state_layouts(self, layouts: Sequence[StateLayout], where: str) -> None:
-        known = list(self.states.layouts.values())
-        for layout in layouts:
-            check_state_layout(layout, where)
-            for other in known:
-                if other.name == layout.name or other == layout:
-                    raise PluginError(f"{where}: state layout {layout.name!r} is already registered as {other.name!r}")
-            known.append(layout)
-
-    def _check_layout(self, info: LayoutInfo, own: Sequence[LayoutInfo]) -> None:
-        for known in (*self.layouts.values(), *own):
-            if known.layout.name == info.layout.name or known.layout == info.layout:
-                raise PluginError(f"layout {info.layout.name!r} is already registered as {known.layout.name!r}")
-
-    def linear_kernels(self, device: torch.device, named: str = "auto") -> LinearKernels:
+    def linear_kernels(self, device: torch.device, named: str = "auto", invariant: bool = False) -> LinearKernels:
         """Return the linear kernels that a model on a device chooses among. named: the one that the user asks for, or auto.
+        invariant: for deterministic mode.
 
         :raises UnknownBackendError: nobody registered that name.
         """
@@ -405,28 +166,7 @@ class Registry:
         names = kernels.meant_for(device.type)
         guests = [name for name in names if kernels.entries[name].owner != BUILTIN_OWNER]
         asked = None if named == "auto" else named
-        return LinearKernels(device, names, kernels.backend, kernels.supports, guests, asked)
-
-    def backend(self, name: str) -> type[AttentionBackend]:
-        """Load an attention backend's class; see `KernelRegistry.backend`."""
-        return self.attention.backend(name)
-
-    def availability(self, name: str) -> Support:
-        """Load and probe an attention backend, once, and return whether this machine can run it."""
-        return self.attention.availability(name)
-
-    def able(self, device: torch.device) -> list[str]:
-        """The attention backends that serve a type of device and can run on this machine; see `KernelRegistry.all_able`."""
-        return [name for name in self.attention.all_able(device.type) if name in self.backends]
-
-    def layout(self, name: str) -> LayoutInfo:
-        """A layout by name.
-
-        :raises ConfigError: nobody registered that name.
-        """
-        if name not in self.layouts:
-            raise ConfigError("kv_layout", f"auto or one of {', '.join(self.layouts)}", repr(name))
-        return self.layouts[name]
+        return LinearKernels(device, names, kernels.backend, kernels.supports, guests, asked, invariant)
 
     def proposer(self, name: str) -> ProposerInfo:
         """A proposer of draft tokens by name.
@@ -437,40 +177,104 @@ class Registry:
             raise ConfigError("speculate", f"one of {', '.join(self.proposers)}", repr(name))
         return self.proposers[name]
 
-    def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Whether a backend can run here and can serve this layer in this phase."""
-        return self.attention.supports(name, spec, layout, block_size, phase)
 
-    def meant_for(self, device_type: str) -> list[str]:
-        """Return the attention backends that may serve a type of device, by their registrations: none is imported."""
-        return self.attention.meant_for(device_type)
+def create_registry(
+    plugins: Mapping[str, object] | Iterable[object] = (),
+    *,
+    trial: Trial | None = None,
+    load_entry_points: bool = True,
+    block: Iterable[str] = (),
+    policy: str | None = None,
+    retry: bool = False,
+) -> Registry:
+    """Make a registry: the built-ins first, then the given plugin objects, then entry points of the group "headway".
 
-    def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Attention backends, best guess first; see `KernelRegistry.rank`."""
-        return self.attention.rank(spec, phase, candidates)
+    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or name -> plugin;
+    one that fails raises.
+    trial: how an installed plugin or a file is tried in another process before it is let in, once for each version of it.
+    None: what was never tried is let in; `headway.create_registry` hands in the trial that every command uses.
+    block: names of entry points to leave alone. policy: which installed plugins are wanted (`PluginPolicy.parse`); None: as
+    $HEADWAY_PLUGINS says. retry: try again, whatever is remembered.
 
-    def rank_hooks(self, hook: str) -> list[tuple[str, str, RankHook]]:
-        """Name and owner of each plugin that has a rank hook, in the order in which they are asked, and the hook.
+    An installed plugin that fails there or here is recorded in `failures`, and start-up goes on. A file that fails raises, for
+    the user has named it.
 
-        It raises whatever the plugin raises, and PluginError for an answer that is no order of the candidates.
-        """
-        found = reversed(getattr(self._manager.hook, hook).get_hookimpls())
-        named = ((each.plugin_name, each.plugin) for each in found)
-        return [(name, self._owners.get(name, "nobody"), partial(self._rank_of, hook, plugin)) for name, plugin in named]
+    :raises ConfigError: a policy that cannot be understood; a file that is not there.
+    :raises HeadwayError: a given plugin that cannot be registered.
+    """
+    registry = Registry()
+    registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, builtin)
+    wanted = PluginPolicy.of_environment() if policy is None else PluginPolicy.parse(policy)
+    given = list(given_plugins(plugins))
+    files = [plugin for plugin in given if isinstance(plugin, PluginFile)]
+    tried = dict(zip(files, verdicts(files, trial, retry), strict=True))
+    for plugin in given:
+        _let_in(registry, plugin, tried.get(plugin, Verdict()) if isinstance(plugin, PluginFile) else Verdict())
+    if load_entry_points:
+        _add_installed(registry, list(installed_plugins(hookspecs.PROJECT, frozenset(block))), wanted, trial, retry)
+    return registry
 
-    def _rank_of(
-        self, hook: str, plugin: object, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]
-    ) -> list[str] | None:
-        others = [other for other in self._manager.get_plugins() if other is not plugin]
-        ask = self._manager.subset_hook_caller(hook, others)
-        answer = ask(spec=spec, phase=phase, candidates=tuple(candidates))
-        if answer is not None and not _is_order(answer, candidates):
-            raise PluginError(f"it must return an order of {list(candidates)}, got {answer!r}")
-        return None if answer is None else list(answer)
+
+def _add_installed(
+    registry: Registry,
+    found: list[InstalledPlugin | UnreadablePlugin],
+    policy: PluginPolicy,
+    trial: Trial | None,
+    retry: bool,
+) -> None:
+    for name in policy.unknown(found):
+        warn_once(f"plugins: nothing that is installed is called {name}")
+    readable = [plugin for plugin in found if policy.takes(plugin) and isinstance(plugin, InstalledPlugin)]
+    tried = dict(zip(map(id, readable), verdicts(readable, trial, retry), strict=True))
+    for plugin in found:
+        if policy.takes(plugin):
+            verdict = tried.get(id(plugin), Verdict())
+            try:
+                _let_in(registry, plugin, verdict)
+            except (Exception, SystemExit) as error:
+                details = verdict.details
+                if not verdict.fault:
+                    log_traceback(f"plugin {plugin.name} of {plugin.owner}", error)
+                    details = "".join(traceback.format_exception(error))
+                registry.failures.append(PluginFailure(plugin.name, plugin.owner, error, details))
+                _record(registry, plugin, verdict, registry.failures[-1])
+        else:
+            registry.plugins.append(PluginRecord(plugin.name, plugin.owner, str(plugin.file or ""), "blocked"))
 
 
-def _is_order(answer: object, candidates: Sequence[str]) -> bool:
-    try:
-        return isinstance(answer, (list, tuple)) and Counter(answer) == Counter(candidates)
-    except TypeError:  # of what cannot be hashed
-        return False
+def _let_in(registry: Registry, plugin: PluginSource, verdict: Verdict) -> None:
+    """Load and register a plugin.
+
+    :raises HeadwayError: what came of its trial, or why it cannot be registered; besides whatever its import raises.
+    """
+    if verdict.fault:
+        longer = f"{TIMEOUT}=60 gives it longer" * verdict.fault.startswith("hangs")
+        if isinstance(plugin, PluginFile):
+            hint = ", ".join(filter(None, (f"{TRUST}=1 lets it in untried", longer)))
+            raise PluginError(f"plugin {plugin.path}: {verdict.fault} (tried in a process of its own; {hint})")
+        hint = "; ".join(filter(None, (RETRY, longer)))
+        raise PluginError(f"{verdict.fault} (tried in a process of its own on {verdict.date}; {hint})")
+    given = isinstance(plugin, (PluginFile, PluginObject))
+    loaded = plugin.load()
+    hooks = with_hooks(loaded, registry.layouts, registry.states.layouts) if given else loaded
+    registry.add_plugin(plugin.name, plugin.owner, hooks)
+    if not isinstance(plugin, PluginObject):
+        registry.sources[plugin.name] = plugin
+        _record(registry, plugin, verdict)
+
+
+def _record(registry: Registry, plugin: PluginSource, verdict: Verdict, failure: PluginFailure | None = None) -> None:
+    registry.plugins.append(
+        PluginRecord(
+            plugin.name,
+            plugin.owner,
+            str(plugin.file or ""),
+            "left out" if failure else "loaded",
+            reason=failure.reason if failure else "",
+            brought=Brought() if failure else registry.brought[plugin.name],
+            remarks=tuple(verdict.remarks),
+            details=failure.details if failure else verdict.details,
+            tried=verdict.date,
+            target=plugin.target,
+        )
+    )

@@ -18,10 +18,9 @@ from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.contract.spec import AttentionSpec
-from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import DEFAULT_BLOCK_SIZES, VERBS, StateCandidates
+from headway.core.select.kernels import DEFAULT_BLOCK_SIZES, VERBS, StateCandidates
+from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
@@ -160,7 +159,7 @@ class RegisteredLayer(TunedLayer):
         return self.measured.registry
 
     @cached_property
-    def owners(self) -> Mapping[str, tuple[str, str]]:
+    def owners(self) -> Mapping[str, tuple[str, ...]]:
         return owners(self.registry, self.measured.kind)
 
     def repaired(self, table: CrossoverTable) -> list[str]:

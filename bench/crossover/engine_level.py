@@ -18,8 +18,8 @@ from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.operation import ATTENTION
 from headway.core.contract.support import Reason
 from headway.core.oracle.cases import parse_case
-from headway.core.select.backend_request import BackendRequest
-from headway.core.select.selector import check_names
+from headway.core.select.kernels import check_names
+from headway.core.select.request import BackendRequest
 from headway.core.system.child import Child, python_command
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin, command_line

@@ -21,9 +21,9 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.execution.graph_set import as_run
 from headway.core.oracle.cases import parse_case
 from headway.core.select.costs import Shape, StepCosts
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import MeasuredChoice, Placement, Workload
-from headway.core.select.selector import Selector
+from headway.core.select.kernels import Placement
+from headway.core.select.request import LayerSpecs, Workload
+from headway.core.select.selector import MeasuredChoice, Selector
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar

@@ -18,9 +18,9 @@ from headway.core.contract.operation import ATTENTION
 from headway.core.contract.spec import DTYPE_NAMES, AttentionSpec
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.oracle.cases import Case, reference
-from headway.core.select.backend_request import ALL_AUTO, BackendRequest
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import BackendSource, Selector, check_names
+from headway.core.select.kernels import Kernels, check_names
+from headway.core.select.request import ALL_AUTO, BackendRequest, LayerSpecs
+from headway.core.select.selector import Selector
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING
@@ -158,7 +158,7 @@ class Side(Protocol):
         """Allocate caches for sequences that grow up to these lengths."""
 
 
-def make_side(name: str, source: BackendSource, specs: Sequence[AttentionSpec], options: SideOptions) -> Side:
+def make_side(name: str, source: Kernels, specs: Sequence[AttentionSpec], options: SideOptions) -> Side:
     """A side by what the user wrote: "reference", or anything --attn-backend takes.
 
     :raises HeadwayError: an unknown name, or a backend that cannot serve the model so, with its reasons.
@@ -167,7 +167,7 @@ def make_side(name: str, source: BackendSource, specs: Sequence[AttentionSpec], 
     return make(name, source, specs, options)
 
 
-def check_side(name: str, source: BackendSource, options: SideOptions) -> None:
+def check_side(name: str, source: Kernels, options: SideOptions) -> None:
     """Check the names before a model is loaded.
 
     :raises HeadwayError: a backend, layout or option's owner that nobody registered.
@@ -179,7 +179,7 @@ def check_side(name: str, source: BackendSource, options: SideOptions) -> None:
 class BackendSide:
     """A backend, or one for each phase, over the layout and block size that the selector finds for it."""
 
-    def __init__(self, name: str, source: BackendSource, specs: Sequence[AttentionSpec], options: SideOptions) -> None:
+    def __init__(self, name: str, source: Kernels, specs: Sequence[AttentionSpec], options: SideOptions) -> None:
         self.name = name
         self._source = source
         self._kernels = source.of(ATTENTION)
@@ -226,7 +226,7 @@ class ReferenceSide:
     layout = NHD
     block_size = _REFERENCE_BLOCK_SIZE
 
-    def __init__(self, name: str, source: BackendSource, specs: Sequence[AttentionSpec], options: SideOptions) -> None:
+    def __init__(self, name: str, source: Kernels, specs: Sequence[AttentionSpec], options: SideOptions) -> None:
         self.name = name
         self._specs = specs
 
@@ -248,9 +248,7 @@ class ReferenceSide:
         return _ReferenceRun(self._specs, blocks.allocate(self._specs, self.layout), blocks)
 
 
-_BESIDE_BACKENDS: Mapping[str, Callable[[str, BackendSource, Sequence[AttentionSpec], SideOptions], Side]] = {
-    REFERENCE: ReferenceSide
-}
+_BESIDE_BACKENDS: Mapping[str, Callable[[str, Kernels, Sequence[AttentionSpec], SideOptions], Side]] = {REFERENCE: ReferenceSide}
 
 
 class _Blocks:

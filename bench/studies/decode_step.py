@@ -20,8 +20,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.engine.data import pool
 from headway.core.engine.execution.attention import PagedAttention
-from headway.core.select.backend_request import BackendRequest
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.select.selector import Selector
 from headway.core.system.terminal import Terminal
 from headway.models.checkpoints.locate import locate, shape_names

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headway.core.contract.capabilities import Capabilities
     from headway.core.contract.state import StateCapabilities
     from headway.core.contract.support import Support
-    from headway.registry.registry import KernelRegistry
+    from headway.core.select.kernels import KernelRegistry
 
 Row = dict[str, Any]
 """A backend as plain data; what is claimed is lacking where its module does not load."""

@@ -17,9 +17,9 @@ from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.support import Support
+    from headway.core.select.kernels import KernelEntry, KernelRegistry
     from headway.machine.doctor import Advice, Machine
-    from headway.registry import KernelEntry, Registry
-    from headway.registry.registry import KernelRegistry
+    from headway.registry import Registry
 
 _NAME = 16  # Columns of the names
 _REASON_CHARACTERS = 160

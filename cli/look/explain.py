@@ -26,12 +26,14 @@ from headway.core.system.terminal import Terminal
 if TYPE_CHECKING:
     import torch
 
+    from headway.core.contract.experts import ExpertsSpec
     from headway.core.contract.spec import AttentionSpec
     from headway.core.contract.state import StateSpec
-    from headway.core.select.costs import Shape
-    from headway.core.select.layer_specs import LayerSpecs
-    from headway.core.select.selection import Workload
+    from headway.core.select.costs import CountAxis, Shape
+    from headway.core.select.request import LayerSpecs, Workload
     from headway.core.select.selector import Rated, Selector
+    from headway.kernels.experts.bound import ExpertsKind
+    from headway.kernels.linear.choice import LinearChoice
     from headway.kernels.linear.linear import Linear
     from headway.registry import Registry
     from headway.tuning.table.schema import Cell, CrossoverTable, PriorRecord
@@ -88,22 +90,30 @@ def show(found: Section, console: Console, all_kernels: bool) -> None:
         console.print(Text(line, "dim"))
 
 
-def explain_products(
-    model: str | None, quantization: str | None, dtype: str, device: str | None, registry: Registry
+def explain_weights(
+    model: str | None,
+    quantization: str | None,
+    dtype: str,
+    device: str | None,
+    registry: Registry,
+    kinds: Collection[str],
+    fixed: bool,
 ) -> tuple[dict[str, Any], list[Section]]:
-    """Return what would serve a model's linear layers with quantised weights, as plain data and for a person.
+    """Return what would serve a model's linear layers or layers of experts, as plain data and for a person.
 
-    Nothing is measured, and no weights are read.
+    Nothing is measured, and no weights are read. kinds: "linear" and "experts", or one of them. fixed: as in
+    deterministic mode.
 
     :raises HeadwayError: no model, one that Headway's decoder does not compute, or options that it does not take.
     """
+    from headway.kernels.experts.bound import ExpertsOptions
     from headway.models.layers.decoder import Decoder
     from headway.models.loader import LoadOptions, load_model
     from headway.tuning.measure.device import resolve_device
 
     if model is None:
-        raise ConfigError("--linear", "a model whose products are meant", "none", "--model NAME")
-    place = resolve_device(device)
+        raise ConfigError(" and ".join(f"--{kind}" for kind in kinds), "a model whose layers are meant", "none", "--model NAME")
+    place, experts = resolve_device(device), ExpertsOptions()
     shapes = load_model(
         model,
         "float32" if dtype == "auto" and place.type == "cpu" else dtype,
@@ -111,59 +121,124 @@ def explain_products(
         "dummy",
         skip_tokenizer_init=True,
         model_impl="headway",
-        options=LoadOptions(quantization=quantization),
+        options=LoadOptions(quantization=quantization, experts=experts),
     )
-    assert isinstance(shapes.decoder, Decoder)
-    found = _products(shapes.decoder.products, place, registry)
-    none = [Section("no product over a quantised weight: --quantization rounds plain ones")]
-    return {"model": shapes.name, "device": str(place), "products": found}, list(map(product_section, found)) or none
+    decoder, plain, sections = shapes.decoder, dict[str, Any](model=shapes.name, device=str(place)), list[Section]()
+    assert isinstance(decoder, Decoder)
+    for kind in kinds:
+        if kind == "linear":
+            found = _linear([*decoder.products, (decoder.lm_head, False)], place, registry, fixed)
+            none = "no product over a quantised weight: --quantization rounds plain ones"
+        else:
+            found, none = _experts(experts.specs, place, registry, fixed), "no layer of experts"
+        plain["products" if kind == "linear" else kind] = found
+        sections += list(map(kernel_section, found)) or [Section(none)]
+    return plain, sections
 
 
-def _products(products: Sequence[tuple[Linear, bool]], device: torch.device, registry: Registry) -> list[dict[str, Any]]:
+def _linear(
+    products: Sequence[tuple[Linear, bool]], device: torch.device, registry: Registry, fixed: bool
+) -> list[dict[str, Any]]:
     """Return what would serve a model's linear layers on a device: stored times choose, else the rule.
 
     products: whose weights need no elements, and True for each that is gated.
     """
     from torch import Tensor
 
+    from headway.kernels.linear.choice import ROWS
     from headway.tuning.measure.device import identify_device
     from headway.tuning.measure.products import linear_layer
 
-    kernels, on_cpu = registry.linear_kernels(device), device.type == "cpu"
+    kernels, on_cpu = registry.linear_kernels(device, invariant=fixed), device.type == "cpu"
     specs = [(linear, linear.spec(device, gated and not on_cpu)) for linear, gated in products]
     chosen = [(linear, kernels.choice(spec)) for linear, spec in specs]
     kinds = Counter(choice for linear, choice in chosen if choice.is_open or not isinstance(linear.weight, Tensor))
-    identity = identify_device(device)
-    for kind in kinds:
-        if kind.is_open or not on_cpu:
-            linear_layer(kind, identity).obey(0.0)
-    return [
-        {
-            "product": kind.name,
-            "layers": count,
-            "ways": kind.changes(),
-            "by": kind.source if kind.is_open or not on_cpu else "the form, nothing is measured",
-            "refused": {way: support.brief for way, support in kind.refused.items() if kind.is_open or not on_cpu},
-        }
-        for kind, count in kinds.items()
-    ]
+    identity, found = identify_device(device), list[dict[str, Any]]()
+    for kind, count in kinds.items():
+        timed = kind.is_open or not on_cpu
+        if timed and not fixed:
+            linear_layer(kind, identity, registry=registry).obey(0.0)
+        by = {} if timed else {"by": "the form, nothing is measured", "refused": {}}
+        found.append({"product": kind.name, **choice_data(kind, count, ROWS), **by})
+    return found
 
 
-def product_section(found: Mapping[str, Any]) -> Section:
-    """Return what serves one kind of product. found: an item of "products" of `explain_products`."""
-    return counted_section(f"{found['product']}, {found['layers']} layers", "rows", found["ways"], found)
+def _experts(specs: Mapping[ExpertsSpec, int], device: torch.device, registry: Registry, fixed: bool) -> list[dict[str, Any]]:
+    """Return what would serve a model's layers of experts on a device: stored times choose, else the rule.
+
+    specs: those of layers without elements, and how many there are of each.
+    """
+    from headway.core.contract.weights import WeightFormat
+    from headway.kernels.experts.bound import ExpertsLayers, ExpertsOptions
+    from headway.kernels.experts.builtin import TOKENS
+    from headway.kernels.experts.weights import examples_of
+    from headway.models.loader import reads_expert_weight
+    from headway.tuning.measure.device import identify_device
+    from headway.tuning.measure.experts import expert_layer
+
+    def unbound(*_: object) -> Any:
+        raise AssertionError("no layer is bound")
+
+    options, identity, found = (
+        ExpertsOptions(registry.experts.classes, invariant=fixed),
+        identify_device(device),
+        list[dict[str, Any]](),
+    )
+    layers = ExpertsLayers(options, lambda config: unbound, lambda kernel, spec, shared: kernel(spec))
+    able = {name: registry.experts.able(name, device.type) for name in registry.experts.meant_for(device.type)}
+    for spec, count in specs.items():
+        formats = [
+            each if example is None or reads_expert_weight(example, spec.dtype, device, options) else WeightFormat("plain")
+            for each, example in zip((spec.gate_up, spec.down), examples_of(spec), strict=True)
+        ]
+        kind = layers.kind(replace(spec, device=device, gate_up=formats[0], down=formats[1]))
+        if kind.chooses and not fixed:
+            expert_layer(kind, identity, registry=registry).obey(0.0)
+        data = choice_data(kind, count, TOKENS)
+        data["refused"] |= {name: support.brief for name, support in able.items() if not support}
+        found.append({"experts": str(kind.spec), **data})
+    return found
 
 
-def counted_section(title: str, axis: str, serving: Mapping[int, str], found: Mapping[str, Any]) -> Section:
-    """Return which kernels serve along an axis. serving: count from which each does. found: "by", perhaps "refused"."""
-    starts = list(serving)
+def choice_data(kind: LinearChoice | ExpertsKind, layers: int, axis: CountAxis) -> dict[str, Any]:
+    """Return the kernel for each number of rows or tokens, the measured times, and why others take no part, as plain data."""
+    us = {} if kind.times is None else kind.times.us
+    return {
+        "layers": layers,
+        "unit": axis.unit,
+        "ways": kind.changes(),
+        "us": {name: dict(zip(axis.counts, times, strict=True)) for name, times in us.items() if any(times)},
+        "by": kind.source,
+        "refused": {name: support.brief for name, support in kind.refused.items()},
+    }
+
+
+_TIMED = (1, 16, 256, 4096)
+"""Numbers of rows or tokens whose times are shown."""
+
+
+def kernel_section(found: Mapping[str, Any]) -> Section:
+    """Return what serves one kind of linear layer or layer of experts. found: an item of `explain_weights`."""
+    starts, us = list(found["ways"]), found["us"]
     ends = [*(f" to {start - 1:,}" for start in starts[1:]), " on"]
-    rows = [Row((name, f"from {start:,}{end}"), (0,)) for (start, name), end in zip(serving.items(), ends, strict=True)]
+
+    def times(name: str) -> list[str]:
+        known = us.get(name, {})
+        return [f"{known[count]:,.1f}" if known.get(count) else "-" * bool(name) for count in _TIMED] if us else []
+
+    rows = [
+        Row((way, f"from {start:,}{end}", *times(way)), (0,))
+        for (start, way), end in zip(found["ways"].items(), ends, strict=True)
+    ]
+    rows += [Row((name, "", *times(name))) for name in us if name not in found["ways"].values()]
     refused: dict[str, list[str]] = {}
-    for name, why in found.get("refused", {}).items():
+    for name, why in found["refused"].items():
         refused.setdefault(why, []).append(name)
-    rows += [Row((", ".join(names), ""), why_not=why) for why, names in refused.items()]
-    return Section(title, columns=("kernel", axis), rows=rows, notes=[f"by: {found['by']}"])
+    rows += [Row((", ".join(names), "", *times("")), why_not=why) for why, names in refused.items()]
+    title = found.get("sums") or f"{found.get('product') or found['experts']}, {found['layers']} layers"
+    columns = ("kernel", found["unit"], *(f"{count:,}" for count in _TIMED if us))
+    remarks = [f"{', '.join(columns[2:])}: microseconds of a layer with so many {found['unit']}"] if us else []
+    return Section(title, columns=columns, rows=rows, remarks=remarks, notes=[f"by: {found['by']}"])
 
 
 def explain_states(
@@ -176,9 +251,9 @@ def explain_states(
     :raises HeadwayError: what was asked for cannot be had, with every reason.
     """
     from headway.core.contract.operation import STATE
-    from headway.core.select.backend_request import ALL_AUTO, BackendRequest
-    from headway.core.select.layer_specs import LayerSpecs
-    from headway.core.select.selector import VERBS, KernelSelector, StateCandidates
+    from headway.core.select.kernels import VERBS, StateCandidates
+    from headway.core.select.request import ALL_AUTO, BackendRequest, LayerSpecs
+    from headway.core.select.selector import KernelSelector
     from headway.tuning.autotune import TableRequest, costs_for
 
     costs = costs_for(LayerSpecs([], states=specs), registry, ALL_AUTO, TableRequest(budget=0.0), kind=STATE)
@@ -235,7 +310,8 @@ _GEOMETRY = (
 _MODEL = "A model's layers, by a folder, a config.json or a name; no weights are read. In place of --geometry and --layers."
 _LAYERS = "Number of layers that share a step's plan. Default: those of the model with this geometry; 32 for another one."
 _ALL = "List all backends, also those that cannot run on this device, with the reasons."
-_LINEAR = "With --model: say instead which way multiplies over each kind of quantised weight, for how many rows."
+_LINEAR = "With --model: show instead the kernel for each kind of linear layer over a quantised weight, by number of rows."
+_EXPERTS = "With --model: show instead the kernel for each kind of layer of experts, by number of tokens."
 
 
 class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
@@ -267,7 +343,11 @@ def explain(
         list[Path] | None, typer.Option(help="A table file, of any machine. Repeatable. Default: this one's.")
     ] = None,
     linear: Annotated[bool, typer.Option("--linear", help=_LINEAR)] = False,
-    quantization: Annotated[str | None, typer.Option(help="With --linear: what plain weights are rounded to (fp8).")] = None,
+    experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="With --linear, --experts: what it takes.")] = False,
+    quantization: Annotated[
+        str | None, typer.Option(help="With --linear or --experts: what plain weights are rounded to (fp8).")
+    ] = None,
     plugin: PluginFiles = None,
     all_backends: Annotated[bool, typer.Option("--all", help=_ALL)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all backends and reasons.")] = False,
@@ -276,15 +356,15 @@ def explain(
 
     The table below lists each backend's time, or the reason why it has none.
     """
-    if linear or quantization is not None:
+    if linear or experts or quantization is not None:
         from headway.tuning.isolated.trial import create_registry
 
-        plain, sections = explain_products(model, quantization, dtype, device, create_registry(plugin or ()))
+        kinds = [name for name, wanted in (("linear", linear or not experts), ("experts", experts)) if wanted]
+        plain, sections = explain_weights(model, quantization, dtype, device, create_registry(plugin or ()), kinds, deterministic)
         return _print(plain, sections, all_backends, as_json)
     from headway.core.contract.ranks import RankGroup
     from headway.core.engine.data.config import check_block_size
-    from headway.core.select.backend_request import BackendRequest
-    from headway.core.select.selection import Workload
+    from headway.core.select.request import BackendRequest, Workload
     from headway.core.select.selector import Selector
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.all_reduce import explain_sums
@@ -317,8 +397,7 @@ def explain(
         sections = [section]
     if tensor_parallel_size > 1:
         plain["all_reduce"] = explain_sums(registry.all_reduce, RankGroup(0, tensor_parallel_size, kind.device))
-        title = f"sums over {tensor_parallel_size} ranks"
-        sections.append(counted_section(title, "bytes", plain["all_reduce"]["kernels"], plain["all_reduce"]))
+        sections.append(kernel_section(plain["all_reduce"]))
     if kind.states:
         plain["states"], section = explain_states(kind.states, registry, state_backend, asked)
         sections.append(section)
@@ -343,7 +422,7 @@ def explain_attention(
     from headway.core.engine.execution.graph_set import as_run
 
     chosen = selector.selection
-    device = next(iter(selector.instances[0])).device
+    device = next(iter(next(iter(selector.instances.values())))).device
     shape = as_run(shape, device.type)
     choice = next(iter(selector.backends_of(shape).values())).name
     costs = selector.all_costs
@@ -430,7 +509,7 @@ def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: 
     import torch
 
     from headway.core.contract.spec import DTYPES
-    from headway.core.select.layer_specs import LayerSpecs
+    from headway.core.select.request import LayerSpecs
     from headway.tuning.measure.device import resolve_device
 
     place = resolve_device(device)

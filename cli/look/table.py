@@ -218,7 +218,7 @@ def regret(
     """Measure how much auto, obeying a table, loses to the best backend at points that are not in it."""
     from headway.bench.crossover.regret import RegretReport, judge_again, leave_one_out, measure_regret
     from headway.cli.options import sizes_of
-    from headway.core.select.selection import Workload
+    from headway.core.select.request import Workload
     from headway.machine.process import set_threads
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import resolve_device

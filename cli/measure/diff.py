@@ -60,7 +60,7 @@ def diff(
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import SideOptions, check_side, make_side
     from headway.core.contract.spec import DTYPE_NAMES
-    from headway.core.select.layer_specs import LayerSpecs
+    from headway.core.select.request import LayerSpecs
     from headway.core.system.json_files import write_bytes
     from headway.core.system.provenance import Origin, command_line
     from headway.core.system.terminal import progress_bar

@@ -174,6 +174,9 @@ class ExpertsCapabilities:
     """Device types, as in torch.device.type."""
     max_tokens: int | None = None
     """Tokens up to which the kernel serves; None: any."""
+    batch_invariant: bool = False
+    """True if the bits of a token depend neither on the other tokens nor on their number. Deterministic mode takes no other
+    kernel."""
     biases: bool = False
     """True if the experts' products may have biases."""
     ungated: bool = False

@@ -68,6 +68,24 @@ class LinearSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearParts:
+    """What one call of `LinearKernel.apply_fused` computes around the product: only what the kernel claims as fused."""
+
+    norm: Tensor | None = None
+    """[in_features], in the dtype of x or float32: weight of an RMSNorm of the rows of x, before the product. None: no norm."""
+    eps: float = 0.0
+    """Epsilon of the norm."""
+    bias: Tensor | None = None
+    """[out_features], added to the product. None: no bias."""
+    activation: str | None = None
+    """As in `LinearSpec`, after the bias."""
+    gated: bool = False
+    """As in `LinearSpec`."""
+    residual: bool = False
+    """True if `out` holds the residual stream, to which all of that is added."""
+
+
+@dataclass(frozen=True, slots=True)
 class LinearCapabilities:
     """The claims of a linear kernel: checked in one place, shown by `headway backends`, and tested both ways by the kit."""
 
@@ -84,9 +102,13 @@ class LinearCapabilities:
     """True if the kernel reads weights whose columns are in another order than the inputs (`Int4Weight.order`)."""
     max_rows: int | None = None
     """Rows of x up to which the kernel serves; None: any."""
+    batch_invariant: bool = False
+    """True if the bits of a row depend not on the other rows nor on their number. Deterministic mode takes only such kernels."""
     fused: frozenset[str] = frozenset()
-    """What the kernel computes before and after the product, out of FUSED, by a call that is Headway's own. Leave it empty for
-    a kernel that writes `apply`: the engine computes all of it."""
+    """What `apply_fused` computes before and after the product, out of FUSED but for "rotary", whose call is Headway's own. The
+    engine computes the rest; leave it empty for a kernel that writes only `apply`."""
+    activations: frozenset[str] = frozenset({"silu"})
+    """Activations that a kernel with "activation" or "gated" in `fused` computes; the engine computes others."""
 
     def check(self, spec: LinearSpec) -> Support:
         """Return every reason why a layer lies outside the claims; truthy where there is none. Nothing is raised."""
@@ -162,6 +184,13 @@ class LinearKernel(Kernel):
     def apply(self, x: Tensor, weight: Any, out: Tensor) -> None:
         """Write x W^T to `out`. x: [rows, in_features]; out: [rows, out_features], both in the spec's dtype and contiguous;
         weight: what `prepare` returned."""
+
+    def apply_fused(self, x: Tensor, weight: Any, parts: LinearParts, out: Tensor) -> None:
+        """Write the product and what is around it to `out`, in a kernel whose capabilities name fused parts.
+
+        Like `apply`; out: [rows, out_features], half as many columns if gated. A call that raises leaves `out` as it was.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearKernelInfo
 from headway.core.contract.ranks import AllReduceCapabilities, AllReduceKernel, AllReduceKernelInfo
 from headway.core.contract.state import StateBackend, StateBackendInfo, StateCapabilities
+from headway.core.contract.support import YES, Support
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,16 @@ KINDS: Final = (ATTENTION, STATE, LINEAR, EXPERTS)
 """The kinds whose kernels third parties bring, and the kit checks in one process."""
 ALL_KINDS: Final = (*KINDS, ALL_REDUCE)
 """The kinds that have a registry."""
+
+
+def batch_invariance(claims: LinearCapabilities | ExpertsCapabilities) -> Support:
+    """Return whether deterministic mode may take a third party's kernel: one for any number of rows, whose bits do not depend on
+    that."""
+    most = claims.max_rows if isinstance(claims, LinearCapabilities) else claims.max_tokens
+    if not claims.batch_invariant:
+        return Support.no("batch_invariant", "a kernel that declares it, in deterministic mode", "one that does not")
+    need = "a kernel for any number of rows, in deterministic mode"
+    return YES if most is None else Support.no("batch_invariant", need, f"one for up to {most}")
 
 
 def kind_of(name: str, option: str = "kind") -> OperationKind:

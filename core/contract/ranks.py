@@ -75,7 +75,7 @@ class AllReduceCapabilities:
 
     devices: tuple[str, ...] = ("cuda",)
     """Device types, as in torch.device.type."""
-    dtypes: tuple[torch.dtype, ...] | None = None
+    types: tuple[torch.dtype, ...] | None = None
     """Element types; None means any."""
     max_bytes: int | None = None
     """Size of the largest tensor; None means any."""
@@ -101,7 +101,7 @@ class AllReduceKernel(Kernel):
         """Return whether the kernel sums such a tensor: by shape and type alone, so that all ranks agree."""
         claims = self.capabilities
         fits = claims.max_bytes is None or x.nbytes <= claims.max_bytes
-        return fits and (claims.dtypes is None or x.dtype in claims.dtypes)
+        return fits and (claims.types is None or x.dtype in claims.types)
 
     @abstractmethod
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:

@@ -45,9 +45,9 @@ from headway.core.engine.scheduling.scheduler import AdmissionQueue, Scheduler
 from headway.core.engine.scheduling.step_input import StepResults, delta_of, prepare, smaller_budget
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, seed_of
 from headway.core.select.costs import CostTable
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import Selection
-from headway.core.select.selector import BackendSource
+from headway.core.select.kernels import Kernels
+from headway.core.select.request import LayerSpecs
+from headway.core.select.selector import Selection
 from headway.core.speculation.proposers import StepTimes
 
 log = logging.getLogger("headway")
@@ -444,7 +444,7 @@ class EngineParts:
     """What an engine is made from. Fields that `DeviceParts` has too mean the same."""
 
     model: Model
-    source: BackendSource
+    source: Kernels
     layers: LayerSpecs | None = None
     """None: as config.kv_cache_dtype says, with scales of 1."""
     config: EngineConfig | None = None

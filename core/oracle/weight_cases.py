@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig, ExpertsWeights
+from headway.core.contract.linear import LinearParts
 from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight
 
 NUMBERS = ("normal", "mean", "uneven", "large", "tiny")
@@ -137,6 +138,23 @@ class WeightCase:
     """float64, as large: the size of a sum of products as random as these, by which an error is judged."""
     config: ExpertsConfig | None = None
     """Configuration of a layer of experts."""
+    parts: LinearParts | None = None
+    """What a kernel for linear layers computes around the product; None: nothing."""
+
+    def call(self, kernel: Any, prepared: Any, out: Tensor) -> None:
+        """Make the call."""
+        if self.parts is None:
+            kernel.apply(*(*self.given, prepared, out))
+        else:
+            kernel.apply_fused(*self.given, prepared, self.parts, out)
+
+    def taken(self, rows: Tensor) -> WeightCase:
+        """Return the call of some of the rows. rows: int64 numbers."""
+        onto, on = self.onto, rows.to(self.given[0].device)
+        given = tuple(each[on] for each in self.given)
+        return replace(
+            self, given=given, onto=None if onto is None else onto[on], right=self.right[rows], spread=self.spread[rows]
+        )
 
 
 def linear_case(weight: Weight, x: Tensor, device: torch.device) -> WeightCase:
@@ -145,6 +163,42 @@ def linear_case(weight: Weight, x: Tensor, device: torch.device) -> WeightCase:
     right = rows @ own.t()
     spread = (rows.square() @ own.square().t() + right.square()).sqrt()
     return WeightCase(on_device(weight, device), (x.to(device),), None, right, spread)
+
+
+EPS = 1e-5
+
+
+def fused_case(weight: Weight, x: Tensor, around: str, drawn: Drawn, device: torch.device) -> WeightCase:
+    """Return a product on a device with one part around it. around: out of FUSED; "gated" comes with SiLU."""
+    (rows, _), n, dtype = x.shape, weight.shape[0], x.dtype
+    normed, bias, onto, parts = x.double(), None, None, LinearParts()
+    if around == "norm":
+        factors = 1.0 + 0.1 * drawn.normal(x.shape[1])
+        parts = LinearParts(factors.to(device), EPS)
+        normed = normed * (normed.square().mean(1, keepdim=True) + EPS).rsqrt() * factors.double()
+    elif around == "bias":
+        bias = drawn.normal(n).to(dtype)
+        parts = LinearParts(bias=bias.to(device))
+    elif around == "residual":
+        onto = drawn.normal(rows, n).to(dtype)
+        parts = LinearParts(residual=True)
+    else:
+        parts = LinearParts(activation="silu", gated=around == "gated")
+    case = linear_case(weight, normed, device)
+    right, spread = case.right, case.spread
+    if bias is not None or onto is not None:
+        added = bias if onto is None else onto
+        assert added is not None
+        right, spread = right + added.double(), (spread.square() + added.double().square()).sqrt()
+    elif around != "norm":
+        right, low = right * right.sigmoid(), right
+        spread = 1.1 * spread + right.abs()
+        if around == "gated":
+            high, wide = low[:, n // 2 :], case.spread[:, n // 2 :]
+            spread = spread[:, : n // 2] * high.abs() + right[:, : n // 2].abs() * wide + spread[:, : n // 2] * wide
+            right = right[:, : n // 2] * high
+    placed = None if onto is None else onto.to(device)
+    return replace(case, given=(x.to(device),), onto=placed, right=right, spread=spread, parts=parts)
 
 
 def experts_case(

@@ -20,7 +20,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import Shape
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.core.system.logs import blame
 
@@ -196,7 +196,7 @@ class PoolingEngine:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run every kind of batch once on a GPU, so that no text waits for a compiler; the log names a backend that raises."""
-        for backends in self.selector.instances:
+        for backends in self.selector.instances.values():
             for lens in self._steps(backends):
                 try:
                     self.attention.begin_with(backends, lens)

@@ -2,329 +2,277 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from statistics import fmean
+from typing import Generic, NamedTuple
 
-from torch import Tensor
-
-from headway.core.contract.backend import AttentionBackend, Backends, Plan, make_backend
+from headway.core.contract.backend import AttentionBackend, Backends
 from headway.core.contract.errors import UnsupportedError
-from headway.core.contract.layout import CacheLayout, LayoutInfo
+from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
-from headway.core.contract.operation import ATTENTION, STATE, OperationKind
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import (
-    StateBackend,
-    StateCache,
-    StateLayout,
-    StateMetadata,
-    StateParameters,
-    StateSpec,
-    make_state_backend,
-)
-from headway.core.contract.support import Reason, Support
-from headway.core.select.backend_request import ALL_AUTO, AUTO, BackendRequest
-from headway.core.select.costs import NO_BLOCKS, CostTable, Shape, StepCosts, state_shape
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import NO_ATTENTION, PRESETS, L, MeasuredChoice, Placement, Selection, StepChooser, Workload
+from headway.core.contract.support import Reason
+from headway.core.select.costs import CostTable, Shape, StepCosts
+from headway.core.select.kernels import AttentionCandidates, B, Candidates, Kernels, L, Placement, S
+from headway.core.select.request import ALL_AUTO, AUTO, PRESETS, BackendRequest, LayerSpecs, Workload
 
-DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
-"""Tried in this order where the user names none: small blocks waste least memory."""
-VERBS: Mapping[Phase, str] = {Phase.PREFILL: "scan", Phase.DECODE: "step"}
-"""The phases in which layers with a state ask for a kernel, and its call. What prefills is also what extends."""
-
-S = TypeVar("S", bound=AttentionSpec | StateSpec)
-B = TypeVar("B", bound=AttentionBackend | StateBackend)
+log = logging.getLogger("headway")
 
 
-class KernelSource(Protocol):
-    """The part of a `KernelRegistry` that the choice of kernels needs."""
+_Choice = tuple[str, dict[str, float], float]
+"""(fastest, microseconds of each, microseconds up to which a backend still counts as equally fast)."""
+
+
+class StepChooser:
+    """Names a step's backend with a dict get: lengths are rounded to an eighth of an octave, each answer is computed once."""
+
+    def __init__(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> None:
+        """names: the backends between which a phase may switch; `choose` is not asked about other phases."""
+        self.costs = costs
+        self.names = names
+        self._choices: dict[tuple[Phase, int, int, int], _Choice | None] = {}
+        self._candidates: dict[int, list[str]] = {}
+        self._current: dict[Phase, str] = {}
+        self._said: set[Phase] = set()
+
+    def choose(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> str | None:
+        """The backend for a part of a step, None where nothing was measured; it becomes the phase's current one.
+
+        query_len, kv_len: of each of the part's sequences; where they differ see `Shape.of`.
+        """
+        key = (phase, batch, _rounded(query_len), _rounded(kv_len))
+        try:
+            choice = self._choices[key]
+        except KeyError:
+            choice = self._choices[key] = self._work_out(Shape(*key))
+        if choice is None:
+            return None
+        fastest, times, limit = choice
+        current = self._current.get(phase)
+        if current == fastest:
+            return fastest
+        if current is not None and times.get(current, math.inf) <= limit:
+            return current
+        self._current[phase] = fastest
+        said = f"{phase.value} of {batch} sequences, query_len {key[2]}, kv_len {key[3]}"
+        log.debug("attention: %s: %s (before: %s)", said, fastest, current)
+        return fastest
+
+    def forget(self) -> None:
+        """Forget which backend of each phase is in use: after steps of warm-up."""
+        self._current.clear()
+
+    def decode_candidates(self, batch: int) -> list[str]:
+        """Backends worth a captured graph of this batch size, at most two.
+
+        The first is best over all measured lengths; a second one wins somewhere by more than the noise.
+        """
+        if batch not in self._candidates:
+            self._candidates[batch] = self._find_candidates(batch)
+        return self._candidates[batch]
+
+    def _work_out(self, shape: Shape) -> _Choice | None:
+        names = self.names[shape.phase]
+        if shape.phase is Phase.DECODE and shape.query_len == 1:  # no third one is captured; drafts are verified outside graphs
+            names = self.decode_candidates(shape.batch)
+        if not self.costs.covers(shape) and shape.phase not in self._said:
+            self._said.add(shape.phase)
+            log.info("crossover table: %s lies beyond what was measured; the nearest measured edge decides", shape)
+        ranked = self.costs.ranking(shape, names)
+        if not ranked:
+            return None
+        fastest, least = ranked[0]
+        return fastest, dict(ranked), least * (1 + self.costs.noise)
+
+    def _find_candidates(self, batch: int) -> list[str]:
+        names = list(self.names[Phase.DECODE])
+        lengths = sorted({shape.kv_len for shape in self.costs.shapes(Phase.DECODE)})
+        between = [round(math.sqrt(low * high)) for low, high in pairwise(lengths)]
+        shapes = [Shape(Phase.DECODE, batch, 1, kv_len) for kv_len in sorted({*lengths, *between})]
+        times = {name: [self.costs.step_us(name, shape) for shape in shapes] for name in names}
+        if not times or not shapes:
+            return names[:1]
+
+        def overall(name: str) -> tuple[int, float]:
+            known = [math.log(us) for us in times[name] if math.isfinite(us)]
+            return len(shapes) - len(known), sum(known)
+
+        first = min(names, key=overall)
+
+        def gain(name: str) -> float:
+            """The largest factor by which a backend is faster than the first at some length."""
+            pairs = zip(times[first], times[name], strict=True)
+            return max(
+                (math.inf if not math.isfinite(ours) else ours / theirs for ours, theirs in pairs if math.isfinite(theirs)),
+                default=0.0,
+            )
+
+        second = max((name for name in names if name != first), key=gain, default=None)
+        return [first] if second is None or gain(second) <= 1 + self.costs.noise else [first, second]
+
+
+def _rounded(length: int) -> int:
+    """The middle of the eighth of an octave that holds a length: short ones as they are."""
+    shift = max(length.bit_length() - 4, 0)
+    return ((length >> shift) << shift) + (1 << shift >> 1)
+
+
+_WORKLOAD_GAIN, _TYPICAL_GAIN = 0.15, 0.035
+"""How much less, as a logarithm, the workload or the typical point must cost over a layout and block size than over one that
+comes before it in order, for that one to be given up. A few points decide about the workload, and each may be off by the noise;
+about the typical point all of them do, so that little noise is left in their mean. The first in order are small blocks, which
+waste less memory."""
+_NOISES = 4.0
+"""Times the noise: what the workload must gain at least. The typical point must gain the noise once."""
+
+
+NO_ATTENTION = "none"
+"""Name that stands for a backend where no layer asks one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection(Generic[L]):
+    """What was chosen at start for the layers of one kind: a layout, a block size, and the kernels of each phase."""
+
+    place: Placement[L]
+    names: Mapping[Phase, str]
+    why: str
+    others: Mapping[Phase, Sequence[str]] = field(default_factory=dict)
+    """Backends that a phase may switch to, step by step."""
+    helpers: Mapping[Phase, str] = field(default_factory=dict)
+    """The kernel that applies convolutions for one that does not."""
 
     @property
-    def entries(self) -> Mapping[str, object]:
-        """Names of all kernels, in the order they were registered."""
+    def layout(self) -> L:
+        """The layout that was chosen."""
+        return self.place.layout
 
     @property
-    def layouts(self) -> Mapping[str, Any]:
-        """All layouts, in the order they were registered."""
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.place.block_size
 
-    def meant_for(self, device_type: str) -> list[str]:
-        """Names of those that may serve a type of device, by their registrations."""
+    def all_for(self, phase: Phase) -> Sequence[str]:
+        """The backends that may serve a phase, its usual one first."""
+        return [self.names[phase], *self.others.get(phase, ())]
 
-    def backend(self, name: str) -> type[Any]:
-        """A kernel's class; raises UnknownBackendError."""
-
-    def supports(self, name: str, spec: AttentionSpec | StateSpec, *where: Any) -> Support:
-        """Return whether a kernel can run here and serve this layer. where: the rest of what its class's `supports` takes."""
-
-    def rank(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Candidates, best guess first."""
-
-
-class BackendSource(Protocol):
-    """The part of the Registry that the choice of kernels needs."""
-
-    def of(self, kind: OperationKind) -> KernelSource:
-        """The kernels of one kind of operation."""
-
-    def layout(self, name: str) -> LayoutInfo:
-        """One layout of caches; raises ConfigError for an unknown name."""
+    def __str__(self) -> str:
+        names = ", ".join(f"{phase.value}={'|'.join(self.all_for(phase))}" for phase in self.names)
+        helpers = ", ".join(dict.fromkeys(self.helpers.values()))
+        helped = f", convolutions by {helpers}" if helpers else ""
+        return f"{names}{helped}; {self.place} ({self.why})"
 
 
-class Candidates(ABC, Generic[S, B, L]):
-    """The kernels of one kind, asked for all layers of a model that need one."""
+@dataclass(frozen=True, slots=True)
+class _Rated(Generic[L]):
+    place: Placement[L]
+    costs: StepCosts
+    names: Mapping[Phase, Sequence[str]]
+    expected: float
+    """Logarithm of the workload's microseconds."""
+    typical: Mapping[Shape, float]
+    """Logarithm of the least microseconds at each measured point."""
 
-    kind: ClassVar[OperationKind]
-    options: ClassVar[str]
-    """The options of the command line that ask for a request, a layout and a block size."""
-    per_step: ClassVar[bool]
-    """True if the kernel of a phase may change from step to step."""
 
-    def __init__(
-        self,
-        source: KernelSource,
-        counts: Mapping[S, int],
-        specs: Mapping[Phase, Sequence[S]],
-        places: Sequence[Placement[L]],
-        all_places: Sequence[Placement[L]],
-    ) -> None:
-        self.source = source
-        self.counts = counts
-        """Each kind of layer that asks for kernels -> the number of layers."""
-        self.specs = specs
-        """Phase in which any layer asks -> the distinct layers, as they ask in it. Empty if no layer asks."""
-        self.places = places
-        """Places that the user's options leave, the preferred first."""
-        self.all_places = all_places
-        """Places that other options would leave."""
+@dataclass(frozen=True)
+class MeasuredChoice:
+    """Chooses layout, block size and kernels by measured times."""
 
-    @property
-    def first(self) -> S:
-        """The first layer, as it asks once it has a cache."""
-        return [*self.specs.values()][-1][0]
+    parts: Sequence[tuple[CostTable, int]]
+    """The table of each distinct kind of layer, and how many layers are of it."""
+    workload: Workload
+    steps: Sequence[tuple[Shape, float]]
+    """The workload's steps in `phases`: (shape, number of steps of that shape)."""
+    free: Collection[Phase] = tuple(Phase)
+    """Phases that are auto; the others have a kernel of their own, which counts where it has times."""
+    phases: Collection[Phase] = tuple(Phase)
+    """Phases in which layers ask for a kernel at all."""
+    per_step: bool = True
+    """True if the kernel of a phase may change from step to step, and later places waste more memory; False if one kernel serves
+    every step of a phase, and places are equally large."""
 
-    @abstractmethod
-    def supports(self, name: str, spec: S, phase: Phase, place: Placement[L]) -> Support:
-        """Return whether a kernel can serve a layer in a phase."""
+    def select(
+        self, places: Sequence[Placement[L]], able: Callable[[Phase, Placement[L]], Iterable[str]]
+    ) -> tuple[Selection[L], StepChooser] | None:
+        """The place of least expected cost, with the kernels that win there; None if the free phases have times over no place.
 
-    @abstractmethod
-    def make(self, name: str, spec: S, phase: Phase, place: Placement[L]) -> B:
-        """Make an instance of a kernel that `supports` the layer."""
+        able: returns the kernels that serve a phase of every layer at a place.
+        """
+        rated: list[_Rated[L]] = []
+        for place in places:
+            names = {phase: list(able(phase, place)) for phase in self.phases}
+            costs = StepCosts(self.parts, place.layout.name, place.block_size)
+            expected = self._expected(costs, names)
+            if expected is not None:
+                rated.append(_Rated(place, costs, names, math.log(expected), _typical(costs, names)))
+        if not rated:
+            return None
+        noise = rated[0].costs.noise
+        chosen = _steady_choice(rated, _doubts(noise) if self.per_step else (noise, math.inf))
+        usual, others = {}, {}
+        for phase, served in chosen.names.items():
+            able_here = served if phase in self.free else served[:1]
+            winners = chosen.costs.winners(phase, served) if self.per_step and phase in self.free else able_here
+            usual[phase] = self._usual(chosen.costs, phase, winners)
+            if self.per_step and len(winners) > 1:
+                others[phase] = [name for name in winners if name != usual[phase]]
+        why = f"auto: {self.parts[0][0].source}, workload {self.workload}{_undecided(rated, chosen) if self.per_step else ''}"
+        selection = Selection(chosen.place, usual, why, others)
+        return selection, StepChooser(chosen.costs, {phase: selection.all_for(phase) for phase in others})
 
-    @abstractmethod
-    def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
-        """Shapes of the workload's steps, as the tables of these layers know them, and the number of steps of each."""
+    def _expected(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> float | None:
+        """Microseconds of attention in the workload; None where a phase is not served, or a free one has no times."""
+        measured = {
+            phase: any(math.isfinite(costs.step_us(name, shape)) for name in able for shape in costs.shapes(phase))
+            for phase, able in names.items()
+        }
+        if not all(names.values()) or not all(measured[phase] for phase in self.free):
+            return None
+        steps = [(shape, count) for shape, count in self.steps if measured[shape.phase]]
+        total = sum(count * min(costs.step_us(name, shape) for name in names[shape.phase]) for shape, count in steps)
+        return total if math.isfinite(total) else None
 
-    def helper(self, name: str, phase: Phase, place: Placement[L]) -> str:
-        """The kernel that does a part of the work for another; empty: none does."""
+    def _usual(self, costs: StepCosts, phase: Phase, names: Sequence[str]) -> str:
+        """The backend that serves the workload's steps of a phase best; without such steps the one that wins most."""
+        steps = [(shape, count) for shape, count in self.steps if shape.phase is phase]
+        return min(names, key=lambda name: sum(count * costs.step_us(name, shape) for shape, count in steps))
+
+
+def _typical(costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> dict[Shape, float]:
+    """Logarithm of the least cost at each measured point: what a workload that departs from the expected one meets."""
+    shapes = [(shape, able) for phase, able in names.items() for shape in costs.shapes(phase)]
+    return {shape: math.log(ranked[0][1]) for shape, able in shapes if (ranked := costs.ranking(shape, able))}
+
+
+def _doubts(noise: float) -> tuple[float, float]:
+    """Return what the workload and the typical point must gain, as logarithms. noise: a share of a time."""
+    return max(_WORKLOAD_GAIN, _NOISES * noise), max(_TYPICAL_GAIN, noise)
+
+
+def _steady_choice(rated: Sequence[_Rated[L]], doubts: tuple[float, float]) -> _Rated[L]:
+    """Return the first in order, unless a later one gains more than is in doubt, over the workload or at the typical point."""
+    doubt, typical_doubt = doubts
+    shared = [shape for shape in rated[0].typical if all(shape in each.typical for each in rated)]
+    chosen = rated[0]
+    for other in rated[1:]:
+        gain = chosen.expected - other.expected
+        typical_gain = fmean(chosen.typical[shape] - other.typical[shape] for shape in shared) if shared else 0.0
+        if gain > doubt or (gain > -doubt and typical_gain > typical_doubt):
+            chosen = other
+    return chosen
+
+
+def _undecided(rated: Sequence[_Rated[L]], chosen: _Rated[L]) -> str:
+    """Return a remark if steadier times would have led to another layout or block size; else an empty text."""
+    otherwise = _steady_choice(rated, _doubts(0.0))
+    if otherwise is chosen:
         return ""
-
-    def reasons(self, name: str, phase: Phase, place: Placement[L]) -> tuple[Reason, ...]:
-        """Every reason why a kernel cannot serve a phase of all layers."""
-        support = Support()
-        for spec in self.specs[phase]:
-            support &= self.supports(name, spec, phase, place)
-        return support.reasons
-
-    def instances(self, name: str, phases: Sequence[Phase], place: Placement[L]) -> Mapping[S, B]:
-        """Make a kernel for the layers, as they ask in these phases."""
-        wanted: dict[S, Phase] = {}
-        for phase in phases:
-            wanted = dict.fromkeys(self.specs[phase], phase) | wanted
-        return {spec: self.make(name, spec, phase, place) for spec, phase in wanted.items()}
-
-
-class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayout]):
-    """Attention backends, asked for the layers of a model that attend."""
-
-    kind = ATTENTION
-    options = "--attn-backend {} --kv-layout {} --block-size {}"
-    per_step = True
-
-    def __init__(
-        self,
-        source: BackendSource,
-        layers: LayerSpecs,
-        kv_layout: str,
-        block_size: int | None,
-        options: Mapping[str, Mapping[str, str]] | None,
-    ) -> None:
-        """kv_layout: auto or a name. block_size: None: one of DEFAULT_BLOCK_SIZES. options: backend -> option -> value.
-
-        :raises HeadwayError: an unknown layout or option.
-        """
-        kernels = source.of(ATTENTION)
-        self._layers = layers
-        self._options = options or {}
-        self._layouts = [info.layout for info in kernels.layouts.values()]
-        for name, chosen in self._options.items():
-            kernels.backend(name).check_options(chosen)
-        layouts = self._layouts if kv_layout == "auto" else [source.layout(kv_layout).layout]
-        sizes = DEFAULT_BLOCK_SIZES if block_size is None else (block_size,)
-        super().__init__(
-            kernels,
-            layers.counts,
-            {phase: [layers.in_phase(spec, phase) for spec in layers.distinct] for phase in layers.phases},
-            [Placement(layout, size) for size in sizes for layout in layouts],
-            [Placement(layout, size) for size in DEFAULT_BLOCK_SIZES for layout in self._layouts],
-        )
-
-    def supports(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> Support:
-        """Return whether a backend can serve a layer in a phase, over the chosen layout or that which suits the layer."""
-        return self.source.supports(name, spec, self.layout_of(spec, place.layout), place.block_size, phase)
-
-    def make(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> AttentionBackend:
-        """Make a backend, with the options that the user gave it."""
-        kind, layout = self.source.backend(name), self.layout_of(spec, place.layout)
-        return make_backend(kind, spec, layout, place.block_size, self._options.get(name))
-
-    def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
-        """The steps of the phases in which layers ask; if no layer has a cache, no part of a prompt is cached."""
-        asked = workload if Phase.EXTEND in self.specs else replace(workload, cached_len=0)
-        return [(shape, count) for shape, count in asked.steps() if shape.phase in self.specs]
-
-    def layout_of(self, spec: AttentionSpec, chosen: CacheLayout) -> CacheLayout:
-        """The layout of a layer's cache: the chosen one, or where that cannot hold its values the first registered that can.
-
-        There are two kinds of layers: those whose value lies in the key, and those with a value of its own.
-        """
-        kinds = {each.value_in_key for each in (*self._layers.distinct, spec)}
-        if len(kinds) == 1 or spec.value_in_key is not chosen.has_value:
-            return chosen
-        return next((other for other in self._layouts if other.has_value is not spec.value_in_key), chosen)
-
-    def gathering(self, name: str, place: Placement[CacheLayout]) -> Backends:
-        """Instances that attend to the context of latent layers after that was gathered and expanded, where a backend can."""
-        found = {}
-        for spec, dense in self._layers.expanded.items():
-            cached = replace(dense, dense=False)
-            if self.supports(name, cached, Phase.EXTEND, place):
-                found[spec] = self.make(name, cached, Phase.EXTEND, place)
-        return found
-
-
-class _ComposedPlan(NamedTuple):
-    convolution: Plan
-    recurrence: Plan
-
-
-class ComposedState(StateBackend):
-    """A layer whose convolution one backend applies and whose recurrence another."""
-
-    def __init__(self, spec: StateSpec, layout: StateLayout, convolution: StateBackend, recurrence: StateBackend) -> None:
-        super().__init__(spec, layout)
-        self.name = recurrence.name  # type: ignore[misc]
-        self._convolution = convolution
-        self._recurrence = recurrence
-        self.graph_level = min(convolution.graph_level, recurrence.graph_level)  # type: ignore[misc]
-
-    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Return the bytes of both, and of what one hands to the other."""
-        between = max_num_tokens * self.spec.conv_channels * self.spec.dtype.itemsize
-        parts = (self._convolution, self._recurrence)
-        return between + sum(part.workspace_bytes(max_num_tokens, max_num_seqs) for part in parts)
-
-    def plan(self, metadata: StateMetadata) -> Plan:
-        """Plan both."""
-        return _ComposedPlan(self._convolution.plan(metadata), self._recurrence.plan(metadata))
-
-    def plan_for_capture(self, metadata: StateMetadata) -> Plan:
-        """Plan both for a graph."""
-        return _ComposedPlan(self._convolution.plan_for_capture(metadata), self._recurrence.plan_for_capture(metadata))
-
-    def scan(
-        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
-    ) -> None:
-        """Convolve, then run the recurrence over what comes of it."""
-        convolved = x.new_empty(x.shape)
-        self._convolution.scan(x, (), parameters, cache.convolution, plan.convolution, convolved)
-        self._recurrence.scan(convolved, gates, parameters, cache.recurrence, plan.recurrence, out)
-
-    def step(
-        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
-    ) -> None:
-        """Convolve, then run the recurrence over what comes of it."""
-        convolved = x.new_empty(x.shape)
-        self._convolution.step(x, (), parameters, cache.convolution, plan.convolution, convolved)
-        self._recurrence.step(convolved, gates, parameters, cache.recurrence, plan.recurrence, out)
-
-
-class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
-    """State backends, asked for the layers of a model that keep a state. They ask in the phases of VERBS."""
-
-    kind = STATE
-    options = "--state-backend {}"
-    per_step = False
-
-    def __init__(self, source: KernelSource, specs: Sequence[StateSpec], decode_len: int = 1) -> None:
-        """specs: that of each layer. decode_len: tokens of a sequence in a decode, with its drafts."""
-        self._decode_len = decode_len
-        places = [Placement(layout, NO_BLOCKS) for layout in source.layouts.values()]
-        counts = Counter(specs)
-        super().__init__(source, counts, {phase: list(counts) for phase in VERBS}, places, places)
-
-    def supports(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Support:
-        """Return whether a backend can serve a layer, with the help of another for its convolution if it needs one."""
-        whole = self._alone(name, spec, phase, place)
-        if not whole and spec.recurrent and spec.conv_channels and any(True for _ in self._helpers(spec, phase, place)):
-            return self._alone(name, spec.recurrence, phase, place)
-        return whole
-
-    def make(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> StateBackend:
-        """Make a backend, and another for the convolution if it needs one."""
-        if self._alone(name, spec, phase, place):
-            return make_state_backend(self.source.backend(name), spec, place.layout)
-        recurrence = make_state_backend(self.source.backend(name), spec.recurrence, place.layout)
-        helper = self.source.backend(next(self._helpers(spec, phase, place)))
-        return ComposedState(spec, place.layout, make_state_backend(helper, spec.convolution, place.layout), recurrence)
-
-    def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
-        """The steps without what came before them, decodes with their drafts."""
-        found = []
-        for shape, count in workload.steps():
-            query_len = self._decode_len if shape.phase is Phase.DECODE else shape.query_len
-            found.append((state_shape(shape.phase, shape.batch, query_len), count))
-        return found
-
-    def helper(self, name: str, phase: Phase, place: Placement[StateLayout]) -> str:
-        """The backend that applies convolutions for another; empty: it needs none."""
-        lacking = [spec for spec in self.counts if not self._alone(name, spec, phase, place)]
-        return next(self._helpers(lacking[0], phase, place)) if lacking else ""
-
-    def _alone(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Support:
-        support = Support()
-        for each in (phase,) if phase is Phase.DECODE else (Phase.PREFILL, Phase.EXTEND):
-            support &= self.source.supports(name, spec, place.layout, each)
-        if support and phase is Phase.DECODE:
-            most = self.source.backend(name).capabilities.max_draft_tokens
-            if self._decode_len - 1 > most:
-                hint = f"--num-speculative-tokens {most}" if most else "leave --speculate out"
-                support = Support.no("max_draft_tokens", f"at most {most} drafts of a sequence", self._decode_len - 1, hint)
-        return support
-
-    def _helpers(self, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Iterator[str]:
-        """Backends that apply a layer's convolution by itself."""
-        return (name for name in self.source.entries if self._alone(name, spec.convolution, phase, place))
-
-
-def check_names(source: BackendSource, asked: Mapping[OperationKind, Iterable[str]], kv_layout: str = AUTO) -> None:
-    """Check every name a user gave, before anything slow begins.
-
-    asked: names of kernels, by their kind.
-
-    :raises HeadwayError: an unknown kernel or layout.
-    """
-    for kind, names in asked.items():
-        kernels = source.of(kind)
-        for name in names:
-            if name not in kernels.entries:
-                kernels.backend(name)  # raises; one that exists is loaded later, where a refusal carries its hint and a fix
-    if kv_layout != AUTO:
-        source.layout(kv_layout)
+    return f"; times too noisy ({chosen.costs.noise:.0%}) to prefer {otherwise.place}: the first in order stays"
 
 
 class Rated(NamedTuple):
@@ -407,7 +355,7 @@ class KernelSelector(Generic[S, B, L]):
         why = "auto: no crossover table, rank order" if free else "asked for"
         if self._parts and free:
             choice = MeasuredChoice(self._parts, workload, able.steps(workload), free, able.specs, able.per_step)
-            if (measured := choice.select(able.places, self._all)) is not None:
+            if (measured := choice.select(able.places, partial(self._serving, self._request))) is not None:
                 self._chooser = measured[1]
                 return measured[0]
             why = f"auto: {self._parts[0][0].source} has no times for this layout and block size, rank order"
@@ -419,19 +367,14 @@ class KernelSelector(Generic[S, B, L]):
     def _search(self, request: BackendRequest, places: Sequence[Placement[L]], why: str = "") -> Selection[L] | None:
         """The first layout and block size over which the request covers every phase."""
         for place in places:
-            names = {phase: self._first(request, phase, place) for phase in self._able.specs}
-            served = {phase: name for phase, name in names.items() if name is not None}
-            if len(served) == len(names):
-                return Selection(place, served, why)
+            names = {phase: next(self._serving(request, phase, place), "") for phase in self._able.specs}
+            if all(names.values()):
+                return Selection(place, names, why)
         return None
 
-    def _all(self, phase: Phase, place: Placement[L]) -> list[str]:
-        """Kernels that can serve a phase of every layer, in rank order."""
-        return [name for name in self._names(self._request, phase) if not self._able.reasons(name, phase, place)]
-
-    def _first(self, request: BackendRequest, phase: Phase, place: Placement[L]) -> str | None:
-        names = self._names(request, phase)
-        return next((name for name in names if not self._able.reasons(name, phase, place)), None)
+    def _serving(self, request: BackendRequest, phase: Phase, place: Placement[L]) -> Iterator[str]:
+        """Kernels that can serve a phase of every layer as the request has it, in rank order."""
+        return (name for name in self._names(request, phase) if not self._able.reasons(name, phase, place))
 
     def _names(self, request: BackendRequest, phase: Phase, every: bool = False) -> Sequence[str]:
         """Return the names to try, best guess first. every: True includes kernels that are registered for other devices."""
@@ -445,7 +388,7 @@ class KernelSelector(Generic[S, B, L]):
         """Explain the layout and block size that came nearest, and name what would work."""
 
         def unserved(place: Placement[L]) -> list[Phase]:
-            return [phase for phase in self._able.specs if self._first(self._request, phase, place) is None]
+            return [phase for phase in self._able.specs if not any(self._serving(self._request, phase, place))]
 
         nearest = min(self._able.places, key=lambda place: len(unserved(place)))
         reasons: list[Reason] = []
@@ -476,7 +419,7 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
 
     def __init__(
         self,
-        source: BackendSource,
+        source: Kernels,
         layers: LayerSpecs,
         request: BackendRequest = ALL_AUTO,
         *,
@@ -494,10 +437,11 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         super().__init__(candidates, request, costs, workload)
         chosen = self.selection
         self._candidates = candidates
-        self._instances: dict[str, Backends] = {}
+        self.instances: dict[str, Backends] = {}
+        """Each backend that may be called -> its instances, by spec."""
         for name in dict.fromkeys(name for phase in chosen.names for name in chosen.all_for(phase)):
             served = [phase for phase in candidates.specs if name in chosen.all_for(phase)]
-            self._instances[name] = candidates.instances(name, served, chosen.place)
+            self.instances[name] = candidates.instances(name, served, chosen.place)
         self.gathering = candidates.gathering(chosen.names[Phase.PREFILL], chosen.place)
         """The spec of a latent layer's cache -> the backend that attends to its context after that was gathered and expanded: the
         one of its prompts. A layer that this backend cannot serve so is missing."""
@@ -511,16 +455,16 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         name = None
         if batch is not None and self._chooser is not None and phase in self.selection.others:
             name = self._chooser.choose(phase, batch, query_len, kv_len)
-        return self._instances[name or self.selection.names[phase]]
+        return self.instances[name or self.selection.names[phase]]
 
     def backends_of(self, shape: Shape) -> Backends:
         """As `backends_for`, of a shape. For a captured one they are the fastest on the device out of those that can be captured,
         for a replay spares the host their launches; where none can be, or none has a time, those of a step that is launched."""
         if shape.captured and self.costs is not None:
-            named = [(name, self._instances[name].values()) for name in self.selection.all_for(shape.phase)]
+            named = [(name, self.instances[name].values()) for name in self.selection.all_for(shape.phase)]
             able = [name for name, backends in named if all(each.captures(shape.query_len) for each in backends)]
             if ranked := self.costs.ranking(shape, able):
-                return self._instances[ranked[0][0]]
+                return self.instances[ranked[0][0]]
         return self.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
 
     def candidates_for(self, phase: Phase, batch: int) -> Sequence[str]:
@@ -544,15 +488,6 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         """Choose the next step's backends as in the first step: after steps of warm-up."""
         if self._chooser is not None:
             self._chooser.forget()
-
-    def instances_of(self, name: str) -> Backends:
-        """The instances of one of the selection's backends, by spec."""
-        return self._instances[name]
-
-    @property
-    def instances(self) -> list[Backends]:
-        """The instances of every backend that may be called, by spec."""
-        return list(self._instances.values())
 
     def layout_of(self, spec: AttentionSpec) -> CacheLayout:
         """The layout of a layer's cache: the selection's, or where that does not fit the layer's values another."""

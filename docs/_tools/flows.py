@@ -23,16 +23,15 @@ from headway.core.engine.execution.token_sampler import TokenSampler
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import StepResults, prepare
-from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
-from headway.core.select.selection import MeasuredChoice, Selection, StepChooser
-from headway.core.select.selector import KernelSelector, Selector
+from headway.core.select.request import BackendRequest
+from headway.core.select.selector import KernelSelector, MeasuredChoice, Selection, Selector, StepChooser
 from headway.core.system.json_files import write_bytes
 from headway.hosting.assembly import assemble
 from headway.registry.isolation import verdicts
 from headway.registry.plugin_sources import given_plugins, installed_plugins
 from headway.registry.registry import Registry
-from headway.registry.validate import check_kernel_info
+from headway.registry.validate import check_items
 from headway.requests.request_state import OutputProcessor
 from headway.requests.validation import RequestValidator
 from headway.tuning.autotune import costs_for
@@ -111,7 +110,7 @@ PLUGIN = [
     Step("trial", try_plugins, "a process for each plugin"),
     Step("trial", run, "import, hooks, availability, self-test"),
     Step("registry", Registry.add_plugin, "whole or not at all, or recorded"),
-    Step("registry", check_kernel_info, "what it registers keeps the contract"),
+    Step("registry", check_items, "what it registers keeps the contract"),
     Step("use", check_named, "named: right for this model's layers?"),
     Step("use", measure_in_child, "auto: measured in a child process"),
     Step("use", Selector.backends_for, "called in a step, like any other"),

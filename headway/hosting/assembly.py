@@ -32,8 +32,8 @@ from headway.core.engine.ranks.torch_ranks import MeetingError, TorchRanks
 from headway.core.sampling.batch_processors import ProcessorBatch
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.params import SamplingParams
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import check_names
+from headway.core.select.kernels import check_names
+from headway.core.select.request import LayerSpecs
 from headway.core.system.part_clock import PartClock
 from headway.hosting.rank_assembly import EngineChoices, load_part, make_rank, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from headway.core.sampling.sampler import SamplingOps
     from headway.core.select.costs import CostTable
     from headway.engine_args import EngineArgs
+    from headway.kernels.experts.bound import ExpertsKind
+    from headway.kernels.linear.choice import LinearChoice
 
     Costs = Mapping[AttentionSpec, CostTable] | None
     StateCosts = Mapping[StateSpec, CostTable] | None
@@ -129,6 +131,7 @@ def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
         hf_overrides=None,
         quantization=None,
         experts_kernel=AUTO,
+        linear_kernel=AUTO,
         kv_cache_memory=memory,
         kv_offload_size=None,
         kv_offload_dir=None,
@@ -335,30 +338,43 @@ def _assemble_draft(start: _Start) -> Assembly | None:
 def _measure(start: _Start, loaded: _Loaded) -> tuple[Costs, StateCosts]:
     """Measure attention and layers with a state, and return their times, which the other ranks get too.
 
-    Experts and products are told theirs. All share one budget. In deterministic mode one backend is pinned, whatever is fastest.
+    Experts and linear layers choose by theirs. All share one budget. In deterministic mode one kernel is pinned, whatever
+    is fastest, and third parties' are only tried.
     """
     registry, config, table, budget, clock = start.registry, start.config, start.table, start.budget, start.clock
     decoder, layers, ahead = loaded.model.decoder, loaded.layers, start.ahead
     check_named(registry, config.backend_request.names, layers.cached)
     costs: Costs = None
     state_costs: StateCosts = None
+    states, experts, products = dict.fromkeys(layers.states), decoder.expert_kinds, decoder.linear_choices
     if not config.deterministic:
-        states, experts, products = dict.fromkeys(layers.states), decoder.expert_kinds, decoder.linear_choices
         attention = len(layers.counts) if config.backend_request.auto_phases else 0
         budget.expect(attention + len(states) + len(experts) + bool(products))
         with clock.part("measuring attention"):
             costs = costs_for(layers, registry, config.backend_request, table, ahead, budget)
         with clock.part("measuring states"):
             state_costs = costs_for(layers, registry, config.state_request, table, ahead, budget, STATE)
-        with clock.part("measuring experts"):
-            for kind in experts:
-                with budget.part() as seconds:
-                    choose_experts([kind], seconds, ahead)
-        with clock.part("measuring products"), budget.part() as seconds:
-            choose_products(products, seconds, ahead)
+    choose_weight_kernels(registry, products, experts, budget, clock, ahead)
     if start.processes is not None:
         start.processes.choose(EngineChoices.of(costs, state_costs))
     return costs, state_costs
+
+
+def choose_weight_kernels(
+    registry: Registry,
+    products: Sequence[LinearChoice],
+    experts: Sequence[ExpertsKind],
+    budget: SharedBudget,
+    clock: PartClock,
+    ahead: CompileAhead | None,
+) -> None:
+    """Have each kind of linear layer and of layer of experts choose by measured times, within what is left of a budget."""
+    with clock.part("measuring experts"):
+        for kind in experts:
+            with budget.part() as seconds:
+                choose_experts([kind], seconds, ahead, registry)
+    with clock.part("measuring products"), budget.part() as seconds:
+        choose_products(products, seconds, ahead, registry=registry)
 
 
 def _engine(

@@ -21,7 +21,7 @@ from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.scheduling.deterministic import prepare_deterministic
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.costs import CostTable
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.kernels.experts.bound import AUTO, ExpertsOptions
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.sampling import fastest_sampling
@@ -125,9 +125,8 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     if config.deterministic:
         config = prepare_deterministic(registry, layers, state_layers(decoder), config)
     choices: EngineChoices = start.choices()
-    if not config.deterministic:
-        choose_experts(decoder.expert_kinds, 0, ahead)  # rank 0 has measured, and written it down
-        choose_products(decoder.linear_choices, 0, ahead)  # likewise
+    choose_experts(decoder.expert_kinds, 0, ahead, registry)  # rank 0 has measured, and written it down
+    choose_products(decoder.linear_choices, 0, ahead, registry=registry)  # likewise
     states = dict.fromkeys(layers.states)
     parts = DeviceParts(
         model=decoder,
@@ -167,14 +166,22 @@ def sampling_of(
         return TORCH_SAMPLING
 
 
+def named_experts(args: EngineArgs, registry: Registry, device: torch.device) -> ExpertsOptions:
+    """Return the kernels that layers of experts may have on a device, and the one that an option names.
+
+    :raises UnsupportedError: that one cannot run there.
+    """
+    named = args.experts_kernel
+    if named != AUTO and not (able := registry.experts.able(named, device.type)):
+        raise UnsupportedError(f"experts kernel {named}", able.reasons)
+    return ExpertsOptions(registry.experts.classes, named)
+
+
 def load_part(args: EngineArgs, registry: Registry, device: torch.device, ranks: Ranks) -> LoadedModel:
     """Load the part of a model that a rank holds; rank 0 alone has the tokenizer.
 
     :raises UnsupportedError: the kernel that an option names cannot run on the device.
     """
-    named = args.experts_kernel
-    if named != AUTO and not (able := registry.experts.able(named, device.type)):
-        raise UnsupportedError(f"experts kernel {named}", able.reasons)
     options = LoadOptions(
         batch_invariant=args.deterministic,
         torch_compile=args.compiles_on(device.type),
@@ -183,8 +190,8 @@ def load_part(args: EngineArgs, registry: Registry, device: torch.device, ranks:
         origin=args.origin,
         slots=args.adapter_slots,
         max_model_len=args.max_model_len,
-        experts=ExpertsOptions(registry.experts.classes, named),
-        kernels=registry.linear_kernels(device, args.linear_kernel),
+        experts=named_experts(args, registry, device),
+        kernels=registry.linear_kernels(device, args.linear_kernel, args.deterministic),
     )
     return load_model(
         args.model,

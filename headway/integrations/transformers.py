@@ -25,9 +25,9 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES
-from headway.core.select.backend_request import BackendRequest
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import Selector, check_names
+from headway.core.select.kernels import check_names
+from headway.core.select.request import BackendRequest, LayerSpecs
+from headway.core.select.selector import Selector
 from headway.integrations.dense import OWN_WAY, BackendShare, Blocks, Sequences, Visibility, VisibilityMask, mask_of
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for

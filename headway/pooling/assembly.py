@@ -19,22 +19,24 @@ from tqdm import tqdm
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.errors import ConfigError
 from headway.core.pooling.engine import EncodedText, PoolingEngine
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import Workload
+from headway.core.select.request import LayerSpecs, Workload
 from headway.core.select.selector import Selector
 from headway.core.system.part_clock import PartClock
 from headway.engine_args import PoolingModel
-from headway.hosting.assembly import checked_registry
+from headway.hosting.assembly import checked_registry, choose_weight_kernels
 from headway.hosting.host import EngineDeadError
+from headway.hosting.rank_assembly import named_experts
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.machine.process import bound_kernel_caches, freeze_heap, set_threads
 from headway.models.encoders.pooling.detect import PoolingTask
 from headway.models.encoders.pooling.loader import LoadedPoolingModel, load_pooling_model
+from headway.models.loader import LoadOptions
 from headway.pooling.jobs import PoolingJob, PoolingJobs
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.self_test import check_named
+from headway.tuning.measure.timing import SharedBudget
 
 if TYPE_CHECKING:
     import torch
@@ -85,21 +87,16 @@ def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry |
         bound_kernel_caches()
         num_threads = set_threads(args.num_threads)
     with clock.part("weights"):
-        model = load_pooling_model(
-            found.folder,
-            found.task,
-            name=args.model,
-            dtype=args.dtype,
-            device=device,
-            load_format=args.load_format,
-            skip_tokenizer_init=args.skip_tokenizer_init,
-        )
+        model = _load(args, found, registry, device)
     model = replace(model, max_length=_max_length(args.max_model_len, model))
     layers = LayerSpecs(list(model.network.attention_specs))
     check_named(registry, request.names, layers.cached)
     table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
+    budget, products, experts = SharedBudget(table.seconds(device)), model.network.linear_choices, model.network.expert_kinds
+    budget.expect((len(layers.counts) if request.auto_phases else 0) + len(experts) + bool(products))
     with clock.part("measuring attention"):
-        costs = costs_for(layers, registry, request, table, ahead)
+        costs = costs_for(layers, registry, request, table, ahead, budget)
+    choose_weight_kernels(registry, products, experts, budget, clock, ahead)
     selector = Selector(
         registry,
         layers,
@@ -120,6 +117,20 @@ def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry |
     clock.end()
     log.info("ready in %s", clock)
     return PoolingAssembly(registry, device, num_threads, model, engine, clock)
+
+
+def _load(args: EngineArgs, found: PoolingModel, registry: Registry, device: torch.device) -> LoadedPoolingModel:
+    kernels, experts = registry.linear_kernels(device, args.linear_kernel), named_experts(args, registry, device)
+    return load_pooling_model(
+        found.folder,
+        found.task,
+        name=args.model,
+        dtype=args.dtype,
+        device=device,
+        load_format=args.load_format,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        options=LoadOptions(kernels=kernels, experts=experts),
+    )
 
 
 def _max_length(asked: int | None, model: LoadedPoolingModel) -> int:

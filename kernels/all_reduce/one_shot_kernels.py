@@ -123,7 +123,7 @@ class OneShotAllReduce(AllReduceKernel):
     """An all-reduce of one launch, in whose memory every rank writes; it can be captured in a CUDA graph."""
 
     name = "one_shot"
-    capabilities = AllReduceCapabilities(dtypes=tuple(_BITS), max_bytes=CAPACITY)
+    capabilities = AllReduceCapabilities(types=tuple(_BITS), max_bytes=CAPACITY)
     graph_level = GraphLevel.ANY
 
     @classmethod

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import ref
@@ -14,6 +15,7 @@ from torch import Tensor
 from headway.core.contract.errors import BackendError, UnsupportedError
 from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsSpec
 from headway.core.contract.kernel import GraphLevel
+from headway.core.contract.operation import batch_invariance
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import Support
 from headway.core.select.costs import AxisTimes
@@ -37,8 +39,10 @@ class ExpertsOptions:
     """Name of the kernel that the user wants; auto: the fastest, or where nothing was measured the one that a rule names."""
     refusals: dict[ExpertsSpec, Support] = field(default_factory=dict)
     """Why the requested kernel does not serve some layers."""
-    specs: set[ExpertsSpec] = field(default_factory=set)
-    """Layers that were bound."""
+    specs: Counter[ExpertsSpec] = field(default_factory=Counter)
+    """Number of layers of each kind that were bound."""
+    invariant: bool = False
+    """True if only those of third parties take part whose tokens do not depend on each other's number (deterministic mode)."""
 
     def reads(self, weight_format: str, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether a third party's kernel claims weights of a format, which are then kept as the checkpoint has them."""
@@ -93,19 +97,26 @@ class ExpertsLayers:
         :raises PluginError: the kernel that was requested cannot be made or prepared.
         """
         spec = spec_of(config, weights)
+        self._options.specs[spec] += 1
+        return self.kind(spec).bind(weights, norm)
+
+    def kind(self, spec: ExpertsSpec) -> ExpertsKind:
+        """Return the layers of a spec, with the kernels that can serve them, made at the first call."""
         if spec not in self._kinds:
             self._kinds[spec] = self._kind(spec)
-        return self._kinds[spec].bind(weights, norm)
+        return self._kinds[spec]
 
     def _kind(self, spec: ExpertsSpec) -> ExpertsKind:
         """Make the kernels that can serve a spec. A third party's that raises is left out with a warning."""
         requested, kernels, shared = self._options.requested, list[ExpertsKernel](), dict[Any, Any]()
-        refusal = Support.no("kernel", "one that takes part in this mode", requested)
+        refused = dict[str, Support]()
         for each in self._options.able(spec.device.type):
             try:
                 support = each.supports(spec)
                 if spec.device.type == "cuda" and each.graph_level == GraphLevel.NONE:
                     support &= Support.no("graph_level", "another than NONE, since steps are captured in CUDA graphs", "NONE")
+                if self._options.invariant and not is_own(each):
+                    support &= batch_invariance(each.capabilities)
                 made = self._make(each, spec, shared) if support else None
             except Exception as error:
                 log_traceback(f"experts kernel {each.name}", error)
@@ -113,14 +124,15 @@ class ExpertsLayers:
                 log.warning("experts: %s is left out: %s", each.name, support.brief)
             if made is not None:
                 kernels.append(made)
-            elif each.name == requested:
-                refusal = refusal if support else support
+            else:
+                no = Support.no("kernel", "one that takes part in this mode", each.name)
+                refused[each.name] = no if support else support
         served = requested in (kernel.name for kernel in kernels)
-        self._options.specs.add(spec)
         if requested != AUTO and not served:
-            self._options.refusals[spec] = refusal
+            self._options.refusals[spec] = refusal = refused[requested]
             log.warning("experts: %s does not serve %s, which take what auto takes: %s", requested, spec, refusal.brief)
-        return ExpertsKind(spec, kernels, self._front(spec.config), requested if served else AUTO)
+        front, named = self._front(spec.config), requested if served else AUTO
+        return ExpertsKind(spec, kernels, front, named, refused, self._options.invariant)
 
 
 class KernelRaisedError(Exception):
@@ -134,18 +146,28 @@ class KernelRaisedError(Exception):
 class ExpertsKind:
     """The layers of experts of one spec. On a GPU no call of a built-in synchronises or looks at values, so graphs can own it."""
 
-    def __init__(self, spec: ExpertsSpec, kernels: Sequence[ExpertsKernel], front: Front, requested: str = AUTO) -> None:
-        """kernels: those that can serve, the first preferred."""
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        kernels: Sequence[ExpertsKernel],
+        front: Front,
+        requested: str = AUTO,
+        refused: Mapping[str, Support] | None = None,
+        fixed: bool = False,
+    ) -> None:
+        """kernels: those that can serve, the first preferred. refused: the other kernels, and why not. fixed: times decide
+        nothing (deterministic mode)."""
+        self.fixed = fixed
         self.spec = spec
         self.front = front
         self.requested = requested
         self.kernels = {each.name: each for each in kernels if any(map(each.runs, TOKEN_COUNTS))}
-        self.excluded: dict[str, str] = {}
-        """Kernels that were left out, and why."""
+        self.refused = dict(refused or {})
         self.example: RoutedWeights | None = None
         """The weights of one layer, to measure with; None if there is nothing to choose from."""
         self._bound: list[ref[BoundExperts]] = []
-        self._times: AxisTimes | None = None
+        self.times: AxisTimes | None = None
+        """Measured times, by which the kind chooses; None: a rule does."""
         self._chosen: dict[int, ExpertsKernel] = {}
 
     @property
@@ -202,14 +224,14 @@ class ExpertsKind:
         if num_tokens not in self._chosen:
             able = {each.name: each for each in self.serving(num_tokens)}
             name = self.requested if self.requested in able else None
-            name = name or (None if self._times is None else self._times.fastest(num_tokens, able))
+            name = name or (None if self.times is None else self.times.fastest(num_tokens, able))
             likely = [each for ruled in rules(num_tokens, self.config) for each in able.values() if each.name.startswith(ruled)]
             self._chosen[num_tokens] = able[name] if name else next(iter(likely or able.values()))
         return self._chosen[num_tokens]
 
     def obey(self, times: AxisTimes) -> None:
         """Choose by measured times from now on."""
-        self._times = times
+        self.times = times
         self._rebind()
 
     def leave_out(self, name: str, why: str, error: BaseException | None = None) -> None:
@@ -220,7 +242,7 @@ class ExpertsKind:
         if name == self.requested:
             raise BackendError(f"experts kernel {name}: {why}") from error
         log.warning("experts: %s is left out: %s", name, why)
-        self.excluded[name] = why
+        self.refused[name] = Support.no("its trial and its steps", "a right answer", why)
         del self.kernels[name]
         self._rebind()
 
@@ -250,11 +272,19 @@ class ExpertsKind:
         own = [each for each in serving if isinstance(each, RoutedKernel)]
         return max((sum(map(each.extra_bytes, weights)) for each in own), default=0)  # they share it
 
+    @property
+    def source(self) -> str:
+        """Where the choice comes from, in words."""
+        source = "not measured" if self.times is None else self.times.source
+        return source if self.requested == AUTO else f"{self.requested} was asked for"
+
+    def changes(self) -> dict[int, str]:
+        """Return, for each number of tokens at which the choice changes, the kernel from there on."""
+        return TOKENS.changes(lambda count: self.kernel_for(count).name)
+
     def describe(self) -> str:
         """Return the kernel of each range of token counts, and the source of the choice, in words."""
-        source = "not measured" if self._times is None else self._times.source
-        source = source if self.requested == AUTO else f"{self.requested} was asked for"
-        told = TOKENS.describe(TOKENS.changes(lambda count: self.kernel_for(count).name), source)
+        told = TOKENS.describe(self.changes(), self.source)
         if self.forms == ("", ""):
             return told
         first, second = (form or DTYPE_NAMES[self.dtype] for form in self.forms)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from pkgutil import resolve_name
 from typing import Any, Final
 from weakref import WeakSet
@@ -16,6 +16,7 @@ from headway.core.contract.backend import API_VERSION
 from headway.core.contract.errors import BackendError, ConfigError, HeadwayError
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.linear import LinearKernel, LinearKernelInfo, LinearSpec
+from headway.core.contract.operation import batch_invariance
 from headway.core.contract.support import Support
 from headway.core.select.costs import AxisTimes, CountAxis
 
@@ -104,11 +105,13 @@ class LinearChoice:
         gated: bool = False,
         guests: Collection[str] = (),
         named: str | None = None,
+        fixed: bool = False,
     ) -> None:
         """name: format, shape and whatever else tells choices apart. kernels: by label, in the order in which they are preferred
         without a measurement. refused: the other kernels, and why not. guests: names of third parties' kernels. named: the
-        kernel that the user asked for, which runs wherever it can."""
+        kernel that the user asked for, which runs wherever it can. fixed: times decide nothing (deterministic mode)."""
         self.name = name
+        self.fixed = fixed
         self.gated = gated
         self.kernels = dict(kernels)
         self.refused = dict(refused or {})
@@ -118,7 +121,8 @@ class LinearChoice:
         self._layers: WeakSet[Layer] = WeakSet()
         self._guests = frozenset(guests)
         self._named = named
-        self._times: AxisTimes | None = None
+        self.times: AxisTimes | None = None
+        """Measured times, by which the layers choose; None: a rule does."""
 
     @property
     def layers(self) -> list[Layer]:
@@ -138,6 +142,17 @@ class LinearChoice:
     def is_open(self) -> bool:
         """True if a third party's kernel takes part, so that a rule does not know the fastest."""
         return any(self.is_guest(name) for name in self.kernels)
+
+    @cached_property
+    def is_invariant(self) -> bool:
+        """True if one third party's kernel serves any number of rows, in deterministic mode."""
+        serving = [*self.serving()]
+        return self.fixed and len(serving) == 1 and self.is_guest(serving[0])
+
+    @property
+    def hands_over(self) -> bool:
+        """True if a third party's kernel takes part that computes more than the product."""
+        return any(kernel.capabilities.fused for name, kernel in self.kernels.items() if self.is_guest(name))
 
     def is_guest(self, name: str) -> bool:
         """Return whether a kernel is a third party's. name: with its variant."""
@@ -163,7 +178,7 @@ class LinearChoice:
         """Return the name of the kernel for this number of rows."""
         able = self.able(rows)
         coarser = {name: WORTH for name in able if self.kernels[name].rounds_input}
-        measured = None if self._times is None else self._times.fastest(rows, able, coarser)
+        measured = None if self.times is None else self.times.fastest(rows, able, coarser)
         if measured is not None:
             return measured
         own = [name for name in able if not self.is_guest(name)]
@@ -171,7 +186,7 @@ class LinearChoice:
 
     def obey(self, times: AxisTimes) -> None:
         """Choose by measured times from now on: before any graph is captured."""
-        self._times = times
+        self.times = times
         self._rebind()
 
     def _rebind(self) -> None:
@@ -183,7 +198,7 @@ class LinearChoice:
         """Where the choice comes from, in words: the user, measured times, or the rule."""
         if self.is_decided:
             return "asked for"
-        return "rule, not measured" if self._times is None else self._times.source
+        return "rule, not measured" if self.times is None else self.times.source
 
     def serving(self) -> dict[str, int]:
         """Return the names of the kernels that serve, and the least of ROW_COUNTS that each does."""
@@ -228,9 +243,12 @@ class LinearKernels:
         supports: Callable[[str, LinearSpec], Support],
         guests: Collection[str] = (),
         named: str | None = None,
+        invariant: bool = False,
     ) -> None:
         """names: in the order of registration. load: imports a kernel's class. supports: whether it computes a layer here.
-        guests: those of third parties. named: the one that the user asks for; None means auto."""
+        guests: those of third parties. named: the one that the user asks for; None means auto. invariant: of third parties', only
+        those take part whose rows do not depend on each other's number (deterministic mode)."""
+        self._invariant = invariant
         self.device = device
         self.named = named
         self._names = names
@@ -256,7 +274,7 @@ class LinearKernels:
                 for made in (kernel(own), *(kernel(own, variant) for variant in kernel.variants)):
                     kernels[made.label] = made
             self._note_named(spec, refused)
-            found = LinearChoice(str(spec), kernels, refused, spec.gated, self._guests, self.named)
+            found = LinearChoice(str(spec), kernels, refused, spec.gated, self._guests, self.named, self._invariant)
             self._choices[spec] = found
         return found
 
@@ -268,6 +286,8 @@ class LinearKernels:
         support = self._supports(name, spec.with_only(kernel.capabilities.fused))
         if spec.device.type == "cuda" and kernel.graph_level == GraphLevel.NONE:
             support &= Support.no("graph_level", "one for captured steps, such as GraphLevel.ANY, on a GPU", "NONE")
+        if self._invariant and name in self._guests:
+            support &= batch_invariance(kernel.capabilities)
         return (kernel if support else None), support
 
     def reads(self, spec: LinearSpec) -> bool:
@@ -285,12 +305,14 @@ class LinearKernels:
             self._unserved[kind] = why
             log.info("products %s: --linear-kernel %s does not serve them: %s", kind, self.named, why)
 
-    def check_named(self, choices: Sequence[LinearChoice]) -> None:
-        """Check that the kernel that the user asks for serves one of a model's kinds of layers.
+    def check_named(self, choices: Iterable[LinearChoice]) -> None:
+        """Check that the kernel that the user asks for serves a layer. choices: those of a model that times decide; others count
+        too.
 
         :raises ConfigError: it serves none; with every reason.
         """
-        if self.named is None or any(self.named not in choice.refused for choice in choices):
+        made = (*choices, *self._choices.values())
+        if self.named is None or any(self.named not in choice.refused for choice in made):
             return
         reasons = [f"{kind}: {why}" for kind, why in self._unserved.items()]
         raise ConfigError(

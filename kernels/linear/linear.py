@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.core.contract.linear import LinearKernel, LinearSpec
+from headway.core.contract.linear import LinearKernel, LinearParts, LinearSpec
 from headway.core.contract.weights import WeightFormat
 from headway.core.system.held_tensors import held_tensors
 from headway.kernels.linear.axes import Axis
@@ -47,29 +47,43 @@ class ProductOrigin:
 
 
 class Applied:
-    """A kernel that writes `apply` alone, bound to a layer: the bias is added here. One that raises is replaced by the next."""
+    """A kernel by the calls of the contract, bound to a layer. One that raises is replaced by the next."""
 
-    def __init__(self, layer: Linear, kernel: LinearKernel) -> None:
+    def __init__(self, layer: Linear, kernel: LinearKernel, again: Callable[..., Compute] | None = None) -> None:
+        """again: returns the layer bound to another kernel, for the same arguments; None: `Linear.bound_to`."""
         self._layer = layer
         self._kernel = kernel
         self._prepared = layer.prepared_for(kernel)
+        self._again = again or layer.bound_to
+        self._fused = kernel.capabilities.fused
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the product of x [rows, in_features] with its bias.
+    def __call__(self, x: Tensor, out: Tensor | None = None, add_to: Tensor | None = None, **around: Any) -> Tensor:
+        """Return the product of x [rows, in_features] with its bias, added to `add_to` if that is given.
+
+        around: those of `FusedKernel.compute` that the kernel claims.
 
         :raises BackendError: the kernel raised, and the user asked for it or no other can compute the layer.
         """
-        layer = self._layer
-        y = x.new_empty(x.shape[0], layer.out_features) if out is None else out
+        layer, bias, norm, gated = self._layer, self._layer.bias, around.get("norm"), around.get("gated", False)
+        y = out if add_to is None else add_to
+        if y is None:
+            y = x.new_empty(x.shape[0], layer.out_features // 2 if gated else layer.out_features)
         try:
-            self._kernel.apply(x.contiguous(), self._prepared, y)
+            if self._fused:
+                fused_bias = bias if "bias" in self._fused else None
+                weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+                parts = LinearParts(weight, eps, fused_bias, around.get("activation"), gated, add_to is not None)
+                self._kernel.apply_fused(x.contiguous(), self._prepared, parts, y)
+            else:
+                self._kernel.apply(x.contiguous(), self._prepared, y)
         except Exception as error:
             choice = layer.choice
             if choice is None:
                 raise
             choice.replace_failed(self._kernel.label, error)
-            return layer.bound_to(choice.kernels[choice.kernel_for(len(x))])(x, out=out)
-        return y if layer.bias is None else y.add_(layer.bias)
+            given = {name: value for name, value in (("out", out), ("add_to", add_to)) if value is not None}
+            return self._again(choice.kernels[choice.kernel_for(len(x))])(**{"x": x, **given, **around})
+        return y if bias is None or "bias" in self._fused else y.add_(bias)
 
 
 class Buckets:
@@ -231,7 +245,7 @@ class Linear:
         name = kernel.arrangement or kernel.name
         if name not in self.prepared:
             weight: Any = self.weight
-            if "bias" in kernel.capabilities.fused:
+            if "bias" in kernel.capabilities.fused and hasattr(kernel, "compute"):
                 prepare: Any = kernel.prepare
                 self.prepared[name] = prepare(weight, self.bias)
             else:
@@ -253,12 +267,22 @@ class Linear:
         """Drop what was prepared for a kernel."""
         self.prepared.pop(kernel.arrangement or kernel.name, None)
 
-    def bound_to(self, kernel: LinearKernel) -> Compute:
-        """Return the layer's product by a kernel, bias included."""
-        if kernel.capabilities.fused:
-            fused: Any = kernel
-            return partial(fused.compute, weight=self.prepared_for(kernel))
-        return Applied(self, kernel)
+    def bound_to(self, kernel: LinearKernel, again: Callable[..., Compute] | None = None) -> Compute:
+        """Return the layer's product by a kernel, bias included. again: as in `Applied`."""
+        compute = getattr(kernel, "compute", None)
+        if compute is not None and kernel.capabilities.fused:
+            return partial(compute, weight=self.prepared_for(kernel))
+        return Applied(self, kernel, again)
+
+    def fused_by(self, kernel: LinearKernel) -> frozenset[str]:
+        """Return what a kernel computes around the product: a bias that it leaves to the engine comes before the activation."""
+        fused = kernel.capabilities.fused
+        return fused if self.bias is None or "bias" in fused else fused - {"activation", "gated"}
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether a third party's kernel on a CPU may compute more than the product: the operations then hand that over."""
+        return isinstance(self._compute, Buckets) and self.choice is not None and self.choice.hands_over
 
     @property
     def may_have_copies(self) -> bool:

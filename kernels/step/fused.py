@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +11,13 @@ import triton
 from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsSpec
-from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.experts.bound import BoundExperts, ExpertsLayers, ExpertsOptions, is_own
 from headway.kernels.experts.plain import Front, RoutedKernel
 from headway.kernels.experts.route_kernels import Router
 from headway.kernels.experts.tiles import invariant_kernels
 from headway.kernels.experts.weights import RoutedWeights
-from headway.kernels.linear.choice import NUM_BUCKETS, ON_GPU, LinearChoice, LinearKernels, builtin_kernels
+from headway.kernels.linear.choice import ON_GPU, LinearChoice, LinearKernels, builtin_kernels
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.triton_launch import FixedLauncher
 from headway.kernels.step.config import Activation, LatentConfig
@@ -32,7 +30,10 @@ from headway.kernels.step.operations import (
     Norm,
     Operations,
     Rope,
+    RowScale,
     apply_gate,
+    bound,
+    bound_step,
     norm_heads,
 )
 from headway.kernels.step.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
@@ -64,22 +65,7 @@ class Fused(Operations):
             launcher = self._launchers[key] = make()
         return launcher
 
-    def _bound(self, linear: Linear, rows: int, gated: bool = False, heads: Heads | None = None) -> Step:
-        """Return a layer bound to the kernel for a number of rows. heads: those to which RoPE is applied."""
-        steps: BoundSteps | None = linear.gated_steps if gated else linear.steps
-        if steps is None or steps.ops is not self or (heads is not None and steps.heads is not heads):
-            steps = self._bind(linear, gated, heads)
-        return steps[(rows - 1).bit_length() if rows else -1]
-
-    def _bind(self, linear: Linear, gated: bool, heads: Heads | None) -> BoundSteps:
-        steps = BoundSteps(self, linear, self._choice(linear, gated), gated, heads)
-        if gated:
-            linear.gated_steps = steps
-        else:
-            linear.steps = steps
-        return steps
-
-    def _choice(self, linear: Linear, gated: bool) -> LinearChoice:
+    def choice_for(self, linear: Linear, gated: bool) -> LinearChoice:
         """The choice for a layer, which counts as one of its kind from now on."""
         choice = self.kernels.choice(linear.spec(self._device, gated))
         choice.compute = self._gated_alone if gated else self._alone
@@ -90,7 +76,7 @@ class Fused(Operations):
         """See Operations. Over plain weights a rule chooses, unless a third party's kernel takes part."""
         choices = []
         for linear, gated in products:
-            choice = self._choice(linear, gated)
+            choice = self.choice_for(linear, gated)
             linear.choice = choice
             if choice.is_open or not isinstance(linear.weight, Tensor):
                 choices.append(choice)
@@ -98,12 +84,12 @@ class Fused(Operations):
 
     def _alone(self, name: str, x: Tensor, linear: Linear) -> Tensor:
         """Return the product by one kernel, as `LinearChoice.compute` says."""
-        kernel = self._choice(linear, gated=False).kernels[name]
+        kernel = self.choice_for(linear, gated=False).kernels[name]
         return bound_step(self, linear, kernel, None, x.shape[0])(x)
 
     def _gated_alone(self, name: str, x: Tensor, linear: Linear) -> Tensor:
         """Return a gated product by one kernel, as `LinearChoice.compute` says."""
-        kernel = self._choice(linear, gated=True).kernels[name]
+        kernel = self.choice_for(linear, gated=True).kernels[name]
         norm = Norm(x.new_ones(x.shape[1]), 1e-6)
         return bound_step(self, linear, kernel, None, x.shape[0])(x, norm=norm, gated=True, activation="silu")
 
@@ -173,7 +159,7 @@ class Fused(Operations):
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """One launch."""
-        return self._bound(linear, x.shape[0])(x, out=out)
+        return bound(self, linear, x.shape[0])(x, out=out)
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
@@ -185,7 +171,7 @@ class Fused(Operations):
         x, norm = self._before(x, norm)
         alone = heads.q_norm is not None and (rope is None or heads.whole_norm)
         rotated = None if rope is None or alone else (heads, rope)
-        step = self._bound(linear, x.shape[0], heads=None if rotated is None else heads)
+        step = bound(self, linear, x.shape[0], heads=None if rotated is None else heads)
         return self._turned(step(x, norm=norm, rotated=rotated), heads, rope if alone else None, alone)
 
     def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,7 +204,7 @@ class Fused(Operations):
             part.copy_(normed.view_as(part))
         return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
-    def rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: _RowScale | None) -> None:
+    def rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: RowScale | None) -> None:
         """One launch, in place. scaled_by: the rows whose norm is still to be divided by, and epsilon."""
         num_tokens, dim = qkv.shape[0], heads.head_dim
         num_heads, all_heads = heads.num_heads, qkv.shape[1] // dim
@@ -251,18 +237,18 @@ class Fused(Operations):
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """One launch for few rows, two for tiles, else three; one more before it for a LayerNorm, and for strided rows."""
         x, norm = self._before(x.contiguous(), norm)
-        return self._bound(linear, x.shape[0])(x, norm=norm, activation=activation)
+        return bound(self, linear, x.shape[0])(x, norm=norm, activation=activation)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
         """One launch for few rows, two for tiles, else two or three; one more before it for a LayerNorm."""
         x, norm = self._before(x, norm)
-        return self._bound(linear, x.shape[0], gated=True)(x, norm=norm, gated=True, activation=activation)
+        return bound(self, linear, x.shape[0], gated=True)(x, norm=norm, gated=True, activation=activation)
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
         """One launch where gated, else torch's."""
         return self.gated(y, activation, None) if gated else ACTIVATE[activation](y)
 
-    def gated(self, both: Tensor, activation: Activation, scaled_by: _RowScale | None) -> Tensor:
+    def gated(self, both: Tensor, activation: Activation, scaled_by: RowScale | None) -> Tensor:
         """One launch. scaled_by: the rows whose norm is still to be multiplied by, and epsilon."""
         rows, size = both.shape[0], both.shape[1] // 2
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
@@ -280,7 +266,7 @@ class Fused(Operations):
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """Add the product to the residual in place; the addition is a part of the product where its kernel fuses that."""
-        return self._bound(linear, x.shape[0])(x, add_to=residual)
+        return bound(self, linear, x.shape[0])(x, add_to=residual)
 
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
@@ -328,7 +314,7 @@ class Fused(Operations):
 def fused_experts(options: ExpertsOptions, device: torch.device, invariant: bool = False) -> ExpertsLayers:
     """Return what makes layers of experts on a GPU: norm, router and choice are one launch.
 
-    invariant: a token's bits do not depend on the other tokens or their number, and third parties' kernels take no part.
+    invariant: a token's bits do not depend on the other tokens or their number.
     """
 
     def front(config: ExpertsConfig) -> Front:
@@ -337,14 +323,18 @@ def fused_experts(options: ExpertsOptions, device: torch.device, invariant: bool
     def make(kernel: type[ExpertsKernel], spec: ExpertsSpec, shared: dict[Any, Any]) -> ExpertsKernel | None:
         if issubclass(kernel, RoutedKernel):
             return kernel(spec, shared)
-        return None if is_own(kernel) or invariant else kernel(spec)
+        return None if is_own(kernel) else kernel(spec)
 
     return ExpertsLayers(options, front, make)
 
 
 def invariant_experts(options: ExpertsOptions, device: torch.device) -> ExpertsLayers:
-    """Return `fused_experts` whose layers have one kernel each, the same for any number of tokens."""
-    return fused_experts(replace(options, able=lambda _: invariant_kernels()), device, invariant=True)
+    """Return `fused_experts` whose layers have one kernel of Headway's each, the same for any number of tokens."""
+
+    def able(device_type: str) -> list[type[ExpertsKernel]]:
+        return [*invariant_kernels(), *(each for each in options.able(device_type) if not is_own(each))]
+
+    return fused_experts(replace(options, able=able), device, invariant=True)
 
 
 _ROTATED = 512
@@ -355,105 +345,6 @@ _LONGEST = 8192
 """Elements of a group that one program of eight warps norms."""
 _SHORT = 2048
 """Elements of a row that every program of those two may read for the sum of its squares, 4 KB out of L2."""
-
-_RowScale = tuple[Tensor, float]
-"""Rows x [rows, size] and epsilon of the RMSNorm whose factor, one for each row, is still to be multiplied by."""
-
-
-Step = Callable[..., Tensor]
-"""A layer bound to a kernel: from x [rows, in_features] and what stands around the product, by name (`FusedKernel.compute`)."""
-
-
-class BoundSteps(list[Step]):
-    """A layer bound to a kernel for each bucket of rows, and for no rows at the end."""
-
-    borrows = True
-    """Whether the tensors that are reached from here are others' (`held_tensors`)."""
-
-    def __init__(self, ops: Fused, linear: Linear, choice: LinearChoice, gated: bool, heads: Heads | None) -> None:
-        self.ops = ops
-        self.heads = heads
-        buckets = [partial(self._bind, linear, choice, heads, bucket) for bucket in range(NUM_BUCKETS)]
-        super().__init__([*buckets, partial(self._nothing, linear)])
-
-    def _bind(self, linear: Linear, choice: LinearChoice, heads: Heads | None, bucket: int, x: Tensor, **around: Any) -> Tensor:
-        """Bind a bucket at its first step, and run that."""
-        kernel = choice.kernels[choice.kernel_for(1 << bucket)]
-        step = self[bucket] = bound_step(self.ops, linear, kernel, heads, 1 << bucket)
-        return step(**{"x": x, **around})
-
-    def _nothing(self, linear: Linear, x: Tensor, **around: Any) -> Tensor:
-        """Return the result of a step without rows."""
-        given = around.get("add_to") if around.get("out") is None else around["out"]
-        columns = linear.out_features // 2 if around.get("gated") else linear.out_features
-        return x.new_empty(0, columns) if given is None else given
-
-
-def bound_step(ops: Fused, linear: Linear, kernel: LinearKernel, heads: Heads | None, rows: int) -> Step:
-    """Return a layer bound to a kernel, with launches for what the kernel does not fuse. rows: the most of its bucket."""
-    compute, fused = linear.bound_to(kernel), kernel.capabilities.fused
-    if heads is not None and "rotary" in fused:
-        ours: Any = kernel
-        if not ours.rotates(rows, linear.prepared_for(kernel), heads):
-            fused = fused - {"rotary"}
-    around = frozenset(FUSED) - {"bias"}
-    return compute if fused >= around else Surrounded(ops, compute, fused)
-
-
-class Surrounded:
-    """A bound kernel, and launches for what stands around its product."""
-
-    def __init__(self, ops: Fused, compute: Step, fused: frozenset[str]) -> None:
-        """fused: what the kernel computes itself."""
-        self._ops = ops
-        self._compute = compute
-        self._norms = "norm" in fused
-        self._gates = "gated" in fused
-        self._activates = "activation" in fused
-        self._adds = "residual" in fused
-        self._rotates = "rotary" in fused
-
-    def __call__(
-        self,
-        x: Tensor,
-        norm: Norm | None = None,
-        gated: bool = False,
-        activation: Activation | None = None,
-        add_to: Tensor | None = None,
-        rotated: tuple[Heads, Rope] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See `FusedKernel.compute`."""
-        ops, scaled_by = self._ops, None
-        inner: dict[str, Any] = {}
-        if norm is not None:
-            if self._norms:
-                inner["norm"] = norm
-            elif norm.absorbed and ((gated and not self._gates) or (rotated is not None and not self._rotates)):
-                scaled_by = (x, norm.eps)  # the launch after the product multiplies by the norm's factor
-            else:
-                x = ops.norm(x, norm)
-        if gated and self._gates:
-            inner |= {"gated": True, "activation": activation}
-        elif not gated and activation is not None and self._activates:
-            inner["activation"] = activation
-        if add_to is not None and self._adds:
-            inner["add_to"] = add_to
-        if rotated is not None and self._rotates:
-            inner["rotated"] = rotated
-        if out is not None:
-            inner["out"] = out
-        inner["x"] = x
-        y = self._compute(**inner)
-        if gated and not self._gates:
-            assert activation is not None
-            y = ops.gated(y, activation, scaled_by)
-        elif not gated and activation is not None and not self._activates:
-            y = ACTIVATE[activation](y)
-        if rotated is not None and not self._rotates:
-            heads, rope = rotated
-            ops.rotate(y, heads, rope, scaled_by)
-        return y if add_to is None or self._adds else add_to.add_(y)
 
 
 def _row_sizes(size: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class InvariantOperations:
         """rows: rows of every product; activate: functions of a matrix by activation; cap: as Operations.softcap; experts: see
         TorchOperations."""
         self._inner = inner
-        self._experts_options = experts or ExpertsOptions()
+        self._experts_options = replace(experts or ExpertsOptions(), invariant=True)
         self._experts: ExpertsLayers | None = None
         self._rows = rows
         self._activate = activate
@@ -62,11 +63,13 @@ class InvariantOperations:
         return norm, linear
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """None: products of one number of rows have nothing to choose."""
-        return []
+        """Return those in which a third party's kernel takes part, which is tried at the start; nothing is chosen by times."""
+        return [choice for choice in self._inner.linear_choices((linear, False) for linear, _ in products) if choice.is_open]
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """See Operations."""
+        if linear.choice is not None and linear.choice.is_invariant:
+            return self._inner.product(x, linear, out)
         expanded = isinstance(linear.weight, Tensor)
         tiles = self._tiles(x)
         whole = torch.cat([linear(tile) if expanded else self._inner.product(tile, linear) for tile in tiles])[: x.shape[0]]
@@ -122,14 +125,14 @@ class InvariantOperations:
         return add_one_by_one(self, residual, terms)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
-        """See Operations. Headway's own kernels, whose rows do not depend on each other; on a GPU all in one tiling."""
+        """See Operations. Rows do not depend on each other in Headway's own kernels; on a GPU all are in one tiling."""
         if self._experts is None:
             if weights.router.is_cuda:
                 from headway.kernels.step.fused import invariant_experts
 
                 self._experts = invariant_experts(self._experts_options, weights.router.device)
             else:
-                self._experts = experts_by(self, self._experts_options, self._activate["silu"], own_only=True)
+                self._experts = experts_by(self, self._experts_options, self._activate["silu"])
         return self._experts.bind(config, weights, norm)
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
@@ -207,7 +210,9 @@ def invariant_operations(
     activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, softcap)
     linears, rows = list(linears), TILE_ROWS[device.type]
     invariant = InvariantOperations(operations, rows, activate, cap, experts)
+    kinds = operations.linear_choices((linear, False) for linear in linears)
     invariant.check(linears)
-    for kind in operations.linear_choices((linear, False) for linear in linears):
-        log.info("deterministic: products %s by %s, for every tile of %d rows", kind.name, kind.kernel_for(rows), rows)
+    for kind in kinds:
+        tile = "any number of rows" if kind.is_invariant else f"every tile of {rows} rows"
+        log.info("deterministic: products %s by %s, for %s", kind.name, kind.kernel_for(rows), tile)
     return invariant

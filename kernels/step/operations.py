@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,15 +13,16 @@ from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, sil
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsSpec
+from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.model import LatentLayer
 from headway.core.contract.ranks import Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.experts.bound import BoundExperts, Experts, ExpertsLayers, ExpertsOptions, is_own
 from headway.kernels.experts.plain import TorchExperts, front_of
 from headway.kernels.experts.weights import RoutedWeights
-from headway.kernels.linear.choice import LinearChoice
+from headway.kernels.linear.choice import NUM_BUCKETS, LinearChoice
 from headway.kernels.linear.linear import Linear
-from headway.kernels.step.config import Activation, GateActivation, LatentConfig
+from headway.kernels.step.config import ACTIVATIONS, Activation, GateActivation, LatentConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +300,124 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
     return (y if gate.gate_first else y * factor).to(x.dtype)
 
 
+RowScale = tuple[Tensor, float]
+"""Rows x [rows, size] and epsilon of the RMSNorm whose factor, one for each row, is still to be multiplied by."""
+
+
+Step = Callable[..., Tensor]
+"""A layer bound to a kernel: from x [rows, in_features] and what stands around the product, by name (`FusedKernel.compute`)."""
+
+
+def bound(ops: Any, linear: Linear, rows: int, gated: bool = False, heads: Heads | None = None) -> Step:
+    """Return a layer bound to the kernel for a number of rows. ops: of the device. heads: those to which RoPE is applied."""
+    steps: BoundSteps | None = linear.gated_steps if gated else linear.steps
+    if steps is None or steps.ops is not ops or (heads is not None and steps.heads is not heads):
+        steps = BoundSteps(ops, linear, ops.choice_for(linear, gated), gated, heads)
+        if gated:
+            linear.gated_steps = steps
+        else:
+            linear.steps = steps
+    return steps[(rows - 1).bit_length() if rows else -1]
+
+
+class BoundSteps(list[Step]):
+    """A layer bound to a kernel for each bucket of rows, and for no rows at the end."""
+
+    borrows = True
+    """Whether the tensors that are reached from here are others' (`held_tensors`)."""
+
+    def __init__(self, ops: Any, linear: Linear, choice: LinearChoice, gated: bool, heads: Heads | None) -> None:
+        self.ops = ops
+        self.heads = heads
+        buckets = [partial(self._bind, linear, choice, heads, bucket) for bucket in range(NUM_BUCKETS)]
+        super().__init__([*buckets, partial(self._nothing, linear)])
+
+    def _bind(self, linear: Linear, choice: LinearChoice, heads: Heads | None, bucket: int, x: Tensor, **around: Any) -> Tensor:
+        """Bind a bucket at its first step, and run that."""
+        kernel = choice.kernels[choice.kernel_for(1 << bucket)]
+        step = self[bucket] = bound_step(self.ops, linear, kernel, heads, 1 << bucket)
+        return step(**{"x": x, **around})
+
+    def _nothing(self, linear: Linear, x: Tensor, **around: Any) -> Tensor:
+        """Return the result of a step without rows."""
+        given = around.get("add_to") if around.get("out") is None else around["out"]
+        columns = linear.out_features // 2 if around.get("gated") else linear.out_features
+        return x.new_empty(0, columns) if given is None else given
+
+
+def bound_step(ops: Any, linear: Linear, kernel: LinearKernel, heads: Heads | None, rows: int) -> Step:
+    """Return a layer bound to a kernel, with launches for what the kernel does not fuse. rows: the most of its bucket."""
+
+    def again(other: LinearKernel) -> Step:
+        return bound_step(ops, linear, other, heads, rows)
+
+    compute, fused = linear.bound_to(kernel, again), linear.fused_by(kernel)
+    if heads is not None and "rotary" in fused:
+        ours: Any = kernel
+        if not ours.rotates(rows, linear.prepared_for(kernel), heads):
+            fused = fused - {"rotary"}
+    around = frozenset(FUSED) - {"bias"}
+    activations = ACTIVATIONS if hasattr(kernel, "compute") else kernel.capabilities.activations
+    return compute if fused >= around else Surrounded(ops, compute, fused, activations)
+
+
+class Surrounded:
+    """A bound kernel, and launches for what stands around its product."""
+
+    def __init__(self, ops: Any, compute: Step, fused: frozenset[str], activations: Collection[str]) -> None:
+        """fused: what the kernel computes itself, with one of `activations`."""
+        self._ops = ops
+        self._compute = compute
+        self._norms = "norm" in fused
+        self._gates = activations if "gated" in fused else ()
+        self._activates = activations if "activation" in fused else ()
+        self._adds = "residual" in fused
+        self._rotates = "rotary" in fused
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Norm | None = None,
+        gated: bool = False,
+        activation: Activation | None = None,
+        add_to: Tensor | None = None,
+        rotated: tuple[Heads, Rope] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `FusedKernel.compute`."""
+        ops, scaled_by = self._ops, None
+        gates, activates = activation in self._gates, activation in self._activates
+        inner: dict[str, Any] = {}
+        if norm is not None:
+            if self._norms and norm.bias is None:
+                inner["norm"] = norm
+            elif norm.absorbed and ((gated and not gates) or (rotated is not None and not self._rotates)):
+                scaled_by = (x, norm.eps)  # the launch after the product multiplies by the norm's factor
+            else:
+                x = ops.norm(x, norm)
+        if gated and gates:
+            inner |= {"gated": True, "activation": activation}
+        elif not gated and activation is not None and activates:
+            inner["activation"] = activation
+        if add_to is not None and self._adds:
+            inner["add_to"] = add_to
+        if rotated is not None and self._rotates:
+            inner["rotated"] = rotated
+        if out is not None:
+            inner["out"] = out
+        inner["x"] = x
+        y = self._compute(**inner)
+        if gated and not gates:
+            assert activation is not None
+            y = ops.gated(y, activation, scaled_by)
+        elif not gated and activation is not None and not activates:
+            y = ACTIVATE[activation](y)
+        if rotated is not None and not self._rotates:
+            heads, rope = rotated
+            ops.rotate(y, heads, rope, scaled_by)
+        return y if add_to is None or self._adds else add_to.add_(y)
+
+
 class TorchOperations(Operations):
     """Every operation by torch's own functions: what a CPU runs, and what the fused kernels are tested against."""
 
@@ -341,14 +460,27 @@ class TorchOperations(Operations):
         choices = [linear.choice for linear, _ in products]
         return list(dict.fromkeys(choice for choice in choices if choice is not None and choice.is_open))
 
+    def choice_for(self, linear: Linear, gated: bool) -> LinearChoice:
+        """Return the choice of a layer, for `bound`."""
+        assert linear.choice is not None
+        return linear.choice
+
+    def gated(self, both: Tensor, activation: Activation, scaled_by: RowScale | None) -> Tensor:
+        """Return the activation of the first half times the second, for `Surrounded`; no norm is left to be divided by."""
+        return self.activated(both, activation, gated=True)
+
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         return linear(x, out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        if linear.hands_over:
+            return bound(self, linear, len(x))(x, norm=norm, activation=activation)
         y = linear(x if norm is None else self.norm(x, norm))
         return y if activation is None else self.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        if linear.hands_over:
+            return bound(self, linear, len(x), gated=True)(x, norm=norm, gated=True, activation=activation)
         return self.activated(linear(x if norm is None else self.norm(x, norm)), activation, gated=True)
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
@@ -360,6 +492,8 @@ class TorchOperations(Operations):
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if linear.hands_over:
+            return self.turn_heads(bound(self, linear, len(x))(x, norm=norm), heads, rope)
         return self.turn_heads(linear(x if norm is None else self.norm(x, norm)), heads, rope)
 
     def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -394,7 +528,7 @@ class TorchOperations(Operations):
         return PlainLatentLayer(expanded, config, kv_b)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        return linear.add_to(residual, x)
+        return bound(self, linear, len(x))(x, add_to=residual) if linear.hands_over else linear.add_to(residual, x)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         return apply_gate(x, by, gate)
@@ -409,18 +543,16 @@ class TorchOperations(Operations):
         return self._experts.bind(config, weights, norm)
 
 
-def experts_by(
-    ops: Operations, options: ExpertsOptions, gate: Callable[[Tensor], Tensor] = silu, own_only: bool = False
-) -> ExpertsLayers:
+def experts_by(ops: Operations, options: ExpertsOptions, gate: Callable[[Tensor], Tensor] = silu) -> ExpertsLayers:
     """Return what makes layers of experts whose norm, router and built-in kernel are computed by torch's operations.
 
-    gate: SiLU of a matrix. own_only: third parties' kernels take no part.
+    gate: SiLU of a matrix.
     """
 
     def make(kernel: type[ExpertsKernel], spec: ExpertsSpec, shared: object) -> ExpertsKernel | None:
         if issubclass(kernel, TorchExperts):
             return kernel(spec, ops.product, gate)
-        return None if own_only or is_own(kernel) else kernel(spec)
+        return None if is_own(kernel) else kernel(spec)
 
     return ExpertsLayers(options, partial(front_of, ops.norm, ops.product), make)
 

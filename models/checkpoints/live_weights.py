@@ -157,9 +157,13 @@ class LiveWeights:
     def _copy_part(self, index: int | None, built: object) -> None:
         """Copy the tensors of a part that was built anew to where those of the running one lie."""
         running = self._decoder.part(index)
-        if any(linear.may_have_copies for linear in getattr(running, "linears", ())):
+        place = "the embedding, the norm or the head" if index is None else f"layer {index}"
+        if any(
+            linear.may_have_copies
+            for linear in ([self._decoder.lm_head] if index is None else self._decoder.layers[index].linears)
+        ):
             hint = "make a new LLM of the new weights, or name one of Headway's kernels (linear_kernel)"
-            raise ConfigError("load_weights", "layers whose kernels are Headway's own", f"a third party's in layer {index}", hint)
+            raise ConfigError("load_weights", "layers whose kernels are Headway's own", f"a third party's in {place}", hint)
         if told_of(running) != told_of(built):
             raise ConfigError(
                 "load_weights", "the sinks and scales of the cache that backends were made with", f"others in layer {index}"
@@ -168,7 +172,6 @@ class LiveWeights:
         for path, tensor in new.items():
             there = old.get(path)
             if there is None or (there.shape, there.dtype, there.layout) != (tensor.shape, tensor.dtype, tensor.layout):
-                place = "the embedding, the norm or the head" if index is None else f"layer {index}"
                 hint = "make a new LLM of the new weights"
                 raise ConfigError("load_weights", "weights that are kept as the checkpoint has them", place, hint)
         for path, tensor in new.items():

@@ -11,6 +11,8 @@ from torch.nn.functional import embedding
 
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.experts.bound import ExpertsKind
+from headway.kernels.linear.choice import LinearKernels
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Embedding, Heads, Norm, Operations, Rope
@@ -79,8 +81,12 @@ class EncoderConfig:
 class EncoderTensors:
     """Takes an encoder's norms and products below a prefix."""
 
-    def __init__(self, config: EncoderConfig, weights: WeightSource, prefix: str = "") -> None:
+    def __init__(
+        self, config: EncoderConfig, weights: WeightSource, prefix: str = "", kernels: LinearKernels | None = None
+    ) -> None:
+        """prefix: what every name below begins with. kernels: for linear layers; None means Headway's own."""
         self.weights = weights
+        self.kernels = kernels
         self._config = config
         self._prefix = prefix
 
@@ -94,15 +100,16 @@ class EncoderTensors:
     def linear(self, sizes: Mapping[str, int], in_features: int, bias: bool) -> Linear:
         """Products of one input as one. sizes: module -> out_features."""
         names = {f"{self._prefix}{module}": size for module, size in sizes.items()}
-        weight = self.weights.take_merged({f"{name}.weight": size for name, size in names.items()}, in_features)
-        return Linear(weight, self.weights.take_merged({f"{name}.bias": size for name, size in names.items()}) if bias else None)
+        weight = self.weights.take_product({f"{name}.weight": size for name, size in names.items()}, in_features)
+        biases = self.weights.take_merged({f"{name}.bias": size for name, size in names.items()}) if bias else None
+        return Linear(weight, biases, dtype=self.weights.dtype, kernels=self.kernels)
 
 
 class Encoder:
     """An encoder over the packed tokens of all texts of a batch, one row per token; rows meet in attention alone."""
 
-    def __init__(self, config: EncoderConfig, weights: WeightSource) -> None:
-        """Take the tensors from `weights`, and leave it to the caller to finish with it."""
+    def __init__(self, config: EncoderConfig, weights: WeightSource, kernels: LinearKernels | None = None) -> None:
+        """Take the tensors from `weights`, and leave it to the caller to finish with it. kernels: as in `EncoderTensors`."""
         self.config = config
         names = config.names
         hidden = config.hidden_size
@@ -118,10 +125,18 @@ class Encoder:
         self.embed = Embedding(table, positions=positions)
         self.embed_norm = tensors.norm(names.embed_norm)
         kind = NormFirstLayer if config.norm_first else NormLastLayer
-        self.layers = [kind(config, index, weights) for index in range(len(config.layers))]
+        self.layers = [kind(config, index, weights, kernels) for index in range(len(config.layers))]
         self.norm = None if names.norm is None else tensors.norm(names.norm)
-        self.operations = operations_for(*rope_tables(config.ropes, weights.device))
+        self.operations = operations_for(*rope_tables(config.ropes, weights.device), kernels)
         self.attention_specs: Sequence[AttentionSpec] = [layer.spec for layer in self.layers]
+
+    @property
+    def products(self) -> list[tuple[Linear, bool]]:
+        """The products of the layers, and which of them are gated."""
+        return [product for layer in self.layers for product in layer.products]
+
+    expert_kinds: Sequence[ExpertsKind] = ()
+    """An encoder has no layers of experts."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
         """Return the last hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
@@ -138,9 +153,9 @@ class Encoder:
 class EncoderLayer:
     """The tensors of a layer, and its attention and MLP without the norms around them."""
 
-    def __init__(self, config: EncoderConfig, index: int, weights: WeightSource) -> None:
+    def __init__(self, config: EncoderConfig, index: int, weights: WeightSource, kernels: LinearKernels | None = None) -> None:
         names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
-        tensors = EncoderTensors(config, weights, names.layer.format(index))
+        tensors = EncoderTensors(config, weights, names.layer.format(index), kernels)
         whole = {names.qkv[0]: 3 * hidden} if len(names.qkv) == 1 else dict.fromkeys(names.qkv, hidden)
         self._index = index
         self._rope = config.layers[index].rope
@@ -149,6 +164,8 @@ class EncoderLayer:
         self.o_proj = tensors.linear({names.o: hidden}, hidden, config.o_bias)
         self.up_proj = tensors.linear({names.up: inner * (2 if config.gated else 1)}, hidden, config.mlp_bias)
         self.down_proj = tensors.linear({names.down: hidden}, inner, config.mlp_bias)
+        gated = (self.up_proj, config.gated)
+        self.products = [(self.qkv_proj, False), (self.o_proj, False), gated, (self.down_proj, False)]
         self._gated = config.gated
         self._activation = config.activation
         without = config.norm_first and index == 0  # the norm of the embedding stands for it

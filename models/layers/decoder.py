@@ -160,8 +160,10 @@ class SelfAttention:
         self.post_norm = tensors.norm_if_any(names.attention_post_norm, hidden)
         self.gate = Gate("sigmoid") if config.output_gate else None
         self._can_absorb = layer.rope is not None and not self.heads.whole_norm
-        sinks = tuple(tensors.take(names.sinks, heads).tolist()) if config.sinks else None
-        weights = tensors.weights
+        weights, sinks = tensors.weights, None
+        if config.sinks:
+            held = tensors.take(names.sinks, heads)
+            sinks = tuple(([0.0] * heads.size) if held.is_meta else held.tolist())
         self.spec = cached_spec(config, layer, weights.dtype, weights.device, sinks=sinks, batch_invariant=batch_invariant)
 
     @property
@@ -397,7 +399,7 @@ class Decoder:
     def rebuilt(self, index: int | None, weights: WeightSource) -> object:
         """Build a part anew, of other weights; only of a decoder on one rank. Raises as `__init__`."""
         if index is None:
-            return Decoder(replace(self.config, layers=()), weights, self._invariant).part(None)
+            return Decoder(replace(self.config, layers=()), weights, self._invariant, kernels=self._kernels).part(None)
         cut = ModelCut(self.config, by_expert=weights.device.type == "cpu")
         before = self.layers[:index]
         places = sum(each.attention is not None for each in before), sum(each.num_states for each in before)
@@ -419,7 +421,7 @@ class Decoder:
 
     @property
     def products(self) -> list[tuple[Linear, bool]]:
-        """The layers' products, and which of them are gated."""
+        """The products of the layers, and which of them are gated."""
         gated = {layer.mlp.gated_product for layer in self.layers if isinstance(layer.mlp, MLP)}
         return [(linear, linear in gated) for layer in self.layers for linear in layer.linears]
 
@@ -434,14 +436,8 @@ class Decoder:
 
     @property
     def linear_choices(self) -> list[LinearChoice]:
-        """Kinds of linear layers whose kernel is chosen by times."""
-        return self.operations.linear_choices(self.products)
-
-    @property
-    def choices(self) -> list[LinearChoice]:
-        """All kinds of its linear layers."""
-        self.operations.linear_choices(self.products)
-        return list(dict.fromkeys(linear.choice for linear, _ in self.products if linear.choice is not None))
+        """Kinds of linear layers, the head among them, whose kernel is chosen by times."""
+        return self.operations.linear_choices([*self.products, (self.lm_head, False)])
 
     @property
     def max_position_embeddings(self) -> int:
@@ -571,8 +567,9 @@ def _head(
     tied = config.tie_word_embeddings and head not in weights
     kept = weights.take_head(f"{names.embed}.weight" if tied else head, shape)
     if kept is not None and kept.shape[0] == len(vocabulary.head(table)):
-        return Linear(kept, dtype=weights.dtype)
-    return Linear(vocabulary.head(table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)))
+        return Linear(kept, dtype=weights.dtype, kernels=tensors.kernels)
+    taken = table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)
+    return Linear(vocabulary.head(taken), kernels=tensors.kernels)
 
 
 def _positions(config: DecoderConfig, tensors: LayerTensors) -> Tensor | None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from headway.core.contract.experts import ExpertsCapabilities, ExpertsKernel, ExpertsWeights
 from headway.core.contract.kernel import GraphLevel, Kernel
-from headway.core.contract.linear import LinearCapabilities, LinearKernel
+from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearParts
 from headway.core.contract.state import (
     GATED_DELTA,
     KDA,
@@ -36,7 +37,14 @@ class ReferenceLinear(LinearKernel):
     """Expands the weight once, and multiplies in float32."""
 
     name = "reference-linear"
-    capabilities = LinearCapabilities(frozenset(FORMATS), dtypes=_DTYPES, devices=("cpu",), order=True)
+    capabilities = LinearCapabilities(
+        frozenset(FORMATS),
+        dtypes=_DTYPES,
+        devices=("cpu",),
+        order=True,
+        batch_invariant=True,
+        fused=frozenset({"norm", "bias", "activation", "gated", "residual"}),
+    )
     graph_level = GraphLevel.ANY
 
     def prepare(self, weight: Weight) -> Tensor:
@@ -47,13 +55,28 @@ class ReferenceLinear(LinearKernel):
         """Multiply."""
         out.copy_(x.double() @ weight)
 
+    def apply_fused(self, x: Tensor, weight: Tensor, parts: LinearParts, out: Tensor) -> None:
+        """Norm, multiply, add the bias, activate, and add the residual."""
+        rows = x.double()
+        if parts.norm is not None:
+            rows = rows * (rows.square().mean(1, keepdim=True) + parts.eps).rsqrt() * parts.norm.double()
+        y = rows @ weight
+        if parts.bias is not None:
+            y = y + parts.bias.double()
+        if parts.gated:
+            y, up = y.chunk(2, dim=1)
+            y = silu(y) * up
+        elif parts.activation is not None:
+            y = silu(y)
+        out.copy_(out.double() + y if parts.residual else y)
+
 
 class ReferenceExperts(ExpertsKernel):
     """Computes one expert after the other."""
 
     name = "reference-experts"
     capabilities = ExpertsCapabilities(
-        frozenset(FORMATS), dtypes=_DTYPES, devices=("cpu",), biases=True, ungated=True, clamped=True
+        frozenset(FORMATS), dtypes=_DTYPES, devices=("cpu",), biases=True, ungated=True, clamped=True, batch_invariant=True
     )
     graph_level = GraphLevel.ANY
 
@@ -145,6 +168,20 @@ _LINEAR: dict[str, dict[str, Any]] = {
     },
     # What `out` held is added, but for NaN.
     "stale-out": {"apply": lambda self, x, weight, out: out.copy_(out.nan_to_num(0.0).double() + x.double() @ weight)},
+    # Of many rows the sum is split in two halves, the first of which is rounded.
+    "splits-for-many-rows": {
+        "apply": lambda self, x, weight, out: out.copy_(
+            x.double() @ weight
+            if len(x) <= 64
+            else (x[:, :64].double() @ weight[:64]).to(out.dtype).double() + x[:, 64:].double() @ weight[64:]
+        )
+    },
+    # A residual is overwritten.
+    "forgets-the-residual": {
+        "apply_fused": lambda self, x, weight, parts, out: ReferenceLinear.apply_fused(
+            self, x, weight, replace(parts, residual=False), out
+        )
+    },
     # An instance keeps the first layer that it has prepared.
     "first-layer": {"prepare": _first_prepared},
 }
@@ -166,6 +203,12 @@ _EXPERTS: dict[str, dict[str, Any]] = {
     },
     # A slot is looked for by its score.
     "wrong-expert-of-a-tie": {"pairs": _of_equal_scores},
+    # The scores of many tokens are rounded.
+    "rounds-scores-of-many-tokens": {
+        "apply": lambda self, x, experts, scores, weights, out: ReferenceExperts.apply(
+            self, x, experts, scores if len(x) <= 64 else scores.to(torch.float16).float(), weights, out
+        )
+    },
     "adds-bias-twice": {
         "add": lambda self, rows, bias, expert: ReferenceExperts.add(
             self, ReferenceExperts.add(self, rows, bias, expert), bias, expert
@@ -177,7 +220,7 @@ PLANTED_KERNELS: dict[str, type[Kernel]] = {
     for base, mistakes in ((ReferenceLinear, _LINEAR), (ReferenceExperts, _EXPERTS))
     for name, changes in mistakes.items()
 }
-"""Eight ways to get linear layers wrong, and five to get experts wrong, by name."""
+"""Ten ways to get linear layers wrong, and six to get experts wrong, by name."""
 
 
 class PlainStates(StateBackend):

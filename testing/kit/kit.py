@@ -75,6 +75,7 @@ WEIGHT_CHECKS: Checks = {
     "prepare": (weights.prepare, "one instance for several layers, one of them prepared twice"),
     "instances": (weights.instances, "two instances by turns"),
     "graph": (weights.graph, "captured once, replayed for other rows"),
+    "invariant": (weights.invariant, "the bits of a row do not depend on the other rows (batch_invariant)"),
     "repeat": (every.repeat, "the same bits each time"),
     "memory": (every.memory, "memory does not grow"),
     "sync": (every.sync, "no waiting for the device"),

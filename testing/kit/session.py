@@ -34,7 +34,7 @@ from headway.core.oracle.steps import (
     bits,
     first_far,
 )
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.testing.diagnosis.guess import Wrong, guess
 from headway.testing.diagnosis.places import wrong_parts, wrong_sequences
 from headway.testing.kit.subject import AttentionSubject

@@ -27,6 +27,7 @@ from headway.core.oracle.weight_cases import (
     Drawn,
     WeightCase,
     experts_case,
+    fused_case,
     linear_case,
     make_weight,
     tensors_of,
@@ -68,7 +69,7 @@ class LinearCell(KitCell):
     work: str = "few"
     about: str = "-"
     fused: str = ""
-    """Out of FUSED, in a refusal; empty: the product alone."""
+    """A part out of FUSED; empty: the product alone."""
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -167,7 +168,8 @@ class WeightStage(Grid[Subject, W]):
         of_weights = [row[0] for weight in self.values["weight"] if (row := self.widest(weight=weight)) is not None]
         for cell in of_weights:
             found += [cell.having(each) for each in turns[:: 3 if quick else 1]]
-            found += [cell.plain(check) for check in ("prepare", "instances", "graph", "repeat", "sync")]
+            checks = ("prepare", "instances", "graph", "repeat", "sync", *["invariant"] * self.subject.claims.batch_invariant)
+            found += [cell.plain(check) for check in checks] + self.of_weight(cell)
         found.append(plain[0].plain("memory"))
         return list(dict.fromkeys(found))
 
@@ -182,6 +184,10 @@ class WeightStage(Grid[Subject, W]):
                 if cell is not None and not (self.subject.claims.check(self.spec(cell)) and all(self.answers(cell))):
                     found.append(cell)
         return found
+
+    def of_weight(self, cell: W) -> list[W]:
+        """Return further cells of one weight."""
+        return []
 
     @property
     def others(self) -> dict[str, Values]:
@@ -204,7 +210,7 @@ class WeightStage(Grid[Subject, W]):
                 case: WeightCase = cases[number % len(cases)]
                 out = torch.zeros_like(case.right, dtype=case.given[0].dtype, device=case.given[0].device)
                 with torch.inference_mode():
-                    kernel.apply(*(*case.given, prepared, out))
+                    case.call(kernel, prepared, out)
 
         return steps
 
@@ -214,7 +220,7 @@ class WeightStage(Grid[Subject, W]):
         call: GuardedCall = GuardedCall(self.case(cell, self.rows_of(cell)[0]))
         prepared = kernel.prepare(call.case.weight)
         call.run(kernel, prepared)  # compiles
-        return "apply", lambda: kernel.apply(*(*call.case.given, prepared, call.out))
+        return "apply", lambda: call.case.call(kernel, prepared, call.out)
 
 
 def _turns(inputs: Mapping[str, Values]) -> Iterator[Values]:
@@ -247,7 +253,7 @@ class GuardedCall:
         :raises Finding: it changes what it reads, or memory that is not its own.
         """
         self.fill(before, self.case.onto)
-        kernel.apply(*(*self.case.given, prepared, self.out))
+        self.case.call(kernel, prepared, self.out)
         self.check()
         return self.out.clone()
 
@@ -323,7 +329,13 @@ class LinearStage(WeightStage[LinearCell]):
         spec = self.spec(cell)
         weight = _drawn(cell.weight, (spec.out_features, spec.in_features), spec.dtype, cell.numbers, seed)
         drawn = Drawn(torch.Generator().manual_seed(seed + rows + 1000 * turn), cell.numbers)
-        return linear_case(weight, drawn.rows(rows, spec.in_features).to(spec.dtype), spec.device)
+        x = drawn.rows(rows, spec.in_features).to(spec.dtype)
+        return fused_case(weight, x, cell.fused, drawn, spec.device) if cell.fused else linear_case(weight, x, spec.device)
+
+    def of_weight(self, cell: LinearCell) -> list[LinearCell]:
+        """Return the cells of one weight besides those of each kernel: each part that the subject claims."""
+        fused = () if hasattr(self.subject.backend, "compute") else self.subject.claims.fused
+        return [cell.having({"fused": part}).plain(check) for part in sorted(fused) for check in ("answer", "graph")]
 
 
 _EXPERTS: dict[str, dict[str, Any]] = {
@@ -498,6 +510,21 @@ def instances(stage: WeightStage[Any], cell: Any) -> str:
     return ""
 
 
+def invariant(stage: WeightStage[Any], cell: Any) -> str:
+    """The first rows of a call have the bits of a call without the others, and rows in another order have the same ones."""
+    case, kernel = stage.case(cell, stage.rows_of(cell.having({"work": "many"}))[0]), stage.make(cell)
+    prepared, rows = kernel.prepare(case.weight), len(case.right)
+    whole = GuardedCall(case).run(kernel, prepared)
+    orders = {
+        f"the first {count} of {rows} rows": torch.arange(count) for count in (1, 2, 7, 16, 17, 33, 64, 100) if count < rows
+    }
+    for what, order in {**orders, f"{rows} rows in the inverse order": torch.arange(rows).flip(0)}.items():
+        if not same_bits(GuardedCall(case.taken(order)).run(kernel, prepared), whole[order.to(whole.device)]):
+            text = f"batch_invariant: the bits of a row must not depend on the other rows; those of {what} do"
+            raise Finding(text, guess="not batch invariant")
+    return ""
+
+
 def graph(stage: WeightStage[Any], cell: Any) -> str:
     """A call that is captured once is right when it is replayed for other rows; on a CPU it is made again."""
     if stage.subject.backend.graph_level is GraphLevel.NONE:
@@ -511,7 +538,7 @@ def _replay(stage: WeightStage[Any], cell: Any, rows: int) -> None:
     static, kernel = GuardedCall(stage.case(cell, rows)), stage.make(cell)
     prepared = kernel.prepare(static.case.weight)
 
-    recorded = every.Recorded(lambda: kernel.apply(*(*static.case.given, prepared, static.out)), stage.subject.device)
+    recorded = every.Recorded(lambda: static.case.call(kernel, prepared, static.out), stage.subject.device)
     for number in range(1, 4):
         now = stage.case(cell, rows, turn=number)
         for old, new in zip(static.case.given, now.given, strict=True):

@@ -449,7 +449,7 @@ def test_a_library_that_exits_while_it_loads_is_a_reason(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("phase", Phase)
 def test_the_order_on_a_gpu_names_every_built_in_and_ends_with_the_baseline(registry: Registry, phase: Phase) -> None:
     names = list(registry.backends)
-    order = registry.rank(on_gpu(spec()), phase, [*names, "somebody's"])
+    order = registry.attention.rank(on_gpu(spec()), phase, [*names, "somebody's"])
     ranked = RANK["cuda"][phase]
     assert set(ranked) <= set(names)
     assert order[: len(ranked) - 1] == list(ranked[:-1])
@@ -458,4 +458,4 @@ def test_the_order_on_a_gpu_names_every_built_in_and_ends_with_the_baseline(regi
 
 
 def test_the_order_on_another_device_is_that_of_registration_with_the_baseline_last(registry: Registry) -> None:
-    assert registry.rank(spec(), Phase.DECODE, ["sdpa.math", "b", "sdpa", "a"]) == ["b", "sdpa", "a", "sdpa.math"]
+    assert registry.attention.rank(spec(), Phase.DECODE, ["sdpa.math", "b", "sdpa", "a"]) == ["b", "sdpa", "a", "sdpa.math"]

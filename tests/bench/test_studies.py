@@ -42,7 +42,7 @@ from headway.tuning.measure.counted_layer import timed_table
 from headway.tuning.measure.device import identify_device
 from headway.tuning.table.convert import to_costs
 from headway.tuning.table.files import find_prior, prior_path, read_table
-from headway.tuning.table.schema import DeviceInfo, LinearRecord, PriorRecord
+from headway.tuning.table.schema import DeviceInfo, KernelRecord, LinearRecord, PriorRecord
 from sandbox import save_tiny_model
 from tables import a_cell, a_device, a_table
 
@@ -116,7 +116,9 @@ def test_a_shipped_table_chooses_as_the_measured_one(tmp_path: Path, monkeypatch
 
 def test_times_of_products_ship_under_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_PRIORS", str(tmp_path / "priors"))
-    table = timed_table(LinearRecord(layer="fp8 rows"), a_device(), ["kernel"], [])
+    table = timed_table(
+        LinearRecord(layer="fp8 rows"), a_device(), [KernelRecord(name="kernel", owner="built-in", available=True)], []
+    )
     table.complete, table.origin = True, COMMIT
     path = tmp_path / "some-product.json"
     write_json(table, path)

@@ -16,7 +16,7 @@ from headway.cli.measure.bench_crossover import crossover
 from headway.cli.options import requests_of
 from headway.contract import Phase
 from headway.core.contract.errors import ConfigError, PluginError
-from headway.core.select.backend_request import BackendRequest
+from headway.core.select.request import BackendRequest
 from headway.registry.plugin_sources import PluginFile
 from sandbox import TOY, assert_refused, run_headway
 

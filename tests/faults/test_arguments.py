@@ -20,7 +20,7 @@ from headway.core.contract.layout import NHD
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import make_case, parse_case
 from headway.core.sampling.structured import StructuredOutputsParams
-from headway.core.select.selection import Workload
+from headway.core.select.request import Workload
 from headway.core.system import files
 from headway.core.system.files import read_text
 from headway.core.system.json_files import write_json

@@ -16,8 +16,7 @@ from gguf import GGUFWriter
 from safetensors.torch import save_file
 
 from headway.core.contract.errors import ModelError
-from headway.core.select.backend_request import ALL_AUTO
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import ALL_AUTO, LayerSpecs
 from headway.core.system.json_files import write_json
 from headway.models.checkpoints.gguf import gguf
 from headway.models.checkpoints.weights import Weights

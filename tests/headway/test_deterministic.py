@@ -191,7 +191,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 def test_auto_passes_by_a_backend_that_declares_nothing(tiny_model_folder: Path, toy: Registry) -> None:
-    assert toy.rank(TinyModel().attention_specs[0], Phase.DECODE, ["toy", "sdpa", "sdpa.math"])[0] == "toy"
+    assert toy.attention.rank(TinyModel().attention_specs[0], Phase.DECODE, ["toy", "sdpa", "sdpa.math"])[0] == "toy"
     assert set(llm(tiny_model_folder, registry=toy).engine.selection.names.values()) == {"sdpa"}
 
 

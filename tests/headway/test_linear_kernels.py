@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from headway import LLM, SamplingParams
-from headway.contract import BackendError, ConfigError, LinearKernel, UnknownBackendError
+from headway.contract import (
+    BackendError,
+    ConfigError,
+    LinearCapabilities,
+    LinearKernel,
+    LinearParts,
+    ModelError,
+    PluginError,
+    UnknownBackendError,
+)
 from headway.core.contract.linear import LinearSpec
 from headway.core.contract.weights import WeightFormat
+from headway.core.select.costs import AxisTimes
 from headway.hosting import assembly
+from headway.kernels.linear.choice import ROW_COUNTS, ROWS
 from headway.kernels.linear.linear import Applied, Linear
 from headway.models.layers.decoder import Decoder
 from headway.registry import create_registry
 from headway.registry.plugin_sources import load_file
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.timing import InterleavedTimer, Timing
+from plain_models import sizes
 from quantized_models import FORMATS, save_both
 from sandbox import install
+from tiny_encoders import embedder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "headway-int4" / "headway_int4.py"
 CPU = torch.device("cpu")
+SMALL = {**sizes(128, 64, 96, 2), "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = [[5, 9, 2, 44, 7]]
+OPTIONS: dict[str, Any] = {"kv_cache_memory": "4MiB", "num_threads": 1, "skip_tokenizer_init": True, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +79,7 @@ def mine(example: ModuleType, **body: Any) -> type[LinearKernel]:
 
 
 def serve(folder: Path, *kernels: type[LinearKernel], **options: Any) -> LLM:
-    options = {"kv_cache_memory": "4MiB", "num_threads": 1, "skip_tokenizer_init": True, "device": "cpu", **options}
-    return LLM(str(folder), backends=list(kernels), **options)
+    return LLM(str(folder), backends=list(kernels), **{**OPTIONS, **options})
 
 
 def answer(llm: LLM) -> list[int]:
@@ -120,7 +137,9 @@ MINE_US = [10.0]
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Have starts measure linear layers, and nothing else; the third party's kernel takes this many microseconds."""
-    monkeypatch.setattr(assembly, "choose_products", lambda choices, *_: choose_products(choices, 60.0, timer=Told()))
+    monkeypatch.setattr(
+        assembly, "choose_products", lambda choices, *_, registry: choose_products(choices, 60.0, timer=Told(), registry=registry)
+    )
     MINE_US[:] = [10.0]
     return MINE_US
 
@@ -133,6 +152,26 @@ def test_times_decide(folders: tuple[Path, Path], example: ModuleType, us: float
     assert all("measured" in choice.source for choice in llm.model.decoder.linear_choices)
     assert all(isinstance(layer.weight, Tensor) == (fastest == "expanded") for layer in layers_of(llm)), "settled"
     assert answer(llm) == answer(serve(folders[1]))
+
+
+def test_a_changed_plugin_is_measured_again(
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    measured: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    install(tmp_path, "mine_of_int4", EXAMPLE.read_text())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for more, found in (("", 4), ("", 0), ("# other tiles", 4), ("", 0)):
+        if more:
+            (tmp_path / "mine_of_int4.py").write_text(EXAMPLE.read_text() + more)
+        caplog.clear()
+        LLM(str(folders[0]), registry=create_registry(), **OPTIONS)
+        texts = [record.getMessage() for record in caplog.records]
+        assert sum("auto: measuring the kernels for int4" in text for text in texts) == found
+        assert sum("files of the plugin of int4: measured with " in text for text in texts) == found * bool(more)
+    sys.modules.pop("mine_of_int4", None)
 
 
 def test_without_a_measurement_the_rule_keeps_headways_own(folders: tuple[Path, Path], example: ModuleType) -> None:
@@ -219,24 +258,153 @@ def test_a_named_one_that_raises_is_an_error_of_one_line(folders: tuple[Path, Pa
         layer(torch.zeros(1, layer.in_features))
 
 
+class Plain(LinearKernel):
+    """torch's own product, once more."""
+
+    name = "plain_too"
+    capabilities = LinearCapabilities(frozenset({"plain"}), (torch.float32,), ("cpu",))
+    shapes: ClassVar[set[tuple[int, int]]] = set()
+
+    def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        self.shapes.add((self.spec.out_features, self.spec.in_features))
+        torch.mm(x, weight.t(), out=out)
+
+
+def test_the_head_of_a_model_takes_it(folders: tuple[Path, Path]) -> None:
+    Plain.shapes.clear()
+    llm = serve(folders[1], Plain, linear_kernel="plain_too")
+    assert answer(llm) == answer(serve(folders[1]))
+    head = llm.model.decoder.lm_head  # type: ignore[union-attr]
+    assert (head.out_features, head.in_features) in Plain.shapes
+    assert head.choice in llm.model.decoder.linear_choices  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "qwen3-embedding"])
+def test_pooled_models_take_it(name: str, tmp_path: Path) -> None:
+    """Each of their layers, and by times as by name."""
+    embedder(name, tmp_path)
+    options = {"num_threads": 1, "device": "cpu", "runner": "pooling", "backends": [Plain]}
+    prompts = [{"prompt_token_ids": [5, 9, 2, 44]}]
+    expected = LLM(str(tmp_path), **options, autotune_budget=0).embed(prompts, use_tqdm=False)[0].outputs.embedding
+    Plain.shapes.clear()
+    llm = LLM(str(tmp_path), **options, autotune_budget=0, linear_kernel="plain_too")
+    found = llm.embed(prompts, use_tqdm=False)[0].outputs.embedding
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=5e-5)
+    choices = llm.pooling.model.network.linear_choices
+    assert {choice.layers[0].weight.shape for choice in choices} == Plain.shapes
+    with pytest.raises(UnknownBackendError, match="nobody"):
+        LLM(str(tmp_path), **options, linear_kernel="nobody")
+
+
+class Whole(Plain):
+    """What stands around the product, too."""
+
+    name = "whole"
+    capabilities = replace(Plain.capabilities, fused=frozenset({"norm", "bias", "activation", "gated", "residual"}))
+    parts: ClassVar[set[str]] = set()
+
+    def apply_fused(self, x: Tensor, weight: Tensor, parts: LinearParts, out: Tensor) -> None:
+        given = {name: getattr(parts, name) for name in ("norm", "bias", "gated", "residual")}
+        self.parts.update(name for name, value in given.items() if value is not None and value is not False)
+        self.parts.update([parts.activation] if parts.activation is not None else [])
+        rows = x if parts.norm is None else torch.nn.functional.rms_norm(x, x.shape[1:], parts.norm, parts.eps)
+        y = torch.nn.functional.linear(rows, weight, parts.bias)
+        if parts.activation is not None:
+            gate, up = y.chunk(2, dim=1) if parts.gated else (y, torch.ones(()))
+            y = torch.nn.functional.silu(gate) * up
+        out.copy_(out + y if parts.residual else y)
+
+
+@pytest.mark.parametrize(
+    ("fused", "handed"),
+    [
+        (Whole.capabilities.fused, {"norm", "bias", "gated", "silu", "residual"}),
+        ({"norm", "gated"}, {"norm", "gated", "silu"}),
+        ({"residual"}, {"residual"}),
+        ({"bias"}, {"bias"}),
+    ],
+)
+def test_a_kernel_is_handed_the_parts_that_it_claims(
+    fused: set[str], handed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine computes the others, and all of them if the kernel raises in a step."""
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**SMALL)).save_pretrained(tmp_path)
+    claiming = type("Claiming", (Whole,), {"capabilities": replace(Whole.capabilities, fused=frozenset(fused))})
+    expected = answer(serve(tmp_path))
+    Whole.parts.clear()
+    llm = serve(tmp_path, claiming, linear_kernel="whole")
+    assert answer(llm) == expected
+    assert Whole.parts == handed
+    rows = {name: [us] * len(ROW_COUNTS) for name, us in (("whole", 1.0), ("torch", 2.0), ("onednn", 3.0))}
+    times = AxisTimes(ROWS, rows, "a test")
+    monkeypatch.setattr(assembly, "choose_products", lambda choices, *_, registry: [each.obey(times) for each in choices])
+    llm = serve(tmp_path, claiming)
+    assert kernels_of(llm) == {"whole"}
+    claiming.apply_fused = raises_fused  # type: ignore[assignment]
+    assert answer(llm) == expected
+    assert kernels_of(llm) <= {"torch", "onednn"}
+
+
+def raises_fused(self: LinearKernel, x: Tensor, weight: Any, parts: LinearParts, out: Tensor) -> None:
+    raise RuntimeError("out of tiles")
+
+
+def test_claimed_parts_need_the_call_that_takes_them() -> None:
+    claims = replace(Plain.capabilities, fused=frozenset({"norm"}))
+    with pytest.raises(PluginError, match="capabilities.fused must be empty for a class without apply_fused\\(\\), got 'norm'"):
+        create_registry([type("Bare", (Plain,), {"capabilities": claims})], load_entry_points=False).linear.backend("plain_too")
+
+
+class RowByRow(Plain):
+    """One row after the other."""
+
+    name = "row_by_row"
+    capabilities = replace(Plain.capabilities, batch_invariant=True)
+    rows: ClassVar[set[int]] = set()
+
+    def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        self.rows.add(len(x))
+        for row, into in zip(x, out, strict=True):
+            torch.mv(weight, row, out=into)
+
+
+class Drifting(RowByRow):
+    """Claims what does not hold."""
+
+    name = "drifting"
+
+    def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        torch.mm(x, weight.t() * (1 + 1e-5 * len(x)), out=out)
+
+
+def test_deterministic_mode_takes_those_that_declare_it(folders: tuple[Path, Path]) -> None:
+    """By name, for the rows as they are, which other kernels get in tiles of 16."""
+    llm = serve(folders[1], RowByRow, linear_kernel="row_by_row", deterministic=True)
+    assert kernels_of(llm) == {"row_by_row"}
+    RowByRow.rows.clear()
+    assert answer(llm) == answer(serve(folders[1], deterministic=True))
+    assert {1, 5} <= RowByRow.rows
+    assert kernels_of(serve(folders[1], RowByRow, deterministic=True)) == {"torch"}
+    with pytest.raises(
+        ConfigError, match="batch_invariant: needs a kernel that declares it, in deterministic mode, got one that"
+    ):
+        serve(folders[1], Plain, linear_kernel="plain_too", deterministic=True)
+    with pytest.raises(ModelError, match="deterministic: needs products whose rows have the same bits"):
+        serve(folders[1], Drifting, linear_kernel="drifting", deterministic=True)
+    wrong_too = type("WrongToo", (RowByRow,), {"name": "wrong_too", "apply": wrong})
+    with pytest.raises(BackendError, match="linear kernel wrong_too: needs a right answer for plain .* off by"):
+        serve(folders[1], wrong_too, linear_kernel="wrong_too", deterministic=True)
+
+
 def test_a_kernel_of_plain_weights_takes_part(folders: tuple[Path, Path]) -> None:
-    from headway.contract import LinearCapabilities
-
-    class Plain(LinearKernel):
-        """torch's own product, once more."""
-
-        name = "plain_too"
-        capabilities = LinearCapabilities(frozenset({"plain"}), (torch.float32,), ("cpu",))
-
-        def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-            torch.mm(x, weight.t(), out=out)
-
     llm = serve(folders[1], Plain, linear_kernel="plain_too")
     assert kernels_of(llm) == {"plain_too"}
     assert isinstance(layers_of(llm)[0].bound_to(layers_of(llm)[0].choice.kernels["plain_too"]), Applied)  # type: ignore[union-attr]
     assert answer(llm) == answer(serve(folders[1]))
     assert llm.model.live_weights is not None
     with pytest.raises(
-        ConfigError, match="load_weights: needs layers whose kernels are Headway's own, got a third party's in layer 0"
+        ConfigError,
+        match="load_weights: needs layers whose kernels are Headway's own, got a third party's in the embed",
     ):
         llm.model.live_weights.read_again()

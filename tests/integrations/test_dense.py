@@ -10,8 +10,7 @@ from torch import Tensor
 
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.oracle import attend as exact
-from headway.core.select.backend_request import BackendRequest
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.select.selector import Selector
 from headway.integrations.dense import Sequences, Visibility
 from headway.integrations.transformers import StepAttention

@@ -18,8 +18,7 @@ from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import write_rows
 from headway.core.contract.metadata import Phase
-from headway.core.select.backend_request import BackendRequest
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.select.selector import Selector
 from headway.registry import Registry, create_registry
 from headway_vllm.layers import LayerOptions, check_exact_lengths, make_selector

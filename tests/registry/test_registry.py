@@ -93,7 +93,7 @@ def test_listing_names_loads_no_backend_and_a_backend_is_loaded_once() -> None:
 
     registry = make(mine=Plugin([info("lazy", load), info("other")]))
     assert "lazy" in registry.backends
-    registry.rank(spec(), Phase.DECODE, list(registry.backends))
+    registry.attention.rank(spec(), Phase.DECODE, list(registry.backends))
     assert not loads
     assert registry.availability("lazy")
     assert registry.supports("lazy", spec(), NHD, 16, Phase.DECODE)
@@ -224,7 +224,7 @@ def test_a_failed_plugin_leaves_nothing_behind(registry: Registry, name: str) ->
         fresh.add_plugin("mine", "mine 1.0", plugin)
     assert list(fresh.backends) == list(registry.backends)
     assert list(fresh.layouts) == list(registry.layouts)
-    fresh.rank(spec(), Phase.DECODE, ["sdpa.math", "sdpa"])
+    fresh.attention.rank(spec(), Phase.DECODE, ["sdpa.math", "sdpa"])
     assert not plugin.asked
     fresh.add_plugin("mine", "mine 1.1", Plugin([info("good")], [layout("mine")]))
     assert fresh.backends["good"].owner == "mine 1.1"
@@ -247,20 +247,20 @@ def test_registering_a_plugin_a_second_time_does_not_take_its_hooks_away() -> No
     registry = make(mine=plugin)
     with pytest.raises(Exception):  # noqa: B017, PT011
         registry.add_plugin("again", "again 1.0", plugin)
-    registry.rank(spec(), Phase.DECODE, list(registry.backends))
+    registry.attention.rank(spec(), Phase.DECODE, list(registry.backends))
     assert plugin.asked
 
 
 def test_a_plugins_rank_hook_is_asked_before_the_built_in_order() -> None:
     plugin = Plugin([info("aaa")], rank=lambda names: sorted(names, reverse=True))
     names = ["sdpa", "sdpa.math", "aaa"]
-    assert make(mine=plugin).rank(spec(), Phase.DECODE, names) == ["sdpa.math", "sdpa", "aaa"]
+    assert make(mine=plugin).attention.rank(spec(), Phase.DECODE, names) == ["sdpa.math", "sdpa", "aaa"]
     assert plugin.asked == [(Phase.DECODE, tuple(names))]
 
 
 def test_a_rank_hook_that_answers_none_leaves_it_to_the_next() -> None:
     plugin = Plugin([info("aaa")], rank=None)
-    assert make(mine=plugin).rank(spec(), Phase.DECODE, ["sdpa.math", "aaa"]) == ["aaa", "sdpa.math"]
+    assert make(mine=plugin).attention.rank(spec(), Phase.DECODE, ["sdpa.math", "aaa"]) == ["aaa", "sdpa.math"]
     assert plugin.asked
 
 
@@ -268,7 +268,7 @@ def test_a_rank_hook_that_answers_none_leaves_it_to_the_next() -> None:
 def test_a_rank_that_is_no_order_is_named_and_passed_over(answer: object, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     registry = make(mine=Plugin(rank=answer))
-    assert registry.rank(spec(), Phase.DECODE, ["sdpa.math", "sdpa"]) == ["sdpa", "sdpa.math"]
+    assert registry.attention.rank(spec(), Phase.DECODE, ["sdpa.math", "sdpa"]) == ["sdpa", "sdpa.math"]
     assert "headway_rank_backends() of plugin 'mine' of mine is passed over: it must return an order" in caplog.text
 
 
@@ -279,7 +279,7 @@ def test_a_rank_hook_that_raises_is_named_and_passed_over(raised: BaseException,
 
     warn_once.cache_clear()
     registry = make(mine=Plugin(rank=fall_over))
-    assert [registry.rank(spec(), phase, ["sdpa"]) for phase in Phase] == [["sdpa"]] * len(Phase)
+    assert [registry.attention.rank(spec(), phase, ["sdpa"]) for phase in Phase] == [["sdpa"]] * len(Phase)
     assert caplog.text.count("plugin 'mine' of mine is passed over") == 1
     assert f"it raised {type(raised).__name__}: no measurements" in caplog.text
 

@@ -36,11 +36,14 @@ NAMED: dict[str, tuple[LinearCell | ExpertCell, str]] = {
     "sums-in-half": (LinearCell("answer", "plain", "float16", 1120), "sums, or factors, in a shorter type"),
     "whole-tiles": (LinearCell("answer"), "leaves elements of `out` unwritten; wrong in rows 16 alone, of 17"),
     "stale-out": (LinearCell("answer", "int8"), "adds to what `out` held"),
+    "splits-for-many-rows": (LinearCell("invariant", dtype="float32"), "not batch invariant"),
+    "forgets-the-residual": (LinearCell("answer", fused="residual"), ""),
     "first-layer": (LinearCell("prepare"), ""),
     "drops-last-token": (ExpertCell("answer", routing="one"), "wrong in rows 16 alone, of 17"),
     "ignores-scores": (ExpertCell("answer"), "ignores the scores"),
     "overwrites-out": (ExpertCell("answer"), "overwrites `out`, to which it must add"),
     "wrong-expert-of-a-tie": (ExpertCell("answer", routing="equal"), ""),
+    "rounds-scores-of-many-tokens": (ExpertCell("invariant", dtype="float32"), "not batch invariant"),
     "adds-bias-twice": (ExpertCell("answer", expert="biases"), ""),
 }
 """Name -> a cell that finds it, and words of the guess; nothing where the kit has no word for it."""
@@ -83,7 +86,7 @@ def test_a_planted_mistake_is_caught_and_named(name: str) -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_the_quick_answers_and_preparations_find_every_planted_mistake(name: str) -> None:
     tried = make_kit(f"broken:{name}", "cpu")
-    cells = [cell for cell in tried.cells(quick=True) if cell.check in ("answer", "prepare")]
+    cells = [cell for cell in tried.cells(quick=True) if cell.check in ("answer", "prepare", "invariant")]
     assert any(tried.run(cell).status == "failed" for cell in cells)
 
 

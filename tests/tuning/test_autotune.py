@@ -14,10 +14,8 @@ from headway.bench.crossover.regret import RegretReport, RegretTrial, judge_agai
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import HND
 from headway.core.contract.metadata import Phase
-from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.costs import Shape
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import Workload
+from headway.core.select.request import ALL_AUTO, BackendRequest, LayerSpecs, Workload
 from headway.core.select.selector import Selector
 from headway.core.system.json_files import write_json
 from headway.registry import Registry, create_registry

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from expert_layers import CONFIGS, Layer
-from headway.cli.look.explain import counted_section
+from headway.cli.look.explain import kernel_section
 from headway.core.contract.experts import ExpertsCapabilities
 from headway.core.contract.operation import ALL_REDUCE
 from headway.core.contract.ranks import RankGroup
@@ -80,8 +80,8 @@ def front(weights: RoutedWeights, norm: Norm) -> RouteTokens:
     return routed
 
 
-def kind_of(*kernels: Fake, form: str = "") -> ExpertsKind:
-    layer = Layer(CONFIG, torch.float32, hidden=64)
+def kind_of(*kernels: Fake, form: str = "", hidden: int = 64) -> ExpertsKind:
+    layer = Layer(CONFIG, torch.float32, hidden=hidden)
     weights = layer.quantized(form) if form else layer.weights(torch.float32)
     others = [Fake("idle", most=1)] if len(kernels) == 1 else []  # nothing is measured where there is no choice
     kind = ExpertsKind(spec_of(CONFIG, weights), [*kernels, *others], front)
@@ -126,14 +126,15 @@ def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.Log
     assert not cache.exists()
 
 
-def test_quantised_layers_have_times_of_their_own(cache: Path) -> None:
+def test_layers_of_other_weights_or_sizes_have_times_of_their_own(cache: Path) -> None:
     only, other = Fake("only"), Fake("other")
     kinds = [kind_of(only, other), *(kind_of(only, other, form=form) for form in ("fp8 rows", "mxfp4"))]
+    kinds.append(kind_of(only, other, hidden=128))
     for kind in kinds:
         runs = only.calls
         choose_experts([kind], 60.0)
         assert only.calls > runs
-    assert len([*cache.glob("*.json")]) == 3
+    assert len([*cache.glob("*.json")]) == 4
 
 
 US: dict[str, list[float | None]] = {
@@ -155,8 +156,8 @@ def test_sums_are_explained_as_linear_layers_are() -> None:
     kernels = create_registry(policy="none").of(ALL_REDUCE)
     assert list(kernels.entries) == ["one_shot", "nccl", "gloo"]
     found = explain_sums(kernels, RankGroup(0, 2, CPU))
-    assert found == {"ranks": 2, "kernels": {1: "gloo"}, "by": "no other kernel runs here", "refused": {}}
-    (row,) = counted_section("sums over 2 ranks", "bytes", found["kernels"], found).rows
+    assert (found["ways"], found["by"], found["refused"]) == ({1: "gloo"}, "no other kernel runs here", {})
+    (row,) = kernel_section(found).rows
     assert row.cells == ("gloo", "from 1 on")
     assert kernels.supports("gloo", RankGroup(0, 2, torch.device("cuda", 0))).brief == "device: needs cpu, got cuda"
 

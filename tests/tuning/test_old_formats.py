@@ -18,9 +18,10 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.ranks.torch_ranks import SIZES
 from headway.core.select.costs import CostTable, Shape
+from headway.tuning.measure.find_table import usable_table
 from headway.tuning.table.convert import to_costs, to_times
 from headway.tuning.table.files import TableError, find_prior, read_table, stored_table, table_path
-from headway.tuning.table.old_formats import old_path
+from headway.tuning.table.old_formats import HIDDEN, old_path
 from headway.tuning.table.schema import (
     CrossoverTable,
     ExpertsRecord,
@@ -216,6 +217,20 @@ def test_old_names_of_stored_files_are_those_that_earlier_versions_wrote() -> No
     assert str(old_path(gpu, RanksRecord(layer="2 ranks"))) == "all_reduce/nvidia-h200-2-ranks.json"
     key = hashlib.sha256(repr(("NVIDIA H200", "fp8 rows 32x64")).encode()).hexdigest()[:8]
     assert str(old_path(gpu, LinearRecord(layer="fp8 rows 32x64"))) == f"products/nvidia-h200-fp8-rows-32x64-{key}.json"
+
+
+def test_old_times_of_experts_of_an_unknown_hidden_size_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    record = ExpertsRecord(layer=f"8 of 2{HIDDEN}64")
+    old = tmp_path / old_path(a_device(), record)
+    assert old == tmp_path / old_path(a_device(), ExpertsRecord(layer="8 of 2"))
+    old.parent.mkdir(parents=True)
+    old.write_text(json.dumps(OLD["experts"][0]))
+    assert usable_table(record, a_device(), []) is None
+    assert "layer of experts: measured with 8 of 2, here is 8 of 2, hidden size 64" in caplog.text
+    assert not table_path(a_device(), record).exists()
 
 
 def test_what_an_old_file_does_not_know_of_the_compilers_counts_as_unknown(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from headway.cli.app import make_app
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
-from headway.core.select.backend_request import ALL_AUTO
 from headway.core.select.costs import CostTable, Shape
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import ALL_AUTO, LayerSpecs
 from headway.core.system.json_files import write_json
 from headway.registry import Registry, create_registry
 from headway.tuning import autotune

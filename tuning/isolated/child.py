@@ -44,7 +44,7 @@ from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.contract.operation import STATE as STATES
 from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.contract.spec import AttentionSpec
-from headway.core.select.selector import DEFAULT_BLOCK_SIZES
+from headway.core.select.kernels import DEFAULT_BLOCK_SIZES
 from headway.core.system.child import die_with_parent, how_it_ended, message_of, open_replies, reply
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import Registry, create_registry
@@ -209,10 +209,10 @@ def _self_tests(registry: Registry, name: str, backend: type[AttentionBackend], 
 def _try_rank(trial: TrialSteps, registry: Registry, name: str) -> None:
     """Ask a plugin for its order of all backends, in each phase of a layer."""
     spec = AttentionSpec(4, 2, 64, 0.125)
-    for plugin, _, order in registry.rank_hooks(ATTENTION.rank_hook):
+    for hook in registry.attention.rank_hooks:
         with trial.step("headway_rank_backends"):
-            for phase in Phase if plugin == name else ():
-                order(spec, phase, list(registry.backends))
+            for phase in Phase if hook.plugin == name else ():
+                hook.order(spec, phase, list(registry.backends))
 
 
 def _is_of(module: object, plugin: PluginSource) -> bool:

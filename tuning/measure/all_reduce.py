@@ -17,6 +17,7 @@ from torch import Tensor
 from headway.core.contract.ranks import AllReduceKernel, RankGroup
 from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, describe_sums
 from headway.core.select.costs import AxisTimes
+from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.measure.counted_layer import TURNS, CountedLayer, Times, timed_table
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.find_table import find_table, usable_table
@@ -25,11 +26,11 @@ from headway.tuning.measure.points import Point, counted_points
 from headway.tuning.measure.timing import Budget, Timing
 from headway.tuning.table.convert import source_of, to_times
 from headway.tuning.table.files import Prior
-from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, RanksRecord
+from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, KernelRecord, RanksRecord
 
 if TYPE_CHECKING:
     from headway.core.engine.ranks.torch_ranks import TorchRanks
-    from headway.registry.registry import KernelRegistry
+    from headway.core.select.kernels import KernelRegistry
 
 _CALLS = 100
 """Calls in the CUDA graph that is timed. They spread what the launches of two processes lie apart: tens of microseconds."""
@@ -76,10 +77,11 @@ def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup)
     found = {name: kernels.supports(name, spec) for name in kernels.meant_for(spec.device.type)}
     able = {name: kernels.backend(name).capabilities.max_bytes for name, support in found.items() if support}
     refused = {name: support.brief for name, support in found.items() if not support}
+    common = {"sums": f"sums over {spec.size} ranks", "unit": BYTES.unit, "us": {}, "refused": refused}
     names, source = list(able), "the first that takes the tensor: the first start of so many ranks measures"
     times = None
     if len(names) == 1:
-        return {"ranks": spec.size, "kernels": {1: names[0]}, "by": "no other kernel runs here", "refused": refused}
+        return {**common, "ways": {1: names[0]}, "by": "no other kernel runs here"}
     if (table := usable_table(_record(spec.size), identify_device(spec.device), names)) is not None:
         times, source = AxisTimes(BYTES, to_times(table, SIZES), source_of(table)), source_of(table)
 
@@ -87,13 +89,13 @@ def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup)
         takers = [name for name, most in able.items() if most is None or count <= most]
         return (times.fastest(count, takers) if times is not None else None) or takers[0 if times is None else -1]
 
-    return {"ranks": spec.size, "kernels": BYTES.changes(serving), "by": source, "refused": refused}
+    return {**common, "ways": BYTES.changes(serving), "by": source}
 
 
 def sum_layer(ranks: TorchRanks) -> SumLayer:
     """Return the sums of ranks as a layer that is measured."""
     names, wanted = [each.name for each in ranks.sums], counted_points("bytes", SIZES)
-    return SumLayer(_record(ranks.size), identify_device(ranks.device), names, wanted, ranks.device, TURNS, ranks)
+    return SumLayer(_record(ranks.size), identify_device(ranks.device), names, wanted, ranks.device, TURNS, None, ranks)
 
 
 def sums_table(device: DeviceIdentity, size: int, us: Times) -> CrossoverTable:
@@ -101,7 +103,8 @@ def sums_table(device: DeviceIdentity, size: int, us: Times) -> CrossoverTable:
     points = counted_points("bytes", SIZES)
     timed = [(name, *found) for name, times in us.items() for found in zip(points, times, strict=True)]
     cells = [new_cell(point, name, None, "ok", median_us=time) for name, point, time in timed if time is not None]
-    return timed_table(_record(size), device, list(us), cells).model_copy(update={"complete": True})
+    records = [KernelRecord(name=name, owner=BUILTIN_OWNER, available=True) for name in us]
+    return timed_table(_record(size), device, records, cells).model_copy(update={"complete": True})
 
 
 def _record(size: int) -> RanksRecord:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.operation import ALL_KINDS
 from headway.core.select.costs import AxisTimes, CountAxis
 from headway.core.system.json_files import write_json
+from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.measure.contender import failed
 from headway.tuning.measure.device import new_table
 from headway.tuning.measure.find_table import TunedLayer
 from headway.tuning.measure.measure_point import failure, new_cell
 from headway.tuning.measure.points import Point
+from headway.tuning.measure.self_test import record_of
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_device
 from headway.tuning.table.convert import source_of, to_times
 from headway.tuning.table.files import Prior, table_path
@@ -39,6 +43,25 @@ class CountedLayer(TunedLayer):
 
     on: torch.device
     timer: InterleavedTimer
+    registry: Registry | None
+    """Where third parties' kernels are registered; None: there are none."""
+
+    @cached_property
+    def records(self) -> list[KernelRecord]:
+        """The kernels as a table names them: whose each is and, of a third party's, the digest of its plugin's files."""
+        kind = next(kind for kind in ALL_KINDS if kind.name == self.record.kind)
+        entries = {} if self.registry is None else self.registry.of(kind).entries
+        found = []
+        for label in self.kernels:
+            name, record = label.partition(" ")[0], KernelRecord(name=label, owner=BUILTIN_OWNER, available=True)
+            if self.registry is not None and name in entries and entries[name].owner != BUILTIN_OWNER:
+                record = record_of(self.registry, name, True, "", kind).model_copy(update={"name": label})
+            found.append(record)
+        return found
+
+    @property
+    def owners(self) -> Mapping[str, tuple[str, ...]]:
+        return {record.name: (record.owner, record.version, record.digest) for record in self.records}
 
     @abstractmethod
     def able(self, count: int) -> list[str]:
@@ -84,7 +107,7 @@ class CountedLayer(TunedLayer):
         wanted = [point for point in wanted if point.key not in done]
         with on_device(self.on), torch.inference_mode(), self.ready([point.batch for point in wanted]):
             cells = list(self._cells(wanted, Budget(seconds)))
-        table = timed_table(self.record, self.device, self.kernels, cells)
+        table = timed_table(self.record, self.device, self.records, cells)
         if resume and old is not None:
             table.cells = [*old.cells, *table.cells]
             table.prior = old.prior
@@ -128,10 +151,11 @@ class CountedLayer(TunedLayer):
             yield from mark_ties(cells)
 
 
-def timed_table(record: LayerRecord, device: DeviceIdentity, kernels: Sequence[str], cells: Sequence[Cell]) -> CrossoverTable:
-    """Return a table of the times of built-in kernels."""
-    records = [KernelRecord(name=name, owner=BUILTIN_OWNER, available=True) for name in kernels]
-    table = new_table(record, device, records)
+def timed_table(
+    record: LayerRecord, device: DeviceIdentity, kernels: Sequence[KernelRecord], cells: Sequence[Cell]
+) -> CrossoverTable:
+    """Return a table of the times of kernels."""
+    table = new_table(record, device, kernels)
     table.cells = list(cells)
     table.noise = noise_of(table.cells)
     return table

@@ -21,12 +21,14 @@ from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS
 from headway.kernels.experts.plain import TorchExperts
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.step.operations import Norm
+from headway.registry import Registry
 from headway.tuning.measure.contender import captured
 from headway.tuning.measure.counted_layer import TURNS, CountedLayer
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.find_table import find_table
 from headway.tuning.measure.points import counted_points
 from headway.tuning.table.convert import failures
+from headway.tuning.table.old_formats import HIDDEN
 from headway.tuning.table.schema import DeviceIdentity, ExpertsRecord
 
 _GRAPHED, _LAYERS = 256, 4
@@ -39,30 +41,28 @@ _TOLERANCE = 5e-2
 log = logging.getLogger("headway")
 
 
-def choose_experts(kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAhead | None = None) -> None:
+def choose_experts(
+    kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAhead | None = None, registry: Registry | None = None
+) -> None:
     """Have each kind of layer choose by measured times: those that are stored for this device, or new ones.
 
     Third parties' kernels are tried at every start, and left out with the numbers where they are wrong.
 
     budget: seconds that may be measured; 0: nothing is, and where nothing is stored a rule chooses, which the log says.
-    ahead: what kernels are compiled in, many at a time; None: each at its first launch.
+    ahead: what kernels are compiled in, many at a time; None: each at its first launch. registry: where third parties' kernels
+    are registered.
 
     :raises BackendError: the kernel that the user named is wrong.
     """
     for kind in kinds:
         if kind.guests or kind.chooses:
-            layer = expert_layer(kind, identify_device(kind.device), ahead)
+            layer = expert_layer(kind, identify_device(kind.device), ahead, registry)
         for kernel in kind.guests:
             if why := layer.fault(kernel):
                 kind.leave_out(kernel.name, why)
-        if kind.chooses:
+        if kind.chooses and not kind.fixed:
             layer = dataclasses.replace(layer, kernels=list(kind.kernels))  # without those that were left out
-            table = find_table(layer, budget if kind.requested == AUTO else 0.0)
-            if table is not None:
-                for name, why in failures(table).items():
-                    if kind.chooses and name in kind.kernels and name != kind.requested:
-                        kind.leave_out(name, why)
-                kind.obey(layer.times(table, TOKENS))
+            layer.obey(budget if kind.requested == AUTO else 0.0)
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:
@@ -113,6 +113,15 @@ class ExpertLayer(CountedLayer):
     def wrong(self) -> dict[str, str]:
         """Kernel -> what is wrong with its answers."""
         return {name: why for name, kernel in self.kind.kernels.items() if (why := self.fault(kernel))}
+
+    def obey(self, seconds: float) -> None:
+        """Have the kind choose by measured times, if there are any. seconds: how long may be measured."""
+        table, kind = find_table(self, seconds), self.kind
+        if table is not None:
+            for name, why in failures(table).items():
+                if kind.chooses and name in kind.kernels and name != kind.requested:
+                    kind.leave_out(name, why)
+            kind.obey(self.times(table, TOKENS))
 
     def able(self, count: int) -> list[str]:
         return [kernel.name for kernel in self.kind.serving(count)]
@@ -180,9 +189,11 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def expert_layer(kind: ExpertsKind, device: DeviceIdentity, ahead: CompileAhead | None = None) -> ExpertLayer:
+def expert_layer(
+    kind: ExpertsKind, device: DeviceIdentity, ahead: CompileAhead | None = None, registry: Registry | None = None
+) -> ExpertLayer:
     """Return a kind of layer of experts as one that is measured."""
-    layer = f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
-    record = ExpertsRecord(layer=layer if kind.forms == ("", "") else f"{layer} {' / '.join(kind.forms)}")
+    forms = "" if kind.forms == ("", "") else f" {' / '.join(kind.forms)}"
+    record = ExpertsRecord(layer=f"{kind.config}{HIDDEN}{kind.spec.hidden_size} {DTYPE_NAMES[kind.dtype]}{forms}")
     wanted = counted_points("tokens", TOKEN_COUNTS)
-    return ExpertLayer(record, device, list(kind.kernels), wanted, kind.device, TURNS, kind, ahead)
+    return ExpertLayer(record, device, list(kind.kernels), wanted, kind.device, TURNS, registry, kind, ahead)

@@ -39,7 +39,7 @@ class TunedLayer(ABC):
     """Points of the grid."""
 
     @property
-    def owners(self) -> Mapping[str, tuple[str, str]]:
+    def owners(self) -> Mapping[str, tuple[str, ...]]:
         """(distribution, version) of each kernel that is registered; see `differences`."""
         return {}
 
@@ -114,7 +114,7 @@ def first_points(layer: TunedLayer) -> Sequence[Point]:
 
 
 def usable_table(
-    record: LayerRecord, device: DeviceIdentity, kernels: Sequence[str], owners: Mapping[str, tuple[str, str]] | None = None
+    record: LayerRecord, device: DeviceIdentity, kernels: Sequence[str], owners: Mapping[str, tuple[str, ...]] | None = None
 ) -> CrossoverTable | None:
     """Return the stored table of a layer if it can be used here; the log says why not. The arguments: as in `TunedLayer`."""
     try:
@@ -135,7 +135,7 @@ def usable_table(
 
 
 def misfits(
-    table: CrossoverTable, device: DeviceIdentity, record: LayerRecord, owners: Mapping[str, tuple[str, str]] | None = None
+    table: CrossoverTable, device: DeviceIdentity, record: LayerRecord, owners: Mapping[str, tuple[str, ...]] | None = None
 ) -> list[str]:
     """Return why a table's times are not those of a layer here."""
     found = differences(table, device, record, owners)

@@ -25,8 +25,7 @@ from headway.core.oracle.cases import reference, relative_error
 from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
 from headway.core.oracle.state_reference import SequenceState, StateAnswer, advance, answer, state_of
 from headway.core.select.costs import NO_BLOCKS
-from headway.core.select.selection import Placement
-from headway.core.select.selector import VERBS, StateCandidates
+from headway.core.select.kernels import VERBS, Placement, StateCandidates
 from headway.registry import Registry
 from headway.tuning.measure import self_test as selftest
 from headway.tuning.measure.contender import (

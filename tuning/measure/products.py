@@ -17,6 +17,7 @@ from headway.core.contract.errors import BackendError
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.support import Support
 from headway.kernels.linear.choice import KERNEL, ROW_COUNTS, ROWS
+from headway.registry import Registry
 from headway.tuning.measure.contender import captured
 from headway.tuning.measure.counted_layer import TURNS, CountedLayer
 from headway.tuning.measure.device import identify_device
@@ -42,18 +43,24 @@ log = logging.getLogger("headway")
 
 
 def choose_products(
-    kinds: Sequence[LinearChoice], budget: float, ahead: CompileAhead | None = None, timer: InterleavedTimer = TURNS
+    kinds: Sequence[LinearChoice],
+    budget: float,
+    ahead: CompileAhead | None = None,
+    timer: InterleavedTimer = TURNS,
+    registry: Registry | None = None,
 ) -> None:
     """Have each kind of product choose by measured times: those that are stored for this device, or new ones.
 
     budget: seconds that may be measured, compiling not counted; 0: nothing is, and where nothing is stored a rule chooses, which
-    the log says. ahead: what kernels are compiled in, many at a time; None: each at its first launch.
+    the log says. ahead: what kernels are compiled in, many at a time; None: each at its first launch. registry: where third
+    parties' kernels are registered.
     """
     if not kinds:
         return
     device = kinds[0].layers[0].device
     identity = identify_device(device)
-    layers = [linear_layer(kind, identity, ahead, timer) for kind in kinds]
+    every = [linear_layer(kind, identity, ahead, timer, registry) for kind in kinds]
+    layers = [layer for layer in every if not layer.kind.fixed]
     if ahead is not None and budget > 0:
         with on_device(device), torch.inference_mode(), ahead():
             for layer in layers:
@@ -63,7 +70,7 @@ def choose_products(
         with shared.part() as share:
             layer.obey(share)
     with on_device(device), torch.inference_mode():
-        for layer in layers:
+        for layer in every:
             settle(layer)
     for kind in kinds:
         log.info("products %s: %s", kind.name, kind.describe())
@@ -239,12 +246,16 @@ class LinearLayer(CountedLayer):
 
 
 def linear_layer(
-    kind: LinearChoice, device: DeviceIdentity, ahead: CompileAhead | None = None, timer: InterleavedTimer = TURNS
+    kind: LinearChoice,
+    device: DeviceIdentity,
+    ahead: CompileAhead | None = None,
+    timer: InterleavedTimer = TURNS,
+    registry: Registry | None = None,
 ) -> LinearLayer:
     """Return a kind of product as a layer that is measured."""
     record, wanted, layers = LinearRecord(layer=kind.name), counted_points("rows", ROW_COUNTS), kind.layers
     on = layers[0].device if layers else torch.device(device.type)
-    return LinearLayer(record, device, list(kind.kernels), wanted, on, timer, kind, ahead)
+    return LinearLayer(record, device, list(kind.kernels), wanted, on, timer, registry, kind, ahead)
 
 
 def _ends(rows: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
 from headway.core.oracle.inputs import Numbers
-from headway.core.select.selector import DEFAULT_BLOCK_SIZES
+from headway.core.select.kernels import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import cache_folder, write_whole
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
@@ -202,7 +202,7 @@ def told(raised: BaseException) -> str:
     return f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}{f' ({cause})' if cause else ''}"
 
 
-def owners(registry: Registry, kind: OperationKind = ATTENTION) -> dict[str, tuple[str, str]]:
+def owners(registry: Registry, kind: OperationKind = ATTENTION) -> dict[str, tuple[str, ...]]:
     """Return each backend's owner and the version of that distribution that is installed now; "" where it has none."""
     return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.of(kind).entries.items()}
 

@@ -27,11 +27,12 @@ def differences(
     table: CrossoverTable,
     device: DeviceIdentity,
     spec: LayerRecord | None = None,
-    owners: Mapping[str, tuple[str, str]] | None = None,
+    owners: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Reason]:
     """Everything that makes a table's times those of another machine, other software or another layer.
 
-    owners: (distribution, its version) of each backend that is registered here, by `self_test.owners`.
+    owners: (distribution, its version) of each kernel that is registered here, by `self_test.owners`; a third item is the digest
+    of its plugin's files, and then a plugin with other files makes other times.
     """
     was = table.device
     rows: list[tuple[str, object, object]] = [
@@ -44,11 +45,12 @@ def differences(
     rows += [(name, was.libraries.get(name), device.libraries.get(name)) for name in libraries]
     rows += was.compilers_beside(device)
     for record in table.kernels:
-        owner, version = (owners or {}).get(record.name, (record.owner, record.version))
+        owner, version, *digest = (owners or {}).get(record.name, (record.owner, record.version))
         if record.available and owner != record.owner:  # one that crashed or was wrong may be mended by now
             rows.append((f"backend {record.name} of", record.owner, owner))
         elif record.available and owner != BUILTIN_OWNER:  # Headway's own version is among the libraries
             rows.append((f"backend {record.name} of {owner}", record.version, version))
+            rows += [(f"files of the plugin of {record.name}", record.digest, each) for each in digest]
     if spec is not None and (table.kind, table.spec.key) != (spec.kind, spec.key):
         rows.append((spec.named, table.spec, spec))
     return [Reason(what, str(need or "none"), str(got or "none"), _AGAIN) for what, need, got in rows if need != got]

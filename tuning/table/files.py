@@ -137,7 +137,7 @@ def stored_table(device: DeviceIdentity, spec: LayerRecord) -> CrossoverTable | 
     if file is None:
         return None
     table, schema = _read(file, spec.kind)
-    if schema != SCHEMA:
+    if schema != SCHEMA and table.spec == spec:
         with suppress(ConfigError):  # a file that cannot be written is read in the old format again
             write_json(table, path)
             log.info("crossover table %s replaces %s, which is of schema %s", path, file, schema)
@@ -196,7 +196,7 @@ def prior_path(device: DeviceIdentity, spec: LayerRecord) -> Path:
     return prior_folder() / _file_name(device, spec)
 
 
-def find_prior(device: DeviceIdentity, spec: LayerRecord, owners: Mapping[str, tuple[str, str]]) -> Prior | None:
+def find_prior(device: DeviceIdentity, spec: LayerRecord, owners: Mapping[str, tuple[str, ...]]) -> Prior | None:
     """Return the shipped table of a kind of device and a layer; None if there is none. owners: as in `differences`.
 
     :raises TableError: the file is faulty, or is of another device or layer than its name says.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,6 +19,8 @@ OLD_NAMES = {"kernels": "backends", "kernel": "backend", "variant": "kernel", "s
 """A field -> its name in an old file."""
 _FOLDERS = {"attention": "crossover", "state": "crossover/states", "linear": "products"}
 _UNPLACED = "unknown path"
+HIDDEN = ", hidden size "
+"""The words before the hidden size in a layer of experts, which old files leave out: their times may be those of another size."""
 
 
 def schema_of(data: Any) -> object:
@@ -97,6 +100,9 @@ def old_path(device: DeviceIdentity, spec: LayerRecord) -> PurePosixPath:
     if spec.kind == "all_reduce":
         assert isinstance(spec, CountedRecord)
         return PurePosixPath("all_reduce", f"{slug(device.name)}-{slug(spec.layer)}.json")
-    key = spec.layer if isinstance(spec, CountedRecord) else spec.key
-    name = f"{slug(device.name)}-{spec.sizes}-{hashlib.sha256(repr((device.name, key)).encode()).hexdigest()[:8]}.json"
+    sizes, key = spec.sizes, spec.key
+    if isinstance(spec, CountedRecord):
+        key = re.sub(rf"{HIDDEN}\d+", "", spec.layer)
+        sizes = slug(key)
+    name = f"{slug(device.name)}-{sizes}-{hashlib.sha256(repr((device.name, key)).encode()).hexdigest()[:8]}.json"
     return PurePosixPath(_FOLDERS.get(spec.kind, spec.kind), name)

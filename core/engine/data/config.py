@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import TypeAdapter
 
-    from headway.core.select.backend_request import BackendRequest
+    from headway.core.select.request import BackendRequest
 
 _MOST_SEQS = 2**20  # Most sequences of a step: buffers of the host and the device have a row for each
 _MOST_RANK = 512  # The largest rank of an adapter, as in vLLM
@@ -105,8 +105,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Check every option, and replace texts by their meaning. :raises ConfigError: a wrong type, range or combination."""
         from headway.core.contract.spec import KV_DTYPES  # here, so that the command line's help needs no torch
-        from headway.core.select.backend_request import BackendRequest
-        from headway.core.select.selection import Workload
+        from headway.core.select.request import BackendRequest, Workload
 
         check_kinds(self)
         self._set("attn_backend", BackendRequest.parse(self.attn_backend))

@@ -23,7 +23,7 @@ from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.step import PageCopy, StepInput
 from headway.core.engine.execution import latent
 from headway.core.engine.execution.states import LayersWithState
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.core.system.logs import blame
 
 

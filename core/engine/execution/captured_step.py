@@ -35,7 +35,7 @@ from headway.core.engine.execution.static_inputs import (
     verify_shapes,
 )
 from headway.core.sampling.sampler import Draws
-from headway.core.select.selection import NO_ATTENTION
+from headway.core.select.selector import NO_ATTENTION
 
 
 class GraphRecorder(Protocol):

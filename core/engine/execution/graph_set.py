@@ -252,7 +252,7 @@ class GraphSet:
         selector = self._selector
 
         def candidates(size: int) -> list[Backends]:
-            return [selector.instances_of(name) for name in selector.decode_candidates(size)]
+            return [selector.instances[name] for name in selector.decode_candidates(size)]
 
         def fastest_prefill(length: int) -> Backends:
             return selector.backends_of(Shape(Phase.PREFILL, 1, length, length, captured=True))

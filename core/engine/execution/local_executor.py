@@ -43,9 +43,9 @@ from headway.core.engine.execution.warmup import WarmUp
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import Selection, Workload
-from headway.core.select.selector import BackendSource, Selector
+from headway.core.select.kernels import Kernels
+from headway.core.select.request import LayerSpecs, Workload
+from headway.core.select.selector import Selection, Selector
 from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")
@@ -117,7 +117,7 @@ class DeviceParts:
     """What the executor of one device is made from. All ranks of an engine make it from equal values, at the same time."""
 
     model: Model
-    source: BackendSource
+    source: Kernels
     """The registry of backends."""
     layers: LayerSpecs
     config: EngineConfig
@@ -307,7 +307,7 @@ class LocalExecutor:
 
 def _select(
     layers: LayerSpecs,
-    source: BackendSource,
+    source: Kernels,
     config: EngineConfig,
     costs: Mapping[AttentionSpec, CostTable] | None,
     compile_ahead: CompileAhead | None,
@@ -331,7 +331,7 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
 
     :raises UnsupportedError: a backend cannot.
     """
-    for backends in selector.instances:
+    for backends in selector.instances.values():
         for spec, cache in zip(specs, caches, strict=True):
             backend = backends.get(spec)  # a latent layer's prompts are served without a cache
             support = backend.accepts(cache) if backend is not None else YES

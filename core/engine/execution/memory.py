@@ -33,9 +33,9 @@ from headway.core.engine.execution.states import LayersWithState
 from headway.core.sampling.filtering import keep_top
 from headway.core.sampling.sampler import Draws, sample
 from headway.core.select.costs import CostTable
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import Workload
-from headway.core.select.selector import KernelSelector, KernelSource, Selector, StateCandidates
+from headway.core.select.kernels import KernelRegistry, StateCandidates
+from headway.core.select.request import LayerSpecs, Workload
+from headway.core.select.selector import KernelSelector, Selector
 
 log = logging.getLogger("headway")
 
@@ -210,7 +210,7 @@ class StatePlan:
     def of(
         cls,
         model: Model,
-        source: KernelSource,
+        source: KernelRegistry[StateBackend, StateLayout],
         config: EngineConfig,
         costs: Mapping[StateSpec, CostTable] | None,
         max_decode_len: int,
@@ -300,7 +300,7 @@ def _pool_memory(
     memory = cache_memory(
         model,
         layers,
-        [*selector.instances, selector.gathering, *(() if states is None else (states.scan, states.step))],
+        [*selector.instances.values(), selector.gathering, *(() if states is None else (states.scan, states.step))],
         max_num_tokens=config.step_tokens,
         max_num_seqs=config.max_num_seqs,
         utilization=config.gpu_memory_utilization,

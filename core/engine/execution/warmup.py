@@ -151,7 +151,7 @@ class WarmUp:
         for phase in Phase:
             laid_out: dict[tuple[Lengths, ...], AttentionMetadata] = {}  # most steps are asked for by several backends
             for name in (selection.names[phase], *selection.others.get(phase, ())):
-                backends = self._selector.instances_of(name)
+                backends = self._selector.instances[name]
                 for step in self._steps_of(spec, phase, backends):
                     for whole in (step, [Lengths(1, 0), *step]) if phase is Phase.DECODE else (step,):
                         if fits(whole, self._limits):

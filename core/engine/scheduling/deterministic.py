@@ -17,16 +17,14 @@ from headway.core.contract.operation import ATTENTION
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.scheduling.scheduler import Scheduler
-from headway.core.select.backend_request import AUTO, BackendRequest
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import BackendSource, Selector
+from headway.core.select.kernels import Kernels
+from headway.core.select.request import AUTO, BackendRequest, LayerSpecs
+from headway.core.select.selector import Selector
 
 log = logging.getLogger("headway")
 
 
-def prepare_deterministic(
-    source: BackendSource, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig
-) -> EngineConfig:
+def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig) -> EngineConfig:
     """Pin one backend and turn the prefix cache off. states: the layers with a state. :raises ConfigError: unsuitable layers."""
     if states:
         need = "layers with keys and values alone: no state backend keeps a sequence's bits in any batch"
@@ -39,7 +37,7 @@ def prepare_deterministic(
     return replace(config, attn_backend=pinned, enable_prefix_caching=False)
 
 
-def pin(source: BackendSource, layers: LayerSpecs, config: EngineConfig) -> BackendRequest:
+def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendRequest:
     """--attn-backend with each auto replaced by one backend, the first by rank in decode that declares to be batch invariant.
 
     PREFILL and EXTEND always get the same one: whether a step of prompts counts as the one or the other depends on what else is

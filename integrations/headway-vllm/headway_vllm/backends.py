@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
 )
 
 from headway.contract import NHD, AttentionSpec, ConfigError, LayerCache, Phase, StepLimits, UnsupportedError
-from headway.core.select.backend_request import BackendRequest
+from headway.core.select.request import BackendRequest
 from headway.core.select.selector import Selector
 from headway.tuning.measure.device import resolve_device
 from headway_vllm.cache import layer_cache

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from headway.contract import NHD, AttentionSpec, ConfigError, UnsupportedError
-from headway.core.select.backend_request import BackendRequest
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.select.selector import Selector
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for
@@ -116,7 +115,7 @@ def check_exact_lengths(selector: Selector) -> None:
 
     :raises UnsupportedError: one may be called.
     """
-    for backends in selector.instances:
+    for backends in selector.instances.values():
         for backend in backends.values():
             if backend.capabilities.exact_host_lengths:
                 reason = backend.captures(1).reasons[:1]

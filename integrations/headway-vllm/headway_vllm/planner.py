@@ -100,7 +100,7 @@ class Planner:
 
     def _for_graph(self, size: int) -> Backends:
         """The fastest backend over all lengths that can be captured."""
-        return self._selector.instances_of(graph_backend(self._selector, size) or self._selector.selection.names[Phase.DECODE])
+        return self._selector.instances[graph_backend(self._selector, size) or self._selector.selection.names[Phase.DECODE]]
 
     def _work(self, part: Part | None) -> Work | None:
         if part is None:
@@ -120,7 +120,7 @@ class Planner:
 def graph_backend(selector: Selector, size: int) -> str | None:
     """The backend whose decode of `size` sequences a CUDA graph may hold: the fastest over all lengths; None: none can."""
     names = selector.decode_candidates(size)
-    return next((name for name in names if all(each.captures(1) for each in selector.instances_of(name).values())), None)
+    return next((name for name in names if all(each.captures(1) for each in selector.instances[name].values())), None)
 
 
 def attend(

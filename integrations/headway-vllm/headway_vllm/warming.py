@@ -37,7 +37,7 @@ def warm(selector: Selector, caches: dict[AttentionSpec, LayerCache], writer: Ca
             writer(k, v, cache, torch.full((num_tokens,), -1, device=spec.device))
         for phase in Phase:
             for name in (selector.selection.names[phase], *selector.selection.others.get(phase, ())):
-                backend = selector.instances_of(name)[spec]
+                backend = selector.instances[name][spec]
                 try:
                     for step in backend.warmup_steps(phase, limits):
                         if fits(step, limits):

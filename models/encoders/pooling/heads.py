@@ -17,6 +17,8 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
+from headway.kernels.experts.bound import ExpertsKind
+from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.step.operations import Norm
 from headway.models.encoders.encoder import Encoder
 from headway.models.layers.decoder import Decoder
@@ -266,6 +268,16 @@ class PooledModel:
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self._body.config.vocab_size
+
+    @property
+    def linear_choices(self) -> list[LinearChoice]:
+        """Kinds of linear layers whose kernel is chosen by times. The heads' few rows in float32 are torch's."""
+        return self._body.operations.linear_choices(self._body.products)
+
+    @property
+    def expert_kinds(self) -> Sequence[ExpertsKind]:
+        """Kinds of layers of experts that have kernels to choose from."""
+        return self._body.expert_kinds
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
         """Return hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.kernels.linear.choice import builtin_kernels
 from headway.kernels.step.operations import ACTIVATE
 from headway.models.checkpoints.checkpoint import architectures_of, check_folder
 from headway.models.checkpoints.formats.config import Quantization, read_quantization
@@ -38,7 +39,14 @@ from headway.models.encoders.pooling.heads import (
 )
 from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.layers.decoder import Decoder
-from headway.models.loader import check_load_options, chosen_dtype, config_of
+from headway.models.loader import (
+    LoadOptions,
+    check_load_options,
+    chosen_dtype,
+    config_of,
+    reads_expert_weight,
+    reads_weight,
+)
 
 log = logging.getLogger("headway")
 
@@ -118,13 +126,18 @@ class _Source:
     device: torch.device
     dummy: bool
     quantization: Quantization | None
+    options: LoadOptions
 
     def weights(self, folder: Path | None = None) -> WeightSource:
         """The tensors of the folder, or of one below it, whose weights are plain."""
         if self.dummy:
             return DummyWeights(self.dtype, self.device)
-        quantization = self.quantization if folder is None else None
-        return Weights(folder or self.folder, self.dtype, self.device, quantization=quantization)
+        if folder is not None:
+            return Weights(folder, self.dtype, self.device)
+        kernels = self.options.kernels or builtin_kernels(self.device)
+        keeps = partial(reads_weight, kernels, dtype=self.dtype, device=self.device)
+        keeps_experts = partial(reads_expert_weight, dtype=self.dtype, device=self.device, options=self.options.experts)
+        return Weights(self.folder, self.dtype, self.device, (), self.quantization, keeps, keeps_experts)
 
 
 def load_pooling_model(
@@ -136,8 +149,13 @@ def load_pooling_model(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     skip_tokenizer_init: bool = False,
+    options: LoadOptions | None = None,
 ) -> LoadedPoolingModel:
-    """Load a model from a located folder; options as `load_model`'s. :raises ModelError, ConfigError: unsupported."""
+    """Load a model from a located folder; options as `load_model`'s, out of `options` the kernels.
+
+    :raises ModelError, ConfigError: unsupported, or a kernel that the user names serves none of its layers.
+    """
+    options = options or LoadOptions()
     check_load_options(dtype, load_format)
     stated = check_folder(folder, generates=False)
     config = config_of(folder, stated)
@@ -145,11 +163,14 @@ def load_pooling_model(
     device = torch.device(device)
     dummy = load_format == "dummy"
     quantization = None if dummy else read_quantization(folder, stated)
-    source = _Source(folder, chosen_dtype(dtype, config, device), device, dummy, quantization)
+    source = _Source(folder, chosen_dtype(dtype, config, device), device, dummy, quantization, options)
     tokenizer = None if skip_tokenizer_init else read_transformers_tokenizer(folder)
     read = _read_encoder if config.model_type in ENCODERS else _read_decoder
     with torch.inference_mode():
         network, longest, prompt = read(config, stated, task, modules, source, tokenizer)
+    if options.kernels is not None:
+        options.kernels.check_named(network.linear_choices)
+    options.experts.check()
     kind = "encoder" if config.model_type in ENCODERS else "decoder"
     log.info("model: %s, computed by Headway's %s", folder, kind)
     return LoadedPoolingModel(
@@ -196,7 +217,7 @@ def _read_encoder(
     family = ENCODERS[config.model_type]
     _check_architecture(stated, family.architecture(task), task)
     read, weights = read_encoder_config(config), source.weights()
-    body, ignored = Encoder(read, weights), family.ignored
+    body, ignored = Encoder(read, weights, source.options.kernels), family.ignored
     head: PoolingHead
     if task == "score":
         head, ignored = _classifier(config, read, family, weights), ()
@@ -236,7 +257,8 @@ def _read_decoder(
     elif task == "score":
         head, prompt = _decoder_scores(config, read, classifies, weights, tokenizer)
     names = replace(read.names, head=_NO_HEAD, ignored=(*read.names.ignored, f"{read.names.head}.weight"))
-    body = Decoder(replace(read, names=names, tie_word_embeddings=True), weights)
+    tied, options = replace(read, names=names, tie_word_embeddings=True), source.options
+    body = Decoder(tied, weights, kernels=options.kernels, experts=options.experts)
     if head is None:
         kind = "mean" if both_ways else "last"
         head = (

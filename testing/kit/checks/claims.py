@@ -18,7 +18,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
 from headway.core.oracle.cells import CheckCell, Finding, Skipped
 from headway.registry.isolation import TIMEOUT, Trial
-from headway.registry.plugin_sources import NamedPlugin, PluginFile, PluginSource
+from headway.registry.plugin_sources import PluginFile, PluginSource
 from headway.testing.kit.attention import AttentionStage
 from headway.testing.kit.cover import layer_serves
 from headway.testing.kit.report import CellResult, new_result
@@ -32,7 +32,7 @@ def source_of(plugin: Sequence[str]) -> PluginSource:
     :raises ConfigError: its file is gone.
     """
     name, owner, file = plugin
-    return PluginFile.of(file, name) if file else NamedPlugin(name, owner)
+    return PluginFile.of(file, name) if file else PluginSource(name, owner)
 
 
 def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from headway.core.contract.metadata import Phase
 from headway.core.select.costs import AxisTimes, CostTable, CountAxis, Sample, Shape, StepCosts
-from headway.core.select.selection import PRESETS, StepChooser, Workload
+from headway.core.select.request import PRESETS, Workload
+from headway.core.select.selector import StepChooser
 
 HERE = ("nhd", 16)
 

@@ -21,11 +21,10 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
-from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable, Sample, Shape
-from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import PRESETS, MeasuredChoice, Placement, Workload
-from headway.core.select.selector import Selector
+from headway.core.select.kernels import Placement
+from headway.core.select.request import PRESETS, BackendRequest, LayerSpecs, Workload
+from headway.core.select.selector import MeasuredChoice, Selector
 from headway.tuning.measure.points import grid
 from tiny_bench import with_backend
 
@@ -407,7 +406,7 @@ def test_each_step_gets_its_fastest_backend_and_each_phase_its_own() -> None:
     assert chosen == ["short", "long", "short"]
     assert next(iter(selector.backends_for(Phase.PREFILL, 1, 16, 16).values())).name == "short"
     assert set(selector.decode_candidates(1)) == {"short", "long"}
-    assert {next(iter(made.values())).name for made in selector.instances} == {"short", "long"}
+    assert {next(iter(made.values())).name for made in selector.instances.values()} == {"short", "long"}
     assert next(iter(selector.backends_for(Phase.DECODE).values())).name == selector.selection.names[Phase.DECODE]
     assert "|" in str(selector.selection)
 

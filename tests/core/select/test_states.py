@@ -12,10 +12,10 @@ from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import GATED_DELTA, StateBackend, StateCapabilities, StateLayout, StateSpec
-from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.costs import NO_BLOCKS, CostTable, Sample, Shape, state_shape
-from headway.core.select.selection import Workload
-from headway.core.select.selector import KernelSelector, StateCandidates
+from headway.core.select.kernels import StateCandidates
+from headway.core.select.request import ALL_AUTO, BackendRequest, Workload
+from headway.core.select.selector import KernelSelector
 from headway.registry import Registry, create_registry
 
 LAYER = StateSpec(GATED_DELTA, num_heads=4, num_key_heads=2, key_dim=4, value_dim=8, conv_channels=48, conv_width=4)

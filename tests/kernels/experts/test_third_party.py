@@ -194,7 +194,7 @@ def test_one_that_raises_in_a_step_is_replaced_with_one_warning(caplog: pytest.L
         assert [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING] == [
             "experts: raising is left out: it raised RuntimeError: no room"
         ]
-        assert layer.kind.excluded == {"raising": "it raised RuntimeError: no room"}
+        assert "got it raised RuntimeError: no room" in str(layer.kind.refused["raising"])
         with pytest.raises(BackendError, match="^experts kernel raising: it raised RuntimeError: no room$"):
             bound(PLAIN, Raising, requested="raising")(x.clone())
     finally:
@@ -263,8 +263,22 @@ def test_a_name_that_cannot_be_is_an_error(folder: str, tmp_path: Path) -> None:
         served(folder, Gathered, experts_kernel="gatherd")
     with pytest.raises(UnsupportedError, match=r"experts kernel cuda\.rows8 cannot be used here"):
         served(folder, experts_kernel="cuda.rows8")
-    with pytest.raises(UnsupportedError, match="kernel: needs one that takes part in this mode, got gathered"):
+    with pytest.raises(
+        UnsupportedError, match="batch_invariant: needs a kernel that declares it, in deterministic mode, got one that"
+    ):
         served(folder, Gathered, experts_kernel="gathered", deterministic=True)
+    declaring = type(
+        "Declaring", (Gathered,), {"name": "declaring", "capabilities": replace(Gathered.capabilities, batch_invariant=True)}
+    )
+    with pytest.raises(
+        UnsupportedError, match="needs a kernel for any number of rows, in deterministic mode, got one for up to 16"
+    ):
+        served(folder, declaring, experts_kernel="declaring", deterministic=True)
+    declaring.capabilities = replace(declaring.capabilities, max_tokens=None)
+    declaring.calls = 0
+    found = served(folder, declaring, experts_kernel="declaring", deterministic=True)
+    assert declaring.calls > 2 * 6
+    assert found == served(folder, deterministic=True)
     LlamaConfig(**SMALL).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="model: needs layers of experts, got one without"):
         served(str(tmp_path), Gathered, experts_kernel="gathered")

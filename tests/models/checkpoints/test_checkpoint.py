@@ -19,7 +19,7 @@ from headway import LLM, SamplingParams, StructuredOutputsParams
 from headway.core.chat.template import token_after_answer
 from headway.core.contract.errors import ModelError
 from headway.core.engine.data.config import EngineConfig
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.tokenizer import read_tokenizer

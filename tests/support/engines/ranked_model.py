@@ -26,7 +26,7 @@ from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.ranked_executor import RankedExecutor
 from headway.core.sampling.grammar import GrammarCompiler
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.core.system.part_clock import PartClock
 from headway.hosting.assembly import Assembly
 from headway.hosting.driver import EngineDriver

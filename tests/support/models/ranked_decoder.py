@@ -12,7 +12,7 @@ from headway.core.engine.execution.local_executor import DeviceParts, LocalExecu
 from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.models.loader import load_model
 from headway.registry import create_registry
 from ranked_model import MODULE, joined_engine

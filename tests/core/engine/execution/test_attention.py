@@ -18,7 +18,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.engine.execution.host_rows import HostResults, Launched
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 
 BLOCK_SIZE = 4
 PLAIN, WRITING = spec(), spec(sliding_window=5)

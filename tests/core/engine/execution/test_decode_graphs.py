@@ -51,7 +51,7 @@ from headway.core.engine.scheduling.step_input import prepare
 from headway.core.sampling.filtering import torch_filter
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.registry import create_registry
 from headway.testing.broken.attention import PlainBackend
 from tiny_engine import TinyModel, generate, made_engine, registering, tokens_of

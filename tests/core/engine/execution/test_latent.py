@@ -22,8 +22,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.execution import latent
 from headway.core.sampling.params import SamplingParams
-from headway.core.select.backend_request import BackendRequest
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.select.selector import Selector
 from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.operations import PlainLatentLayer

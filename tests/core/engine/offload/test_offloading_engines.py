@@ -18,7 +18,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.groups import page_format
 from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
-from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.request import LayerSpecs
 from headway.registry import Registry
 from tiny_engine import generate, made_engine, tokens_of
 from windowed_model import MODELS, Windowed

@@ -1,0 +1,530 @@
+"""The registered kernels of each kind of operation: whose they are, whether they run here, and which layers they serve."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import AttentionBackend, Backends, Plan, make_backend
+from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
+from headway.core.contract.experts import ExpertsKernel
+from headway.core.contract.kernel import Kernel, KernelInfo
+from headway.core.contract.layout import CacheLayout, LayoutInfo
+from headway.core.contract.linear import LinearKernel
+from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import ALL_REDUCE, ATTENTION, EXPERTS, LINEAR, STATE, OperationKind
+from headway.core.contract.ranks import AllReduceKernel
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import (
+    StateBackend,
+    StateCache,
+    StateLayout,
+    StateMetadata,
+    StateParameters,
+    StateSpec,
+    make_state_backend,
+)
+from headway.core.contract.support import YES, Reason, Support
+from headway.core.select.costs import NO_BLOCKS, Shape, state_shape
+from headway.core.select.request import AUTO, LayerSpecs, Workload
+from headway.core.system.logs import log_traceback, warn_once
+
+K = TypeVar("K", bound=Kernel)
+T = TypeVar("T")
+S = TypeVar("S", bound=AttentionSpec | StateSpec)
+B = TypeVar("B", bound=AttentionBackend | StateBackend)
+L = TypeVar("L", bound=CacheLayout | StateLayout)
+
+Check = Callable[[Any, OperationKind, str, str], Any]
+"""(what `load` returned, kind, name, whose) -> the class, if it is one of a kernel of that kind and name; else PluginError."""
+
+
+class RankHook(NamedTuple):
+    """A plugin's order of kernels that nobody has measured."""
+
+    plugin: str
+    owner: str
+    function: Callable[..., object]
+    takes: Sequence[str]
+    """The function's parameters, out of spec, phase and candidates."""
+
+    def order(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str] | None:
+        """Return the candidates, best first; None leaves it to the next plugin.
+
+        It raises whatever the plugin raises.
+
+        :raises PluginError: the answer is no order of the candidates.
+        """
+        given = {"spec": spec, "phase": phase, "candidates": tuple(candidates)}
+        answer = self.function(**{name: given[name] for name in self.takes})
+        if answer is None:
+            return None
+        with suppress(TypeError):  # of what cannot be hashed
+            if isinstance(answer, (list, tuple)) and Counter(answer) == Counter(candidates):
+                return list(answer)
+        raise PluginError(f"it must return an order of {list(candidates)}, got {answer!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEntry:
+    """A registered kernel and who brought it."""
+
+    info: KernelInfo
+    owner: str
+    """"built-in", or the distribution (or object) that registered it."""
+
+
+class KernelRegistry(Generic[K, T]):
+    """The registered kernels of one kind of operation, and the layouts of what they keep."""
+
+    def __init__(self, kind: OperationKind, check: Check, failures: Sequence[object]) -> None:
+        """check: checks what a registration loads. failures: plugins that were left out."""
+        self.kind = kind
+        self._word = kind.word
+        self._check = check
+        self._failures = failures
+        self._classes: dict[str, type[K]] = {}
+        self._support: dict[str, Support] = {}
+        self.entries: dict[str, KernelEntry] = {}
+        self.layouts: dict[str, T] = {}
+        self.rank_hooks: Sequence[RankHook] = ()
+        """In the order in which they are asked."""
+
+    def backend(self, name: str) -> type[K]:
+        """Load a backend's class.
+
+        :raises UnknownBackendError: nobody registered that name.
+        :raises PluginError: its module does not load, or what it loads is not a backend.
+        """
+        if name not in self._classes:
+            if name not in self.entries:
+                found = {known: self.availability(known) for known in self.entries}
+                states = {known: "available" if ok else f"unavailable: {ok.brief}" for known, ok in found.items()}
+                raise UnknownBackendError(name, states, [str(failure) for failure in self._failures], self.kind.name)
+            entry = self.entries[name]
+            where = f"{self._word} {name} of {entry.owner}"
+            try:
+                loaded = entry.info.load()
+            except (Exception, SystemExit) as error:
+                log_traceback(f"{where} does not load", error)
+                raise PluginError(f"{where} does not load: {type(error).__name__}: {error}") from error
+            self._classes[name] = self._check(loaded, self.kind, name, where)
+        return self._classes[name]
+
+    def availability(self, name: str) -> Support:
+        """Load and probe a backend, once, and return whether this machine can run it.
+
+        :raises UnknownBackendError: nobody registered that name.
+        """
+        if name not in self._support:
+            try:
+                self._support[name] = _support(self.backend(name).available(), "available")
+            except UnknownBackendError:
+                raise
+            except (Exception, SystemExit) as error:
+                log_traceback(f"available() of {self._word} {name}", error)
+                info = self.entries[name].info
+                hint = f"pip install '{info.extra}'" if info.extra else ""
+                missing = error.__cause__ if isinstance(error, PluginError) else error
+                if isinstance(missing, ModuleNotFoundError) and missing.name:
+                    package = missing.name.partition(".")[0]
+                    self._support[name] = Support.no("import", f"the package {package}", "not installed", hint)
+                else:
+                    self._support[name] = Support.no("import", "a backend that loads and answers", error, hint)
+        return self._support[name]
+
+    def able(self, name: str, device_type: str) -> Support:
+        """Return whether a backend serves a type of device and can run on this machine.
+
+        One for a CPU alone is not probed for a GPU: that may take a compiler's time.
+        """
+        try:
+            devices = self.backend(name).capabilities.devices
+        except PluginError:  # availability says why it does not load
+            return self.availability(name)
+        probed = self.availability(name) if device_type in devices or "cuda" in devices else YES
+        if probed and device_type not in devices:
+            return Support.no("device", " or ".join(devices), device_type)
+        return probed
+
+    def meant_for(self, device_type: str) -> list[str]:
+        """Return the names of those whose registration does not name other types of device; none of them is imported."""
+        return [name for name, entry in self.entries.items() if device_type in (entry.info.devices or (device_type,))]
+
+    def all_able(self, device_type: str) -> list[str]:
+        """Return the names of those that serve a type of device and can run on this machine."""
+        return [name for name in self.meant_for(device_type) if self.able(name, device_type)]
+
+    def classes(self, device_type: str) -> list[type[K]]:
+        """Return the classes of `all_able`."""
+        return [self.backend(name) for name in self.all_able(device_type)]
+
+    def supports(self, name: str, *asked: Any) -> Support:
+        """Return whether a kernel can run here, and if so its own answer about a layer.
+
+        asked: what its class's `supports` takes, the layer's spec first.
+        """
+        able = self.able(name, asked[0].device.type)
+        if not able:
+            return able
+        try:
+            kernel: Any = self.backend(name)  # whose `supports` takes what its kind of operation asks
+            found = _support(kernel.supports(*asked), "supports")
+        except (Exception, SystemExit) as error:
+            log_traceback(f"supports() of {self._word} {name}", error)
+            return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
+        return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
+
+    def _with_known_layout(self, reason: Reason) -> Reason:
+        """A reason whose hint is no layout that nobody registered: a backend may read those of another plugin."""
+        option, _, layout = reason.hint.partition(" ")
+        if option != "--kv-layout" or layout in self.layouts:
+            return reason
+        return reason._replace(hint=f"nobody has registered layout {layout}; headway plugins lists the plugins")
+
+    def rank(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+        """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
+
+        A hook that raises, or whose answer is no order of the candidates, is named in the log and passed over.
+        """
+        for hook in self.rank_hooks:
+            try:
+                answer = hook.order(spec, phase, candidates)
+            except (Exception, SystemExit) as error:
+                who = f"{self.kind.rank_hook}() of plugin {hook.plugin!r} of {hook.owner}"
+                log_traceback(who, error)
+                raised = str(error) if isinstance(error, PluginError) else f"it raised {type(error).__name__}: {error}"
+                warn_once(f"{who} is passed over: {raised}")
+                continue
+            if answer is not None:
+                return answer
+        return list(candidates)
+
+
+def _support(answer: object, method: str) -> Support:
+    if not isinstance(answer, Support):
+        raise PluginError(f"{method}() must return a Support, got {answer!r}")
+    return answer
+
+
+class Kernels:
+    """The registered kernels of every kind; `headway.registry` fills it."""
+
+    def __init__(self, check: Check, failures: Sequence[object]) -> None:
+        """See `KernelRegistry`."""
+        self.attention: KernelRegistry[AttentionBackend, LayoutInfo] = KernelRegistry(ATTENTION, check, failures)
+        self.states: KernelRegistry[StateBackend, StateLayout] = KernelRegistry(STATE, check, failures)
+        self.linear: KernelRegistry[LinearKernel, None] = KernelRegistry(LINEAR, check, failures)
+        self.experts: KernelRegistry[ExpertsKernel, None] = KernelRegistry(EXPERTS, check, failures)
+        self.all_reduce: KernelRegistry[AllReduceKernel, None] = KernelRegistry(ALL_REDUCE, check, failures)
+        self.kinds = (self.attention, self.states, self.linear, self.experts, self.all_reduce)
+        self.backends = self.attention.entries
+        self.layouts = self.attention.layouts
+
+    def of(self, kind: OperationKind) -> KernelRegistry[Any, Any]:
+        """Return the kernels of a kind of operation."""
+        return next(kernels for kernels in self.kinds if kernels.kind is kind)
+
+    def layout(self, name: str) -> LayoutInfo:
+        """A layout by name.
+
+        :raises ConfigError: nobody registered that name.
+        """
+        if name not in self.layouts:
+            raise ConfigError("kv_layout", f"auto or one of {', '.join(self.layouts)}", repr(name))
+        return self.layouts[name]
+
+    def backend(self, name: str) -> type[AttentionBackend]:
+        """Load an attention backend's class; see `KernelRegistry.backend`."""
+        return self.attention.backend(name)
+
+    def availability(self, name: str) -> Support:
+        """Load and probe an attention backend, once, and return whether this machine can run it."""
+        return self.attention.availability(name)
+
+    def able(self, device: torch.device) -> list[str]:
+        """The attention backends that serve a type of device and can run on this machine; see `KernelRegistry.all_able`."""
+        return self.attention.all_able(device.type)
+
+    def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """Whether a backend can run here and can serve this layer in this phase."""
+        return self.attention.supports(name, spec, layout, block_size, phase)
+
+
+class Placement(NamedTuple, Generic[L]):
+    """How the memory that kernels read and write is arranged."""
+
+    layout: L
+    block_size: int
+    """Tokens of a block; NO_BLOCKS for layers with a state."""
+
+    def __str__(self) -> str:
+        layout, size = self.layout.name, self.block_size
+        return f"state_layout={layout}" if size == NO_BLOCKS else f"kv_layout={layout}, block_size={size}"
+
+
+DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
+"""Tried in this order where the user names none: small blocks waste least memory."""
+VERBS: Mapping[Phase, str] = {Phase.PREFILL: "scan", Phase.DECODE: "step"}
+"""The phases in which layers with a state ask for a kernel, and its call. What prefills is also what extends."""
+
+
+class Candidates(ABC, Generic[S, B, L]):
+    """The kernels of one kind, asked for all layers of a model that need one."""
+
+    kind: ClassVar[OperationKind]
+    options: ClassVar[str]
+    """The options of the command line that ask for a request, a layout and a block size."""
+    per_step: ClassVar[bool]
+    """True if the kernel of a phase may change from step to step."""
+
+    def __init__(
+        self,
+        source: KernelRegistry[B, Any],
+        counts: Mapping[S, int],
+        specs: Mapping[Phase, Sequence[S]],
+        places: Sequence[Placement[L]],
+        all_places: Sequence[Placement[L]],
+    ) -> None:
+        self.source = source
+        self.counts = counts
+        """Each kind of layer that asks for kernels -> the number of layers."""
+        self.specs = specs
+        """Phase in which any layer asks -> the distinct layers, as they ask in it. Empty if no layer asks."""
+        self.places = places
+        """Places that the user's options leave, the preferred first."""
+        self.all_places = all_places
+        """Places that other options would leave."""
+
+    @property
+    def first(self) -> S:
+        """The first layer, as it asks once it has a cache."""
+        return [*self.specs.values()][-1][0]
+
+    @abstractmethod
+    def supports(self, name: str, spec: S, phase: Phase, place: Placement[L]) -> Support:
+        """Return whether a kernel can serve a layer in a phase."""
+
+    @abstractmethod
+    def make(self, name: str, spec: S, phase: Phase, place: Placement[L]) -> B:
+        """Make an instance of a kernel that `supports` the layer."""
+
+    @abstractmethod
+    def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
+        """Shapes of the workload's steps, as the tables of these layers know them, and the number of steps of each."""
+
+    def helper(self, name: str, phase: Phase, place: Placement[L]) -> str:
+        """The kernel that does a part of the work for another; empty: none does."""
+        return ""
+
+    def reasons(self, name: str, phase: Phase, place: Placement[L]) -> tuple[Reason, ...]:
+        """Every reason why a kernel cannot serve a phase of all layers."""
+        support = Support()
+        for spec in self.specs[phase]:
+            support &= self.supports(name, spec, phase, place)
+        return support.reasons
+
+    def instances(self, name: str, phases: Sequence[Phase], place: Placement[L]) -> Mapping[S, B]:
+        """Make a kernel for the layers, as they ask in these phases."""
+        wanted: dict[S, Phase] = {}
+        for phase in phases:
+            wanted = dict.fromkeys(self.specs[phase], phase) | wanted
+        return {spec: self.make(name, spec, phase, place) for spec, phase in wanted.items()}
+
+
+class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayout]):
+    """Attention backends, asked for the layers of a model that attend."""
+
+    kind = ATTENTION
+    options = "--attn-backend {} --kv-layout {} --block-size {}"
+    per_step = True
+
+    def __init__(
+        self,
+        source: Kernels,
+        layers: LayerSpecs,
+        kv_layout: str,
+        block_size: int | None,
+        options: Mapping[str, Mapping[str, str]] | None,
+    ) -> None:
+        """kv_layout: auto or a name. block_size: None: one of DEFAULT_BLOCK_SIZES. options: backend -> option -> value.
+
+        :raises HeadwayError: an unknown layout or option.
+        """
+        kernels = source.of(ATTENTION)
+        self._layers = layers
+        self._options = options or {}
+        self._layouts = [info.layout for info in kernels.layouts.values()]
+        for name, chosen in self._options.items():
+            kernels.backend(name).check_options(chosen)
+        layouts = self._layouts if kv_layout == "auto" else [source.layout(kv_layout).layout]
+        sizes = DEFAULT_BLOCK_SIZES if block_size is None else (block_size,)
+        super().__init__(
+            kernels,
+            layers.counts,
+            {phase: [layers.in_phase(spec, phase) for spec in layers.distinct] for phase in layers.phases},
+            [Placement(layout, size) for size in sizes for layout in layouts],
+            [Placement(layout, size) for size in DEFAULT_BLOCK_SIZES for layout in self._layouts],
+        )
+
+    def supports(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> Support:
+        """Return whether a backend can serve a layer in a phase, over the chosen layout or that which suits the layer."""
+        return self.source.supports(name, spec, self.layout_of(spec, place.layout), place.block_size, phase)
+
+    def make(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> AttentionBackend:
+        """Make a backend, with the options that the user gave it."""
+        kind, layout = self.source.backend(name), self.layout_of(spec, place.layout)
+        return make_backend(kind, spec, layout, place.block_size, self._options.get(name))
+
+    def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
+        """The steps of the phases in which layers ask; if no layer has a cache, no part of a prompt is cached."""
+        asked = workload if Phase.EXTEND in self.specs else replace(workload, cached_len=0)
+        return [(shape, count) for shape, count in asked.steps() if shape.phase in self.specs]
+
+    def layout_of(self, spec: AttentionSpec, chosen: CacheLayout) -> CacheLayout:
+        """The layout of a layer's cache: the chosen one, or where that cannot hold its values the first registered that can.
+
+        There are two kinds of layers: those whose value lies in the key, and those with a value of its own.
+        """
+        kinds = {each.value_in_key for each in (*self._layers.distinct, spec)}
+        if len(kinds) == 1 or spec.value_in_key is not chosen.has_value:
+            return chosen
+        return next((other for other in self._layouts if other.has_value is not spec.value_in_key), chosen)
+
+    def gathering(self, name: str, place: Placement[CacheLayout]) -> Backends:
+        """Instances that attend to the context of latent layers after that was gathered and expanded, where a backend can."""
+        found = {}
+        for spec, dense in self._layers.expanded.items():
+            cached = replace(dense, dense=False)
+            if self.supports(name, cached, Phase.EXTEND, place):
+                found[spec] = self.make(name, cached, Phase.EXTEND, place)
+        return found
+
+
+class _ComposedPlan(NamedTuple):
+    convolution: Plan
+    recurrence: Plan
+
+
+class ComposedState(StateBackend):
+    """A layer whose convolution one backend applies and whose recurrence another."""
+
+    def __init__(self, spec: StateSpec, layout: StateLayout, convolution: StateBackend, recurrence: StateBackend) -> None:
+        super().__init__(spec, layout)
+        self.name = recurrence.name  # type: ignore[misc]
+        self._convolution = convolution
+        self._recurrence = recurrence
+        self.graph_level = min(convolution.graph_level, recurrence.graph_level)  # type: ignore[misc]
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Return the bytes of both, and of what one hands to the other."""
+        between = max_num_tokens * self.spec.conv_channels * self.spec.dtype.itemsize
+        parts = (self._convolution, self._recurrence)
+        return between + sum(part.workspace_bytes(max_num_tokens, max_num_seqs) for part in parts)
+
+    def plan(self, metadata: StateMetadata) -> Plan:
+        """Plan both."""
+        return _ComposedPlan(self._convolution.plan(metadata), self._recurrence.plan(metadata))
+
+    def plan_for_capture(self, metadata: StateMetadata) -> Plan:
+        """Plan both for a graph."""
+        return _ComposedPlan(self._convolution.plan_for_capture(metadata), self._recurrence.plan_for_capture(metadata))
+
+    def scan(
+        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
+    ) -> None:
+        """Convolve, then run the recurrence over what comes of it."""
+        convolved = x.new_empty(x.shape)
+        self._convolution.scan(x, (), parameters, cache.convolution, plan.convolution, convolved)
+        self._recurrence.scan(convolved, gates, parameters, cache.recurrence, plan.recurrence, out)
+
+    def step(
+        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
+    ) -> None:
+        """Convolve, then run the recurrence over what comes of it."""
+        convolved = x.new_empty(x.shape)
+        self._convolution.step(x, (), parameters, cache.convolution, plan.convolution, convolved)
+        self._recurrence.step(convolved, gates, parameters, cache.recurrence, plan.recurrence, out)
+
+
+class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
+    """State backends, asked for the layers of a model that keep a state. They ask in the phases of VERBS."""
+
+    kind = STATE
+    options = "--state-backend {}"
+    per_step = False
+
+    def __init__(
+        self, source: KernelRegistry[StateBackend, StateLayout], specs: Sequence[StateSpec], decode_len: int = 1
+    ) -> None:
+        """specs: that of each layer. decode_len: tokens of a sequence in a decode, with its drafts."""
+        self._decode_len = decode_len
+        places = [Placement(layout, NO_BLOCKS) for layout in source.layouts.values()]
+        counts = Counter(specs)
+        super().__init__(source, counts, {phase: list(counts) for phase in VERBS}, places, places)
+
+    def supports(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Support:
+        """Return whether a backend can serve a layer, with the help of another for its convolution if it needs one."""
+        whole = self._alone(name, spec, phase, place)
+        if not whole and spec.recurrent and spec.conv_channels and any(True for _ in self._helpers(spec, phase, place)):
+            return self._alone(name, spec.recurrence, phase, place)
+        return whole
+
+    def make(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> StateBackend:
+        """Make a backend, and another for the convolution if it needs one."""
+        if self._alone(name, spec, phase, place):
+            return make_state_backend(self.source.backend(name), spec, place.layout)
+        recurrence = make_state_backend(self.source.backend(name), spec.recurrence, place.layout)
+        helper = self.source.backend(next(self._helpers(spec, phase, place)))
+        return ComposedState(spec, place.layout, make_state_backend(helper, spec.convolution, place.layout), recurrence)
+
+    def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
+        """The steps without what came before them, decodes with their drafts."""
+        found = []
+        for shape, count in workload.steps():
+            query_len = self._decode_len if shape.phase is Phase.DECODE else shape.query_len
+            found.append((state_shape(shape.phase, shape.batch, query_len), count))
+        return found
+
+    def helper(self, name: str, phase: Phase, place: Placement[StateLayout]) -> str:
+        """The backend that applies convolutions for another; empty: it needs none."""
+        lacking = [spec for spec in self.counts if not self._alone(name, spec, phase, place)]
+        return next(self._helpers(lacking[0], phase, place)) if lacking else ""
+
+    def _alone(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Support:
+        support = Support()
+        for each in (phase,) if phase is Phase.DECODE else (Phase.PREFILL, Phase.EXTEND):
+            support &= self.source.supports(name, spec, place.layout, each)
+        if support and phase is Phase.DECODE:
+            most = self.source.backend(name).capabilities.max_draft_tokens
+            if self._decode_len - 1 > most:
+                hint = f"--num-speculative-tokens {most}" if most else "leave --speculate out"
+                support = Support.no("max_draft_tokens", f"at most {most} drafts of a sequence", self._decode_len - 1, hint)
+        return support
+
+    def _helpers(self, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Iterator[str]:
+        """Backends that apply a layer's convolution by itself."""
+        return (name for name in self.source.entries if self._alone(name, spec.convolution, phase, place))
+
+
+def check_names(source: Kernels, asked: Mapping[OperationKind, Iterable[str]], kv_layout: str = AUTO) -> None:
+    """Check every name a user gave, before anything slow begins.
+
+    asked: names of kernels, by their kind.
+
+    :raises HeadwayError: an unknown kernel or layout.
+    """
+    for kind, names in asked.items():
+        kernels = source.of(kind)
+        for name in names:
+            if name not in kernels.entries:
+                kernels.backend(name)  # raises; one that exists is loaded later, where a refusal carries its hint and a fix
+    if kv_layout != AUTO:
+        source.layout(kv_layout)

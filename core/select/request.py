@@ -1,0 +1,227 @@
+"""What is asked of the choice: for which layers, with which kernels named, and for which workload."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.metadata import Phase
+from headway.core.contract.model import Model, latent_layers, state_layers
+from headway.core.contract.spec import KV_DTYPES, AttentionSpec
+from headway.core.contract.state import StateSpec
+from headway.core.select.costs import Shape
+from headway.core.system.text import shown
+
+AUTO = "auto"
+"""Stands in place of a backend's name where the selector chooses."""
+
+
+@dataclass(frozen=True)
+class BackendRequest:
+    """The backend that a user named for each phase, or auto."""
+
+    prefill: str = AUTO
+    """Serves PREFILL and EXTEND."""
+    decode: str = AUTO
+    text: str = field(default="", compare=False)
+    """The user's words; empty: made from the names."""
+
+    def __post_init__(self) -> None:
+        pair = f"prefill={self.prefill},decode={self.decode}"
+        object.__setattr__(self, "text", self.text or (self.prefill if self.prefill == self.decode else pair))
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def parse(cls, text: object, option: str = "attn_backend") -> BackendRequest:
+        """Read auto, NAME, or prefill=NAME,decode=NAME; a phase that is not mentioned is auto.
+
+        A request is taken as it is, and so is what dataclasses.asdict makes of one.
+
+        option: the name of the option, for the error.
+
+        :raises ConfigError: text of another form, or no text.
+        """
+        if isinstance(text, BackendRequest):
+            return text
+        if isinstance(text, Mapping):
+            text = text.get("text")
+        if not isinstance(text, str):
+            raise ConfigError(option, "a text", shown(text))
+        text = text.strip()
+        if text and "=" not in text and "," not in text:
+            return cls(text, text)
+        names: dict[str, str] = {}
+        for part in text.split(","):
+            key, _, name = (piece.strip() for piece in part.partition("="))
+            if key not in ("prefill", "decode") or not name or key in names:
+                raise ConfigError(option, "auto, NAME, or prefill=NAME,decode=NAME", repr(text))
+            names[key] = name
+        return cls(names.get("prefill", AUTO), names.get("decode", AUTO), text)
+
+    @classmethod
+    def for_backend(cls, name: str, phases: Iterable[Phase]) -> BackendRequest:
+        """The request by which this backend serves the phases it claims, and auto the others."""
+        served = set(phases)
+        prompts = {Phase.PREFILL, Phase.EXTEND} <= served
+        if Phase.DECODE not in served and prompts:
+            return cls(prefill=name)
+        return cls(decode=name) if Phase.DECODE in served and not prompts else cls(name, name)
+
+    def name_for(self, phase: Phase) -> str:
+        """The backend named for a phase, or auto."""
+        return self.decode if phase is Phase.DECODE else self.prefill
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The backends that are named, each once; without auto."""
+        return [name for name in dict.fromkeys((self.prefill, self.decode)) if name != AUTO]
+
+    @property
+    def auto_phases(self) -> Sequence[Phase]:
+        """The phases that are left to the selector."""
+        return [phase for phase in Phase if self.name_for(phase) == AUTO]
+
+
+ALL_AUTO = BackendRequest()
+"""The request of a user who names no backend."""
+
+
+@dataclass(frozen=True)
+class LayerSpecs:
+    """The specs for which a model's layers ask a backend: that of each layer's cache, and those that latent layers expand to."""
+
+    cached: Sequence[AttentionSpec]
+    """The spec of each layer's cache, in the order of the layers."""
+    expanded: Mapping[AttentionSpec, AttentionSpec] = field(default_factory=dict)
+    """The spec of a latent layer's cache -> the spec with which its prompts without context are computed."""
+    states: Sequence[StateSpec] = ()
+    """The spec of each layer with a state, in the order of the layers."""
+    placed: torch.device | None = None
+    """Device of a model that has no layers of either kind; None if it has any, which know it."""
+
+    @classmethod
+    def of(cls, model: Model, kv_cache_dtype: str = "auto", kv_scales: Sequence[tuple[float, float]] | None = None) -> LayerSpecs:
+        """Give a model's layers the element type that the user asked for their caches.
+
+        kv_cache_dtype: auto, which leaves what the model asks for, or a name in KV_DTYPES.
+        kv_scales: k_scale and v_scale of each layer's fp8 cache, as the checkpoint has them; None: 1, or what a layer brings that
+        has such a type by itself. A cache of whole numbers has scales of its own.
+        """
+        cached = list(model.attention_specs)
+        if kv_cache_dtype != "auto":
+            dtype = KV_DTYPES[kv_cache_dtype]
+            cached = [replace(spec, kv_dtype=dtype) for spec in cached]
+            if not dtype.is_floating_point:
+                cached = [replace(spec, k_scale=1.0, v_scale=1.0) for spec in cached]
+            elif kv_scales is not None:
+                cached = [replace(spec, k_scale=k, v_scale=v) for spec, (k, v) in zip(cached, kv_scales, strict=True)]
+        expanded = {cached[number]: latent.expanded for number, latent in latent_layers(model).items()}
+        return cls(cached, expanded, [layer.spec for layer in state_layers(model)], getattr(model, "device", None))
+
+    @property
+    def device(self) -> torch.device:
+        """Device that all layers are on."""
+        devices = [*(spec.device for spec in self.cached[:1]), *(spec.device for spec in self.states[:1])]
+        found = devices[0] if devices else self.placed
+        assert found is not None, "a model without layers of attention or with a state says its device"
+        return found
+
+    @cached_property
+    def distinct(self) -> Sequence[AttentionSpec]:
+        """Each kind of layer once: the distinct specs of caches, in the order of the layers."""
+        return list(dict.fromkeys(self.cached))
+
+    @cached_property
+    def counts(self) -> Mapping[AttentionSpec, int]:
+        """Every kind of layer that backends must serve (`AttentionSpec.kind`), expanded ones included -> the number of layers."""
+        specs = [*self.cached, *(self.expanded[spec] for spec in self.cached if spec in self.expanded)]
+        return Counter(spec.kind for spec in specs)
+
+    @cached_property
+    def value_head_dims(self) -> Sequence[int]:
+        """Elements of one head of what each layer's attention returns."""
+        return [self.expanded.get(spec, spec).v_head_dim for spec in self.cached]
+
+    def in_phase(self, spec: AttentionSpec, phase: Phase) -> AttentionSpec:
+        """The spec for which a layer asks a backend in a phase. spec: of its cache."""
+        return self.expanded.get(spec, spec) if phase is Phase.PREFILL else spec
+
+    @cached_property
+    def phases(self) -> Sequence[Phase]:
+        """The phases in which any layer asks a backend: only PREFILL if no layer has a cache, none if none attends."""
+        asked = frozenset[Phase]().union(*map(self.phases_of, self.counts))
+        return [phase for phase in Phase if phase in asked]
+
+    def phases_of(self, spec: AttentionSpec) -> frozenset[Phase]:
+        """The phases in which layers ask for a spec or a kind, of a cache or expanded."""
+        if spec.dense:
+            return frozenset({Phase.PREFILL})
+        latent = any(spec.kind == cached.kind for cached in self.expanded)
+        return frozenset(Phase) - {Phase.PREFILL} if latent else frozenset(Phase)
+
+
+_CHUNK = 2048
+"""Prompt tokens of one step."""
+_MOST = 1 << 24
+"""Most requests, and most tokens of one: a thousand times what is served, and still weighed in a moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Equal requests, `batch` of them at a time."""
+
+    batch: int
+    input_len: int
+    output_len: int
+    cached_len: int = 0
+    """Tokens of the input that the prefix cache already holds."""
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """Read chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256.
+
+        :raises ConfigError: text of another form.
+        """
+        if text in PRESETS:
+            return PRESETS[text]
+        match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text.strip())
+        sizes = [int(number) for number in match.groups()] if match else [0]
+        if min(sizes) < 1 or max(sizes) > _MOST:
+            need = f"{', '.join(PRESETS)}, or BATCHxINPUT+OUTPUT in tokens such as 16x1024+256, each at most {_MOST:,}"
+            raise ConfigError("workload", need, repr(text))
+        return cls(*sizes)
+
+    def steps(self) -> list[tuple[Shape, float]]:
+        """The attention of all requests: (shape, number of steps of that shape)."""
+        steps: list[tuple[Shape, float]] = [
+            (Shape(Phase.DECODE, self.batch, 1, self.input_len + self.output_len // 2), float(self.output_len))
+        ]
+        new = self.input_len - self.cached_len
+        if new <= _CHUNK:
+            together = min(self.batch, max(1, _CHUNK // new))
+            phase = Phase.EXTEND if self.cached_len else Phase.PREFILL
+            return [(Shape(phase, together, new, self.input_len), self.batch / together), *steps]
+        ends = range(self.cached_len + _CHUNK, self.input_len + 1, _CHUNK)
+        phases = [Phase.of(_CHUNK, end - _CHUNK) for end in ends]
+        chunks = [(Shape(phase, 1, _CHUNK, end), float(self.batch)) for phase, end in zip(phases, ends, strict=True)]
+        return chunks + steps
+
+    def __str__(self) -> str:
+        name = next((name for name, preset in PRESETS.items() if preset == self), None)
+        return name or f"{self.batch}x{self.input_len}+{self.output_len}"
+
+
+PRESETS = {
+    "chat": Workload(16, 1280, 256, cached_len=1024),
+    "long": Workload(4, 16384, 512),
+    "batch": Workload(256, 512, 512),
+}
+"""Turns of conversations; long documents; many short requests offline."""

@@ -1,0 +1,109 @@
+"""Expressions that pages, docstrings and helps of options avoid: their numbers may only fall."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "_tools"))
+import english  # noqa: E402
+
+LIMITS: dict[str, tuple[int, int]] = {
+    "question word": (0, 993),
+    "the same": (0, 82),
+    "see": (0, 41),
+    "none:": (0, 315),
+    "0:": (0, 86),
+    "x: of": (0, 99),
+    "hang on": (2, 0),
+    "so many": (5, 64),
+    "beside": (104, 145),
+    "alone": (135, 192),
+    "alike": (20, 45),
+    "tell of": (20, 13),
+    "told": (13, 29),
+    "become of": (8, 16),
+    "go by": (5, 4),
+    "obey": (6, 9),
+    "in place of": (33, 50),
+    "a second": (28, 36),
+    "of its own": (82, 108),
+    "product of": (47, 112),
+    "way of": (22, 24),
+    "lots": (21, 12),
+    "panels": (0, 23),
+    "whole number": (18, 33),
+    "floats of bits": (7, 13),
+    "matrix unit": (13, 11),
+    "block of threads": (13, 34),
+    "is no": (22, 117),
+    "of first": (10, 11),
+    "those of": (102, 294),
+    "behind": (54, 91),
+    "stand in": (56, 142),
+    "spare": (6, 13),
+    "take part": (11, 11),
+    "held to": (15, 14),
+    "do without": (1, 5),
+    "where it is": (47, 210),
+    "nobody": (35, 96),
+    "most": (9, 25),
+    "three semicolons": (29, 0),
+    "long sentence": (335, 0),
+}
+"""Expression -> how often pages and how often docstrings and helps may have it. Lower a limit when there are fewer."""
+LINES = """
+beside the kernel, which is told of the rows
+stands alone  # english: ok
+a launch a layer
+"""
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_expressions_only_become_fewer(name: str) -> None:
+    counts = english.counts()[name]
+    for count, limit, where in zip(counts, LIMITS[name], ("pages", "sources"), strict=True):
+        assert count <= limit, f"{where}: {count} of {name!r}, at most {limit}: python docs/_tools/english.py PATH lists them"
+
+
+def test_every_expression_has_a_limit() -> None:
+    assert LIMITS.keys() == english.counts().keys()
+
+
+def test_an_expression_is_found_on_its_line(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(f"```\nalone\n```{LINES}")
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
+        (tmp_path / name).write_text("")
+    found = {(each.name, int(each.where.rpartition(":")[2])) for each in english.find(english.pages(tmp_path), docs=True)}
+    assert found == {("beside", 4), ("told", 4), ("a second", 6)}
+
+
+def test_docstrings_fields_and_helps_are_searched(tmp_path: Path) -> None:
+    folder = tmp_path / "core"
+    folder.mkdir()
+    (folder / "a.py").write_text('"""What it is."""\n\nN = 1\n"""Whether.\n\nNone: not."""\n\nx(help="Beside, beside")\n')
+    found = [(each.name, int(each.where.rpartition(":")[2])) for each in english.find(english.sources(tmp_path), docs=False)]
+    assert sorted(found) == [("beside", 8), ("none:", 6), ("question word", 1), ("question word", 4)]
+
+
+def test_a_long_sentence_is_counted_by_its_words() -> None:
+    long = "One " + "word " * english.LONG + "`code that is one word`."
+    assert [english.words(each) > english.LONG for each in english.sentences(f"Short one. {long}\n\n- item\n")] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_subjects_of_commits_are_short() -> None:
+    git = ["git", "log", "--since=2026-11-28T22:00Z", "--no-merges", "--format=%s"]
+    done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("no history here")
+    long = [subject for subject in done.stdout.splitlines() if len(subject) > 72]
+    assert not long
