@@ -18,6 +18,7 @@ from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.kernel import KernelInfo
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.metadata import Phase
+from headway.core.contract.ranks import AllReduceKernelInfo
 from headway.core.contract.sampling_plugins import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateBackendInfo, StateLayout, StateSpec
@@ -128,11 +129,24 @@ def headway_register_state_backends() -> list[StateBackendInfo]:
     ]
 
 
+def _sum(name: str, summary: str, place: str, extra: str = "", device: str = "cuda") -> AllReduceKernelInfo:
+    load = partial(resolve_name, f"headway.{place}")
+    return AllReduceKernelInfo(name, summary, load, extra, devices=(device,), api_version=API_VERSION)
+
+
+_SUMS = (
+    _sum("one_shot", "one launch in Triton", "kernels.all_reduce.one_shot_kernels:OneShotAllReduce", "headway[triton]"),
+    _sum("nccl", "NCCL, tensors of any size", "core.engine.ranks.torch_ranks:Nccl"),
+    _sum("gloo", "gloo, ranks on a CPU", "core.engine.ranks.torch_ranks:Gloo", device="cpu"),
+)
+"""Where nothing was measured, the first that takes a tensor sums it; the last on each device takes any."""
+
+
 @hookimpl
 def headway_register_kernels() -> list[KernelInfo]:
-    """Register the built-in kernels of linear layers and of layers of experts."""
+    """Register the built-in kernels of linear layers, of layers of experts and of sums over ranks."""
     linear = [replace(each, devices=_GPUS) if each.devices == ("cuda",) else each for each in LINEAR_KERNELS]
-    return [*linear, *experts_kernels()]
+    return [*linear, *experts_kernels(), *_SUMS]
 
 
 @hookimpl

@@ -36,7 +36,7 @@ def headway_register_backends() -> Iterable[BackendInfo]:
 def headway_register_kernels() -> Iterable[KernelInfo]:
     """Return the kernels that this plugin brings, of any kind; no kernel library may be imported to answer.
 
-    Items: BackendInfo, StateBackendInfo, LinearKernelInfo, ExpertsKernelInfo.
+    Items: BackendInfo, StateBackendInfo, LinearKernelInfo, ExpertsKernelInfo; of Headway's own also AllReduceKernelInfo.
     """
 
 

@@ -33,6 +33,7 @@ class Brought:
     state_layouts: tuple[str, ...] = ()
     linear_kernels: tuple[str, ...] = ()
     experts_kernels: tuple[str, ...] = ()
+    all_reduce_kernels: tuple[str, ...] = ()
     chat_parsers: tuple[str, ...] = ()
 
 

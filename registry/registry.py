@@ -12,7 +12,7 @@ import torch
 from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.contract.kernel import KernelInfo
-from headway.core.contract.operation import ATTENTION, KINDS, OperationKind
+from headway.core.contract.operation import ALL_KINDS, ATTENTION, KINDS, OperationKind
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.select.kernels import KernelEntry, Kernels, RankHook
 from headway.core.system.logs import log_traceback, warn_once
@@ -108,7 +108,7 @@ class Registry(Kernels):
         found: dict[str, list[Any]] = {kind: [] for kind in self._known}
         for hook, kind in _HOOKS.items():
             for item in self._ask(f"headway_register_{hook}", kind, plugin, where):
-                of = next((known for known in KINDS if isinstance(item, known.info)), None)
+                of = next((known for known in ALL_KINDS if isinstance(item, known.info)), None)
                 if of is None and kind is KernelInfo:
                     need = ", ".join(known.info.__name__ for known in KINDS)
                     raise PluginError(f"{where}: headway_register_kernels() must return {need}, got {type(item).__name__}")

@@ -18,7 +18,7 @@ from headway.core.contract.kernel import GraphLevel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.metadata import Phase
-from headway.core.contract.operation import ATTENTION, KINDS, LINEAR, STATE, OperationKind
+from headway.core.contract.operation import ALL_KINDS, ATTENTION, LINEAR, STATE, OperationKind
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.state import STATE_KINDS, StateLayout
 from headway.core.contract.weights import FORMATS
@@ -138,7 +138,7 @@ def check_items(items: Sequence[Any], known: Sequence[tuple[Any, str]], owner: s
     :raises PluginError: a field of the wrong kind, an api_version that this contract does not include, or a name that is known.
     """
     for number, item in enumerate(items):
-        of = next((kind for kind in KINDS if isinstance(item, kind.info)), None)
+        of = next((kind for kind in ALL_KINDS if isinstance(item, kind.info)), None)
         about = next(each for base, each in _ITEMS.items() if isinstance(item, base))
         word, kind = about.word.format(word=of and of.word), type(item).__name__
         if isinstance(item, LayoutInfo) and not isinstance(item.layout, CacheLayout):
@@ -203,6 +203,9 @@ _CLAIMS: Mapping[str, Sequence[_Rule]] = {
     "bool": [(lambda found: isinstance(found, bool), "True or False")],
     "int | None": [(lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any")],
     "tuple[int, ...] | None": [(lambda found: found is None or _counts(found), _SIZES)],
+    "tuple[torch.dtype, ...] | None": [
+        (lambda found: found is None or _all_of(found, torch.dtype), "a tuple of torch.dtype, or None")
+    ],
     "tuple[torch.dtype, ...]": [(lambda found: _all_of(found, torch.dtype), "a tuple of torch.dtype")],
     "tuple[CacheLayout, ...] | None": _layouts(CacheLayout),
     "tuple[StateLayout, ...] | None": _layouts(StateLayout),

@@ -210,7 +210,6 @@ READERS_OF_JSON = {
     "core.system.json_text": "the one reader of what others wrote",
     "core.system.child": "messages between this process and its own children, whose names of files need not be UTF-8",
     "core.sampling.guidance_notation": "finds where a schema ends in a Lark grammar",
-    "tuning.table.files": "finds the line of a value in a text that has been read",
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -35,7 +35,7 @@ from headway.tuning.measure.self_test import owners, plugin_digest
 from headway.tuning.measure.timing import InterleavedTimer, SharedBudget
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.files import Prior, TableError, read_table, table_folder, table_path
-from headway.tuning.table.schema import CrossoverTable
+from headway.tuning.table.schema import CrossoverTable, DeviceIdentity
 
 log = logging.getLogger("headway")
 
@@ -82,25 +82,6 @@ def costs_for(
 ) -> dict[Any, CostTable] | None:
     """Return the measured times of each distinct layer; None if `auto` has to take the rank order, and the log says why.
 
-    As `tables_for`, which see.
-    """
-    tables = tables_for(layers, registry, backend_request, table_request, compile_ahead, budget, kind)
-    if tables is None:
-        return None
-    return {spec: to_costs(table, phases=_phases_of(layers, spec, kind)) for spec, table in tables.items()}
-
-
-def tables_for(
-    layers: LayerSpecs,
-    registry: Registry,
-    backend_request: BackendRequest,
-    table_request: TableRequest,
-    compile_ahead: CompileAhead | None = None,
-    budget: SharedBudget | None = None,
-    kind: OperationKind = ATTENTION,
-) -> dict[Any, CrossoverTable] | None:
-    """Return the table of each distinct layer; None if `auto` has to take the rank order, and the log says why.
-
     compile_ahead: what the kernels of a first measuring are compiled in; None: one by one. budget: seconds that are shared with
     other parts of a start, each kind of layer being a part; None: those of the request. kind: layers of attention, or with a
     state. Of a latent layer both specs are measured, each in the phases that ask for it. Files that the user named are used for
@@ -127,21 +108,16 @@ def tables_for(
     if budget is None:
         budget = SharedBudget(0.0 if only_named else table_request.seconds(layers.device), len(specs))
     clean(table_folder())
-    found: dict[Any, CrossoverTable] = {}
+    found: dict[Any, CostTable] = {}
     for spec in specs:
-        measured = measured_kind(registry, spec)
-        wanted = [point for point in measured.grid if CORE_PHASE[point.phase] in _phases_of(layers, spec, kind)]
-        layer = RegisteredLayer(measured.record, device, available, wanted, measured, compile_ahead)
+        phases = layers.phases_of(spec) if kind is ATTENTION else tuple(Phase)
+        layer = RegisteredLayer.of(registry, spec, device, available, phases, compile_ahead)
         with budget.part() as seconds:
             table = layer.named(named) if only_named else find_table(layer, seconds)
         if table is None:
             return None
-        found[spec] = table
+        found[spec] = to_costs(table, phases=phases)
     return found
-
-
-def _phases_of(layers: LayerSpecs, spec: Any, kind: OperationKind) -> Collection[Phase]:
-    return layers.phases_of(spec) if kind is ATTENTION else tuple(Phase)
 
 
 def _has_choice(registry: Registry, specs: Sequence[Any], available: Sequence[str]) -> bool:
@@ -155,21 +131,27 @@ def _has_choice(registry: Registry, specs: Sequence[Any], available: Sequence[st
     return any(len(each) > 1 for each in serving)
 
 
-def mended(table: CrossoverTable, registry: Registry, available: Sequence[str], kind: OperationKind = ATTENTION) -> list[str]:
-    """Backends that failed in a table, or in some cell of it, and whose plugin has other files now (and the same version)."""
-    failed = {record.name for record in table.kernels if record.available and record.reason}
-    failed |= {cell.kernel for cell in table.cells if cell.status in ("error", "incorrect")}
-    digests = {name: plugin_digest(registry, name, kind) for name in available if name in failed}
-    records = {record.name: record for record in table.kernels}
-    return [name for name, digest in digests.items() if digest and digest != records[name].digest]
-
-
 @dataclass(frozen=True)
 class RegisteredLayer(TunedLayer):
     """A layer whose kernels are backends of the registry."""
 
     measured: MeasuredKind
     compile_ahead: CompileAhead | None
+
+    @classmethod
+    def of(
+        cls,
+        registry: Registry,
+        spec: Any,
+        device: DeviceIdentity,
+        kernels: Sequence[str],
+        phases: Collection[Phase] = tuple(Phase),
+        ahead: CompileAhead | None = None,
+    ) -> Self:
+        """Return a layer with its device's usual points of some phases."""
+        measured = measured_kind(registry, spec)
+        wanted = [point for point in measured.grid if CORE_PHASE[point.phase] in phases]
+        return cls(measured.record, device, kernels, wanted, measured, ahead)
 
     @property
     def registry(self) -> Registry:
@@ -181,7 +163,11 @@ class RegisteredLayer(TunedLayer):
         return owners(self.registry, self.measured.kind)
 
     def repaired(self, table: CrossoverTable) -> list[str]:
-        return mended(table, self.registry, self.kernels, self.measured.kind)
+        failed = {record.name for record in table.kernels if record.available and record.reason}
+        failed |= {cell.kernel for cell in table.cells if cell.status in ("error", "incorrect")}
+        before = {record.name: record.digest for record in table.kernels if record.name in failed}
+        now = {name: plugin_digest(self.registry, name, self.measured.kind) for name in self.kernels if name in before}
+        return [name for name, digest in now.items() if digest and digest != before[name]]
 
     def missed(self, unknown: Collection[str]) -> list[str]:
         """See `TunedLayer`: backends that a start without a table might choose, by rank."""

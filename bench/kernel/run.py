@@ -149,7 +149,7 @@ def _run_work(work: AttentionWork, entries: Sequence[Entry], options: KernelOpti
             case = build(work, layout, block_size, options.seed)
             inputs = None
             if work.phase != "write":
-                inputs = GuardedInputs(case, partial(build, work, layout, block_size, options.seed))
+                inputs = GuardedInputs.of(case, partial(build, work, layout, block_size, options.seed))
                 expected = reference(case) if expected is None else expected
         except Exception as error:  # out of memory, mostly: the next layout may still fit
             case, failure = None, failed(error)

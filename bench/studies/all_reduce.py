@@ -11,6 +11,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +24,13 @@ from torch import Tensor
 
 from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.ranks.torch_ranks import SIZES, AllReduce, TorchRanks, find_store, make_store
+from headway.core.engine.ranks.torch_ranks import SIZES, TorchRanks, find_store, make_store
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import command_line
 from headway.core.system.shared_ring import LifeSigns
 from headway.core.system.terminal import Terminal
-from headway.tuning.measure.all_reduce import choose_all_reduce, sums_table, time_all_reduce
+from headway.registry import create_registry
+from headway.tuning.measure.all_reduce import choose_all_reduce, sums_table, time_sum
 from headway.tuning.measure.device import identify_device
 
 _MEASURED = 5.0
@@ -118,15 +120,15 @@ class VllmCustom:
         """Do nothing: a launch cannot be ended."""
 
 
-def _peers(ranks: TorchRanks) -> Iterator[AllReduce]:
+def _peers(ranks: TorchRanks) -> Iterator[TorchOneShot | VllmCustom]:
     """Other libraries' ways, each where every rank has it."""
     made: list[TorchOneShot] = []
 
-    def first() -> AllReduce:
-        made.append(TorchOneShot(ranks.store, ranks.rank, ranks.size, ranks.device))
+    def first() -> TorchOneShot:
+        made.append(TorchOneShot(ranks.group.store, ranks.rank, ranks.size, ranks.device))
         return made[0]
 
-    makers: list[Callable[[], AllReduce]] = [first, lambda: TorchTwoShot(made[0]), lambda: VllmCustom(ranks.device)]
+    makers: list[Callable[[], Any]] = [first, lambda: TorchTwoShot(made[0]), lambda: VllmCustom(ranks.device)]
     for make in makers:
         way = None
         try:
@@ -143,7 +145,7 @@ def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[
     torch.cuda.set_device(device)
     store = store or find_store(port, size)
     ranks = TorchRanks(store, rank, size, device, LifeSigns(numpy.zeros(16, numpy.int64)))
-    choose_all_reduce(ranks, _MEASURED)
+    choose_all_reduce(ranks, create_registry(policy="none").all_reduce, _MEASURED)
     for way in (*ranks.sums, *_peers(ranks)):
         for adds in (False, True):
             name = f"{way.name}{' + add' if adds else ''}"
@@ -152,8 +154,8 @@ def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[
                 x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
                 if way.takes(x):
                     capture = way.capture if isinstance(way, VllmCustom) else nullcontext
-                    us = time_all_reduce(ranks, way, x, torch.zeros_like(x) if adds else None, capture)
-                    found[name][cell] = float(ranks.all_gather(torch.tensor([us], device=device)).max())
+                    onto = torch.zeros_like(x) if adds else None
+                    found[name][cell] = time_sum(ranks, partial(way, x, onto), capture).median_us
     torch.cuda.synchronize()
 
 

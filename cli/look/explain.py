@@ -235,7 +235,7 @@ def kernel_section(found: Mapping[str, Any]) -> Section:
     for name, why in found["refused"].items():
         refused.setdefault(why, []).append(name)
     rows += [Row((", ".join(names), "", *times("")), why_not=why) for why, names in refused.items()]
-    title = f"{found.get('product') or found['experts']}, {found['layers']} layers"
+    title = found.get("sums") or f"{found.get('product') or found['experts']}, {found['layers']} layers"
     columns = ("kernel", found["unit"], *(f"{count:,}" for count in _TIMED if us))
     remarks = [f"{', '.join(columns[2:])}: microseconds of a layer with so many {found['unit']}"] if us else []
     return Section(title, columns=columns, rows=rows, remarks=remarks, notes=[f"by: {found['by']}"])
@@ -362,11 +362,12 @@ def explain(
         kinds = [name for name, wanted in (("linear", linear or not experts), ("experts", experts)) if wanted]
         plain, sections = explain_weights(model, quantization, dtype, device, create_registry(plugin or ()), kinds, deterministic)
         return _print(plain, sections, all_backends, as_json)
+    from headway.core.contract.ranks import RankGroup
     from headway.core.engine.data.config import check_block_size
     from headway.core.select.request import BackendRequest, Workload
     from headway.core.select.selector import Selector
     from headway.tuning.isolated.trial import create_registry
-    from headway.tuning.measure.all_reduce import describe_stored_sums
+    from headway.tuning.measure.all_reduce import explain_sums
     from headway.tuning.table.convert import to_costs
 
     if block_size is not None:
@@ -395,8 +396,8 @@ def explain(
         plain, section = explain_attention(selector, registry.able(kind.device), shape, len(kind.cached), tables[spec])
         sections = [section]
     if tensor_parallel_size > 1:
-        plain["all_reduce"] = describe_stored_sums(kind.device, tensor_parallel_size)
-        sections.append(Section(f"sums over {tensor_parallel_size} ranks: ", plain["all_reduce"]))
+        plain["all_reduce"] = explain_sums(registry.all_reduce, RankGroup(0, tensor_parallel_size, kind.device))
+        sections.append(kernel_section(plain["all_reduce"]))
     if kind.states:
         plain["states"], section = explain_states(kind.states, registry, state_backend, asked)
         sections.append(section)
@@ -531,8 +532,9 @@ def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> Crosso
 
     :raises ConfigError: no file holds them.
     """
-    from headway.core.select.request import ALL_AUTO, LayerSpecs
-    from headway.tuning.autotune import TableRequest, tables_for
+    from headway.tuning.autotune import RegisteredLayer
+    from headway.tuning.measure.device import identify_device
+    from headway.tuning.measure.find_table import find_table
     from headway.tuning.table.files import read_table
     from headway.tuning.table.schema import SpecRecord
 
@@ -543,8 +545,9 @@ def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> Crosso
             got = " and ".join(f"one for {table.spec}" for table in tables)
             raise ConfigError("--crossover-table", f"a table for {spec}", got, "say --geometry and --dtype")
         return found
-    usable = tables_for(LayerSpecs([spec]), registry, ALL_AUTO, TableRequest(budget=0.0))
-    return None if usable is None else usable[spec]
+    able = registry.able(spec.device)
+    layer = RegisteredLayer.of(registry, spec, identify_device(spec.device), able)
+    return find_table(layer, 0.0) if len(able) > 1 else None
 
 
 def _shape(phase: StepPhase, batch: int, query_len: int | None, length: int) -> Shape:

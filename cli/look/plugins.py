@@ -124,6 +124,7 @@ _KINDS = {
     "state_backends": "state backends",
     "linear_kernels": "linear kernels",
     "experts_kernels": "experts kernels",
+    "all_reduce_kernels": "all-reduce kernels",
     "layouts": "cache layouts",
     "state_layouts": "state layouts",
     "proposers": "proposers",

@@ -11,6 +11,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.experts import ExpertsCapabilities, ExpertsKernel, ExpertsKernelInfo
 from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearKernelInfo
+from headway.core.contract.ranks import AllReduceCapabilities, AllReduceKernel, AllReduceKernelInfo
 from headway.core.contract.state import StateBackend, StateBackendInfo, StateCapabilities
 from headway.core.contract.support import YES, Support
 
@@ -66,8 +67,19 @@ LINEAR: Final = OperationKind(
 EXPERTS: Final = OperationKind(
     "experts", "experts kernel", ExpertsKernel, ExpertsKernelInfo, ExpertsCapabilities, oldest=3, kernels="experts_kernels"
 )
+ALL_REDUCE: Final = OperationKind(
+    "all_reduce",
+    "all-reduce kernel",
+    AllReduceKernel,
+    AllReduceKernelInfo,
+    AllReduceCapabilities,
+    oldest=3,
+    kernels="all_reduce_kernels",
+)
 KINDS: Final = (ATTENTION, STATE, LINEAR, EXPERTS)
-"""The kinds whose kernels plugins bring."""
+"""The kinds whose kernels third parties bring, and the kit checks in one process."""
+ALL_KINDS: Final = (*KINDS, ALL_REDUCE)
+"""The kinds that have a registry."""
 
 
 def batch_invariance(claims: LinearCapabilities | ExpertsCapabilities) -> Support:

@@ -19,7 +19,8 @@ from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.linear import LinearKernel
 from headway.core.contract.metadata import Phase
-from headway.core.contract.operation import ATTENTION, EXPERTS, LINEAR, STATE, OperationKind
+from headway.core.contract.operation import ALL_REDUCE, ATTENTION, EXPERTS, LINEAR, STATE, OperationKind
+from headway.core.contract.ranks import AllReduceKernel
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import (
     StateBackend,
@@ -222,7 +223,8 @@ class Kernels:
         self.states: KernelRegistry[StateBackend, StateLayout] = KernelRegistry(STATE, check, failures)
         self.linear: KernelRegistry[LinearKernel, None] = KernelRegistry(LINEAR, check, failures)
         self.experts: KernelRegistry[ExpertsKernel, None] = KernelRegistry(EXPERTS, check, failures)
-        self.kinds = (self.attention, self.states, self.linear, self.experts)
+        self.all_reduce: KernelRegistry[AllReduceKernel, None] = KernelRegistry(ALL_REDUCE, check, failures)
+        self.kinds = (self.attention, self.states, self.linear, self.experts, self.all_reduce)
         self.backends = self.attention.entries
         self.layouts = self.attention.layouts
 

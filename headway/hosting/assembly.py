@@ -270,7 +270,7 @@ def _assemble(start: _Start) -> Assembly:
     if isinstance(start.ranks, TorchRanks):  # how ranks add up what each has computed
         start.budget.expect(1)
         with start.clock.part("measuring sums"), start.budget.part() as seconds:
-            choose_all_reduce(start.ranks, seconds)
+            choose_all_reduce(start.ranks, start.registry.all_reduce, seconds)
     loaded = _load(start)
     draft = _assemble_draft(start)
     choices = _measure(start, loaded)

@@ -119,7 +119,7 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     config = args.engine_config().for_device(device)
     ahead = compile_ahead(device)
     budget = 0.0 if config.deterministic else TableRequest(budget=args.autotune_budget).seconds(device)
-    choose_all_reduce(start.ranks, budget)
+    choose_all_reduce(start.ranks, registry.all_reduce, budget)
     decoder = load_part(args, registry, device, start.ranks).decoder
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     if config.deterministic:

@@ -8,8 +8,9 @@ pattern again. Others write there two calls later, for which they need what this
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Self
 
 import torch
 import triton
@@ -17,6 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headway.core.contract.kernel import GraphLevel
+from headway.core.contract.ranks import AllReduceCapabilities, AllReduceKernel, RankGroup
+from headway.core.contract.support import YES, Support
+from headway.kernels.all_reduce.peer_memory import PeerMemory
 from headway.kernels.runtime.triton_launch import FixedLauncher
 
 
@@ -114,10 +119,33 @@ def shared_bytes(size: int) -> int:
     return 3 * size * CAPACITY
 
 
-class OneShotAllReduce:
+class OneShotAllReduce(AllReduceKernel):
     """An all-reduce of one launch, in whose memory every rank writes; it can be captured in a CUDA graph."""
 
     name = "one_shot"
+    capabilities = AllReduceCapabilities(types=tuple(_BITS), max_bytes=CAPACITY)
+    graph_level = GraphLevel.ANY
+
+    @classmethod
+    def supports(cls, spec: RankGroup) -> Support:
+        """See `AllReduceKernel`: every GPU must reach the memory of every other one."""
+        if not (claimed := super().supports(spec)):
+            return claimed
+        if (disabled := os.environ.get("NCCL_P2P_DISABLE", "0")) != "0":
+            return Support.no("NCCL_P2P_DISABLE", "0, so that GPUs may reach each other's memory", disabled)
+        own, there = spec.device.index, torch.cuda.device_count()
+        others = (other for other in range(spec.size) if other != own)
+        unreached = [other for other in others if other >= there or not torch.cuda.can_device_access_peer(spec.device, other)]
+        return (
+            Support.no("peer memory", "GPUs that reach each other's", f"GPU {own} without GPU {unreached[0]}")
+            if unreached
+            else YES
+        )
+
+    @classmethod
+    def join(cls, group: RankGroup) -> Self:
+        memory = PeerMemory(group, shared_bytes(group.size), NOTHING)
+        return cls(group.rank, group.device, memory.addresses, memory, torch.cuda.Stream(group.device))
 
     def __init__(
         self,
@@ -145,8 +173,8 @@ class OneShotAllReduce:
         self._side = side
 
     def takes(self, x: Tensor) -> bool:
-        """Whether it sums a tensor of this size and type."""
-        return 0 < x.nbytes <= CAPACITY and x.nbytes % _WORD == 0 and x.dtype in _BITS and x.is_contiguous()
+        """See `AllReduceKernel`: whole words."""
+        return super().takes(x) and x.nbytes > 0 and x.nbytes % _WORD == 0 and x.is_contiguous()
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return the sum of x over ranks; with `onto`, that with the sum added, in place, rounded once."""

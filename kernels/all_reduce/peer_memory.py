@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from headway.core.contract.ranks import RankGroup
 
 _HANDLE_BYTES: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
@@ -27,14 +26,14 @@ class _Handle(ctypes.Structure):
 class PeerMemory:
     """Memory that all ranks share, as this rank reaches it. It is given back with the object."""
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, num_bytes: int, word: int) -> None:
+    def __init__(self, group: RankGroup, num_bytes: int, word: int) -> None:
         """Allocate `num_bytes` on every rank; every rank calls, each on a GPU of its own.
 
-        word: what every 16 bits hold at first. store: where ranks hand each other what they need.
+        word: what every 16 bits hold at first.
 
         :raises RuntimeError: the driver refuses.
         """
-        driver = _driver()
+        driver, rank, size, device, store = _driver(), group.rank, group.size, group.device, group.store
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)  # makes torch's context
             own, handle = ctypes.c_uint64(), _Handle()

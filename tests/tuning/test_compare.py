@@ -81,13 +81,8 @@ def test_what_is_worth_knowing_is_remarked() -> None:
 
 def test_a_diff_shows_what_changed_beyond_the_noise() -> None:
     before = a_table(*(a_cell(10.0, kernel=name) for name in "abcde"))
-    after = a_table(
-        a_cell(10.2, kernel="a"),
-        a_cell(15.0, kernel="b"),
-        a_cell(5.0, kernel="c"),
-        a_cell(None, kernel="d"),
-        a_cell(1.0, kernel="f"),
-    )
+    times = {"a": 10.2, "b": 15.0, "c": 5.0, "d": None, "f": 1.0}
+    after = a_table(*(a_cell(us, kernel=name) for name, us in times.items()))
     found = {change.cell.kernel: (change.status, change.factor) for change in diff(before, after, 0.05)}
     assert found == {
         "b": ("slower", pytest.approx(1.5)),

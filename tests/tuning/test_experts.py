@@ -5,25 +5,41 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
 from expert_layers import CONFIGS, Layer
+from headway.cli.look.explain import kernel_section
 from headway.core.contract.experts import ExpertsCapabilities
+from headway.core.contract.operation import ALL_REDUCE
+from headway.core.contract.ranks import RankGroup
+from headway.core.contract.support import YES
 from headway.core.contract.weights import FORMATS
-from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, describe_sums, fastest_sum
+from headway.core.engine.ranks.torch_ranks import (
+    BYTES,
+    SIZES,
+    Gloo,
+    TorchRanks,
+    describe_sums,
+    fastest_sum,
+    find_store,
+    make_store,
+)
 from headway.core.select.costs import AxisTimes
+from headway.core.system.shared_ring import LifeSigns
 from headway.kernels.experts.bound import ExpertsKind
 from headway.kernels.experts.builtin import TOKEN_COUNTS
 from headway.kernels.experts.plain import Routed, RoutedKernel, RouteTokens, TorchExperts, route
 from headway.kernels.experts.weights import RoutedWeights, spec_of
 from headway.kernels.step.operations import Norm
-from headway.tuning.measure.all_reduce import describe_stored_sums, stored_sums, sums_table
-from headway.tuning.measure.counted_layer import save_table
-from headway.tuning.measure.device import identify_device
+from headway.registry import create_registry
+from headway.tuning.measure.all_reduce import choose_all_reduce, explain_sums
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.table.convert import to_times
 from headway.tuning.table.files import read_table
@@ -136,14 +152,46 @@ def test_the_fastest_way_serves_the_nearest_sizes() -> None:
     assert describe_sums(times) == "one_shot from 1,024, nccl from 262,144 bytes on (measured today)"
 
 
-def test_kept_times_are_those_of_this_software_and_so_many_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
-    device = identify_device(torch.device("cpu"))
-    assert stored_sums(device, 2) is None
-    save_table(sums_table(device, 2, US))
-    stored = stored_sums(device, 2)
-    assert stored is not None
-    assert to_times(stored, SIZES) == US
-    assert stored_sums(device, 4) is None
-    assert stored_sums(device.model_copy(update={"torch": "0.1"}), 2) is None
-    assert describe_stored_sums(torch.device("cpu"), 2) == "gloo"
+def test_sums_are_explained_as_linear_layers_are() -> None:
+    kernels = create_registry(policy="none").of(ALL_REDUCE)
+    assert list(kernels.entries) == ["one_shot", "nccl", "gloo"]
+    found = explain_sums(kernels, RankGroup(0, 2, CPU))
+    assert (found["ways"], found["by"], found["refused"]) == ({1: "gloo"}, "no other kernel runs here", {})
+    (row,) = kernel_section(found).rows
+    assert row.cells == ("gloo", "from 1 on")
+    assert kernels.supports("gloo", RankGroup(0, 2, torch.device("cuda", 0))).brief == "device: needs cpu, got cuda"
+
+
+class Doubling(Gloo):
+    """Sums as gloo does; the broken one doubles them."""
+
+    name, broken = "doubling", False
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        return super().__call__(x, onto).mul_(1 + self.broken)
+
+
+def ranks_of(kernel: type[Gloo], budget: float) -> list[TorchRanks]:
+    """Two ranks in threads of this process, which have chosen between gloo and another kernel."""
+    kernels = SimpleNamespace(meant_for=lambda _: ["doubling", "gloo"], backend=lambda _: kernel, supports=lambda *_: YES)
+    store = make_store(2)
+
+    def rank(number: int) -> TorchRanks:
+        joined = find_store(store.port, 2) if number else store
+        ranks = TorchRanks(joined, number, 2, CPU, LifeSigns(numpy.zeros(16, numpy.int64)))
+        choose_all_reduce(ranks, kernels, budget)
+        return ranks
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(rank, range(2)))
+
+
+def test_ranks_choose_by_the_times_of_rank_0(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert ranks_of(Doubling, 0.0)[1].times is None
+    first, second = (ranks.times.us for ranks in ranks_of(Doubling, 5.0))
+    assert first == second
+    assert not any(None in times for times in first.values())
+    assert ranks_of(Doubling, 5.0)[1].times.us == first, "nothing is measured twice"
+    wrong = ranks_of(type("Wrong", (Doubling,), {"broken": True}), 5.0)
+    assert [each.name for each in wrong[1].sums] == ["gloo"]
+    assert "doubling is left out, and gloo sums: a sum of 8 elements is off by" in caplog.text

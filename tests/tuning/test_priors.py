@@ -22,7 +22,7 @@ from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.measure import kinds
 from headway.tuning.measure.points import Point, grid
-from headway.tuning.measure.prior_check import layouts_to_check
+from headway.tuning.measure.prior_check import Extent
 from headway.tuning.measure.run import CrossoverOptions
 from headway.tuning.table.files import prior_path, read_table, table_path
 from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, SpecRecord
@@ -277,8 +277,8 @@ def test_layouts_count_where_they_were_measured_here(ship: Ship, start: Start, r
     slow = [cell.model_copy(update={"layout": "hnd", **_times_of(cell, 3.0)}) for cell in table.cells]
     worse = table.model_copy(update={"cells": [*table.cells, *slow]})
     pairs = [(registry.layout(name).layout, 16) for name in ("nhd", "hnd", "vllm_5d")]
-    assert layouts_to_check(worse, pairs) == ["nhd", "vllm_5d"]
-    assert layouts_to_check(both, pairs) == ["nhd", "hnd", "vllm_5d"]
+    assert Extent.of(worse, pairs, []).layouts == ["nhd", "vllm_5d"]
+    assert Extent.of(both, pairs, []).layouts == ["nhd", "hnd", "vllm_5d"]
 
     table_path(a_device(), SpecRecord.of(SPEC)).unlink()
     machine = Elsewhere(crossing)

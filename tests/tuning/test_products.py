@@ -185,17 +185,6 @@ def test_a_later_start_measures_what_an_earlier_one_had_no_time_for(cache: Path,
     assert [kind.kernel_for(rows) for rows in (1, 64)] == ["kernel n64", "scaled_mm"]
 
 
-def test_other_ranks_and_later_starts_read_what_was_measured(cache: Path) -> None:
-    bench = Bench(COSTS)
-    choose_products([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
-    runs = bench.runs
-    again = bench.kind(layers())
-    choose_products([again], 0, timer=TableTimer(bench=bench))
-    assert bench.runs == runs
-    assert again.kernel_for(1) == "kernel n64"
-    assert again.kernel_for(64) == "scaled_mm"
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,35 +85,33 @@ def test_all_but_a_prefill_pay_for_the_write_into_the_cache(registry: Registry, 
     assert min(timed.values()) > 5
 
 
-def wrong_at_five(self, q, cache, plan, out):
-    SDPA.decode(self, q, cache, plan, out)
-    if len(q) == 5:
-        out *= 2
+def raises(error: Exception) -> Callable[..., None]:
+    def act(*_: object) -> None:
+        raise error
+
+    return act
 
 
-def raising(self, q, cache, plan, out):
-    SDPA.decode(self, q, cache, plan, out)
-    if len(q) == 5:
-        raise RuntimeError("too many\nsequences")
+def at_five(act: Callable[[torch.Tensor], object]) -> object:
+    def decode(self, q, cache, plan, out):
+        SDPA.decode(self, q, cache, plan, out)
+        if len(q) == 5:
+            act(out)
 
-
-def out_of_memory(self, q, cache, plan, out):
-    SDPA.decode(self, q, cache, plan, out)
-    if len(q) == 5:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    return decode
 
 
 @pytest.mark.parametrize(
-    ("decode", "status", "reason"),
+    ("act", "status", "reason"),
     [
-        (wrong_at_five, "incorrect", "relative error 1, tolerance"),
-        (raising, "error", "RuntimeError: too many sequences"),
-        (out_of_memory, "oom", "OutOfMemoryError"),
+        (lambda out: out.mul_(2), "incorrect", "relative error 1, tolerance"),
+        (raises(RuntimeError("too many\nsequences")), "error", "RuntimeError: too many sequences"),
+        (raises(torch.OutOfMemoryError("CUDA out of memory")), "oom", "OutOfMemoryError"),
     ],
 )
-def test_what_goes_wrong_costs_that_cell_alone(decode: object, status: str, reason: str) -> None:
+def test_what_goes_wrong_costs_that_cell_alone(act: Callable[..., object], status: str, reason: str) -> None:
     fives = [Point("decode", 5, 1, 40), Point("decode", 1, 1, 8)]
-    registry = with_backend("odd", decode=decode)
+    registry = with_backend("odd", decode=at_five(act))
     table = run_kernel_level(quick(backends=["odd", "sdpa"], grid=fives), registry)
     cells = by_backend(table, "decode", "5q1s40")
     assert (cells["odd"].status, cells["odd"].median_us) == (status, None)
@@ -134,30 +133,18 @@ def at_call(number: int, act: object) -> object:
     return decode
 
 
-def change_q(q, cache):
-    q *= 2
-
-
-def change_the_cache(q, cache):
-    cache.value[:, 0] += 1
-
-
 def change_q_and_raise(q, cache):
     q.zero_()
     raise RuntimeError("after the harm was done")
 
 
-def fall_over(q, cache):
-    raise RuntimeError("later")
-
-
 @pytest.mark.parametrize(
     ("number", "act", "status", "reason"),
     [
-        (6, change_q, "incorrect", "it changed its inputs, of which a backend may write `out` alone: q"),
-        (1, change_the_cache, "incorrect", "cache.value"),
+        (6, lambda q, cache: q.mul_(2), "incorrect", "it changed its inputs, of which a backend may write `out` alone: q"),
+        (1, lambda q, cache: cache.value[:, 0].add_(1), "incorrect", "cache.value"),
         (6, change_q_and_raise, "error", "after the harm"),
-        (6, fall_over, "error", "later"),
+        (6, raises(RuntimeError("later")), "error", "later"),
     ],
 )
 def test_a_backend_that_spoils_what_all_share_is_blamed_alone(number: int, act: object, status: str, reason: str) -> None:

@@ -38,10 +38,12 @@ from torch.nn import functional
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import HeadwayError
+from headway.core.contract.kernel import Kernel
 from headway.core.contract.metadata import Phase
+from headway.core.contract.operation import ATTENTION, OperationKind
+from headway.core.contract.operation import STATE as STATES
 from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import StateBackend
 from headway.core.select.kernels import DEFAULT_BLOCK_SIZES
 from headway.core.system.child import die_with_parent, how_it_ended, message_of, open_replies, reply
 from headway.kernels.runtime.compile_ahead import compile_ahead
@@ -132,7 +134,6 @@ def run(plugin: PluginSource, device: str, pipe: int) -> None:
 def _try(trial: TrialSteps, plugin: PluginSource, device: str) -> None:
     registry = create_registry(load_entry_points=False)
     modules = set(sys.modules)
-    own = set(registry.backends), set(registry.layouts)
     loaded: object = None
     with trial.step("its import"):
         loaded = plugin.load()
@@ -142,11 +143,9 @@ def _try(trial: TrialSteps, plugin: PluginSource, device: str) -> None:
             registry.sources[plugin.name] = plugin
     if plugin.name in registry.brought:
         _try_parts(trial, registry, registry.brought[plugin.name])
-        for name in registry.backends:
-            if name not in own[0]:
-                _try_backend(trial, registry, name, device)
-        for name in registry.brought[plugin.name].state_backends:
-            _try_state_backend(trial, registry, name)
+        for kind in (ATTENTION, STATES):
+            for name in getattr(registry.brought[plugin.name], kind.kernels):
+                _try_kernel(trial, registry, name, device, kind)
         _try_rank(trial, registry, plugin.name)
     _end(trial, [module for name, module in sys.modules.items() if name not in modules and _is_of(module, plugin)])
 
@@ -166,34 +165,24 @@ def _try_parts(trial: TrialSteps, registry: Registry, brought: Brought) -> None:
             registry.logits_processors[name].load()
 
 
-def _try_backend(trial: TrialSteps, registry: Registry, name: str, device: str) -> None:
-    """Load a backend, ask it, and hold a few small steps on each device to float64."""
-    backend: type[AttentionBackend] | None = None
-    with trial.step(f"load() of backend {name}"):
-        backend = registry.backend(name)
-    if backend is None:
+def _try_kernel(trial: TrialSteps, registry: Registry, name: str, device: str, kind: OperationKind) -> None:
+    """Load a kernel, ask it, and check a few small steps of attention on each device against float64."""
+    kernel: type[Kernel] | None = None
+    with trial.step(f"load() of {kind.word} {name}"):
+        kernel = registry.of(kind).backend(name)
+    if kernel is None:
         return
     able = False
-    with trial.step(f"available() of backend {name}"):
-        able = bool(backend.available())
-    for kind in dict.fromkeys(("cpu", device)):
-        if not able or kind not in backend.capabilities.devices:
+    with trial.step(f"available() of {kind.word} {name}"):
+        able = bool(kernel.available())
+    for place in dict.fromkeys(("cpu", device)):
+        if not able or not issubclass(kernel, AttentionBackend) or place not in kernel.capabilities.devices:
             continue
-        with trial.step(f"the self-test of backend {name} on {kind}"):
-            for wrong in _self_tests(registry, name, backend, torch.device(kind)):
+        with trial.step(f"the self-test of backend {name} on {place}"):
+            for wrong in _self_tests(registry, name, kernel, torch.device(place)):
                 if "SystemExit" in wrong:
                     raise Fault(f"exits in the {wrong}")
-                trial.remarks.append(f"backend {name} on {kind}: {wrong}")
-
-
-def _try_state_backend(trial: TrialSteps, registry: Registry, name: str) -> None:
-    """Load a backend for layers with a state, and ask it."""
-    backend: type[StateBackend] | None = None
-    with trial.step(f"load() of state backend {name}"):
-        backend = registry.states.backend(name)
-    if backend is not None:
-        with trial.step(f"available() of state backend {name}"):
-            backend.available()
+                trial.remarks.append(f"backend {name} on {place}: {wrong}")
 
 
 def _self_tests(registry: Registry, name: str, backend: type[AttentionBackend], device: torch.device) -> Iterator[str]:

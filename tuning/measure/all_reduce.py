@@ -1,34 +1,37 @@
-"""Measured times of the ways of summing over ranks, by the number of bytes."""
+"""Measured times of the kernels that sum over ranks, by the number of bytes."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, AllReduce, describe_sums
+from headway.core.contract.ranks import AllReduceKernel, RankGroup
+from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, describe_sums
 from headway.core.select.costs import AxisTimes
 from headway.registry.records import BUILTIN_OWNER
-from headway.tuning.measure.counted_layer import Times, save_table, timed_table
+from headway.tuning.measure.counted_layer import TURNS, CountedLayer, Times, timed_table
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.find_table import usable_table
+from headway.tuning.measure.find_table import find_table, usable_table
 from headway.tuning.measure.measure_point import new_cell
-from headway.tuning.measure.points import counted_points
+from headway.tuning.measure.points import Point, counted_points
+from headway.tuning.measure.timing import Budget, Timing
 from headway.tuning.table.convert import source_of, to_times
+from headway.tuning.table.files import Prior
 from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, KernelRecord, RanksRecord
 
 if TYPE_CHECKING:
     from headway.core.engine.ranks.torch_ranks import TorchRanks
+    from headway.core.select.kernels import KernelRegistry
 
-WAYS = ("one_shot", "nccl")
-"""All ways of a GPU, in the order in which they are asked."""
 _CALLS = 100
 """Calls in the CUDA graph that is timed. They spread what the launches of two processes lie apart: tens of microseconds."""
 _REPLAYS = 7
@@ -36,117 +39,164 @@ _TOLERANCE = 2.0**-6
 """What sums in bfloat16 may differ by, relative to the largest element, where they round after each rank."""
 _CHECK_SECONDS = 30.0
 """The longest that a sum of a check takes: another rank may compile the kernel first."""
+_END = -1
 log = logging.getLogger("headway")
 
 
-def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
-    """Give ranks their ways of summing on a GPU, and have them choose by measured times; every rank calls.
+def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel, Any], budget: float) -> None:
+    """Have ranks sum by registered kernels, the fastest by measured times; every rank calls.
 
-    budget: seconds that may be measured; 0: nothing is, and where nothing is kept our kernel sums what it takes.
+    budget: seconds that may be measured; 0: nothing is, and where nothing is stored the first kernel that takes a tensor sums it.
     """
-    if ranks.device.type != "cuda":
+    sums = _joined(ranks, kernels)
+    ranks.sum_by(sums, None)
+    if len(sums) == 1:
         return
-    one_shot = _one_shot(ranks)
-    if one_shot is None:
-        return
-    ways = [one_shot, *ranks.sums]
-    ranks.sum_by(ways, None)
-    device = identify_device(ranks.device)
-    stored = stored_sums(device, ranks.size) if ranks.rank == 0 else None
-    table = torch.full((len(WAYS), len(SIZES)), math.nan, device=ranks.device)
-    source = "stored by rank 0"
-    if stored is not None:
-        us, source = to_times(stored, SIZES), source_of(stored)
-        table = torch.tensor([[math.nan if each is None else each for each in us[name]] for name in WAYS], device=ranks.device)
-    table = ranks.broadcast(table)
-    if budget > 0 and bool(table.isnan().all()):
-        table, source = _measured(ranks), "measured now"
-        if ranks.rank == 0:
-            save_table(sums_table(device, ranks.size, _by_name(table)))
-    if not bool(table.isnan().all()):
-        ranks.sum_by(ways, AxisTimes(BYTES, _by_name(table), source))
+    layer = sum_layer(ranks)
+    us, source = torch.full((len(sums), len(SIZES)), math.nan, device=ranks.device), "stored by rank 0"
+    if ranks.rank > 0:
+        layer.follow()
+    else:
+        table = find_table(layer, budget)
+        layer.agree(None)
+        if table is not None:
+            times, source = to_times(table, SIZES), source_of(table)
+            us = torch.tensor([[each or math.nan for each in times[name]] for name in layer.kernels], device=ranks.device)
+    us = ranks.broadcast(us)
+    if not bool(us.isnan().all()):
+        rows = zip(layer.kernels, us.tolist(), strict=True)
+        by_name = {name: [None if math.isnan(each) else each for each in row] for name, row in rows}
+        ranks.sum_by(sums, AxisTimes(BYTES, by_name, source))
     if ranks.rank == 0:
-        unmeasured = "one_shot where it takes the tensor, else nccl (not measured)"
-        log.info("all-reduce: %s", unmeasured if ranks.times is None else describe_sums(ranks.times))
+        rule = f"{', else '.join(layer.kernels)}, the first that takes the tensor (not measured)"
+        log.info("all-reduce: %s", rule if ranks.times is None else describe_sums(ranks.times))
 
 
-def stored_sums(device: DeviceIdentity, size: int) -> CrossoverTable | None:
-    """Return the times that are stored for this number of these GPUs and this software; the log says why they are not used."""
-    return usable_table(RanksRecord(layer=f"{size} ranks"), device, WAYS)
+def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup) -> dict[str, Any]:
+    """Return which kernel sums from how many bytes on, by whose word, and why others do not; nothing is measured."""
+    found = {name: kernels.supports(name, spec) for name in kernels.meant_for(spec.device.type)}
+    able = {name: kernels.backend(name).capabilities.max_bytes for name, support in found.items() if support}
+    refused = {name: support.brief for name, support in found.items() if not support}
+    common = {"sums": f"sums over {spec.size} ranks", "unit": BYTES.unit, "us": {}, "refused": refused}
+    names, source = list(able), "the first that takes the tensor: the first start of so many ranks measures"
+    times = None
+    if len(names) == 1:
+        return {**common, "ways": {1: names[0]}, "by": "no other kernel runs here"}
+    if (table := usable_table(_record(spec.size), identify_device(spec.device), names)) is not None:
+        times, source = AxisTimes(BYTES, to_times(table, SIZES), source_of(table)), source_of(table)
+
+    def serving(count: int) -> str:
+        takers = [name for name, most in able.items() if most is None or count <= most]
+        return (times.fastest(count, takers) if times is not None else None) or takers[0 if times is None else -1]
+
+    return {**common, "ways": BYTES.changes(serving), "by": source}
+
+
+def sum_layer(ranks: TorchRanks) -> SumLayer:
+    """Return the sums of ranks as a layer that is measured."""
+    names, wanted = [each.name for each in ranks.sums], counted_points("bytes", SIZES)
+    return SumLayer(_record(ranks.size), identify_device(ranks.device), names, wanted, ranks.device, TURNS, None, ranks)
 
 
 def sums_table(device: DeviceIdentity, size: int, us: Times) -> CrossoverTable:
     """Return the table of a number of ranks. us: for each of SIZES."""
-    timed = [
-        (name, point, times[cell]) for name, times in us.items() for cell, point in enumerate(counted_points("bytes", SIZES))
-    ]
+    points = counted_points("bytes", SIZES)
+    timed = [(name, *found) for name, times in us.items() for found in zip(points, times, strict=True)]
     cells = [new_cell(point, name, None, "ok", median_us=time) for name, point, time in timed if time is not None]
     records = [KernelRecord(name=name, owner=BUILTIN_OWNER, available=True) for name in us]
-    table = timed_table(RanksRecord(layer=f"{size} ranks"), device, records, cells)
-    table.complete = True
-    return table
+    return timed_table(_record(size), device, records, cells).model_copy(update={"complete": True})
 
 
-def describe_stored_sums(device: torch.device, size: int) -> str:
-    """Return how this number of ranks on GPUs of this kind sum, in words, by what is stored."""
-    if device.type != "cuda":
-        return "gloo"
-    stored = stored_sums(identify_device(device), size)
-    if stored is None:
-        return "not measured yet: the first start of so many ranks measures and keeps it"
-    return describe_sums(AxisTimes(BYTES, to_times(stored, SIZES), source_of(stored)))
+def _record(size: int) -> RanksRecord:
+    return RanksRecord(layer=f"{size} ranks")
 
 
-def _one_shot(ranks: TorchRanks) -> AllReduce | None:
-    """Our kernel, where every rank can run it; why not is logged."""
-    made: AllReduce | None = None
-    try:
-        from headway.kernels.all_reduce.one_shot_kernels import NOTHING, OneShotAllReduce, shared_bytes
-        from headway.kernels.all_reduce.peer_memory import PeerMemory
+@dataclass(frozen=True)
+class SumLayer(CountedLayer):
+    """Sums over ranks, measured by the number of bytes: rank 0 asks for sizes, and all ranks time them together."""
 
-        unreached = [other for other in range(ranks.size) if not _reaches(ranks.device, other)]
-        if unreached:
-            raise RuntimeError(f"GPU {ranks.device.index} does not reach the memory of GPU {unreached[0]}")
-    except (ImportError, RuntimeError) as error:
-        reason = str(error)
-    else:
-        refused = os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
-        reason = "NCCL_P2P_DISABLE says that GPUs are not to reach each other's memory" if refused else ""
-    if _all(ranks, not reason):
-        try:
-            memory = PeerMemory(ranks.store, ranks.rank, ranks.size, ranks.device, shared_bytes(ranks.size), NOTHING)
-            side = torch.cuda.Stream(ranks.device)
-            made = OneShotAllReduce(ranks.rank, ranks.device, memory.addresses, memory, side)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-        if _all(ranks, made is not None):
-            wrong = _wrong(ranks, made) if made is not None else ""
-            if _all(ranks, not wrong):
-                return made
-            reason = wrong
-    log.warning("all-reduce: one_shot is left out, and nccl sums: %s", reason or "another rank says why")
-    return None
+    ranks: TorchRanks
+
+    def able(self, count: int) -> list[str]:
+        x = self._x(count)
+        return [each.name for each in self.ranks.sums if each.takes(x)]
+
+    def check(self, name: str, count: int) -> None:
+        """See `CountedLayer`: kernels were checked when the ranks joined."""
+
+    def call(self, name: str, count: int) -> Callable[[], object]:
+        return partial(next(each for each in self.ranks.sums if each.name == name), self._x(count))
+
+    def layers(self, count: int) -> int:
+        return 1
+
+    def ready(self, counts: Collection[int]) -> AbstractContextManager[object]:
+        self.agree(counts)
+        return nullcontext()
+
+    def time(self, calls: Sequence[Callable[[], object]]) -> list[Timing | Exception]:
+        return [time_sum(self.ranks, call) for call in calls]
+
+    def measure(
+        self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
+    ) -> CrossoverTable:
+        """See `CountedLayer`: all points, since ranks that stop at different ones would wait for one another."""
+        return super().measure(wanted, math.inf, old, resume=resume, prior=prior)
+
+    def agree(self, counts: Collection[int] | None) -> list[int] | None:
+        """Return the sizes that rank 0 has measured next; None at the end. counts: rank 0's."""
+        asked = [_END] * len(SIZES) if counts is None else [int(size in counts) for size in SIZES]
+        found = self.ranks.broadcast(torch.tensor(asked, device=self.on)).tolist()
+        return None if _END in found else [size for size, wanted in zip(SIZES, found, strict=True) if wanted]
+
+    def follow(self) -> None:
+        """Time with rank 0 whatever it measures."""
+        with torch.inference_mode():
+            while (counts := self.agree(())) is not None:
+                list(self._cells(counted_points("bytes", counts), Budget(math.inf)))
+
+    def _x(self, count: int) -> Tensor:
+        return torch.zeros(count // 2, dtype=torch.bfloat16, device=self.on)
 
 
-def _reaches(device: torch.device, other: int) -> bool:
-    return device.index == other or torch.cuda.can_device_access_peer(device, other)
+def _joined(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel, Any]) -> list[AllReduceKernel]:
+    """Return the kernels that every rank runs and whose sums are right, the process group's last; the log names others."""
+    group, found = ranks.sums[-1], list[AllReduceKernel]()
+    for name in kernels.meant_for(ranks.device.type):
+        if name == group.name:
+            continue
+        made: AllReduceKernel | None = None
+        support = kernels.supports(name, ranks.group)
+        why = "" if support else support.brief
+        if _all(ranks, bool(support)):
+            try:
+                made = kernels.backend(name).join(ranks.group)
+            except RuntimeError as error:
+                why = " ".join(str(error).split())
+            if _all(ranks, made is not None) and made is not None:
+                why = _wrong(ranks, made)
+                if _all(ranks, not why):
+                    found.append(made)
+                    continue
+        log.warning("all-reduce: %s is left out, and %s sums: %s", name, group.name, why or "another rank says why")
+    return [*found, group]
 
 
 def _all(ranks: TorchRanks, ok: bool) -> bool:
-    """Whether something holds on every rank; every rank calls."""
+    """Return whether something holds on every rank; every rank calls."""
     return bool(ranks.all_gather(torch.tensor([ok], dtype=torch.int32, device=ranks.device)).min())
 
 
-def _wrong(ranks: TorchRanks, way: AllReduce) -> str:
-    """What is wrong with a way's sums, beside those of what is gathered; empty: nothing."""
+def _wrong(ranks: TorchRanks, kernel: AllReduceKernel) -> str:
+    """Return how a kernel's sums differ from those of what is gathered; empty if they are right."""
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     for number, count in enumerate((8, 5000, 200_000, 24, 100_000, 48, 2**18)):
         x = torch.empty(count, dtype=torch.bfloat16, device=ranks.device).normal_(generator=generator)
         expected = ranks.all_gather(x).float().sum(0)
         onto = torch.full_like(x, 3.0) if number % 2 else None
-        found = way(x, onto).clone()
+        found = kernel(x, onto).clone()
         if not _is_done(ranks.device):
-            way.abort()
+            kernel.abort()
             return f"a sum of {count} elements has not ended in {_CHECK_SECONDS:g} s: GPUs do not see what others write"
         error = float((found.float() - expected - (0.0 if onto is None else 3.0)).abs().max() / expected.abs().max())
         if not error < _TOLERANCE:
@@ -158,6 +208,8 @@ def _wrong(ranks: TorchRanks, way: AllReduce) -> str:
 
 def _is_done(device: torch.device) -> bool:
     """Wait, for so long as a check may take, until a device has done what it was given."""
+    if device.type == "cpu":
+        return True
     event: Any = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     until = time.monotonic() + _CHECK_SECONDS
@@ -166,36 +218,36 @@ def _is_done(device: torch.device) -> bool:
     return done
 
 
-def _measured(ranks: TorchRanks) -> Tensor:
-    """Time every way in a CUDA graph: float32 [WAYS, SIZES], microseconds of the slowest rank."""
-    if ranks.rank == 0:
-        log.info("all-reduce: measuring %d ways of summing over %d ranks, once", len(ranks.sums), ranks.size)
-    table = torch.full((len(WAYS), len(SIZES)), math.nan, device=ranks.device)
-    for way in ranks.sums:
-        for cell, size in enumerate(SIZES):
-            x = torch.zeros(size // 2, dtype=torch.bfloat16, device=ranks.device)
-            if way.takes(x):
-                table[WAYS.index(way.name), cell] = time_all_reduce(ranks, way, x)
-    return ranks.all_gather(table).amax(0)
+def time_sum(
+    ranks: TorchRanks, call: Callable[[], object], capture: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Timing:
+    """Time a call on the slowest rank, on a GPU in a CUDA graph; every rank calls. capture: what a library wants around one."""
+    times = _host_times(call) if ranks.device.type == "cpu" else _graph_times(ranks, call, capture)
+    slowest = ranks.all_gather(torch.tensor(sorted(times), device=ranks.device)).amax(0).tolist()
+    return Timing(slowest[_REPLAYS // 2], slowest[_REPLAYS // 5], slowest[-1 - _REPLAYS // 5])
 
 
-def time_all_reduce(
-    ranks: TorchRanks,
-    way: AllReduce,
-    x: Tensor,
-    onto: Tensor | None = None,
-    capture: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> float:
-    """Microseconds of a call in a CUDA graph, on this rank; every rank calls. capture: what a library wants around a capture."""
+def _host_times(call: Callable[[], object]) -> list[float]:
+    times = []
+    for _ in range(_REPLAYS):
+        began = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - began))
+    return times
+
+
+def _graph_times(
+    ranks: TorchRanks, call: Callable[[], object], capture: Callable[[], AbstractContextManager[object]]
+) -> list[float]:
     stream: torch.cuda.Stream = torch.cuda.Stream(ranks.device)
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(ranks.device))
     with torch.cuda.stream(stream):
-        way(x, onto)  # compiles, and connects
+        call()  # compiles, and connects
         torch.cuda.synchronize(ranks.device)
         with capture(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(_CALLS):
-                way(x, onto)
+                call()
         times: list[float] = []
         for _ in range(_REPLAYS):
             _all(ranks, True)  # which the ranks leave together
@@ -206,8 +258,4 @@ def time_all_reduce(
             torch.cuda.synchronize(ranks.device)
             times.append(begin.elapsed_time(end) * 1e3 / _CALLS)
     torch.cuda.current_stream(ranks.device).wait_stream(stream)
-    return sorted(times)[_REPLAYS // 2]
-
-
-def _by_name(table: Tensor) -> Times:
-    return {name: [None if math.isnan(us) else us for us in row] for name, row in zip(WAYS, table.tolist(), strict=True)}
+    return times

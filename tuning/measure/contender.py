@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -25,48 +25,44 @@ class InputsChangedError(RuntimeError):
 
 
 class GuardedInputs:
-    """Remembers what a case holds. A contender may write to its output, and the new tokens where they are already."""
+    """Remembers what a step holds. A contender may write to its output, and the new tokens where they are already."""
 
-    def __init__(self, case: Case, rebuild: Callable[[], Case]) -> None:
-        """rebuild: makes the same case again, in other memory; called only to restore a case that was changed."""
-        self._case = case
+    def __init__(
+        self, small: Mapping[str, Tensor], large: Mapping[str, Tensor], rebuild: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
+        """small: tensors that are copied. large: those of which a sum is kept; rebuild: makes them again, in other memory."""
+        self._small = small
+        self._large = large
         self._rebuild = rebuild
-        self._kept = {name: tensor.clone() for name, tensor in _small(case)}
-        self._sums = {name: _bits(tensor) for name, tensor in _large(case)}
+        self._kept = {name: tensor.clone() for name, tensor in small.items()}
+        self._sums = {name: _bits(tensor) for name, tensor in large.items()}
+
+    @classmethod
+    def of(cls, case: Case, rebuild: Callable[[], Case]) -> Self:
+        """Guard a step of attention: q, k, v and the metadata, and the cache by a sum. rebuild: makes the same case again."""
+        metadata = {f"metadata.{field.name}": getattr(case.metadata, field.name) for field in fields(case.metadata)}
+        small = {"q": case.q, "k": case.k, "v": case.v} | metadata
+        tensors = {name: value for name, value in small.items() if isinstance(value, Tensor)}
+        return cls(tensors, _named(case), lambda: _named(rebuild()))
 
     def check(self, with_cache: bool = True) -> None:
         """Compare the inputs with what they were. with_cache: False leaves the cache out, which takes as long as reading it.
 
         :raises InputsChangedError: they differ; the message names them, and they have been restored.
         """
-        changed = [name for name, tensor in _small(self._case) if not torch.equal(tensor, self._kept[name])]
-        if with_cache:
-            changed += [name for name, tensor in _large(self._case) if _bits(tensor) != self._sums[name]]
-        if changed:
-            self._restore()
-            raise InputsChangedError(f"it changed its inputs, of which a backend may write `out` alone: {', '.join(changed)}")
-
-    def _restore(self) -> None:
-        for name, tensor in _small(self._case):
-            tensor.copy_(self._kept[name])
-        if any(_bits(tensor) != self._sums[name] for name, tensor in _large(self._case)):
-            for (_, tensor), (_, was) in zip(_large(self._case), _large(self._rebuild()), strict=True):
-                tensor.copy_(was)
+        changed = [name for name, tensor in self._small.items() if not torch.equal(tensor, self._kept[name])]
+        large = [name for name, tensor in self._large.items() if (with_cache or changed) and _bits(tensor) != self._sums[name]]
+        for name in changed:
+            self._small[name].copy_(self._kept[name])
+        if large:
+            for name, was in self._rebuild().items():
+                self._large[name].copy_(was)
+        if found := changed + large * with_cache:
+            raise InputsChangedError(f"it changed its inputs, of which a backend may write `out` alone: {', '.join(found)}")
 
 
-def _small(case: Case) -> Iterator[tuple[str, Tensor]]:
-    """What is cheap to keep a copy of: this step's q, k and v, and the metadata."""
-    yield from (("q", case.q), ("k", case.k), ("v", case.v))
-    for field in fields(case.metadata):
-        value = getattr(case.metadata, field.name)
-        if isinstance(value, Tensor):
-            yield f"metadata.{field.name}", value
-
-
-def _large(case: Case) -> Iterator[tuple[str, Tensor]]:
-    """The cache, of which only a sum is kept."""
-    for name, tensor in case.cache.tensors.items():
-        yield f"cache.{name}", tensor
+def _named(case: Case) -> dict[str, Tensor]:
+    return {f"cache.{name}": tensor for name, tensor in case.cache.tensors.items()}
 
 
 def _bits(tensor: Tensor) -> int:
@@ -188,15 +184,13 @@ def backend_contender(
         run_layer(backend, case, current, out, writer)
         return out
 
-    return Contender(
-        call=lambda: run(plan),
-        error=error,
-        tolerance=backend.tolerance[case.spec.dtype],
-        poison=lambda: out.fill_(math.nan),
-        plan=lambda: backend.plan(view),
-        step=lambda: run(backend.plan(view)),
-        kernel=type(backend).kernel(case.spec, view.phase),
-    )
+    found = _contender(backend, case, error, out)
+    return replace(found, call=lambda: run(plan), plan=lambda: backend.plan(view), step=lambda: run(backend.plan(view)))
+
+
+def _contender(backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], out: Tensor) -> Contender:
+    tolerance, kernel = backend.tolerance[case.spec.dtype], type(backend).kernel(case.spec, case.metadata.phase)
+    return Contender(lambda: out, error, tolerance, poison=lambda: out.fill_(math.nan), kernel=kernel)
 
 
 def writer_contender(writer: CacheWriter, case: Case) -> Contender:
@@ -245,13 +239,11 @@ def checked(contender: Contender) -> float:
 
 def incorrect(error: float, contender: Contender, when: str = "") -> Measurement:
     """What a wrong answer comes to. when: in which run it was wrong, if not the first."""
-    return Measurement(
-        "incorrect",
-        reason=f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}{when}",
-        relative_error=error if math.isfinite(error) else None,
-        tolerance=contender.tolerance,
-        kernel=contender.kernel,
+    reason, shown = (
+        f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}{when}",
+        error if math.isfinite(error) else None,
     )
+    return Measurement("incorrect", reason, relative_error=shown, tolerance=contender.tolerance, kernel=contender.kernel)
 
 
 _WARM_UPS = 2
@@ -290,14 +282,7 @@ def graph_contender(
         graph.replay()
         return out
 
-    return Contender(
-        call=replay,
-        error=error,
-        tolerance=backend.tolerance[case.spec.dtype],
-        poison=lambda: out.fill_(math.nan),
-        plan=lambda: backend.plan_for_replay(plan, current),
-        kernel=type(backend).kernel(case.spec, Phase.DECODE),
-    )
+    return replace(_contender(backend, case, error, out), call=replay, plan=lambda: backend.plan_for_replay(plan, current))
 
 
 def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.operation import KINDS
+from headway.core.contract.operation import ALL_KINDS
 from headway.core.select.costs import AxisTimes, CountAxis
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
@@ -23,7 +23,7 @@ from headway.tuning.measure.find_table import TunedLayer
 from headway.tuning.measure.measure_point import failure, new_cell
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.self_test import record_of
-from headway.tuning.measure.timing import Budget, InterleavedTimer, on_device
+from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_device
 from headway.tuning.table.convert import source_of, to_times
 from headway.tuning.table.files import Prior, table_path
 from headway.tuning.table.noise import mark_ties, noise_of
@@ -49,7 +49,7 @@ class CountedLayer(TunedLayer):
     @cached_property
     def records(self) -> list[KernelRecord]:
         """The kernels as a table names them: whose each is and, of a third party's, the digest of its plugin's files."""
-        kind = next(kind for kind in KINDS if kind.name == self.record.kind)
+        kind = next(kind for kind in ALL_KINDS if kind.name == self.record.kind)
         entries = {} if self.registry is None else self.registry.of(kind).entries
         found = []
         for label in self.kernels:
@@ -85,6 +85,10 @@ class CountedLayer(TunedLayer):
     def ready(self, counts: Collection[int]) -> AbstractContextManager[object]:
         """Compile kernels and arrange weights for some numbers, before anything is timed."""
         return nullcontext()
+
+    def time(self, calls: Sequence[Callable[[], object]]) -> list[Timing | Exception]:
+        """Time calls in turns; return what a call raises as its result."""
+        return self.timer.time(calls, self.on)
 
     def falls_behind(self, name: str) -> bool:
         """Return whether a kernel that is far behind is further behind with more rows."""
@@ -133,7 +137,7 @@ class CountedLayer(TunedLayer):
                     cells.append(failure(point, name, None, raised))
             us: dict[str, float] = {}
             layers = self.layers(count)
-            for name, timing in zip(calls, self.timer.time(list(calls.values()), self.on), strict=True):
+            for name, timing in zip(calls, self.time(list(calls.values())), strict=True):
                 if isinstance(timing, Exception):
                     log.warning("%s: %s with %d %s is left out: %s", what, name, count, point.phase, timing)
                     cells.append(failure(point, name, None, timing))

@@ -125,20 +125,13 @@ def measured_rates(device: torch.device, dtype: torch.dtype, timer: Timer) -> tu
         size, n = min(2**31, torch.cuda.mem_get_info(device)[0] // 8), 8192
     else:
         size, n = 2**26, 512
-    return _copy_gbps(size, device, timer), _matrix_tflops(n, dtype, device, timer)
-
-
-def _copy_gbps(size: int, device: torch.device, timer: Timer) -> float:
     # Words and not bytes are drawn, which a CPU takes a quarter of a second for.
     source = torch.randint(2**62, (size // 8,), dtype=torch.int64, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / timer.time(lambda: target.copy_(source), device).median_us * 1e-3
-
-
-def _matrix_tflops(n: int, dtype: torch.dtype, device: torch.device, timer: Timer) -> float:
+    copy_us = timer.time(lambda: target.copy_(source), device).median_us
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(a)
-    return 2 * n**3 / timer.time(lambda: torch.mm(a, b, out=product), device).median_us * 1e-6
+    return 2e-3 * source.nbytes / copy_us, 2e-6 * n**3 / timer.time(lambda: torch.mm(a, b, out=product), device).median_us
 
 
 def _driver(device: torch.device) -> tuple[str | None, int | None]:

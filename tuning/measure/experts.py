@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -55,12 +55,14 @@ def choose_experts(
     :raises BackendError: the kernel that the user named is wrong.
     """
     for kind in kinds:
-        sample = SampleLayer(kind) if kind.guests else None
+        if kind.guests or kind.chooses:
+            layer = expert_layer(kind, identify_device(kind.device), ahead, registry)
         for kernel in kind.guests:
-            if sample is not None and (why := sample.fault(kernel)):
+            if why := layer.fault(kernel):
                 kind.leave_out(kernel.name, why)
         if kind.chooses and not kind.fixed:
-            expert_layer(kind, identify_device(kind.device), ahead, registry).obey(budget if kind.requested == AUTO else 0.0)
+            layer = dataclasses.replace(layer, kernels=list(kind.kernels))  # without those that were left out
+            layer.obey(budget if kind.requested == AUTO else 0.0)
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:
@@ -69,20 +71,48 @@ def choose_experts(
 
 @dataclass(frozen=True)
 class ExpertLayer(CountedLayer):
-    """A kind of layer of experts, measured by the number of tokens over the weights of one layer."""
+    """A kind of layer of experts, measured by the number of tokens over the weights of one layer.
+
+    A random router spreads random tokens over all experts.
+    """
 
     kind: ExpertsKind
     ahead: CompileAhead | None
+    _tokens: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @cached_property
-    def sample(self) -> SampleLayer:
-        """The layer that is timed."""
-        return SampleLayer(self.kind)
+    def sample(self) -> BoundExperts:
+        """The layer that is timed.
+
+        :raises ValueError: no layer of this kind was loaded.
+        """
+        example = self.kind.example
+        if example is None:
+            raise ValueError("a kind of experts without a layer")
+        router = self._draw(*example.router.shape) * example.router.shape[1] ** -0.5
+        biases = {name: getattr(example, name) for name in ("router_bias", "correction_bias")}
+        flat = {name: torch.zeros_like(bias) for name, bias in biases.items() if bias is not None}
+        weights: RoutedWeights = dataclasses.replace(example, router=router, **flat)
+        return BoundExperts(self.kind, weights, Norm(torch.ones_like(router[0]), 1e-6))
+
+    @cached_property
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self.on).manual_seed(0)
+
+    def _draw(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.kind.dtype, device=self.on).normal_(generator=self._generator)
+
+    def tokens(self, count: int) -> list[Tensor]:
+        """Return a residual stream [count, hidden_size] for each layer that is timed together."""
+        if count not in self._tokens:  # one number at a time: the largest take memory
+            self._tokens.clear()
+            self._tokens[count] = [self._draw(count, self.kind.spec.hidden_size) for _ in range(self.layers(count))]
+        return self._tokens[count]
 
     @cached_property
     def wrong(self) -> dict[str, str]:
         """Kernel -> what is wrong with its answers."""
-        return {name: why for name, kernel in self.kind.kernels.items() if (why := self.sample.fault(kernel))}
+        return {name: why for name, kernel in self.kind.kernels.items() if (why := self.fault(kernel))}
 
     def obey(self, seconds: float) -> None:
         """Have the kind choose by measured times, if there are any. seconds: how long may be measured."""
@@ -100,82 +130,28 @@ class ExpertLayer(CountedLayer):
         if why := self.wrong.get(name):
             raise ArithmeticError(why)
 
-    def call(self, name: str, count: int) -> Callable[[], object]:
-        return self.sample.call(self.kind.kernels[name], count)
-
     def layers(self, count: int) -> int:
-        return self.sample.layers(count)
+        return _LAYERS if self.on.type == "cuda" and count <= _GRAPHED else 1
 
     @contextmanager
     def ready(self, counts: Collection[int]) -> Iterator[None]:
         if self.ahead is not None:
             with self.ahead():
-                self.sample.launch(counts)
+                for count in counts:
+                    for kernel in self.kind.serving(count):
+                        with suppress(Exception):  # the trial will meet it again, and name it
+                            self.run(kernel, count)
         assert self.wrong is not None  # compiling counts as little as that of attention's kernels
         yield
-
-
-def expert_layer(
-    kind: ExpertsKind, device: DeviceIdentity, ahead: CompileAhead | None = None, registry: Registry | None = None
-) -> ExpertLayer:
-    """Return a kind of layer of experts as one that is measured."""
-    forms = "" if kind.forms == ("", "") else f" {' / '.join(kind.forms)}"
-    record = ExpertsRecord(layer=f"{kind.config}{HIDDEN}{kind.spec.hidden_size} {DTYPE_NAMES[kind.dtype]}{forms}")
-    wanted = counted_points("tokens", TOKEN_COUNTS)
-    return ExpertLayer(record, device, list(kind.kernels), wanted, kind.device, TURNS, registry, kind, ahead)
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-class SampleLayer:
-    """A layer of a kind with a random router, which spreads tokens over all experts, and random tokens."""
-
-    def __init__(self, kind: ExpertsKind) -> None:
-        """:raises ValueError: no layer of this kind was loaded."""
-        if kind.example is None:
-            raise ValueError("a kind of experts without a layer")
-        self.kind = kind
-        self._generator = torch.Generator(kind.device).manual_seed(0)
-        router = self._draw(*kind.example.router.shape) * kind.example.router.shape[1] ** -0.5
-        flat = {
-            name: torch.zeros_like(bias)
-            for name in ("router_bias", "correction_bias")
-            if (bias := getattr(kind.example, name)) is not None
-        }
-        weights: RoutedWeights = dataclasses.replace(kind.example, router=router, **flat)
-        self.layer = BoundExperts(kind, weights, Norm(torch.ones_like(router[0]), 1e-6))
-        self._tokens: dict[int, list[Tensor]] = {}
-
-    def _draw(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.kind.dtype, device=self.kind.device).normal_(generator=self._generator)
-
-    def tokens(self, count: int) -> list[Tensor]:
-        """A residual stream [count, hidden_size] for each layer that is timed together."""
-        if count not in self._tokens:  # one number at a time: the largest take memory
-            self._tokens = {count: [self._draw(count, self.kind.spec.hidden_size) for _ in range(self.layers(count))]}
-        return self._tokens[count]
-
-    def layers(self, count: int) -> int:
-        """Layers that are timed together."""
-        return _LAYERS if self.kind.device.type == "cuda" and count <= _GRAPHED else 1
-
-    def launch(self, counts: Iterable[int]) -> None:
-        """Launch whatever is compiled for some numbers of tokens, to be called where nothing is launched."""
-        for count in counts:
-            for kernel in self.kind.serving(count):
-                with suppress(Exception):  # the trial will meet it again, and name it
-                    self.run(kernel, count)
 
     def run(self, kernel: ExpertsKernel, count: int) -> None:
         """Compute each layer once."""
         for x in self.tokens(count):
-            self.layer.add(kernel, self.layer.routed(x, kernel), x)
+            self.sample.add(kernel, self.sample.routed(x, kernel), x)
 
-    def call(self, kernel: ExpertsKernel, count: int) -> Callable[[], object]:
-        """What runs the layers: as an engine does, a graph's replay for few tokens."""
-        run = partial(self.run, kernel, count)
+    def call(self, name: str, count: int) -> Callable[[], object]:
+        """See `CountedLayer`: as an engine runs the layers, a graph's replay for few tokens."""
+        run = partial(self.run, self.kind.kernels[name], count)
         if self.layers(count) == 1:
             return run
         try:
@@ -195,9 +171,9 @@ class SampleLayer:
         return "" if error < _TOLERANCE else f"its answer is off by {error:.1e}"
 
     def _error(self, kernel: ExpertsKernel, count: int) -> float:
-        routed = self.layer.routed(self.tokens(count)[0], kernel)
+        routed = self.sample.routed(self.tokens(count)[0], kernel)
         found, expected = torch.zeros_like(routed.x), torch.zeros_like(routed.x)
-        self.layer.add(kernel, routed, found)
+        self.sample.add(kernel, routed, found)
         plain = TorchExperts(self.kind.spec)
         plain.apply(routed.x, routed.experts, routed.weights, self._linears, expected)
         return float((found - expected).float().norm() / expected.float().norm())
@@ -205,5 +181,19 @@ class SampleLayer:
     @cached_property
     def _linears(self) -> Any:
         """The layer's products for torch."""
-        assert self.layer.weights is not None
-        return TorchExperts(self.kind.spec).prepare(self.layer.weights)
+        assert self.sample.weights is not None
+        return TorchExperts(self.kind.spec).prepare(self.sample.weights)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def expert_layer(
+    kind: ExpertsKind, device: DeviceIdentity, ahead: CompileAhead | None = None, registry: Registry | None = None
+) -> ExpertLayer:
+    """Return a kind of layer of experts as one that is measured."""
+    forms = "" if kind.forms == ("", "") else f" {' / '.join(kind.forms)}"
+    record = ExpertsRecord(layer=f"{kind.config}{HIDDEN}{kind.spec.hidden_size} {DTYPE_NAMES[kind.dtype]}{forms}")
+    wanted = counted_points("tokens", TOKEN_COUNTS)
+    return ExpertLayer(record, device, list(kind.kernels), wanted, kind.device, TURNS, registry, kind, ahead)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.kernel import GraphLevel
-from headway.core.contract.layout import CacheGeometry, CacheWriter
-from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.layout import CacheWriter
+from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, STATE, OperationKind
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateBackend, StateLayout, StateSpec
 from headway.core.contract.support import Support
-from headway.core.oracle.cases import Case, reference, relative_error
+from headway.core.oracle.cases import reference, relative_error
 from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
 from headway.core.oracle.state_reference import SequenceState, StateAnswer, advance, answer, state_of
 from headway.core.select.costs import NO_BLOCKS
@@ -31,7 +31,6 @@ from headway.tuning.measure import self_test as selftest
 from headway.tuning.measure.contender import (
     Contender,
     GuardedInputs,
-    InputsChangedError,
     backend_contender,
     captured,
     captures,
@@ -40,7 +39,7 @@ from headway.tuning.measure.contender import (
     worst_case,
 )
 from headway.tuning.measure.points import Point, grid, state_grid
-from headway.tuning.measure.workloads import VERIFY_QUERY_LEN, Pair, build_case
+from headway.tuning.measure.workloads import Pair, build_case, empty_case
 from headway.tuning.table.convert import CORE_PHASE
 from headway.tuning.table.schema import FAILED, LayerRecord, PhaseName, SpecRecord, StateSpecRecord
 
@@ -64,9 +63,12 @@ class PointInputs(ABC):
     def contender(self, name: str) -> tuple[Contender, bool]:
         """Return a kernel made ready, and whether its call is a graph's replay."""
 
-    @abstractmethod
+    guard: GuardedInputs
+    """What kernels may only read."""
+
     def check(self, with_cache: bool = True) -> None:
         """Check that kernels have changed nothing that they may only read; see `GuardedInputs.check`."""
+        self.guard.check(with_cache)
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class MeasuredAttention(MeasuredKind):
 
     def _launches_nothing(self, backend: AttentionBackend, point: Point, pair: Pair) -> bool:
         """Plan and launch a point, and return whether its output is as it was before."""
-        case = self._empty(point, pair)
+        case = empty_case(point.work(self.spec), pair[0], pair[1], self.seed, shared=True)
         out = case.q.new_full((*case.q.shape[:2], self.spec.v_head_dim), math.nan)
         if captures(backend, case):
             plan = backend.plan_for_capture(worst_case(case.metadata, max(self.graph_len, point.kv_len)))
@@ -204,21 +206,6 @@ class MeasuredAttention(MeasuredKind):
             plan = backend.plan(case.metadata)
         run_layer(backend, case, plan, out, self.writer(point, pair))
         return bool(out[:1].isnan().all())
-
-    def _empty(self, point: Point, pair: Pair) -> Case:
-        """Return the point's step, of numbers that mean nothing."""
-        spec, (layout, block_size) = self.spec, pair
-        lens = point.work(spec).lens
-        tables = [[0] * -(-kv_len // block_size) for _, kv_len in lens]
-        context_lens = [kv_len - query_len for query_len, kv_len in lens]
-        longest = VERIFY_QUERY_LEN if CORE_PHASE[point.phase] is Phase.DECODE else 1
-        query_lens = [query_len for query_len, _ in lens]
-        metadata = AttentionMetadata.build(query_lens, context_lens, tables, block_size, spec.device, longest)
-        cache = layout.allocate(CacheGeometry.of(spec, 1, block_size), spec.k_scale, spec.v_scale)
-        q = torch.zeros((metadata.num_tokens, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
-        k = q.new_zeros((metadata.num_tokens, spec.num_kv_heads, spec.head_dim))
-        v = k[..., : spec.v_head_dim] if spec.value_in_key else q.new_zeros((*k.shape[:2], spec.v_head_dim))
-        return Case(spec, metadata, cache, q, k, v)
 
     def instance(self, name: str, pair: Pair) -> AttentionBackend:
         """Return an instance of a backend."""
@@ -237,13 +224,10 @@ class AttentionInputs(PointInputs):
         self.case = make()
         self.expected = reference(self.case) if expected is None else expected
         self.large = self.case.cache.key.nbytes > _LARGE
-        self._guard = GuardedInputs(self.case, make)
+        self.guard = GuardedInputs.of(self.case, make)
         self._kind = kind
         self._point = point
         self._pair = pair
-
-    def check(self, with_cache: bool = True) -> None:
-        self._guard.check(with_cache)
 
     def contender(self, name: str) -> tuple[Contender, bool]:
         kind, case = self._kind, self.case
@@ -373,16 +357,8 @@ class StateInputs(PointInputs):
         self._kind = kind
         self._phase = CORE_PHASE[point.phase]
         self._layout = layout
-        self._read = {"x": self.case.x, **{f"gates[{number}]": gate for number, gate in enumerate(self.case.gates)}}
-        self._kept = {name: tensor.clone() for name, tensor in self._read.items()}
-
-    def check(self, with_cache: bool = True) -> None:
-        """See `PointInputs`: the inputs; a state that is read and never written shows in the answer."""
-        changed = [name for name, tensor in self._read.items() if not torch.equal(tensor, self._kept[name])]
-        for name in changed:
-            self._read[name].copy_(self._kept[name])
-        if changed:
-            raise InputsChangedError(f"it changed its inputs, of which a backend may write `out` alone: {', '.join(changed)}")
+        read = {"x": self.case.x, **{f"gates[{number}]": gate for number, gate in enumerate(self.case.gates)}}
+        self.guard = GuardedInputs(read, {}, dict)  # a state that is read and never written shows in the answer
 
     def contender(self, name: str) -> tuple[Contender, bool]:
         """See `PointInputs`: on a GPU a step is a graph's replay where the backend can be captured."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headway.tuning.measure.contender import Contender, InputsChangedError, checked, failed
+from headway.tuning.measure.contender import Contender, InputsChangedError, checked, failed, incorrect
 from headway.tuning.measure.kinds import MeasuredKind, PointInputs
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, host_us
@@ -40,10 +40,9 @@ def new_cell(point: Point, name: str, pair: Pair | None, status: str, **found: A
 
 def wrong_answer(point: Point, name: str, pair: Pair | None, error: float, contender: Contender, when: str = "") -> Cell:
     """The cell of a backend whose relative error exceeds its tolerance. when: in which run, if not the first."""
-    reason = f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}{when}"
-    shown = error if math.isfinite(error) else None
-    found = {"relative_error": shown, "tolerance": contender.tolerance, "variant": contender.kernel}
-    return new_cell(point, name, pair, "incorrect", reason=reason, **found)
+    found = incorrect(error, contender, when)
+    measured = {"relative_error": found.relative_error, "tolerance": found.tolerance, "variant": found.kernel}
+    return new_cell(point, name, pair, "incorrect", reason=found.reason, **measured)
 
 
 def failure(point: Point, name: str, pair: Pair | None, error: Exception) -> Cell:

@@ -70,9 +70,12 @@ class Extent:
 
         pairs: all layouts and block sizes. names: the backends that can run here.
         """
-        layouts = layouts_to_check(prior, pairs)
-        kept = [pair for pair in pairs if pair[0].name in layouts]
         known = {(cell.layout, cell.block_size) for cell in prior.cells}
+        ours = [pair for pair in pairs if any(pair[0].name == name for name, _ in known)]
+        winning = {layout.name for layout, _ in (surviving_pairs(prior.cells, ours) if ours else ())}
+        lost = {layout.name for layout, _ in ours} - winning
+        kept = [pair for pair in pairs if pair[0].name not in lost]
+        layouts = list(dict.fromkeys(layout.name for layout, _ in kept))
         sizes = list(dict.fromkeys(size for _, size in kept))
         if all((layout.name, size) in known for layout, size in kept):
             sizes = [size for _, size in surviving_pairs(prior.cells, kept)[:1]]  # auto takes smaller blocks where both do
@@ -81,16 +84,6 @@ class Extent:
             if ratio > _NOWHERE_NEAR:
                 given_up.setdefault(phase, {})[name] = f"at best {ratio:.2f} times the fastest of those here in the shipped table"
         return cls(layouts, sizes, given_up)
-
-
-def layouts_to_check(prior: CrossoverTable, pairs: Sequence[Pair]) -> list[str]:
-    """The layouts of some pairs over which a prior is checked: those that hold their own in it, and those that it lacks."""
-    known = {cell.layout for cell in prior.cells}
-    ours = [pair for pair in pairs if pair[0].name in known]
-    lost = {layout.name for layout, _ in ours} - {
-        layout.name for layout, _ in (surviving_pairs(prior.cells, ours) if ours else ())
-    }
-    return [name for name in dict.fromkeys(layout.name for layout, _ in pairs) if name not in lost]
 
 
 def _choose(times: Mapping[Point, Times]) -> list[Point]:
@@ -142,7 +135,7 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
     comparable = [_as_replay(cell) if (cell.phase, cell.kernel) in replays else cell for cell in known]
     scales = _Scales.of(comparable, here.cells)
     scaled = [scales.apply(cell) for cell in comparable if cell.phase in scales.device]
-    settled = _settled(here.cells, {_key(cell): cell for cell in scaled})
+    settled = _settled(here.cells, {cell.key: cell for cell in scaled})
     verdict = _Check(points(scaled), points(settled), shared, _NOISES * max(prior.table.noise, here.noise))
     faults: dict[PointKey, str] = {point.key: verdict.fault(point) for point in asked}
     factors = {key: verdict.factors(key) for key, fault in faults.items() if not fault}
@@ -186,8 +179,8 @@ class _Scales:
     @classmethod
     def of(cls, there: Sequence[Cell], here: Sequence[Cell]) -> _Scales:
         """Medians over the cells that both have."""
-        before = {_key(cell): cell for cell in there}
-        pairs = [(before[_key(cell)], cell) for cell in here if _key(cell) in before]
+        before = {cell.key: cell for cell in there}
+        pairs = [(before[cell.key], cell) for cell in here if cell.key in before]
         both = [(old, new) for old, new in pairs if old.median_us and new.median_us]
         phases = dict.fromkeys(new.phase for _, new in both)
         device = {
@@ -204,7 +197,7 @@ def _settled(cells: Sequence[Cell], expected: Mapping[tuple[object, ...], Cell])
     """Cells with the host's times that were expected, unless far off: a host's time varies by more than a backend's lead."""
     found = []
     for cell in cells:
-        us, now = expected[_key(cell)].host_us if _key(cell) in expected else None, cell.host_us
+        us, now = expected[cell.key].host_us if cell.key in expected else None, cell.host_us
         near = us and now and abs(math.log(now / us)) < math.log(_WRONG)
         found.append(cell.model_copy(update={"host_us": us}) if near else cell)
     return found
@@ -224,10 +217,6 @@ def _told(factors: Mapping[str, float]) -> str:
 def _median_ratio(pairs: Iterable[tuple[float | None, float | None]]) -> float:
     ratios = [math.log(new / old) for old, new in pairs if old and new]
     return math.exp(median(ratios)) if ratios else 1.0
-
-
-def _key(cell: Cell) -> tuple[object, ...]:
-    return cell.point, cell.kernel, cell.layout, cell.block_size
 
 
 @dataclass(frozen=True)

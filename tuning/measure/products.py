@@ -6,8 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,34 +59,35 @@ def choose_products(
         return
     device = kinds[0].layers[0].device
     identity = identify_device(device)
-    layers = [linear_layer(kind, identity, ahead, timer, registry) for kind in kinds if not kind.fixed]
+    every = [linear_layer(kind, identity, ahead, timer, registry) for kind in kinds]
+    layers = [layer for layer in every if not layer.kind.fixed]
     if ahead is not None and budget > 0:
         with on_device(device), torch.inference_mode(), ahead():
             for layer in layers:
-                layer.sample.compile([point.batch for point in first_points(layer)])
+                layer.compile([point.batch for point in first_points(layer)])
     shared = SharedBudget(budget, len(layers))
     for layer in sorted(layers, key=lambda layer: layer.stored is None):  # a stored table leaves its share to the others
         with shared.part() as share:
             layer.obey(share)
-    with on_device(kinds[0].layers[0].device), torch.inference_mode():
-        for kind in kinds:
-            settle(kind)
+    with on_device(device), torch.inference_mode():
+        for layer in every:
+            settle(layer)
     for kind in kinds:
         log.info("products %s: %s", kind.name, kind.describe())
 
 
-def settle(kind: LinearChoice) -> None:
+def settle(sample: LinearLayer) -> None:
     """Prepare all layers for the kernels that serve; one without room, or with a wrong answer, serves no longer.
 
     Third parties' kernels and libraries are tried at each start, since they may have changed since times were stored.
     """
-    fit = set[str]()
+    kind, fit = sample.kind, set[str]()
     while True:
         untried = [item for item in kind.serving().items() if _is_tried(kind, item[0]) and item[0] not in fit]
         if not untried:
             break
         name, rows = untried[0]
-        why = _unfit(kind, name, rows)
+        why = _unfit(sample, name, rows)
         if why is None:
             fit.add(name)
             continue
@@ -111,11 +111,12 @@ def _copies(kind: LinearChoice, name: str) -> bool:
     return kind.is_guest(name) or getattr(kind.kernels[name], "copies", False)
 
 
-def _unfit(kind: LinearChoice, name: str, rows: int) -> str | None:
+def _unfit(sample: LinearLayer, name: str, rows: int) -> str | None:
     """Return why a kernel cannot serve, after trying it; its layers are prepared if it can, else nothing is left of that.
 
     :raises BackendError: the user asked for the kernel.
     """
+    kind = sample.kind
     kernel, layers = kind.kernels[name], kind.layers
     try:
         if getattr(kernel, "copies", False):
@@ -123,7 +124,7 @@ def _unfit(kind: LinearChoice, name: str, rows: int) -> str | None:
             if needed > _SHARE * room:
                 raise MemoryError(f"it needs {needed / 1e9:.1f} GB of its own, and of {room / 1e9:.1f} GB may take {_SHARE:.0%}")
         taken = sum(layer.prepare(kernel) for layer in layers)
-        SampleProduct(kind).check(name, rows)
+        sample.check(name, rows)
     except Exception as raised:
         for layer in layers:
             layer.release(kernel)
@@ -146,15 +147,15 @@ def _room(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class LinearLayer(CountedLayer):
-    """A kind of product, measured by the number of rows."""
+    """A kind of product, measured by the number of rows.
+
+    Random rows pass a model's own layers one after the other, so that weights come from memory as in a step.
+    """
 
     kind: LinearChoice
     ahead: CompileAhead | None
-
-    @cached_property
-    def sample(self) -> SampleProduct:
-        """The rows and weights that are multiplied."""
-        return SampleProduct(self.kind)
+    _drawn: dict[int, Tensor] = field(default_factory=dict)
+    _answers: dict[int, Tensor] = field(default_factory=dict)
 
     def obey(self, seconds: float) -> None:
         """Have the kind choose by measured times, if there are any. seconds: how long may be measured."""
@@ -165,27 +166,83 @@ class LinearLayer(CountedLayer):
     def able(self, count: int) -> list[str]:
         return self.kind.able(count)
 
-    def check(self, name: str, count: int) -> None:
-        self.sample.check(name, count)
-
-    def call(self, name: str, count: int) -> Callable[[], object]:
-        return self.sample.call(name, count)
+    def sampled(self, rows: int) -> list[Linear]:
+        """Return the layers that one call computes."""
+        return self.kind.layers[: _LAYERS if rows <= _DECODED else _FEW_LAYERS]
 
     def layers(self, count: int) -> int:
-        return len(self.sample.layers(count))
+        return len(self.sampled(count))
 
     def falls_behind(self, name: str) -> bool:
         return name.startswith(KERNEL)
 
     @contextmanager
     def ready(self, counts: Collection[int]) -> Iterator[None]:
-        with self.sample.arranged():
+        """See `CountedLayer`: layers are prepared for every kernel that copies weights; one that cannot fails its check."""
+        kernels = [kernel for name, kernel in self.kind.kernels.items() if _copies(self.kind, name)]
+        try:
+            for kernel in kernels:
+                with suppress(Exception):
+                    taken = sum(layer.prepare(kernel) for layer in self.sampled(1))
+                    log.info("products %s: %s is tried with %.1f MB of its own", self.kind.name, kernel.label, taken / 1e6)
             if self.ahead is not None:
                 with self.ahead():
-                    self.sample.compile(counts)  # found at once where all kinds' kernels were compiled together
+                    self.compile(counts)  # found at once where all kinds' kernels were compiled together
             yield
+        finally:
+            for kernel in kernels:
+                for layer in self.kind.layers:
+                    layer.release(kernel)
         if self.on.type == "cuda":
             torch.cuda.empty_cache()  # graphs and answers of many rows
+
+    def compile(self, counts: Collection[int]) -> None:
+        """Launch what is compiled for some numbers of rows, to be called where nothing is launched."""
+        for rows in counts:
+            for name in self.kind.able(rows):
+                if _copies(self.kind, name):  # by a launch
+                    continue
+                with suppress(Exception):  # the trial will meet it again, and name it
+                    self.kind.compute(name, self.x(rows), self.kind.layers[0])
+
+    def call(self, name: str, count: int) -> Callable[[], object]:
+        """See `CountedLayer`: on a GPU a CUDA graph, as an engine runs its steps, so that the host is not timed."""
+        x, layers = self.x(count), self.sampled(count)
+
+        def all_layers() -> None:
+            for layer in layers:
+                self.kind.compute(name, x, layer)
+
+        return captured(all_layers).replay if self.on.type == "cuda" else all_layers
+
+    def x(self, rows: int) -> Tensor:
+        """Return random rows [rows, in_features]; those of one number are kept."""
+        if rows not in self._drawn:
+            layer = self.kind.layers[0]
+            self._drawn.clear()
+            generator = torch.Generator(self.on).manual_seed(rows)
+            x = torch.empty(rows, layer.in_features, dtype=layer.dtype, device=self.on)
+            self._drawn[rows] = x.normal_(generator=generator)
+        return self._drawn[rows]
+
+    def expected(self, rows: int) -> Tensor:
+        """Return the first and last rows of the answer, by torch's operations in float32."""
+        if rows not in self._answers:
+            layer, x = self.kind.layers[0], _ends(self.x(rows)).float()
+            weight = layer.weight
+            x = rms_norm(x, x.shape[1:], eps=1e-6) if self.kind.gated else x
+            y = x @ (weight.float() if isinstance(weight, Tensor) else weight.dequantized(torch.float32)).t()
+            y = y if layer.bias is None else y + layer.bias
+            gate, up = y.chunk(2, dim=1) if self.kind.gated else (y, y)
+            self._answers.clear()
+            self._answers[rows] = silu(gate) * up if self.kind.gated else y
+        return self._answers[rows]
+
+    def check(self, name: str, count: int) -> None:
+        found, expected = _ends(self.kind.compute(name, self.x(count), self.kind.layers[0])).float(), self.expected(count)
+        error = float((found - expected).norm() / expected.norm())
+        if not error < (_ROUNDED if self.kind.kernels[name].rounds_input else _EXACT):
+            raise ArithmeticError(f"its answer is off by {error:.1e}")
 
 
 def linear_layer(
@@ -199,86 +256,6 @@ def linear_layer(
     record, wanted, layers = LinearRecord(layer=kind.name), counted_points("rows", ROW_COUNTS), kind.layers
     on = layers[0].device if layers else torch.device(device.type)
     return LinearLayer(record, device, list(kind.kernels), wanted, on, timer, registry, kind, ahead)
-
-
-class SampleProduct:
-    """Random rows, and a model's own layers of one kind, one after the other: so weights come from memory as in a step."""
-
-    def __init__(self, kind: LinearChoice) -> None:
-        self.kind = kind
-        self._layers = kind.layers
-        self.device = self._layers[0].device
-        self._generator = torch.Generator(self.device).manual_seed(0)
-        self._x = torch.empty(0, 0)
-        self._expected: tuple[int, Tensor] | None = None
-
-    def layers(self, rows: int) -> list[Linear]:
-        """Return the layers that one call computes."""
-        return self._layers[: _LAYERS if rows <= _DECODED else _FEW_LAYERS]
-
-    def x(self, rows: int) -> Tensor:
-        """Random rows [rows, in_features]; those of one number are kept."""
-        if len(self._x) != rows:
-            layer = self._layers[0]
-            self._x = torch.empty(rows, layer.in_features, dtype=layer.dtype, device=self.device)
-            self._x.normal_(generator=self._generator)
-        return self._x
-
-    @contextmanager
-    def arranged(self) -> Iterator[None]:
-        """Prepare the layers inside for every kernel that copies weights; for one that cannot, its trial will say why."""
-        kernels = [kernel for name, kernel in self.kind.kernels.items() if _copies(self.kind, name)]
-        try:
-            for kernel in kernels:
-                with suppress(Exception):
-                    taken = sum(layer.prepare(kernel) for layer in self.layers(1))
-                    log.info("products %s: %s is tried with %.1f MB of its own", self.kind.name, kernel.label, taken / 1e6)
-            yield
-        finally:
-            for kernel in kernels:
-                for layer in self._layers:
-                    layer.release(kernel)
-
-    def compile(self, counts: Collection[int]) -> None:
-        """Launch what is compiled for some numbers of rows, to be called where nothing is launched."""
-        for rows in counts:
-            for name in self.kind.able(rows):
-                if _copies(self.kind, name):  # by a launch
-                    continue
-                with suppress(Exception):  # the trial will meet it again, and name it
-                    self.kind.compute(name, self.x(rows), self._layers[0])
-
-    def call(self, name: str, rows: int) -> Callable[[], object]:
-        """All layers by one way: on a GPU as a CUDA graph, as an engine runs its steps, so that the host is not timed."""
-        x, layers = self.x(rows), self.layers(rows)
-
-        def all_layers() -> None:
-            for layer in layers:
-                self.kind.compute(name, x, layer)
-
-        return captured(all_layers).replay if self.device.type == "cuda" else all_layers
-
-    def expected(self, rows: int) -> Tensor:
-        """The first and last rows of the answer, by torch's operations in float32."""
-        if self._expected is None or self._expected[0] != rows:
-            layer, x = self._layers[0], _ends(self.x(rows)).float()
-            weight = layer.weight
-            x = rms_norm(x, x.shape[1:], eps=1e-6) if self.kind.gated else x
-            y = x @ (weight.float() if isinstance(weight, Tensor) else weight.dequantized(torch.float32)).t()
-            y = y if layer.bias is None else y + layer.bias
-            gate, up = y.chunk(2, dim=1) if self.kind.gated else (y, y)
-            self._expected = rows, silu(gate) * up if self.kind.gated else y
-        return self._expected[1]
-
-    def check(self, name: str, rows: int) -> None:
-        """Check a kernel's answer against that of torch's operations.
-
-        :raises ArithmeticError: it is another; or whatever the kernel raises.
-        """
-        found, expected = _ends(self.kind.compute(name, self.x(rows), self._layers[0])).float(), self.expected(rows)
-        error = float((found - expected).norm() / expected.norm())
-        if not error < (_ROUNDED if self.kind.kernels[name].rounds_input else _EXACT):
-            raise ArithmeticError(f"its answer is off by {error:.1e}")
 
 
 def _ends(rows: Tensor) -> Tensor:

@@ -118,7 +118,8 @@ def run_kernel_level(
                     table.cells += [cell.model_copy(update={"between": between}) for cell in cells]
                     table.noise = noise_of(table.cells)
                     table.cut_short = True
-                    _save(table, options.output)
+                    if options.output is not None:
+                        write_json(table, options.output)
                     progress.update(task, advance=1, description=f"{point.phase} {point.case}")
                 reached = {cell.point for cell in table.cells}
                 table.complete = all(point.key in reached for point in todo)
@@ -128,8 +129,8 @@ def run_kernel_level(
             raise
         table.cut_short = False
         table.busy = table.busy or crowding()
-        if table.cells:  # nothing was measured: what lies there is worth more
-            _save(table, options.output)
+        if table.cells and options.output is not None:  # nothing was measured: what lies there is worth more
+            write_json(table, options.output)
     return table
 
 
@@ -234,11 +235,6 @@ def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptio
     table.noise = old.noise
     table.prior = old.prior
     return table
-
-
-def _save(table: CrossoverTable, path: Path | None) -> None:
-    if path is not None:
-        write_json(table, path)
 
 
 # Successive halving: with little time, clear losers make room for the points that decide between the others. After each level of

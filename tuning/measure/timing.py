@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+import numpy
 import torch
 
 from headway.core.contract.errors import ConfigError
@@ -168,8 +169,7 @@ class InterleavedTimer:
 
 
 def _summary(rounds: Sequence[list[float]]) -> Timing:
-    together = sorted(us for found in rounds for us in found)
-    middle, low, high = (_quantile(together, share) for share in QUANTILES)
+    middle, low, high = map(float, numpy.quantile([us for found in rounds for us in found], QUANTILES))
     return Timing(middle, low, high, _drift(rounds) if len(rounds) > 1 else None)
 
 
@@ -231,18 +231,8 @@ def _time_on_cpu(call: Callable[[], object], warmup_ms: float, rep_ms: float) ->
     times: list[float] = []
     start = time.perf_counter()
     while len(times) < _MIN_RUNS or (time.perf_counter() - start < 1e-3 * rep_ms and len(times) < _MAX_RUNS):
-        before = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - before))
-    return Timing(*(_quantile(sorted(times), share) for share in QUANTILES))
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear between the two nearest of the ordered values, as torch.quantile."""
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+        times += _cpu_times(call, 1, time.perf_counter)
+    return Timing(*(float(each) for each in numpy.quantile(times, QUANTILES)))
 
 
 MOST_COMPILING = 2.0

@@ -179,11 +179,8 @@ def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | No
 
 def build_case(work: AttentionWork, layout: CacheLayout, block_size: int, seed: int) -> Case:
     """The work's step over a filled cache with shuffled blocks; q, k, v and context depend on work and seed alone."""
-    spec = work.spec
-    metadata, cache = _empty_step(work, layout, block_size, seed)
-    q = torch.empty((work.num_tokens, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
-    k = q.new_empty((work.num_tokens, spec.num_kv_heads, spec.head_dim))
-    v = k[..., : spec.v_head_dim] if spec.value_in_key else q.new_empty((work.num_tokens, spec.num_kv_heads, spec.v_head_dim))
+    case = empty_case(work, layout, block_size, seed)
+    spec, metadata, cache, q, k, v = work.spec, case.metadata, case.cache, case.q, case.k, case.v
     generator = torch.Generator(spec.device)
     token = 0
     for row, (query_len, kv_len) in enumerate(work.lens):
@@ -198,34 +195,39 @@ def build_case(work: AttentionWork, layout: CacheLayout, block_size: int, seed: 
             v[new] = _store(values, cache, "value", slots)[kv_len - query_len :]
         q[new] = _random(query_len, spec.num_heads, spec.head_dim, spec, generator)
         token += query_len
-    return Case(spec=spec, metadata=metadata, cache=cache, q=q, k=k, v=v)
+    return case
 
 
 def build_write(work: AttentionWork, layout: CacheLayout, block_size: int, seed: int) -> Case:
     """Like `build_case` but over an empty (zero) cache: the new tokens alone, for a cache writer."""
-    metadata, cache = _empty_step(work, layout, block_size, seed)
     generator = torch.Generator(work.spec.device).manual_seed(seed)
     dims = work.spec.head_dim, work.spec.v_head_dim
     k, v = (_random(work.num_tokens, work.spec.num_kv_heads, dim, work.spec, generator) for dim in dims)
-    return Case(spec=work.spec, metadata=metadata, cache=cache, q=k[:0], k=k, v=v)
+    return replace(empty_case(work, layout, block_size, seed), q=k[:0], k=k, v=v)
 
 
-def _empty_step(work: AttentionWork, layout: CacheLayout, block_size: int, seed: int) -> tuple[AttentionMetadata, LayerCache]:
+def empty_case(work: AttentionWork, layout: CacheLayout, block_size: int, seed: int, shared: bool = False) -> Case:
+    """Return the work's step of zeros over an empty cache. shared: all sequences use one block, to save memory."""
     spec = work.spec
-    check_room(work.lens, spec, block_size)
+    if not shared:
+        check_room(work.lens, spec, block_size)
     counts = [-(-kv_len // block_size) for _, kv_len in work.lens]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = [0] * len(order) if shared else order
     tables: list[Sequence[int]] = []
     first = 0
     for count in counts:
         tables.append(order[first : first + count])
         first += count
-    geometry = CacheGeometry.of(spec, sum(counts), block_size)
+    geometry = CacheGeometry.of(spec, 1 if shared else sum(counts), block_size)
     query_lens = [query_len for query_len, _ in work.lens]
     context_lens = [kv_len - query_len for query_len, kv_len in work.lens]
     decode_query_len = VERIFY_QUERY_LEN if work.phase == "decode" else 1
     metadata = AttentionMetadata.build(query_lens, context_lens, tables, block_size, spec.device, decode_query_len)
-    return metadata, layout.allocate(geometry, spec.k_scale, spec.v_scale)
+    q = torch.zeros((work.num_tokens, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
+    k = q.new_zeros((work.num_tokens, spec.num_kv_heads, spec.head_dim))
+    v = k[..., : spec.v_head_dim] if spec.value_in_key else q.new_zeros((*k.shape[:2], spec.v_head_dim))
+    return Case(spec, metadata, layout.allocate(geometry, spec.k_scale, spec.v_scale), q, k, v)
 
 
 def _random(rows: int, heads: int, dim: int, spec: AttentionSpec, generator: torch.Generator) -> Tensor:

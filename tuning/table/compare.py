@@ -94,7 +94,7 @@ class Change:
 def diff(first: CrossoverTable, second: CrossoverTable, at_least: float) -> list[Change]:
     """Cells whose time differs by more than the noise of both tables and `at_least`, or whose status differs otherwise."""
     noise = max(at_least, first.noise, second.noise)
-    before, after = ({_key(cell): cell for cell in table.cells} for table in (first, second))
+    before, after = ({cell.key: cell for cell in table.cells} for table in (first, second))
     changes = []
     for key in {**before, **after}:
         old, new = before.get(key), after.get(key)
@@ -144,8 +144,8 @@ def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> Cro
         own = {(cell.layout, cell.block_size) for cell in table.cells if cell.layout is not None}
         another_part = bool(own and places) and own.isdisjoint(places)
         for cell in table.cells:
-            before = cells.get(_key(cell)) if another_part else None
-            cells[_key(cell)] = cell if before is None else _better(before, cell)
+            before = cells.get(cell.key) if another_part else None
+            cells[cell.key] = cell if before is None else _better(before, cell)
         places |= own
     backends = {record.name: record for table in ordered for record in table.kernels if record.usable}
     absent = {record.name: record for table in ordered for record in table.kernels if record.name not in backends}
@@ -172,7 +172,3 @@ def partly_measured(table: CrossoverTable) -> int:
     """Points that were measured without some of the usable backends; there those are not considered."""
     names = {record.name for record in table.kernels if record.usable}
     return sum({cell.kernel for cell in rivals} < names for rivals in points(table.cells).values())
-
-
-def _key(cell: Cell) -> tuple[object, ...]:
-    return cell.point, cell.kernel, cell.layout, cell.block_size

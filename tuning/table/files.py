@@ -6,16 +6,14 @@ A prior is a table of another machine of the same kind, used before anything has
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from headway.core.contract.errors import ConfigError
@@ -27,7 +25,6 @@ from headway.tuning.table.compare import differences
 from headway.tuning.table.old_formats import OLD_NAMES, old_path, schema_of, upgrade
 from headway.tuning.table.schema import RECORDS, SCHEMA, CrossoverTable, DeviceIdentity, LayerRecord, PriorRecord, slug
 
-_SPACE = " \t\n\r"
 log = logging.getLogger("headway")
 
 
@@ -100,42 +97,16 @@ def _other_schema(found: object, text: str) -> tuple[str, str]:
 
 
 def line_of(text: str, path: list[str]) -> int:
-    """The line (from 1) at which the value at a path of keys and indices begins; that of the nearest parent that exists."""
-    position = _skip(text, 0)
+    """Return the line (from 1) at which the value at a path of keys and indices begins, or its nearest parent that exists."""
+    node = yaml.compose(text.replace("\t", " "), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # JSON is YAML
     for part in path:
-        inside = _child(text, position, part)
-        if inside is None:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        items = node.value if isinstance(node, yaml.SequenceNode) else ()
+        inside = {key.value: value for key, value in pairs} | {str(number): value for number, value in enumerate(items)}
+        if part not in inside:
             break
-        position = inside
-    return text.count("\n", 0, position) + 1
-
-
-def _child(text: str, position: int, part: str) -> int | None:
-    """Where the value of a key or index begins in the object or array at a position."""
-    opening = text[position]
-    if opening not in "{[":
-        return None
-    position = _skip(text, position + 1)
-    number = 0
-    while text[position] not in "}]":
-        key: Any = str(number)
-        if opening == "{":
-            key, end = scanstring(text, position + 1)
-            position = _skip(text, _skip(text, end) + 1)  # past the colon
-        if key == part:
-            return position
-        _, end = json.JSONDecoder().raw_decode(text, position)
-        position = _skip(text, end)
-        if text[position] == ",":
-            position = _skip(text, position + 1)
-        number += 1
-    return None
-
-
-def _skip(text: str, position: int) -> int:
-    while position < len(text) and text[position] in _SPACE:
-        position += 1
-    return position
+        node = inside[part]
+    return int(node.start_mark.line) + 1
 
 
 def table_folder() -> Path:

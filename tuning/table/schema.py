@@ -115,7 +115,7 @@ class LayerRecord(BaseModel, ABC):
     """Kind of operation; `CrossoverTable.kind`."""
     named: ClassVar[str]
     """Name of such layers in reports."""
-    kernels: ClassVar[str]
+    kernels: ClassVar[str] = "kernels"
     """Name of their kernels in reports."""
     phases: ClassVar[tuple[PhaseName, ...]]
     """Phases of the kind's cells."""
@@ -170,49 +170,20 @@ class SpecRecord(LayerRecord):
         """A layer as a record; its device stands elsewhere."""
         from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
 
-        return cls(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=float(spec.scale),
-            dtype=DTYPE_NAMES[spec.dtype],  # type: ignore[arg-type]
-            kv_dtype=KV_DTYPE_NAMES[spec.cache_dtype],  # type: ignore[arg-type]
-            k_scale=float(spec.k_scale),
-            v_scale=float(spec.v_scale),
-            sliding_window=spec.sliding_window,
-            softcap=spec.softcap,
-            alibi_slopes=None if spec.alibi_slopes is None else list(spec.alibi_slopes),
-            sinks=None if spec.sinks is None else list(spec.sinks),
-            v_head_dim=0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim,
-            value_in_key=spec.value_in_key,
-            dense=spec.dense,
-            causal=spec.causal,
-        )
+        found = {name: getattr(spec, name) for name in cls.model_fields}
+        found |= {name: float(found[name]) for name in ("scale", "k_scale", "v_scale")}
+        found |= {name: each and list(each) for name in ("alibi_slopes", "sinks") for each in [found[name]]}
+        found |= {"dtype": DTYPE_NAMES[spec.dtype], "kv_dtype": KV_DTYPE_NAMES[spec.cache_dtype]}
+        return cls(**found | {"v_head_dim": 0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim})
 
     def to_spec(self, device: torch.device) -> AttentionSpec:
         """The layer again, on a device."""
         from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 
-        kv_dtype = {**DTYPES, **KV_DTYPES}[self.kv_dtype]
-        return AttentionSpec(
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.scale,
-            DTYPES[self.dtype],
-            device,
-            self.sliding_window,
-            self.softcap,
-            None if self.alibi_slopes is None else tuple(self.alibi_slopes),
-            None if self.sinks is None else tuple(self.sinks),
-            None if self.kv_dtype == self.dtype else kv_dtype,
-            self.k_scale,
-            self.v_scale,
-            v_head_dim=self.v_head_dim,
-            value_in_key=self.value_in_key,
-            dense=self.dense,
-            causal=self.causal,
-        )
+        found = self.model_dump()
+        found |= {name: None if found[name] is None else tuple(found[name]) for name in ("alibi_slopes", "sinks")}
+        kv_dtype = None if self.kv_dtype == self.dtype else {**DTYPES, **KV_DTYPES}[self.kv_dtype]
+        return AttentionSpec(**found | {"dtype": DTYPES[self.dtype], "kv_dtype": kv_dtype, "device": device})
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -299,7 +270,6 @@ class LinearRecord(CountedRecord):
 
     kind: ClassVar[str] = "linear"
     named: ClassVar[str] = "linear layer"
-    kernels: ClassVar[str] = "kernels"
     phases: ClassVar[tuple[PhaseName, ...]] = ("rows",)
 
 
@@ -308,7 +278,6 @@ class ExpertsRecord(CountedRecord):
 
     kind: ClassVar[str] = "experts"
     named: ClassVar[str] = "layer of experts"
-    kernels: ClassVar[str] = "kernels"
     phases: ClassVar[tuple[PhaseName, ...]] = ("tokens",)
 
 
@@ -317,7 +286,6 @@ class RanksRecord(CountedRecord):
 
     kind: ClassVar[str] = "all_reduce"
     named: ClassVar[str] = "sum over ranks"
-    kernels: ClassVar[str] = "kernels"
     phases: ClassVar[tuple[PhaseName, ...]] = ("bytes",)
 
 
@@ -430,6 +398,11 @@ class Cell(BaseModel):
         return self.phase, self.case
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """Return the key that is unique to a cell in its table."""
+        return self.point, self.kernel, self.layout, self.block_size
+
+    @property
     def layer_us(self) -> float | None:
         """What a layer costs a step: where kernels are launched one by one, the host may be the slower of the two."""
         return None if self.median_us is None else max(self.median_us, self.host_us or 0.0)
@@ -520,8 +493,7 @@ class CrossoverTable(BaseModel):
         seen = set()
         names = {record.name for record in self.kernels}
         for number, cell in enumerate(self.cells):
-            key = (cell.point, cell.kernel, cell.layout, cell.block_size)
-            if key in seen:
+            if cell.key in seen:
                 raise ValueError(f"cells.{number} is there twice: {cell.kernel} at {cell.phase} {cell.case}")
             if cell.kernel not in names:
                 raise ValueError(f"cells.{number}: {cell.kernel!r} is not in kernels")
@@ -529,7 +501,7 @@ class CrossoverTable(BaseModel):
                 raise ValueError(f"cells.{number}: phase {cell.phase} in a table of kind {self.kind}")
             if (cell.phase == "generate") != (self.level == "engine"):
                 raise ValueError(f"cells.{number}: phase {cell.phase} in a table of level {self.level}")
-            seen.add(key)
+            seen.add(cell.key)
         return self
 
     @property

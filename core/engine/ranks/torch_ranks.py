@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from torch import Tensor
 
 from headway.core.contract.errors import HeadwayError
+from headway.core.contract.kernel import GraphLevel
+from headway.core.contract.ranks import AllReduceCapabilities, AllReduceKernel, RankGroup
 from headway.core.select.costs import AxisTimes, CountAxis
 from headway.core.system.shared_ring import LifeSigns
 
@@ -22,30 +24,13 @@ SIZES: Final = tuple(2**n for n in range(10, 24))
 BYTES: Final = CountAxis("bytes", SIZES, nearest=True)
 
 
-class AllReduce(Protocol):
-    """A way of summing a tensor over all ranks. Every rank takes the same one for the same call."""
-
-    @property
-    def name(self) -> str:
-        """The way's name in reports and tables."""
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether it sums such a tensor: by shape and type alone, so that all ranks agree."""
-
-    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the sum, or `onto` with the sum added; see `Ranks.all_reduce`."""
-
-    def abort(self) -> None:
-        """Have calls that wait for other ranks end or fail; any thread may do so."""
-
-
 def fastest_sum(times: AxisTimes, num_bytes: int, names: Sequence[str]) -> str:
-    """Return the fastest way of summing this many bytes; the last of `names`, which takes any tensor, if none was measured."""
+    """Return the kernel that sums this many bytes fastest; the last of `names`, which takes any tensor, if none was measured."""
     return times.fastest(num_bytes, names) or names[-1]
 
 
 def describe_sums(times: AxisTimes) -> str:
-    """Return in words which way sums how many bytes."""
+    """Return in words the kernel that sums each range of sizes."""
     changes = BYTES.changes(lambda num_bytes: fastest_sum(times, num_bytes, list(times.us)))
     return BYTES.describe(changes, times.source)
 
@@ -62,24 +47,37 @@ class MeetingError(HeadwayError):
     """A call in which all ranks meet has failed: as a rule another rank has ended."""
 
 
-class GroupAllReduce:
+class GroupAllReduce(AllReduceKernel):
     """Sums by a process group of torch: of any tensor."""
 
-    def __init__(self, group: Any, name: str) -> None:
-        self._group = group
-        self.name = name
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group.process_group
 
-    def takes(self, x: Tensor) -> bool:
-        """Any."""
-        return True
+    @classmethod
+    def join(cls, group: RankGroup) -> Self:
+        return cls(group)
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         _meet(lambda: self._group.allreduce([x]))
         return x if onto is None else onto.add_(x)
 
     def abort(self) -> None:
-        """See `AllReduce.abort`."""
         self._group.abort()
+
+
+class Gloo(GroupAllReduce):
+    """Sums by gloo, on a CPU."""
+
+    name = "gloo"
+    capabilities = AllReduceCapabilities(devices=("cpu",))
+
+
+class Nccl(GroupAllReduce):
+    """Sums by NCCL."""
+
+    name = "nccl"
+    capabilities = AllReduceCapabilities()
+    graph_level = GraphLevel.ANY
 
 
 class TorchRanks:
@@ -93,26 +91,26 @@ class TorchRanks:
         self._device = device
         self._progress = progress
         self._group = _joined(store, rank, size, device)
-        self.store = store
         self.device = device
-        self.sums: Sequence[AllReduce] = [GroupAllReduce(self._group, "gloo" if device.type == "cpu" else "nccl")]
-        """Ways of summing, the process group's last: the first that takes a tensor sums it, unless `times` know a faster one."""
+        self.group = RankGroup(rank, size, device, store, self._group)
+        self.sums: Sequence[AllReduceKernel] = [(Gloo if device.type == "cpu" else Nccl)(self.group)]
+        """Kernels, the process group's last: the first that takes a tensor sums it, unless `times` know a faster one."""
         self.times: AxisTimes | None = None
-        self._chosen: dict[tuple[int, torch.dtype], AllReduce] = {}
+        self._chosen: dict[tuple[int, torch.dtype], AllReduceKernel] = {}
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See `Ranks`; x is overwritten."""
         self._progress.call()
         kind = x.nbytes, x.dtype
-        way = self._chosen.get(kind)
-        if way is None:
+        kernel = self._chosen.get(kind)
+        if kernel is None:
             able = {each.name: each for each in self.sums if each.takes(x)}
             names = list(able)
-            way = self._chosen[kind] = able[names[0] if self.times is None else fastest_sum(self.times, x.nbytes, names)]
-        return way(x, onto)
+            kernel = self._chosen[kind] = able[names[0] if self.times is None else fastest_sum(self.times, x.nbytes, names)]
+        return kernel(x, onto)
 
-    def sum_by(self, sums: Sequence[AllReduce], times: AxisTimes | None) -> None:
-        """Sum in these ways from now on, before any graph is captured. sums: see `sums`; times: None: in their order."""
+    def sum_by(self, sums: Sequence[AllReduceKernel], times: AxisTimes | None) -> None:
+        """Sum by these kernels from now on, before any graph is captured. sums: see `sums`. times: None takes their order."""
         self.sums = sums
         self.times = times
         self._chosen.clear()

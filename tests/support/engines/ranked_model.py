@@ -89,7 +89,7 @@ def make_rank(
     """The executor of a rank that follows. fault: what it does in a step of 13 tokens, or at its start."""
     if fault == "start":
         raise RuntimeError("no part of the model here")
-    choose_all_reduce(start.ranks, MEASURED)
+    choose_all_reduce(start.ranks, registry().all_reduce, MEASURED)
     model = RankedModel(start.ranks, start.device)
     if fault and start.ranks.rank == start.ranks.size - 1:
         model.before = partial(_strike, fault)
@@ -144,7 +144,7 @@ def ranked_engine(
     rank = partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault, compile_ahead=compile_ahead)
 
     def own_model(ranks: Ranks) -> RankedModel:
-        choose_all_reduce(ranks, MEASURED)
+        choose_all_reduce(ranks, registry().all_reduce, MEASURED)
         return RankedModel(ranks, devices[0])
 
     return joined_engine(RankProcesses(size, MODULE, devices, num_threads=1), rank, own_model, **options)
