@@ -1,4 +1,4 @@
-"""Ranks over a process group of torch: gloo on CPUs, NCCL on CUDA devices."""
+"""Ranks over a torch process group: gloo on CPUs, NCCL on CUDA devices."""
 
 from __future__ import annotations
 
@@ -18,59 +18,59 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 SIZES: Final = tuple(2**n for n in range(10, 24))
-"""Bytes of tensors that are measured; any other takes the nearest one's choice, by ratio."""
+"""Tensor sizes in bytes that are measured. Another size uses the choice for the nearest one, by ratio."""
 BYTES: Final = CountAxis("bytes", SIZES, nearest=True)
 
 
 class AllReduce(Protocol):
-    """A way of summing a tensor over all ranks. Every rank takes the same one for the same call."""
+    """All-reduce method. Every rank uses the same method for the same call."""
 
     @property
     def name(self) -> str:
-        """The way's name in reports and tables."""
+        """Name of the method in reports and tables."""
 
     def takes(self, x: Tensor) -> bool:
-        """Whether it sums such a tensor: by shape and type alone, so that all ranks agree."""
+        """Return whether the method supports this tensor. Depends only on shape and dtype, so that all ranks agree."""
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return the sum, or `onto` with the sum added; see `Ranks.all_reduce`."""
 
     def abort(self) -> None:
-        """Have calls that wait for other ranks end or fail; any thread may do so."""
+        """Make calls that wait for other ranks end or fail. Any thread may call this."""
 
 
 def fastest_sum(times: AxisTimes, num_bytes: int, names: Sequence[str]) -> str:
-    """Return the fastest way of summing this many bytes; the last of `names`, which takes any tensor, if none was measured."""
+    """Return the fastest method for this many bytes; if none was measured, the last of `names`, which supports any tensor."""
     return times.fastest(num_bytes, names) or names[-1]
 
 
 def describe_sums(times: AxisTimes) -> str:
-    """Return in words which way sums how many bytes."""
+    """Return a text with the all-reduce method of each range of sizes."""
     changes = BYTES.changes(lambda num_bytes: fastest_sum(times, num_bytes, list(times.us)))
     return BYTES.describe(changes, times.source)
 
 
 LOOPBACK: Final = "127.0.0.1"
-_FOREVER: Final = timedelta(days=7)  # The group's own limit of a call: none, since logits processors may be slow, hangs are found
+_FOREVER: Final = timedelta(days=7)  # Timeout of a call: long, since logits processors may be slow; the watchdog finds hangs
 _NCCL: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Environment variables unless they are set: torch leaves it to the engine to end a process whose other ranks are gone, and NCCL
-asks for no multicast of NVLink, which not every machine's fabric lets a process have."""
-_JOIN: Final = timedelta(seconds=60)  # The longest that ranks wait for one another when the group is made
+"""Environment variables, set unless they are set already. torch must not end a process whose other ranks are gone: the engine
+does. NCCL must not use NVLink multicast, which the fabric of some machines does not give to a process."""
+_JOIN: Final = timedelta(seconds=60)  # Longest wait of ranks for one another when the group is made
 
 
 class MeetingError(HeadwayError):
-    """A call in which all ranks meet has failed: as a rule another rank has ended."""
+    """Failure of a collective call, usually because another rank has ended."""
 
 
 class GroupAllReduce:
-    """Sums by a process group of torch: of any tensor."""
+    """All-reduce through a torch process group, for any tensor."""
 
     def __init__(self, group: Any, name: str) -> None:
         self._group = group
         self.name = name
 
     def takes(self, x: Tensor) -> bool:
-        """Any."""
+        """Return True: any tensor is supported."""
         return True
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -78,16 +78,21 @@ class GroupAllReduce:
         return x if onto is None else onto.add_(x)
 
     def abort(self) -> None:
-        """See `AllReduce.abort`."""
+        """Make calls that wait for other ranks fail. Any thread may call this."""
         self._group.abort()
 
 
 class TorchRanks:
-    """`Ranks` over a process group that is this engine's own: another group of the process, or another engine, is left alone."""
+    """`Ranks` over a process group of this engine, separate from other groups of the process."""
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, progress: LifeSigns) -> None:
-        """Join the group of all ranks. store: a `torch.distributed.TCPStore` on rank 0. device: gloo for a CPU, NCCL for a GPU.
-        progress: counts this rank's collective calls. :raises RuntimeError: a rank has not come."""
+        """Join the group of all ranks.
+
+        store: a `torch.distributed.TCPStore` on rank 0. device: gloo for a CPU, NCCL for a GPU. progress: counts this rank's
+            collective calls.
+
+        :raises RuntimeError: if a rank does not join.
+        """
         self.rank = rank
         self.size = size
         self._device = device
@@ -96,12 +101,13 @@ class TorchRanks:
         self.store = store
         self.device = device
         self.sums: Sequence[AllReduce] = [GroupAllReduce(self._group, "gloo" if device.type == "cpu" else "nccl")]
-        """Ways of summing, the process group's last: the first that takes a tensor sums it, unless `times` know a faster one."""
+        """All-reduce methods, with the process group last. The first that supports a tensor is used, unless `times` has a faster
+        one."""
         self.times: AxisTimes | None = None
         self._chosen: dict[tuple[int, torch.dtype], AllReduce] = {}
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See `Ranks`; x is overwritten."""
+        """Sum a tensor over all ranks; see `Ranks`. Overwrites x."""
         self._progress.call()
         kind = x.nbytes, x.dtype
         way = self._chosen.get(kind)
@@ -112,7 +118,7 @@ class TorchRanks:
         return way(x, onto)
 
     def sum_by(self, sums: Sequence[AllReduce], times: AxisTimes | None) -> None:
-        """Sum in these ways from now on, before any graph is captured. sums: see `sums`; times: None: in their order."""
+        """Set the all-reduce methods, before any graph is captured. sums: see `sums`. times: None means in their order."""
         self.sums = sums
         self.times = times
         self._chosen.clear()
@@ -133,7 +139,7 @@ class TorchRanks:
         return x
 
     def abort(self) -> None:
-        """Have calls that wait for other ranks fail; any thread may do so."""
+        """Make calls that wait for other ranks fail. Any thread may call this."""
         for each in self.sums:
             each.abort()
 
@@ -146,14 +152,14 @@ def _meet(call: Callable[[], Any]) -> None:
 
 
 def make_store(size: int) -> Any:
-    """Make rank 0's store, at which the ranks find one another: a TCPStore on a free port of the loopback."""
+    """Return rank 0's store, through which the ranks find one another: a TCPStore on a free loopback port."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(LOOPBACK, 0, size, is_master=True, timeout=_JOIN, wait_for_workers=False)
 
 
 def find_store(port: int, size: int) -> Any:
-    """Connect to the store of rank 0."""
+    """Return a connection to rank 0's store."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(LOOPBACK, port, size, is_master=False, timeout=_JOIN, wait_for_workers=False)
@@ -169,7 +175,7 @@ def _joined(store: Store, rank: int, size: int, device: torch.device) -> Any:
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = _FOREVER
         group: Any = dist.ProcessGroupNCCL(store, rank, size, nccl)
-        group.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks, and waits for ever for one that is gone
+        group.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks, and waits forever for one that is gone
         torch.cuda.synchronize(device)
         return group
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
