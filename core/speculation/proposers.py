@@ -41,7 +41,7 @@ def is_captured(num_seqs: int, query_len: int) -> bool:
 
 @cache
 def size_class(num_seqs: int) -> int:
-    """Return the class of steps with about the same time as those of this many sequences: two classes per octave."""
+    """Return the class of steps that take about as long as steps of this many sequences: two classes per octave."""
     return round(2 * math.log2(num_seqs))
 
 
@@ -107,9 +107,7 @@ class StepTimes:
 
 
 _ANCHORS = (3, 1)  # Lengths of the indexed n-grams, longest first
-_MOST_PLACES = (
-    32  # Maximum number of latest places of an n-gram to examine: it bounds the cost of a draft and the precision of its counts
-)
+_MOST_PLACES = 32  # Latest places of an n-gram to examine: bounds the cost of a draft and the precision of counts
 
 
 class Guess(NamedTuple):

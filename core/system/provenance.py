@@ -74,7 +74,7 @@ def _git(root: Path, *words: str) -> str | None:
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return distribution -> version for those that are installed, from package metadata, without importing them."""
+    """Return distribution -> version for installed distributions, from package metadata, without importing them."""
     found = {}
     for name in names:
         try:

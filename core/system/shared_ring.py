@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 _LINE: Final = 8  # 64-bit numbers per cache line: processes write to separate cache lines
 _WRITTEN, _READ, _ASLEEP, _BEATS, _STEPS, _DONE, _CALLS = range(7)
-"""Indexes of numbers in a line. Of the writer: messages written. Of a reader: messages read, whether it sleeps, and its
+"""Indexes of numbers in a line. The writer counts messages written. A reader has messages read, whether it sleeps, and its
 `LifeSigns`."""
 _HEADER: Final = 16  # Bytes before the content of a slot: lengths of the whole message and of the part in the slot
 _PAUSE: Final = 0.0002  # Seconds between two checks of a writer that waits for a slot
@@ -74,7 +74,7 @@ class LifeSigns:
         self._line[_BEATS] += 1
 
     def begin_step(self) -> None:
-        """Record the begin of a step."""
+        """Record that a step begins."""
         self._line[_STEPS] += 1
 
     def end_step(self) -> None:
@@ -82,7 +82,7 @@ class LifeSigns:
         self._line[_DONE] += 1
 
     def call(self) -> None:
-        """Record the begin of a collective call."""
+        """Record that a collective call begins."""
         self._line[_CALLS] += 1
 
     @property
@@ -123,7 +123,7 @@ class RingWriter(_Ring):
     """The only writer of a ring."""
 
     def __init__(self, descriptor: int, size: RingSize, wake_pipes: list[int]) -> None:
-        """descriptor: of `shared_memory`. wake_pipes: descriptor of the write end of each reader's pipe."""
+        """descriptor: file descriptor from `shared_memory`. wake_pipes: descriptor of the write end of each reader's pipe."""
         super().__init__(descriptor, size)
         self._wake_pipes = wake_pipes
         self._reads = self._lines[1:, _READ]
