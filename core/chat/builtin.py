@@ -99,8 +99,7 @@ def _calls_of(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _call_of(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a call. :raises ValueError: if it is not a call by name with constant keyword
-    arguments."""
+    """Return the name and the arguments of a call. :raises ValueError: if it is not a call with constant keyword arguments."""
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise ValueError("no call with named arguments")
     values = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}

@@ -62,8 +62,7 @@ def _close(source: TextSource, writer: PieceWriter, closes: tuple[str, ...], mar
 
 
 def json_calls(source: TextSource, writer: PieceWriter) -> Waiting:
-    """Read one call, a list of calls, or calls between semicolons. Call `source.keep` first; text that is not a call stays
-    kept."""
+    """Read one call, a list of calls, or calls between semicolons. Call `source.keep` first; other text stays kept."""
     listed = (yield from source.peek()) == "["
     if listed:
         source.skip()
@@ -115,8 +114,7 @@ def json_call(source: TextSource, writer: PieceWriter) -> Generator[None, None, 
 
 
 def _arguments(source: TextSource, writer: PieceWriter | None) -> Generator[None, None, str]:
-    """Read arguments: an object, or a string that contains one. Returns them if writer is None, before the call's name is
-    known."""
+    """Read arguments: an object, or a string that contains one. Returns them if writer is None (the name is unknown yet)."""
     parts: list[str] = []
     if writer is not None and (yield from source.peek()) in ("{", "["):
         yield from source.json_text(writer.arguments)

@@ -28,8 +28,7 @@ def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
 
 @lru_cache(maxsize=16)
 def _check_arithmetic(template: str) -> None:
-    """Check the numbers of a template before Jinja computes its constants. :raises PromptError: if it has a power or a huge
-    factor."""
+    """Check a template's numbers before Jinja computes its constants. :raises PromptError: if it has a power or huge factor."""
     from jinja2 import Environment
 
     tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]

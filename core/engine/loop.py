@@ -80,8 +80,7 @@ class EngineLoop:
         drafting: Drafting | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """config: complete for the device. drafting: proposes draft tokens; the output stays the same. now: the clock, in
-        seconds."""
+        """config: complete for the device. drafting: proposes drafts; the output stays the same. now: the clock, in seconds."""
         self.config = config
         self.limits = limits
         self.capacity = executor.capacity
@@ -310,8 +309,7 @@ class EngineLoop:
         return None
 
     def _recover(self, step: list[ScheduledSequence], error: Exception, fault: Exception | None) -> None:
-        """End the sequences of a failed step, or retry with smaller steps after running out of memory. fault: error of the
-        previous step."""
+        """End the sequences of a failed step, or retry with smaller steps if memory ran out. fault: the previous step's error."""
         smaller = None if fault else smaller_budget(step, error, self.config.enable_chunked_prefill)
         if smaller is None:
             self._fail([scheduled.seq for scheduled in step], fault or error)

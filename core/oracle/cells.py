@@ -18,8 +18,7 @@ from headway.core.contract.support import Support
 AXES = ("layout", "memory", "block_size", "head_dim", "group", "dtype", "feature")
 """Axes of a layer and its cache, in the order of a cell's name."""
 INPUTS = ("kv_heads", "scale", "scores", "work", "layer")
-"""Axes that a backend cannot refuse, because any model and any step may have any value. A cell's name has only values that are
-not plain."""
+"""Axes that a backend cannot refuse, because any model and step may have any value. A name lists only values not plain."""
 PHASES: dict[str, frozenset[Phase]] = {
     "prefill": frozenset({Phase.PREFILL}),
     "extend": frozenset({Phase.EXTEND}),
@@ -30,8 +29,7 @@ PHASES: dict[str, frozenset[Phase]] = {
 }
 """Name of a step's shape -> the phases that a backend must support for it."""
 WINDOWS = {"window": 37, "window-1": 1, "window-16": 16, "window-1024": 1024}
-"""Window sizes in keys: a prime, so that no tile or block of a kernel ends with the window; the query itself only; a block; and a
-size in real models."""
+"""Window sizes in keys: a prime, so that no tile or block ends with the window; only the query; a block; a real model's."""
 MODEL_WINDOWS = {"window-128": 128, "window-512": 512, "window-2047": 2047, "window-4096": 4096}
 """Further window sizes of real models (gpt-oss, Gemma 3, Phi-3, Mistral and Gemma 2), each tried with longer sequences."""
 MODEL_SOFTCAPS = {"softcap-30": 30.0, "softcap-50": 50.0}
@@ -195,8 +193,7 @@ PLAIN_INPUTS: dict[str, str | int] = {name: getattr(CheckCell("answer"), name) f
 
 
 def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_head_dim: int = 0) -> AttentionSpec:
-    """Return the layer of a cell. claims: Capabilities.features of the backend, for "together". v_head_dim: 0 means the feature's
-    default."""
+    """Return the layer of a cell. claims: Capabilities.features, for "together". v_head_dim: 0 means the feature's default."""
     latent, head_dim = cell.feature == "latent", cell.head_dim
     kv_heads = 1 if latent else cell.kv_heads
     heads = cell.group * kv_heads
@@ -261,8 +258,7 @@ class Finding(Exception):
     """Violation of the contract by the backend, layout or option under test."""
 
     def __init__(self, what: str, *, guess: str = "", error: float | None = None, tolerance: float | None = None) -> None:
-        """what: expected and found behaviour. guess: likely cause. error: relative error, to compare with the declared
-        tolerance."""
+        """what: expected and found behaviour. guess: likely cause. error: relative, to compare with the declared tolerance."""
         super().__init__(what)
         self.guess = guess
         self.error = error

@@ -50,8 +50,7 @@ _ROUNDINGS = 64
 """Roundings of a lifted score, each of half a unit in the last place, that a correct sum over head_dim elements may accumulate.
 """
 MOST_WORK, MOST_QUICK_WORK = 6e7, 2e7
-"""Maximum multiplications and moved elements of a cell's layer in the whole kit and in a quick one: one or two seconds, or half a
-second, on one core."""
+"""Maximum multiplications and moved elements of a cell's layer, in the whole and the quick kit: 1 to 2 s, or 0.5 s, on a core."""
 _SEQUENCE_WORK = 3e4
 """Work of checking a sequence of any length."""
 _PRICE = 7.0
@@ -92,8 +91,7 @@ class Numbers:
         return q
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys [num_tokens, num_kv_heads, head_dim] and values [num_tokens, num_kv_heads, v_head_dim] of tokens at
-        positions."""
+        """Return keys [num_tokens, num_kv_heads, head_dim] and values [num_tokens, num_kv_heads, v_head_dim] at positions."""
         spec, count = self.spec, len(positions)
         k = torch.randn(count, spec.num_kv_heads, spec.head_dim, generator=self.generator)
         v = torch.randn(count, spec.num_kv_heads, spec.v_head_dim, generator=self.generator)
@@ -208,8 +206,7 @@ def _many(phase: str, count: int) -> Lens:
 
 
 def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
-    """Return whether a cell's layer can be tried with its inputs, in the kit's time, with an answer that rounding does not
-    decide."""
+    """Return whether a cell's layer can be tried with its inputs in time, and rounding does not decide the answer."""
     steps = steps_of(*_place(cell))
     if not steps:
         return False
@@ -247,8 +244,7 @@ def _place(cell: CheckCell) -> tuple[str, str, int]:
 
 
 def _hides(cell: CheckCell, steps: Sequence[Lens]) -> bool:
-    """Return whether the inputs hide a window: no sequence of `many` is longer, or every query with a window sees the dominant
-    key."""
+    """Return whether the inputs hide a window: no sequence of `many` is longer, or every query sees the dominant key."""
     window = (WINDOWS | MODEL_WINDOWS | BIDIRECTIONAL).get(cell.feature)
     if window is None:
         return False

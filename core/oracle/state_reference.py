@@ -165,9 +165,7 @@ def advance(
     spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState, rules: Rules = RIGHT
 ) -> Tensor:
     """Return the output of one token, or of one per sequence, float64 [..., out_channels], and advance the state in place.
-
-    x: float64 [..., input_channels]; gates: float64, one row each.
-    """
+    x: float64 [..., input_channels]; gates: float64, one row each."""
     if state.conv is not None:
         x, conv = rules.convolve(spec, parameters, x, state.conv)
         state.conv = conv
@@ -260,8 +258,7 @@ def _double(weight: Tensor | None) -> Tensor:
 
 
 def _cut(spec: StateSpec, x: Tensor, *, value_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the value [..., heads, value_dim] and the two tensors of key_dim, in their order in x, per state head [..., heads,
-    key_dim]."""
+    """Return value [..., heads, value_dim] and the two tensors of key_dim, as ordered in x, each [..., heads, key_dim]."""
     keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
     parts = torch.split(x, [values, keys, keys] if value_first else [keys, keys, values], dim=-1)
     value, one, two = parts if value_first else (parts[2], *parts[:2])

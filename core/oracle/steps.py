@@ -20,8 +20,7 @@ from headway.core.oracle.oracle import StepSequence
 FINITE_POISON = 3e4
 """Finite in every 16-bit type, and far from any number in a case."""
 _FAR = 1 << 15
-"""Number of slots (and blocks, if there is room) before the first used one in far memory: more than a signed 16-bit integer
-holds."""
+"""Slots (and blocks, if there is room) before the first used one in far memory: more than a signed 16-bit integer holds."""
 _FAR_ELEMENTS = 1 << 31
 _PAD = 16
 """Foreign elements after each part of an interleaved tensor that is not packed with others."""
@@ -290,7 +289,7 @@ class StepInputs:
 
     @classmethod
     def allocate(cls, spec: AttentionSpec, tokens: int, *, merged: bool) -> StepInputs:
-        """Return memory for steps of up to `tokens`. merged: True if q, k and v are slices of one tensor, as from a merged
+        """Return memory for steps of up to `tokens`. merged: True to slice q, k and v from one tensor, like a merged
         projection."""
         dims = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
 

@@ -75,8 +75,7 @@ class DenseAttention:
                 ) from error
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention output; see `core.contract.model.Attention`. Writes no cache. :raises BackendError: if the backend
-        raises."""
+        """Return the attention output; see `core.contract.model.Attention`. :raises BackendError: if the backend raises."""
         kind = self._kind_of[layer]
         spec: AttentionSpec = self._kinds[kind]
         backend = self._backends[spec]
@@ -215,8 +214,7 @@ class PoolingEngine:
         self.selector.forget()
 
     def _cut(self, tokens: int) -> list[int]:
-        """Return the lengths of a few texts with `tokens` tokens in total, or fewer if a batch has no room for this many
-        texts."""
+        """Return the lengths of a few texts with `tokens` tokens in total, or fewer if they exceed a batch."""
         longest = self.limits.max_model_len
         lens = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
         return lens[: self.limits.max_num_seqs]

@@ -75,8 +75,7 @@ class RequestLogitsProcessors(BatchLogitsProcessor):
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., Tensor] | None:
-        """Return a function of (token_ids, logits) or (prompt_ids, token_ids, logits) that changes a sequence's logits, or
-        None."""
+        """Return a function of (token_ids, logits) or (prompt_ids, token_ids, logits) that changes the logits, or None."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self._functions, batch_update, self._function)

@@ -21,8 +21,7 @@ from headway.core.sampling.sampler import NOT_A_TOKEN, Filter, draw
 log = logging.getLogger("headway")
 
 UNIT_MASS = 2**40
-"""Integer mass of the most likely token. A vocabulary of 2^22 tokens sums to less than 2^63; rounding loses less than 2^-40 per
-token."""
+"""Integer mass of the most likely token: 2^22 tokens sum to less than 2^63; rounding loses less than 2^-40 per token."""
 LOG2E = 1.4426950408889634
 
 

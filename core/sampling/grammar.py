@@ -31,8 +31,7 @@ class GrammarError(HeadwayError):
 
 
 def grammar_text(form: StructuredOutputsParams) -> str:
-    """Return a structured output in llguidance's notation. :raises ValueError: if a grammar, schema or regular expression is
-    invalid."""
+    """Return a structured output in llguidance's notation. :raises ValueError: if the grammar, schema or regex is invalid."""
     from llguidance import LLMatcher, grammar_from
 
     if form.regex is not None:
@@ -104,7 +103,7 @@ class GrammarCompiler:
     """Compiles structured outputs for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """tokenizer: one of the tokenizers library. vocab_size: model's vocabulary; tokens that the tokenizer lacks are never
+        """tokenizer: one of the tokenizers library. vocab_size: the model's; tokens that the tokenizer lacks are never
         allowed."""
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -117,8 +116,8 @@ class GrammarCompiler:
         self._loading = threading.Lock()
 
     def check(self) -> None:
-        """Check that grammars can be compiled. :raises ConfigError: if llguidance is not installed, or the tokenizer is not
-        fast."""
+        """Check that grammars can be compiled. :raises ConfigError: without llguidance, a fast tokenizer or an end-of-text
+        token."""
         what = "structured_outputs"
         if find_spec("llguidance") is None:
             raise ConfigError(what, "the package llguidance", "none", "pip install 'headway[structured]'")

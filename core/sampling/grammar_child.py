@@ -1,5 +1,4 @@
-"""Child process that tries structured outputs for `grammar_queue`, with limits of CPU time, memory and stack; it may be
-killed."""
+"""Child process that tries structured outputs for `grammar_queue`, with limits of CPU time, memory and stack."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ _LONGEST_TRIAL: Final = 60.0  # Seconds for a trial on a busy machine
 
 
 class GrammarTrial:
-    """Compiles structured outputs one at a time in a process that is restarted when it dies. One thread calls `run`, any thread
-    `end`."""
+    """Compiles structured outputs in a process that is restarted when it dies. One thread calls `run`, any thread `end`."""
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
         """tokenizer: arguments of llguidance's tokenizer, as `grammar_child` reads them."""
@@ -38,7 +37,7 @@ class GrammarTrial:
         self._guard = Lock()
 
     def run(self, form: StructuredOutputsParams) -> str:
-        """Return the structured output in llguidance's notation. :raises GrammarError: if llguidance rejects it, or the process
+        """Return a structured output in llguidance's notation. :raises GrammarError: if llguidance rejects it, or the child
         died."""
         with self._guard:
             self._trying = form
@@ -95,8 +94,7 @@ def _cause(died: ChildDied) -> str:
 
 
 SMALL_FORM_BYTES: Final = 4096
-"""Maximum bytes of a structured output compiled without a trial. The worst one found with 4,096 bytes takes 2 MiB of stack and
-0.2 s."""
+"""Maximum bytes of a structured output compiled without a trial. The worst one found takes 2 MiB of stack and 0.2 s."""
 _COMPILERS: Final = 2  # Threads that compile small structured outputs; each holds the GIL for part of its time
 _TRIERS: Final = 2  # Threads that try larger structured outputs, each in its own process, and then compile them
 _STACK: Final = 2 * TRIAL_STACK  # Bytes of a compiling thread's stack, with a margin over a successful trial
@@ -124,8 +122,7 @@ class GrammarQueue:
         return ready
 
     def grammar(self, form: StructuredOutputsParams) -> Grammar:
-        """Return the initial grammar of an added structured output, recompiled if it was evicted. :raises GrammarError: see
-        `add`."""
+        """Return the initial grammar of an added structured output, recompiled if evicted. :raises GrammarError: see `add`."""
         while (found := self._compiler.find(form)) is None:
             self.add(form).result()
         return found

@@ -56,8 +56,7 @@ def guidance_json(schema: Any, options: Mapping[str, Any], closed: bool = False)
 
 
 def guidance_lark(grammar: str, options: Mapping[str, Any]) -> str:
-    """Return a Lark grammar for llguidance. options: JSON options, see `guidance_json`. :raises ValueError: as
-    `guidance_schema`."""
+    """Return a Lark grammar for llguidance. options: see `guidance_json`. :raises ValueError: as `guidance_schema`."""
     parts, at = [], 0
     while found := _TOKEN.search(grammar, at):
         parts.append(grammar[at : found.start()])

@@ -65,8 +65,7 @@ class RequestOutputKind(Enum):
 
 
 def _in_our_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keywords of a call, without vLLM's keywords that change nothing, and with guided_decoding under its newer
-    name."""
+    """Return the keywords of a call without vLLM's no-ops, and with guided_decoding under its newer name."""
     kept = {
         name: value
         for name, value in given.items()

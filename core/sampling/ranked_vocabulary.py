@@ -32,8 +32,7 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def pack(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return int64 numbers that order like float32 scores, with the tokens (int64) in their low bits. NaN is the largest
-    score."""
+    """Return int64 numbers that order like float32 scores, with tokens (int64) in the low bits. NaN is the largest score."""
     # Adding 0 turns -0 into 0; NaNs have many bit patterns, with either sign.
     bits = torch.where(scores.isnan(), torch.nan, scores + 0.0).view(torch.int32).long()
     return (_in_order(bits) << 32) | (_LOW - tokens)
@@ -75,8 +74,7 @@ def winners(numbers: Tensor) -> Tensor:
 
 
 def most_likely(logits: Tensor, k: int, first: int, scales: Tensor | None = None) -> Tensor:
-    """Return the k most likely tokens of each row's shard as int64 [rows, k] (see `pack`), best first. scales: float32 [rows], or
-    None."""
+    """Return each row's k most likely tokens in the shard, int64 [rows, k] (see `pack`), best first. scales: float32 [rows]."""
     own = logits.float()
     tokens = torch.arange(first, first + own.shape[1], device=own.device)
     at = pack(own if scales is None else own * scales[:, None], tokens).topk(k, dim=-1).indices
@@ -87,8 +85,7 @@ _NUMBER = 8  # Bytes per candidate
 
 
 def vocabulary_of(sampling: SamplingOps, size: int, ranks: Ranks) -> Vocabulary:
-    """Return the vocabulary, of `size` tokens, for one or several ranks. sampling: operations on logits of the whole
-    vocabulary."""
+    """Return a vocabulary of `size` tokens for one or several ranks. sampling: operations on logits of all tokens."""
     return WholeVocabulary(sampling) if ranks.size == 1 else RankedVocabulary(sampling, size, ranks)
 
 
@@ -163,8 +160,7 @@ class RankedVocabulary:
         return out.index_copy_(0, self._up(numpy.flatnonzero(~few), logits), whole)
 
     def _candidates(self, logits: Tensor, rows: ChangingRows) -> Tensor:
-        """Return logits of the whole vocabulary, -inf except for each rank's most likely tokens, which include the most likely
-        overall."""
+        """Return logits of all tokens, -inf except for each rank's most likely ones, which include the most likely overall."""
         scales = upload(torch.from_numpy(rows.scales), logits.device)
         k = int(rows.top_k.max())
         numbers = torch.cat(self._ranks.all_gather(most_likely(self._some(logits, rows.at), k, self._first, scales)).unbind(), 1)
@@ -173,8 +169,7 @@ class RankedVocabulary:
         return out.scatter_(1, tokens_of(numbers), scores_of(numbers).to(out.dtype))[:, : self._size]
 
     def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
-        """Score tokens, see `Vocabulary.score`. Ranks exchange the k best and a sum of exponentials if these are smaller than the
-        row."""
+        """Score tokens, see `Vocabulary.score`. Ranks exchange the k best and a sum of exponentials if these are smaller."""
         if not self._fits(k, logits):
             return score(self.whole(logits, reason), tokens, k)
         own = logits.float()

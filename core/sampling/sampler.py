@@ -74,8 +74,7 @@ REASONS = {
 
 
 def scale_of(params: SamplingParams) -> float:
-    """Return 1 / temperature, or 0 for greedy; otherwise never 0 or infinite as float32, since it is multiplied with -inf and
-    0."""
+    """Return 1 / temperature, or 0 for greedy; never another 0 or infinite float32, as it is multiplied with -inf and 0."""
     return 0.0 if params.greedy else max(1 / max(params.temperature, 2.0**-100), 2.0**-100)
 
 
@@ -174,8 +173,7 @@ class Draws(NamedTuple):
     keys: NDArray[numpy.int64]
     """int64 [rows]: keys of the random numbers, see `keys_of`."""
     filters: NDArray[numpy.float32] | None = None
-    """float32 [4, rows]: a `TokenFilter` per row, with scale 0 for rows without one. None if no row filters, or without
-    `SamplingOps.filter`."""
+    """float32 [4, rows]: a `TokenFilter` per row, with scale 0 for none. None if no row filters, or without a kernel."""
 
 
 def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best: Tensor | None = None) -> Tensor:
@@ -329,8 +327,7 @@ class Vocabulary(Protocol):
         """Return a token for each row; see `sampler.sample`."""
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
-        """Return logits of the whole vocabulary, for all or only the changing rows; -inf if a row's token does not depend on a
-        logit."""
+        """Return logits of all tokens, for all or only the changing rows; -inf where a row's token does not depend on them."""
 
     def sample_changed(self, logits: Tensor, draws: Draws) -> Tensor:
         """Return a token for each row of logits of the whole vocabulary."""

@@ -55,8 +55,7 @@ def module_path() -> str:
 
 
 class Child:
-    """A child process in a separate session that answers each line of JSON with a line of JSON. Its stderr is saved for
-    errors."""
+    """A child process in a separate session that answers lines of JSON with lines of JSON. Its stderr is saved for errors."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """Start the process. :raises OSError: if it cannot be started."""
@@ -170,8 +169,7 @@ def reply(stream: TextIO, message: Mapping[str, Any]) -> None:
 
 
 def message_of(line: str | bytes) -> Any:
-    """Return the message in a line from a child process; file names need not be UTF-8. :raises ValueError: for any other
-    output."""
+    """Return the message in a line from a child process; file names need not be UTF-8. :raises ValueError: for other output."""
     try:
         return json.loads(line)
     except RecursionError:

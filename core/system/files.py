@@ -64,8 +64,7 @@ LARGEST_TEXT = 1 << 28
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a user's UTF-8 text file or pipe. :raises OSError, UnicodeDecodeError: if it is unreadable or too
-    large."""
+    """Return the content of a user's UTF-8 file or pipe. :raises OSError, UnicodeDecodeError: if unreadable or too large."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe without a writer would otherwise block forever
     mode = os.fstat(handle).st_mode
     if stat.S_ISDIR(mode):  # fdopen's error would not name the path

@@ -66,8 +66,7 @@ def parse_model(text: str | bytes, kind: type[Model], source: str = "", *, any_n
 
 
 def _check_numbers(value: object, before: str) -> None:
-    """Check the numbers in a value. before: prefix of the path in errors. :raises JsonError: if one is not finite or needs over
-    64 bits."""
+    """Check the numbers in a value. before: prefix of the path in errors. :raises JsonError: if not finite, or over 64 bits."""
     if not _all_fit(value):
         path, number = next(_unfit(value, ""))
         place = f"{before}{harmless(path[:_LONGEST_PATH])}".removesuffix(": ")
@@ -75,8 +74,7 @@ def _check_numbers(value: object, before: str) -> None:
 
 
 def _all_fit(value: object) -> bool:
-    """Return whether every number in a value is finite and has at most 64 bits. Fast, without paths, because every request is
-    checked."""
+    """Return whether every number in a value is finite and has at most 64 bits. Fast, because every request is checked."""
     rest: list[Any] = [[value]]
     add, least, most, infinity = rest.append, _LEAST, _MOST, math.inf
     for each in rest:

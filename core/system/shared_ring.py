@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 _LINE: Final = 8  # 64-bit numbers per cache line: processes write to separate cache lines
 _WRITTEN, _READ, _ASLEEP, _BEATS, _STEPS, _DONE, _CALLS = range(7)
-"""Indexes of numbers in a line. The writer counts messages written. A reader has messages read, whether it sleeps, and its
-`LifeSigns`."""
+"""Indexes in a line. The writer's: messages written. A reader's: messages read, whether it sleeps, and its `LifeSigns`."""
 _HEADER: Final = 16  # Bytes before the content of a slot: lengths of the whole message and of the part in the slot
 _PAUSE: Final = 0.0002  # Seconds between two checks of a writer that waits for a slot
 _NAP: Final = 0.2  # Maximum seconds that a reader sleeps before it checks again

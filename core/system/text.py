@@ -15,8 +15,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def harmless(text: str, keep: str = "") -> str:
-    r"""Return text escaped for a terminal or a log: control characters become `\x1b` or `\u202e`. keep: characters not to
-    escape."""
+    r"""Return text escaped for a terminal or log: control characters become `\x1b` or `\u202e`. keep: characters to keep."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(sign if sign in keep or unicodedata.category(sign) not in _INVISIBLE else _escaped(sign) for sign in text)

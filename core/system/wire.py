@@ -22,8 +22,7 @@ class Wire:
         self._guard = Lock()
 
     def send(self, message: object) -> None:
-        """Send an object. :raises pickle.PicklingError, AttributeError, TypeError: if not picklable. :raises OSError: if
-        closed."""
+        """Send an object. :raises PicklingError, AttributeError, TypeError: if not picklable. :raises OSError: if closed."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._guard:
             self._socket.sendall(data)

@@ -138,8 +138,7 @@ class BlockManager:
         smallest_chunk: int = SMALLEST_CHUNK,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """num_pages: includes the null page if windowed. smallest_chunk: see SMALLEST_CHUNK. checkpoints: saved states, or
-        None."""
+        """num_pages: with the null page, if windowed. smallest_chunk: see SMALLEST_CHUNK. checkpoints: saved states, or None."""
         self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
         self._smallest_chunk = smallest_chunk
@@ -249,7 +248,7 @@ class BlockManager:
         return made if state is None else made + state
 
     def _hold_state(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
-        """Hold a slot for the state after a sequence's first `length` tokens. Returns the copy to make, or None if no slot is
+        """Hold a slot for the state after a sequence's first `length` tokens. Returns the copy to make; None if no slot is
         free."""
         assert self.checkpoints is not None
         digest = self.name_of_start(seq, length)
@@ -260,8 +259,7 @@ class BlockManager:
         return [] if here else [AbsentPage(STATES, 0, slot)]
 
     def longest_hit(self, seq: Sequence, partly: bool, also: KeptElsewhere | None = None) -> int:
-        """Return the length in tokens of the longest prefix that every group holds. also: finds pages and states saved
-        elsewhere."""
+        """Return the length in tokens of the longest prefix that every group holds. also: finds content saved elsewhere."""
         if self.checkpoints is None:
             length = self._longest_held(seq, seq.num_tokens - 1, partly, also)
             return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
@@ -350,8 +348,7 @@ class BlockManager:
         return max(bisect_right(range(count + 1), free, key=missing) - 1, self._smallest_chunk)
 
     def has_room(self, seq: Sequence, num_new_tokens: int, beside: int = 0) -> bool:
-        """Return whether enough pages are free for a sequence's new tokens, in the smallest chunks, plus `beside` further
-        pages."""
+        """Return whether enough pages are free for a sequence's new tokens, in the smallest chunks, plus `beside` pages."""
         missing = beside
         for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             most = group.most_pages(seq.num_computed + num_new_tokens, self._smallest_chunk) - len(table.held)

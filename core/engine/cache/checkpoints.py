@@ -28,8 +28,7 @@ class Checkpoints:
         self._held: Counter[int] = Counter()
         self._unnamed: set[int] = set()  # Held slots that have no name
         self.evicted: Callable[[bytes, int], object] | None = None
-        """Saves a state, given its name and its slot, before the next step may overwrite it. None means that states are not
-        saved."""
+        """Saves a state, given its name and slot, before the next step may overwrite it. None means that nothing is saved."""
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -45,8 +44,7 @@ class Checkpoints:
         return self._slot_of[digest]
 
     def hand_out(self, evict: bool) -> int | None:
-        """Allocate a slot. evict: True to evict the oldest unheld checkpoint if none is free. Returns None if there is no
-        slot."""
+        """Return a newly allocated slot, or None. evict: True to evict the oldest unheld checkpoint if no slot is free."""
         if self._free:
             return self._free.pop()
         oldest = next((digest for digest, slot in self._slot_of.items() if slot not in self._held), None) if evict else None

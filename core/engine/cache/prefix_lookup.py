@@ -61,8 +61,7 @@ class PrefixIndex:
         return self._place_of[block][1]
 
     def longest(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
-        """Return the block under `parent` with the longest match with `tokens`, and the match's length. (-1, 0) if none
-        matches."""
+        """Return the block under `parent` that matches `tokens` longest, and the match's length. (-1, 0) if none matches."""
         children = self._children.get(parent, ())
         at = bisect_left(children, (tokens, -1))
         best, most = -1, 0
@@ -73,8 +72,7 @@ class PrefixIndex:
         return best, most
 
     def add(self, block: int, parent: bytes, tokens: bytes, digest: bytes | None = None) -> None:
-        """Index a full block by its digest, replacing its old name. If another block holds the same tokens, that one keeps its
-        name."""
+        """Index a full block by its digest, replacing its old name. A block that already holds the same tokens keeps its name."""
         self.discard(block)
         children = self._children.setdefault(parent, [])
         at = bisect_left(children, (tokens, -1))

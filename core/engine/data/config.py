@@ -104,8 +104,7 @@ class EngineConfig:
     seed: Annotated[int, "Seed for requests without one."] = 0
 
     def __post_init__(self) -> None:
-        """Check every option, and replace texts by parsed values. :raises ConfigError: if a type, range or combination is
-        wrong."""
+        """Check every option and parse texts. :raises ConfigError: if a type, range or combination is wrong."""
         from headway.core.contract.spec import KV_DTYPES  # imported here so that the command line's help needs no torch
         from headway.core.select.backend_request import BackendRequest
         from headway.core.select.selection import Workload
@@ -277,8 +276,7 @@ def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
 
 
 def check_kinds(options: Any) -> None:
-    """Check options against a dataclass's annotations; paths become strings. :raises ConfigError: if a type or number is
-    wrong."""
+    """Check options against a dataclass's annotations; paths become strings. :raises ConfigError: if a type or number is bad."""
     from pydantic import ValidationError
 
     for name, (kind, need) in _plain_options(options.__class__).items():

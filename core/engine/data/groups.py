@@ -19,8 +19,7 @@ log = logging.getLogger("headway")
 NULL_PAGE = 0
 """Page that replaces those outside the window in a windowed group's table. No sequence holds it, and it stays zero."""
 _TYPICAL_LENGTHS = (1024, 8192)
-"""Sequence lengths for which the page size is optimized: large pages are partially filled, small ones leave a remainder that no
-block fits."""
+"""Sequence lengths that the page size is optimized for: large pages are partially filled, small ones leave a remainder."""
 _LARGEST_PAGE = 4  # Maximum page size, in blocks of the group with the most layers
 
 
@@ -90,8 +89,7 @@ class PageFormat:
         return math.lcm(*[CHECKPOINT_TOKENS, *(group.page_size for group in self.groups)])
 
     def pages_for(self, length: int, chunk: int) -> int:
-        """Return the number of pages that one sequence of `length` tokens needs, if its steps may be as small as `chunk`
-        tokens."""
+        """Return the number of pages that a sequence of `length` tokens needs, if its steps may be as small as `chunk` tokens."""
         return sum(group.most_pages(length, chunk) for group in self.groups)
 
 

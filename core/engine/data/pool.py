@@ -151,8 +151,7 @@ def _default_memory(one_sequence: int) -> int:
 
 
 def size_text(num_bytes: int, rounded: Callable[[float], int] = math.floor) -> str:
-    """Return bytes as a text with a readable unit. `rounded`: math.ceil for a requirement, so that the printed number
-    suffices."""
+    """Return bytes as a readable text. rounded: math.ceil for a requirement, so that the printed number suffices."""
     unit, name = next(
         (unit, name) for unit, name in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB"), (1, "B")) if num_bytes >= unit / 10
     )

@@ -17,8 +17,7 @@ _POLICY = 'scheduling_policy="priority" serves lower priorities first'
 
 
 class CheckedRequest(NamedTuple):
-    """A request that `RequestLimits.checked` has accepted. `EngineLoop.add_request` accepts nothing else, and does not check
-    again."""
+    """A request that `RequestLimits.checked` has accepted. `EngineLoop.add_request` accepts only these, unchecked."""
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
@@ -97,8 +96,7 @@ class RequestLimits:
         return self.max_model_len - (output if output < self.max_model_len else 1)  # a larger output gets what is left
 
     def check_adapter(self, lora_request: object) -> None:
-        """Check that a request may name an adapter. :raises ConfigError: if the engine has no adapter slots, or it is not an
-        adapter."""
+        """Check that a request may name an adapter. :raises ConfigError: if it is not one, or the engine has no adapter slots."""
         if not isinstance(lora_request, LoRARequest):
             raise ConfigError("lora_request", "a LoRARequest(name, id, path)", shown(lora_request))
         if not self.takes_adapters:
@@ -121,8 +119,7 @@ class RequestLimits:
             self.check_ids(prompt_token_ids)
 
     def check_embedded(self, prompt: EmbeddedPrompt) -> None:
-        """Check a prompt of embeddings. :raises PromptError: if the engine does not accept them, or the size or a value is
-        wrong."""
+        """Check a prompt of embeddings. :raises PromptError: if the engine does not accept them, or a size or value is wrong."""
         if self.embedding_size is None:
             need = "an engine with enable_prompt_embeds=True, whose model Headway's decoder computes"
             raise PromptError("prompt_embeds", need, "another")

@@ -277,8 +277,7 @@ class Sequence:
         return known - self.num_computed if known < self.max_len and not self.num_unverified else 0
 
     def num_drafts(self, budget: int) -> int:
-        """Return the number of drafts that a step verifies after the newest token, which the host must know. budget: tokens
-        left."""
+        """Return the number of drafts to verify after the newest token, which the host must know. budget: tokens left."""
         if self.num_pending or self.num_to_compute != 1:
             return 0
         return max(min(len(self.draft_token_ids), MAX_DRAFT_TOKENS, budget, self.max_len - self.num_tokens - 1), 0)

@@ -123,8 +123,7 @@ class StateMemory:
         return cls(caches, stacks, slots)
 
     def views(self) -> list[Tensor]:
-        """Return the memory as views uint8 [layers, num_slots, bytes]. A slot's content is its row in each view, as in
-        `page_memory`."""
+        """Return the memory as views uint8 [layers, num_slots, bytes], a row per slot, as in `page_memory`."""
         return [stack.view(len(stack), self.slots.num_slots, -1).view(torch.uint8) for stack in self.stacks]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

@@ -33,8 +33,7 @@ class DecodeBatch:
         self.members: list[Sequence] = []
         """Members in the order of the arrays. The list is never changed in place, because launched steps keep it."""
         self.places: NDArray[numpy.int32] = _NO_MEMBERS
-        """int32 [3, members]: `row`, `state_index` and `adapter_slot`, which are constant during decode without drafts. Never
-        changed in place."""
+        """int32 [3, members]: `row`, `state_index` and `adapter_slot`, constant during plain decode. Never changed in place."""
         self._steps = StepCount()
         self._counts: NDArray[numpy.int64] = _NO_MEMBERS.astype(numpy.int64)
         """int64 [3, members]: computed tokens minus counted steps; number of steps after which the pages are full or the last
@@ -140,8 +139,7 @@ class ScheduledStep:
     """A step: individually scheduled sequences, then the members of the decode batch."""
 
     def __init__(self, individual: list[ScheduledSequence], batch: DecodeBatch | None) -> None:
-        """individual: prefill and extend first. batch: its current members take the step; the batch advances before the step
-        runs."""
+        """individual: prefill and extend first. batch: its current members take the step; it advances before the step runs."""
         self.individual = individual
         self.members: list[Sequence] = [] if batch is None else batch.members
         places = _NO_MEMBERS if batch is None else batch.places
@@ -296,8 +294,8 @@ class Sampled:
     """Tokens of a step, for the sequences that sample, in the step's order."""
 
     tokens: NDArray[numpy.int64]
-    """int64 [rows, drafts + 1]: accepted drafts and the next token. NOT_A_TOKEN if the logits hold a NaN, NO_TOKEN_LEFT if no
-    token is allowed."""
+    """int64 [rows, drafts + 1]: accepted drafts and the next token. NOT_A_TOKEN for NaN logits, NO_TOKEN_LEFT if none is allowed.
+    """
     counts: NDArray[numpy.int64]
     """int64 [rows]: number of valid tokens; 1 without drafts."""
     extras: SampledExtras | None = None

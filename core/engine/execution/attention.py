@@ -88,7 +88,7 @@ class MirroredTables:
         self._num_updates = 0  # `HostBlockTables.num_updates` at the last fill of the mirror
 
     def fill(self, rows: NDArray[numpy.int64], tables: HostBlockTables) -> int:
-        """Write the block table of `rows[i]` to entry i of each group. Returns how many were written. tables: always the same
+        """Write the block table of `rows[i]` to entry i of each group. Returns the number written. tables: always the same
         object."""
         if tables.last_change <= self._num_updates and (self._rows == rows).all():
             return 0
@@ -296,8 +296,7 @@ class PagedAttention:
         return out
 
     def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention output like `__call__`, but without the op, so that torch's dispatch shows the backend's
-        operations."""
+        """Return the attention output like `__call__`, but without the op, so that torch sees the backend's operations."""
         out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
         self.run(layer, q, k, v, out)
         return out

@@ -1,5 +1,4 @@
-"""Steps captured as CUDA graphs with static inputs, filled by one copy and run by one launch: decode, prefill and
-verification."""
+"""Steps captured as CUDA graphs with static inputs, filled by one copy, run by one launch: decode, prefill, verification."""
 
 from __future__ import annotations
 
@@ -158,8 +157,8 @@ class CapturedStep(ABC):
         replanned = {id(plan): (backends[spec], plan, group) for (spec, plan), group in groups}
         nothing = AttentionBackend.plan_for_replay  # a backend with this method has nothing to update
         self._replanned = [each for each in replanned.values() if type(each[0]).plan_for_replay is not nothing]
-        """Plans that every replay updates; none if lengths are fixed. A list, because hashing specs would take longer than the
-        rest."""
+        """Plans that every replay updates; none if lengths are fixed. A list, because hashing specs takes longer than the rest.
+        """
         # Compiles missing kernels, and detects missing memory while that can still be handled.
         self.tokens = self.run()
         self._replay: Callable[[], None] | None = None

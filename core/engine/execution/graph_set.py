@@ -53,8 +53,7 @@ MAX_TOKENS = 2048
 
 
 def piecewise_sizes(max_num_tokens: int) -> list[int]:
-    """Return the token counts to capture: 8, 16, 32, then every 32 to 128, every 64 to 512, every 128 to 1,024, every 256 to
-    MAX_TOKENS."""
+    """Return the token counts to capture: 8, 16, 32; then every 32 to 128, 64 to 512, 128 to 1,024, 256 to MAX_TOKENS."""
     most = min(-(-max_num_tokens // 8) * 8, MAX_TOKENS)
     sizes = [8, 16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 1025, 128), *range(1280, MAX_TOKENS + 1, 256)]
     return sorted({*(size for size in sizes if size <= most), most})

@@ -190,7 +190,7 @@ class HostRows:
     def __init__(
         self, grammars: GrammarCompiler | None, processors: Mapping[str, LogitsProcessorInfo], batch: ProcessorBatch | None = None
     ) -> None:
-        """grammars: None without a tokenizer. processors: registered ones, by name. batch: the engine's own processors, or
+        """grammars: None without a tokenizer. processors: registered ones by name. batch: the engine's own processors, or
         None."""
         self._grammars = grammars
         self._infos = processors

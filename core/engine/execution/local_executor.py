@@ -58,8 +58,7 @@ class AdapterStore:
     """
 
     def __init__(self, adapters: ModelAdapters, most: int, follows: bool = False) -> None:
-        """most: number of unused adapters to keep (max_cpu_loras). follows: True if the rank learns of adapters only from
-        steps."""
+        """most: number of unused adapters to keep (max_cpu_loras). follows: True if only steps tell the rank of adapters."""
         self.slots = adapters
         self._most = most
         self.num_slots = adapters.num_slots
@@ -286,8 +285,7 @@ class LocalExecutor:
         :raises ExecutorLostError: if no other step can run."""
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
-        """Call a bound method when no step can run any more, possibly in another thread and between steps. Here it is never
-        called."""
+        """Call a bound method, in any thread, when no step can run any more. Here it is never called."""
 
     def shutdown(self) -> None:
         """Stop other processes; here there are none. No step may be launched afterwards."""

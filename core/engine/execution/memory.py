@@ -58,8 +58,7 @@ class ReleasedMemory:
     """
 
     def __init__(self, *, kept: Iterable[Tensor] = (), lost: Iterable[Tensor] = ()) -> None:
-        """kept: tensors whose contents `restore` brings back. lost: tensors that are zero afterwards; lost wins for one in
-        both."""
+        """kept: tensors whose contents `restore` brings back. lost: tensors that are zero afterwards, even if also in `kept`."""
         self._released: list[_Released] = []
         empty = _storages(lost)
         for key, storage in {**_storages(kept), **empty}.items():

@@ -146,14 +146,13 @@ class ModelRunner:
         self.compilations: CompilationWatch | None = None
         """Collects names of kernels compiled during a step. None before the engine is ready."""
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
-        """Called in every step with the sampling rows and their logits, valid until the next step; with ranks, only if the step
-        says so."""
+        """Called in every step with the sampling rows and their logits, valid until the next step; with ranks, only on request.
+        """
 
     def capture(
         self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: GraphRecorder, max_decode_len: int = 1
     ) -> None:
-        """Capture CUDA graphs for these numbers of decodes and of prompt tokens. max_decode_len: maximum query tokens, with
-        drafts."""
+        """Capture CUDA graphs for these batch sizes and prompt lengths. max_decode_len: maximum query tokens, with drafts."""
         self._piecewise.capture(token_counts, recorder)
         if self._adapters is not None:
             self._adapted_pieces.capture(token_counts, recorder)
@@ -322,8 +321,7 @@ class ModelRunner:
         return graphs.for_step(step, prompt_logprobs=self._prompt_scorer.wants(step))
 
     def _run(self, step: StepInput) -> tuple[Tensor, bool]:
-        """Run the model over a step, piecewise or kernel by kernel. Returns hidden states of all tokens, and whether it was
-        piecewise."""
+        """Run the model over a step, piecewise or kernel by kernel. Returns hidden states of all tokens; True if piecewise."""
         metadata = AttentionMetadata.build_groups(
             step.query_lens,
             step.context_lens,

@@ -136,8 +136,7 @@ class LayersWithState:
         return slots
 
     def slots_of_step(self, step: StepInput, width: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
-        """Return `StateMetadata.slots` [num_seqs] and `out_slots` [num_seqs, width] of a step. width: more than its most
-        drafts."""
+        """Return `StateMetadata.slots` [num_seqs] and `out_slots` [num_seqs, width] of a step. width: above the most drafts."""
         assert step.state_indices is not None
         slots, first = self.slots_of(step.rows, step.state_indices), self.slots_of(step.rows, numpy.int32(0))
         verifies = (step.num_draft_tokens > 0)[:, None]

@@ -294,7 +294,7 @@ class VerifyInputs(StaticInputs):
     def fill(
         self, shapes: Shapes, step: StepInput, rows: _Ints, positions: _Ints, tables: HostBlockTables, draws: Draws | None
     ) -> StepFields[Tensor]:
-        """Send a step to the device. Returns its fields in host memory. rows, positions: int32 [num_tokens]. draws: None means
+        """Send a step to the device. Returns its fields in host memory. rows, positions: int32 [num_tokens]. draws: None is
         greedy."""
         assert step.token_ids.min() >= 0, "drafts follow tokens that have been read"
         host, count, (size, width) = self._next(shapes), step.num_seqs, shapes.ids

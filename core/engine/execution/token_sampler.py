@@ -48,8 +48,7 @@ def positions_of(step: StepInput) -> NDArray[numpy.int64]:
 
 
 def logit_indices(step: StepInput) -> NDArray[numpy.int64]:
-    """Return int64 indices of the new tokens whose logits are sampled: the last of each sampling sequence, and one before it per
-    draft."""
+    """Return int64 indices of new tokens whose logits are sampled: the last of a sampling sequence, and one more per draft."""
     counts = numpy.where(step.samples, step.num_draft_tokens + 1, 0)
     ends = numpy.cumsum(step.query_lens, dtype=numpy.int64)
     if not step.num_draft_tokens.any():
@@ -327,8 +326,7 @@ class PromptScorer:
         return bool(self._prompts) and any(self._parts(step))
 
     def _parts(self, step: StepInput) -> list[tuple[int, int, int, int]]:
-        """Return parts of prompts to score: (sequence of the step, index of its first new token, its position, tokens to
-        score)."""
+        """Return prompt parts to score: (sequence in the step, index of its first new token, its position, tokens to score)."""
         parts = []
         starts = numpy.cumsum(step.query_lens) - step.query_lens
         for index, row in enumerate(step.rows.tolist()):

@@ -244,8 +244,7 @@ class WarmUp:
         return self._lengthened(seen)
 
     def state_inputs(self, wanted: int) -> list[Tensor]:
-        """Return the input and the gates of a layer with a state for the largest step: zeros, with the strides that the model
-        uses."""
+        """Return the input and gates of a layer with a state for the largest step: zeros, with the model's strides."""
         seen: list[Tensor] = []
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

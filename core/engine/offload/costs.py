@@ -69,8 +69,7 @@ def _octave(count: int) -> int:
 
 
 class PrefillTimer:
-    """Times steps for `OffloadCosts`, on the host: from the later of a step's launch and the previous step's end, to its own
-    end."""
+    """Times steps for `OffloadCosts` on the host, from the later of launch and the previous step's end, to the step's end."""
 
     def __init__(self, costs: OffloadCosts, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
         """stats: counts every launched step. now: returns the time in seconds."""

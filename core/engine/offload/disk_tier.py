@@ -271,8 +271,7 @@ class DiskStore:
 
 
 def _make_folders(folder: Path, own: Path) -> None:
-    """Make the folder of all models and this model's private one. :raises OSError: if it fails, or another user owns the
-    folder."""
+    """Make the folder of all models and this model's private one. :raises OSError: if it fails, or another user owns it."""
     if not folder.exists():
         make_private(folder)
     elif folder.stat().st_uid not in (os.geteuid(), 0):

@@ -94,8 +94,7 @@ class Offloader:
             self._keep(page, group)
 
     def forgotten(self, everywhere: bool) -> None:
-        """Forget every content; see `PageKeeper`. Pages on disk may stay: their steps were read without an error before they were
-        written."""
+        """Forget every content; see `PageKeeper`. Pages on disk may stay: their steps were read without an error."""
         self.restores.cancel_all()
         self._dirty.clear()
         self._out = {}
@@ -125,8 +124,7 @@ class Offloader:
         return kind
 
     def restore(self, seq: Sequence) -> bool:
-        """Start restoring the prefix of the next sequence in the queue, which holds no pages. Returns False if it need not
-        wait."""
+        """Start restoring the prefix of the next queued sequence, which holds no pages. Returns False if it need not wait."""
         if seq.tables or not (self.tier or self._disk) or seq.computes_whole_prompt or seq in self.restores.failed:
             return False
         if self._mode == RECOMPUTE and seq.num_preemptions:
@@ -272,8 +270,7 @@ class Offloader:
         return (name in self.tier or name in self._disk) and not self._disk.is_abandoned(name)
 
     def _names(self, seq: Sequence, length: int) -> list[PageName]:
-        """Return the names of the pages, and of the state, of a sequence's first `length` tokens, in the order of
-        `attach_pages`."""
+        """Return the names of the pages and the state of a sequence's first `length` tokens, in the order of `attach_pages`."""
         names: list[PageName] = []
         for number, (group, prefixes) in enumerate(zip(self._blocks.groups, self._blocks.prefixes, strict=True)):
             whole = length // group.page_size

@@ -68,8 +68,8 @@ class PendingRestores:
         return [restore.seq for restore in self._restores]
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
-        """Restore the pages and state `names` of a sequence's first `length` tokens. Returns False if there is no room.
-        spared: see `Restore`."""
+        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False without room. spared: see
+        Restore."""
         kept = self._blocks.checkpoints
         if kept is not None and not kept.has_slot_for(self._blocks.name_of_start(seq, length)):
             self._failures.count("without a free slot for their state", len(names))
@@ -127,8 +127,7 @@ class PendingRestores:
                 self._fail(restore, "not read from disk", len(restore.to_fetch), error)
 
     def update(self, copying: Set[PageName]) -> None:
-        """Process finished reads and copies. copying: pages that are still being copied out, so their slots may not be
-        complete."""
+        """Process finished reads and copies. copying: pages still being copied out, whose slots may be incomplete."""
         for restore in list(self._restores):
             if restore.fetching is not None and restore.fetching.done():
                 if self._disk.end_fetch(restore.fetching):

@@ -59,8 +59,7 @@ class _Fault(NamedTuple):
 
 
 class RankWatch:
-    """Watchdog that receives the ranks' messages and checks their heartbeats, in threads, until it is stopped or a rank is
-    lost."""
+    """Watchdog that receives the ranks' messages and checks their heartbeats, in threads, until it is stopped or one is lost."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         """ranks: all except rank 0. own: rank 0's heartbeat and progress."""
@@ -83,13 +82,11 @@ class RankWatch:
 
     @property
     def lost(self) -> ExecutorLostError | None:
-        """Error that says why no step can run any more. None while all ranks live. A new object each time, which holds no frames
-        of others."""
+        """Error why no step can run any more. None while all ranks live. A new object each time, so that it holds no frames."""
         return None if self._lost is None else ExecutorLostError(self._lost)
 
     def next_message(self) -> tuple[int, Any]:
-        """Return the next message of a starting rank, waiting for it. :raises ExecutorLostError: if a rank has ended or
-        failed."""
+        """Return the next message of a starting rank, waiting for it. :raises ExecutorLostError: if a rank ended or failed."""
         found = self._messages.get()
         if found is None:
             raise self.lost or ExecutorLostError(_WAS_ENDED)
@@ -231,8 +228,7 @@ class RankWatch:
 
 
 class _Silence:
-    """Seconds since each rank's last heartbeat, and since its last progress while behind rank 0. A suspended machine counts
-    none."""
+    """Seconds since each rank's last heartbeat, and since its progress if rank 0 is ahead. Suspended time does not count."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         self._ranks = ranks
@@ -385,7 +381,7 @@ class RankProcesses:
             raise lost
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Stop all ranks after a failure of rank 0. :raises ExecutorLostError: always, with the first failed rank and its
+        """Stop all ranks after a failure of rank 0. :raises ExecutorLostError: always, with the first failed rank and the
         cause."""
         from headway.core.engine.ranks.torch_ranks import MeetingError
 

@@ -101,8 +101,7 @@ class TorchRanks:
         self.store = store
         self.device = device
         self.sums: Sequence[AllReduce] = [GroupAllReduce(self._group, "gloo" if device.type == "cpu" else "nccl")]
-        """All-reduce methods, with the process group last. The first that supports a tensor is used, unless `times` has a faster
-        one."""
+        """All-reduce methods, process group last. The first that supports a tensor is used, unless `times` has a faster one."""
         self.times: AxisTimes | None = None
         self._chosen: dict[tuple[int, torch.dtype], AllReduce] = {}
 

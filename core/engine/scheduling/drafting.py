@@ -18,8 +18,7 @@ from headway.core.speculation.proposers import PLAIN, UNGUESSED, WIDTHS, StepTim
 log = logging.getLogger("headway")
 
 FIRST_ACCEPTANCE = 0.8
-"""Assumed acceptance rate of draft tokens before any was verified. High, so that some are verified: only these give a
-measurement."""
+"""Assumed acceptance rate before any draft was verified. High, so that some are verified, because only these are measured."""
 _HOPE = 0.5  # Minimum acceptance rate assumed in a trial after a rest
 _PRIOR, _MEMORY, _LONG_MEMORY = 4, 20, 50
 """Weight of the mean over all sequences, in draft tokens; memory of a sequence's running mean, and of the mean over all
@@ -39,8 +38,7 @@ class _GuessRecord:
     seen: int = 0  # Draft tokens in that mean
 
     def acceptance(self, of_all: float) -> float:
-        """Return the acceptance probability, from the sequence's own drafts, weighted with those of all sequences while they are
-        few."""
+        """Return the acceptance probability: the sequence's own, weighted with that of all sequences while its drafts are few."""
         return (self.seen * self.share + _PRIOR * of_all) / (self.seen + _PRIOR)
 
 
@@ -54,8 +52,7 @@ class Drafting:
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, most: int = MAX_DRAFT_TOKENS, times: StepTimes | None = None) -> None:
-        """most: maximum number of drafts per sequence and step. times: measured step times. None means that every draft is
-        verified."""
+        """most: maximum drafts per sequence and step. times: measured step times. None means that every draft is verified."""
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._times = times
@@ -83,8 +80,7 @@ class Drafting:
         return self._resting > 0
 
     def plan(self, running: Items[Sequence]) -> bool:
-        """Set the next step's drafts; return whether there are any. running: sequences that may get drafts, none of them in
-        flight."""
+        """Set the next step's drafts; return whether there are any. running: candidates for drafts, none of them in flight."""
         ready = [seq for seq in running if not seq.num_pending and seq.num_to_compute == 1 and seq.num_computed]
         if self._resting and ready and size_class(len(ready)) != self._rest_class:
             self._resting = 0  # drafts that did not pay may pay at another number of sequences
@@ -151,7 +147,7 @@ class Drafting:
         return max(seconds, key=rate)
 
     def _trial_width(self, times: StepTimes, seconds: dict[int, float], likely: list[float]) -> int:
-        """Return the width of a trial that looks too slow: PLAIN, unless some times are estimates, which only a step can
+        """Return the width of a trial that looks too slow: PLAIN, unless some times are estimates, which the trial can
         correct."""
         count = len(likely)
         unknown = {width: seconds[width] for width in self._widths if not times.is_measured(count, width)}
@@ -194,8 +190,7 @@ class Drafting:
         return self._at_once.propose_batch([seq.token_ids for seq in ready], counts)
 
     def _guess(self, seq: Sequence, known: _GuessRecord, most: int) -> list[int]:
-        """Return the proposer's drafts. A proposer that raises or returns invalid token ids is not called for this sequence
-        again."""
+        """Return the proposer's drafts. A proposer that raises or returns invalid ids is not called for this sequence again."""
         most = min(most, seq.max_len - seq.num_tokens - 1)
         if known.proposer is None or most < 1:
             return []

@@ -126,8 +126,7 @@ class Scheduler:
         self._batch.clear()
 
     def schedule(self, all_read: bool = True) -> ScheduledStep:
-        """Return the next step: prefill and extend first, then decode; empty if all sequences wait. all_read: True if no step is
-        in flight."""
+        """Return the next step: prefill and extend, then decode; empty if all wait. all_read: True if no step is in flight."""
         if self.drafting is not None and self.drafting.plan(self.running if all_read else ()):
             self.dissolve_batch()
         if self.offloader is not None:
@@ -235,8 +234,7 @@ class Scheduler:
                 took_pages = True  # so that the freed pages are not used for a restore
 
     def _admit(self, seq: Sequence, budget: int) -> int:
-        """Reserve pages for a waiting sequence beyond its cached prefix. Returns its tokens in this step, 0 if it is not
-        admitted."""
+        """Reserve pages for a waiting sequence beyond its cached prefix. Returns its tokens in this step, 0 if not admitted."""
         for partly in (True, False):  # a copy needs the source's page as well: there may be room without it
             spared = seq.num_computed if seq.tables else self.blocks.attach_prefix(seq, partly)
             count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
@@ -285,8 +283,7 @@ class Scheduler:
             plan.budget = max(plan.budget, seq.num_to_compute)
 
     def _tokens_to_hold(self, seq: Sequence, count: int) -> int:
-        """Return the number of tokens, from the next on, whose pages a sequence must hold when a step computes `count` of
-        them."""
+        """Return how many tokens, from the next on, a sequence must hold pages for when a step computes `count` of them."""
         return count
 
     def _take_pages_of_waiting(self) -> bool:
@@ -411,8 +408,7 @@ class AdmissionQueue:
         return sum(len(seqs) for _, seqs in self._preparing) + sum(map(len, self._siblings.values()))
 
     def add(self, seqs: list[Sequence], ready: Future[None] | None) -> None:
-        """Add the completions of a request. ready: done when the request has been prepared. None means that no preparation was
-        needed."""
+        """Add the completions of a request. ready: done when the request is prepared. None means that it needs no preparation."""
         if ready is not None:
             self._preparing.append((ready, seqs))
             return
@@ -423,8 +419,7 @@ class AdmissionQueue:
             self._siblings[seqs[0].request_id] = seqs[ahead:]
 
     def poll(self, idle: bool) -> list[tuple[list[Sequence], str]]:
-        """Pass on prepared requests; return requests whose preparation failed, with reasons. idle: True to wait briefly for the
-        first."""
+        """Pass on prepared requests; return failed ones with reasons. idle: True to wait briefly for the first."""
         if not self._preparing:
             return []
         if idle:
