@@ -21,9 +21,9 @@ class JsonCalls:
     """Parser of {"name": ..., "arguments": {...}}, or a list of such objects, after a mark."""
 
     opens: tuple[str, ...]
-    """Marks that calls follow."""
+    """Marks before calls."""
     closes: tuple[str, ...] = ()
-    """Marks that may follow calls."""
+    """Optional marks after calls."""
     bare: bool = False
     """True if an answer may be calls without any mark."""
 
@@ -138,7 +138,7 @@ class HeadedCalls:
     head: re.Pattern[str]
     """Text between such a mark and the arguments, with a group `name` and optionally `id`."""
     closes: tuple[str, ...] = ()
-    """Marks that may follow the arguments."""
+    """Optional marks after the arguments."""
     ignored: tuple[str, ...] = ()
     """Marks around all calls."""
     lists: bool = False

@@ -220,7 +220,7 @@ class EngineLoop:
         """
         self.clock.begin_step()
         drafting = self.scheduler.drafting  # Drafts need tokens that have been read
-        self._read_until(1 if drafting is None or drafting.rests else 0)  # more than one are left only by an interrupt
+        self._read_until(1 if drafting is None or drafting.rests else 0)  # only an interrupt leaves more than one
         self._admit_prepared()
         scheduled = self._schedule()
         if self._offloader is not None:
@@ -262,7 +262,7 @@ class EngineLoop:
         began = self.clock.enter("launch")
         try:
             handle = self.executor.launch(step)
-        except Exception as error:  # whatever a backend raises
+        except Exception as error:  # any error of a backend
             self.executor.failed(error)
             return error
         self._in_flight.append(_LaunchedStep(handle, scheduled.seqs, scheduled.sampling))

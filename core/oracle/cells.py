@@ -67,11 +67,11 @@ lengths over other blocks, all of them or the last of each sequence; tables: mor
 wider table; deep: up to 16,384 tokens; level: sequences of one length after different contexts. In many and again block 0 is
 in use, as in an engine."""
 FEW = "few"
-"""Work only for layers with many query heads: three or four sequences of up to 133 tokens."""
+"""`work` value only for layers with many query heads: three or four sequences of up to 133 tokens."""
 EXPANDED = "-expanded"
 """Suffix of a latent layer's number in a cell, for its prompts, which have separate keys and values."""
 OWN_SCALE = "own"
-"""Marks the scale of a model's layer."""
+"""Value of the axis `scale` for a layer of a model, which has its own scale."""
 SCALE = 1.37
 SOFTCAP = 1.5
 FP8_SCALES = (0.02, 0.05)
@@ -131,7 +131,7 @@ class KitCell:
             raise ConfigError("--cell", "a cell's name as `headway check` prints it", repr(text)) from None
 
     def plain(self, check: str, about: str = "-", **changes: Any) -> Self:
-        """Return the same layer in another check."""
+        """Return a cell with the same layer and another check."""
         return self.having({"check": check, "about": about, **changes})
 
     def having(self, values: Mapping[str, Any]) -> Self:

@@ -324,9 +324,9 @@ class StepTensors:
     rows: list[list[StepSequence]]
     """Each layer's sequences, without padding rows."""
     tokens: list[slice]
-    """The packed tokens of each sequence."""
+    """Range of each sequence in the packed tokens."""
     padding: slice
-    """The packed tokens of the padding rows."""
+    """Range of the padding rows in the packed tokens."""
 
 
 class Before:

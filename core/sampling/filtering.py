@@ -108,7 +108,5 @@ def verified_filter(candidate: Filter, vocab_size: int, device: torch.device, ah
         fault = f"{type(error).__name__}: {error}"
     if not fault:
         return candidate
-    log.warning(
-        "top_k, top_p and min_p are served by torch's operations, which takes longer: their kernels failed here (%s)", fault
-    )
+    log.warning("top_k, top_p and min_p use torch's operations, which are slower: the kernels failed their check (%s)", fault)
     return None

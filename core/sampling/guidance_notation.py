@@ -34,7 +34,7 @@ def guidance_schema(schema: Any, closed: bool = False) -> Any:
             made[key] = {}
             for name, each in value.items():
                 name = rust_regex(name) if key == "patternProperties" else name
-                while name in made[key]:  # llguidance rejects two equal patterns
+                while name in made[key]:  # keep both: llguidance reports patterns that match the same name
                     name = f"(?:{name})"
                 made[key][name] = guidance_schema(each, closed)
         elif key == "pattern" and isinstance(value, str):

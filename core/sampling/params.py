@@ -49,8 +49,8 @@ _ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
 """vLLM's names among these -> values, besides None, that request Headway's default behaviour."""
 
 LogitsProcessor = Callable[..., Any]
-"""(token_ids, logits) -> logits, or (prompt_token_ids, token_ids, logits) -> logits: the request's output so far, and the next
-token's logits, float32 [vocab_size], on the engine's device."""
+"""Function (token_ids, logits) -> logits, or (prompt_token_ids, token_ids, logits) -> logits. token_ids: the request's output so
+far. logits: the next token's, float32 [vocab_size], on the engine's device."""
 
 
 class RequestOutputKind(Enum):
@@ -91,7 +91,7 @@ class SamplingParams:
     temperature: float = 1.0
     """Sampling temperature. 0 takes the most likely token."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probabilities reach this sum."""
+    """Sample from the smallest set of most likely tokens whose probabilities sum to this."""
     top_k: int = -1
     """Sample from this many most likely tokens. -1 or 0 means all."""
     min_p: float = 0.0

@@ -96,7 +96,7 @@ def join_logits(own: Tensor, size: int, ranks: Ranks) -> Tensor:
 
 
 class RankedVocabulary:
-    """`Vocabulary` of a rank with the logits of its own tokens. All ranks call the same methods with the same rows."""
+    """`Vocabulary` of a rank that has the logits of its shard. All ranks call the same methods with the same rows."""
 
     def __init__(self, sampling: SamplingOps, size: int, ranks: Ranks) -> None:
         """sampling: operations on logits of the whole vocabulary. size: tokens of the vocabulary."""

@@ -49,7 +49,7 @@ class StepTimes:
     """Seconds of a step by its number of sequences and its width."""
 
     def __init__(self, attention: AttentionTime | None = None) -> None:
-        """attention: looks up times in a crossover table. None means that there is no table."""
+        """attention: looks up times in a crossover table. None means no table."""
         self._attention = attention
         self._means: dict[tuple[int, int], tuple[float, int]] = {}  # Mean seconds and number of steps, by size class and width
 
@@ -225,7 +225,7 @@ class FinishedOutputs:
         self._held = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add an output, and forget the oldest ones that no longer fit."""
+        """Add an output, and forget the oldest outputs until the rest fits."""
         if len(tokens) < 2:  # no token follows another
             return
         tokens = tokens[-self._most :]

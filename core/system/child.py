@@ -164,7 +164,7 @@ def open_replies() -> TextIO:
 
 
 def reply(stream: TextIO, message: Mapping[str, Any]) -> None:
-    """Send one answer, from within the child."""
+    """Send an answer to the parent, from within the child."""
     print(json.dumps(message), file=stream, flush=True)
 
 

@@ -50,8 +50,8 @@ def obstacle(folder: Path) -> str:
 def warn_unwritable(folder: Path, why: str) -> None:
     """Warn once that compiled kernels are not cached, with the cost."""
     log.warning(
-        "kernel cache: %s cannot be written (%s): every process compiles its kernels again, a second or so each; HEADWAY_CACHE "
-        "names another folder",
+        "kernel cache: %s cannot be written (%s): every process recompiles its kernels, about a second each; set HEADWAY_CACHE "
+        "to another folder",
         folder,
         why,
     )

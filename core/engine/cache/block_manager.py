@@ -474,7 +474,7 @@ class BlockManager:
         """Drop a reference to a page."""
         if self._pages.give(page):
             groups = [number for number, prefixes in enumerate(self.prefixes) if page in prefixes.index]
-            if not groups:  # nothing to reuse
+            if not groups:  # no reusable content
                 self._pages.put_first(page)
             elif self.keeper is not None:
                 self.keeper.freed(page, groups[0])

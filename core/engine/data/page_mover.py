@@ -78,7 +78,7 @@ class PageMover(Protocol):
 
     @property
     def max_stored(self) -> int:
-        """Maximum number of pages on disk. 0 means that there is no disk tier."""
+        """Maximum number of pages on disk. 0 means no disk tier."""
 
     def before(self, step: StepInput) -> None:
         """Make a step wait for the copies of its pages. Must be called before the step is launched."""

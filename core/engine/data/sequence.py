@@ -30,7 +30,7 @@ class EmbeddedPrompt(list[int]):
     """Token ids that are all 0, for a prompt of embedding rows, so that lengths, chunks and pages are counted as usual."""
 
     rows: Tensor
-    """[num_tokens, hidden_size], on the host."""
+    """[num_tokens, hidden_size]: embedding rows, on the host."""
     digest: bytes
     """Digest of the rows: only prompts with equal rows share cached keys and values."""
 

@@ -54,7 +54,7 @@ class DecodeBatch:
         return places
 
     def renew(self, place: int) -> None:
-        """Note that the member at this index has got pages."""
+        """Update the counts of the member at this index, which got pages."""
         seq = self.members[place]
         self._counts[1, place] = seq.lasts_until - self._counts[0, place]
         self._changed.append(seq)

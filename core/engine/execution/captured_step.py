@@ -152,7 +152,7 @@ class CapturedStep(ABC):
         self._scales = fields.scales.view(-1)
         self._filters = fields.filters.view(len(fields.filters), -1)
         self.num_rows = len(self._scales)
-        """Rows of logits, padding included."""
+        """Number of rows of logits, padding included."""
         groups = zip(plans.items(), step.attention.groups, strict=True) if metadata[0].upper_bound_lens else ()
         replanned = {id(plan): (backends[spec], plan, group) for (spec, plan), group in groups}
         nothing = AttentionBackend.plan_for_replay  # a backend with this method has nothing to update

@@ -148,8 +148,10 @@ class PiecewiseGraphs:
                 torch.cuda.empty_cache()
                 too_large.append(size)
         if too_large:
-            log.warning("CUDA graphs: no memory for steps of %s tokens in pieces", ", ".join(map(str, too_large)))
-        log.info("CUDA graphs: steps of up to %d tokens in pieces, in %.1f s", self.largest, time.perf_counter() - started)
+            log.warning("CUDA graphs: too little memory for piecewise graphs of %s tokens", ", ".join(map(str, too_large)))
+        log.info(
+            "CUDA graphs: piecewise graphs of up to %d tokens captured in %.1f s", self.largest, time.perf_counter() - started
+        )
 
     def _record(self, size: int, recorder: GraphRecorder) -> _PiecewiseGraph:
         ids, positions = self._inputs[:, :size]
@@ -262,7 +264,7 @@ class GraphSet:
 
         refused = "" if self._states is None else self._states.not_captured(GraphLevel.DECODE)
         if refused:
-            log.warning("CUDA graphs: state backend %s cannot be captured: steps are launched in pieces", refused)
+            log.warning("CUDA graphs: state backend %s cannot be captured: steps run as piecewise graphs", refused)
             return
         self._decodes.capture(batch_sizes, candidates, recorder)
         if self._states is None:  # scans of prompts depend on their lengths
@@ -323,13 +325,13 @@ class DecodeGraphs:
                     self._graphs[size, name] = graph
         if too_large:
             listed = ", ".join(map(str, too_large))
-            log.warning("CUDA graphs: no memory for batches of %s: those are launched kernel by kernel", listed)
+            log.warning("CUDA graphs: too little memory for batches of %s, which are launched kernel by kernel", listed)
         captured = sorted({size for size, _ in self._graphs})
         for size in captured:
             self._size_of += [size] * (size + 1 - len(self._size_of))
         if captured:
             log.info(
-                "CUDA graphs: %d of decode captured, %d batch sizes up to %d, in %.1f s and %.0f MB: %s",
+                "CUDA graphs: %d decode graphs captured, %d batch sizes up to %d, in %.1f s and %.0f MB: %s",
                 len(self._graphs),
                 len(captured),
                 captured[-1],
@@ -339,7 +341,7 @@ class DecodeGraphs:
             )
 
     def _explain(self, backends: Backends) -> None:
-        """Log why a backend has no graphs, and the measured host time to launch a step without one."""
+        """Log why a backend has no graphs, and the measured host time to launch a step kernel by kernel."""
         backend, refusal = next((each, found) for each in backends.values() if not (found := each.captures()))
         graph = DecodeGraph(self._step, DecodeInputs(self._step, [decode_shapes(self._step, 1)]), 1, backends)
         started = time.perf_counter()
@@ -361,7 +363,7 @@ class DecodeGraphs:
             if largest and not self._warned:
                 self._warned = True
                 log.warning(
-                    "CUDA graphs: a decode step of %d sequences is launched kernel by kernel, for the largest captured batch is "
+                    "CUDA graphs: a decode step of %d sequences is launched kernel by kernel: the largest captured batch is "
                     "%d; a larger number in cudagraph_capture_sizes captures more",
                     step.num_seqs,
                     largest,
@@ -403,10 +405,10 @@ class PrefillGraphs:
                 continue
             graph = _captured(recorder, step.ranks, partial(PrefillGraph, step, inputs, size, fastest, positions))
             if graph is None:
-                log.warning("CUDA graphs: no memory for a prompt of %d tokens", size)
+                log.warning("CUDA graphs: too little memory for a prompt of %d tokens", size)
             else:
                 self._graphs[size] = graph
-        log.info("CUDA graphs: %d of one prompt captured, in %.1f s", len(self._graphs), time.perf_counter() - started)
+        log.info("CUDA graphs: %d prefill graphs captured in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     def for_step(self, step: StepInput) -> PrefillGraph | None:
         """Return the graph that runs a step; None if the step is not one whole prompt, or is longer than the captured ones."""
@@ -441,7 +443,7 @@ class VerifyGraphs:
         refused = "" if states is None else states.not_captured(GraphLevel.UNIFORM)
         if refused:
             self._refused = f"state backend {refused}"
-            log.warning("CUDA graphs: %s cannot verify drafts in a graph: such steps are launched in pieces", self._refused)
+            log.warning("CUDA graphs: %s cannot verify drafts in a graph: such steps run as piecewise graphs", self._refused)
             return
         inputs = VerifyInputs(step, [verify_shapes(step, size, width) for size, width in wanted])
         tokens = max(size * width for size, width in wanted)
@@ -453,16 +455,18 @@ class VerifyGraphs:
             refusal = next((found for backend in fastest.values() if not (found := backend.captures(width))), None)
             if refusal is not None:
                 if not self._refused:
-                    log.warning("CUDA graphs: verification with %s is launched in pieces: %s", name_of(fastest), refusal.brief)
+                    log.warning("CUDA graphs: verification with %s runs as piecewise graphs: %s", name_of(fastest), refusal.brief)
                 self._refused = name_of(fastest)
                 continue
             graph = _captured(recorder, step.ranks, partial(VerifyGraph, step, inputs, size, width, fastest, logits))
             if graph is None:
-                log.warning("CUDA graphs: no memory for verification by %d sequences of %d tokens", size, width)
+                log.warning("CUDA graphs: too little memory for verification by %d sequences of %d tokens", size, width)
             else:
                 self._graphs[width, size] = graph
         took = time.perf_counter() - started
-        log.info("CUDA graphs: %d of verification captured, of up to %d tokens, in %.1f s", len(self._graphs), MAX_VERIFIED, took)
+        log.info(
+            "CUDA graphs: %d verification graphs of up to %d tokens captured in %.1f s", len(self._graphs), MAX_VERIFIED, took
+        )
 
     def for_step(self, step: StepInput) -> tuple[VerifyGraph | None, str]:
         """Return the graph that runs a step with drafts, or None and the reason."""

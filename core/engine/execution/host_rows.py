@@ -83,11 +83,11 @@ class HostCopy:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of some of a prompt's tokens."""
+    """Log-probabilities of a part of a prompt."""
 
     index: int
     first: int
-    """Position of the first of these tokens."""
+    """Position of the part's first token."""
     k: int
     """Number of most likely tokens listed with each token."""
     scores: Scores

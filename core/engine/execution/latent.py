@@ -30,7 +30,7 @@ class Gathered:
     slots: Tensor
     """int64 [blocks * block_size]: all slots of all blocks of the sequences, block after block."""
     new: Tensor
-    """int64 [n]: indices of this step's tokens among those slots."""
+    """int64 [n]: indices of this step's tokens in `slots`."""
 
 
 def attend(

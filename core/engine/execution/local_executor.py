@@ -58,7 +58,7 @@ class AdapterStore:
     """
 
     def __init__(self, adapters: ModelAdapters, most: int, follows: bool = False) -> None:
-        """most: number of unused adapters to keep (max_cpu_loras). follows: True if only steps tell the rank of adapters."""
+        """most: number of unused adapters to keep (max_cpu_loras). follows: True on ranks above 0, which read on demand."""
         self.slots = adapters
         self._most = most
         self.num_slots = adapters.num_slots
@@ -205,12 +205,12 @@ class LocalExecutor:
                 self.warmup.run()
             log.info("warm-up: %d kernels compiled or loaded in %.1f s", len(watch.take()), time.perf_counter() - began)
         if self.attention.debug:
-            log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
+            log.warning("HEADWAY_DEBUG=1: every layer is checked for NaN, so CUDA graphs are off")
         elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
             self._recorder = recorder or CudaGraphRecorder()
             self._capture_graphs(self._recorder)
             if compiled := watch.take():
-                log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
+                log.info("CUDA graphs: kernels compiled during capture: %s", ", ".join(compiled))
         if self._parts.compile_ahead is not None:
             self._settle(watch)
         self._runner.compilations = watch

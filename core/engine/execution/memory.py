@@ -331,5 +331,5 @@ def _max_model_len(config: EngineConfig, pages: PageFormat, chunk: int, memory: 
     if not config.enable_chunked_prefill:
         fits = min(fits, config.step_tokens)
     if 0 < fits < longest:
-        log.info("max_model_len: %d, what the pool holds; the model was made for %d", fits, longest)
+        log.info("max_model_len: %d, limited by the size of the KV cache; the model supports %d", fits, longest)
     return max(fits, 1)

@@ -146,8 +146,7 @@ class ModelRunner:
         self.compilations: CompilationWatch | None = None
         """Collects names of kernels compiled during a step. None before the engine is ready."""
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
-        """Called in every step with the sampling rows and their logits, valid until the next step; with ranks, only on request.
-        """
+        """Called in every step with the sampling rows and their logits, valid until the next step. None for nothing."""
 
     def capture(
         self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: GraphRecorder, max_decode_len: int = 1

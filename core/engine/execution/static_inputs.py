@@ -218,7 +218,7 @@ class DecodeInputs(StaticInputs):
         numpy.add(positions, 1, out=to.seq_lens[:count])
         to.seq_lens[count:] = 0
         if draws is None:
-            to.scales[:] = 0  # greedy
+            to.scales[:] = 0  # 0 is greedy
         else:
             to.scales[:count], to.keys[:count] = draws.scales, draws.keys
             to.scales[count:] = 0

@@ -82,13 +82,13 @@ class Chosen:
     """The sampled tokens of a step on the device, with related facts."""
 
     tokens: Tensor
-    """int64 [rows of logits]."""
+    """int64 [rows of logits]: the sampled tokens."""
     after_model: tuple[str, ...] = ()
     """Parameters of some rows that were applied after the model, kernel by kernel."""
     waited_for: tuple[str, ...] = ()
     """Parameters of some rows that need the previous step's tokens on the host."""
     wait_seconds: float = 0.0
-    """Seconds that the host waited for those tokens."""
+    """Seconds that the host waited for the previous step's tokens."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """Error of a sequence, by its row of logits."""
     scores: Scores | None = None

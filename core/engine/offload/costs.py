@@ -87,7 +87,7 @@ class PrefillTimer:
         self._launched.append((began, self._counted[0] - before[0], self._counted[1] - before[1]))
 
     def forget(self) -> None:
-        """Forget the steps in flight, which have failed."""
+        """Forget the steps in flight, because they failed."""
         self._launched.clear()
 
     def read(self) -> None:

@@ -38,7 +38,7 @@ class HostTier:
 
     @property
     def num_unlocked(self) -> int:
-        """Number of slots not needed for locked names, which includes those without a slot yet."""
+        """Number of slots left after reserving one for every locked name."""
         return self.num_slots - len(self._locks) - sum(map(len, self._orphans.values()))
 
     def find(self, name: PageName) -> int | None:

@@ -38,7 +38,7 @@ class Restore:
     moving: Pending[object] | None = None
     """The pending copies from host memory, which begin after the disk read."""
     followers: list[Sequence] = field(default_factory=list)
-    """Sequences that wait for some of the same pages, and hold none."""
+    """Waiting sequences that need some of these pages, and hold none."""
 
 
 class PendingRestores:

@@ -345,7 +345,7 @@ class RankProcesses:
     def choose(self, choices: object) -> None:
         """Send the ranks the choices of rank 0."""
         for wire in self._wires:
-            with suppress(OSError):  # as above
+            with suppress(OSError):  # the rank has ended, which the watchdog reports
                 wire.send(RankChoices(choices))
 
     def wait_ready(self, facts: object) -> None:

@@ -118,7 +118,7 @@ class AdapterTable:
             del self._running[adapter.digest]
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
-        """Return the adapters to load into slots before the next step runs, once."""
+        """Return the adapters to load into slots before the next step runs, and clear the list."""
         loads = self._loads
         self._loads = []
         return tuple(loads)

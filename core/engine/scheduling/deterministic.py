@@ -36,7 +36,7 @@ def prepare_deterministic(
         need = "a model that keeps its rows' bits, and whose attention layers ask for the same"
         raise ConfigError("deterministic", need, layers.cached[0], "make it with batch_invariant=True, as LLM does")
     pinned = pin(source, layers, config)
-    log.info("deterministic: attention pinned to %s; no prefix cache, no preemption, prompts cut at fixed places", pinned)
+    log.info("deterministic: attention pinned to %s; no prefix cache, no preemption, prompts split at fixed positions", pinned)
     return replace(config, attn_backend=pinned, enable_prefix_caching=False)
 
 

@@ -138,7 +138,7 @@ class Drafting:
         return ""
 
     def _best(self, seconds: Mapping[int, float], likely: list[float], most: list[int]) -> int:
-        """Return the width with the most tokens per second, PLAIN included. most: maximum number of drafts of each sequence."""
+        """Return the width with the highest rate of tokens, PLAIN included. most: maximum number of drafts of each sequence."""
 
         def rate(width: int) -> float:
             written = sum(expected(share, min(k, width - 1)) for share, k in zip(likely, most, strict=True))
@@ -198,14 +198,14 @@ class Drafting:
             guess = list(known.proposer.propose(seq.token_ids, most))[:most]
             if not all(0 <= token < self._vocab_size for token in guess):
                 raise ValueError(f"token ids from 0 to {self._vocab_size - 1} are needed, got {guess}")
-        except (Exception, SystemExit) as error:  # whatever a plugin raises
+        except (Exception, SystemExit) as error:  # any error of a plugin
             known.proposer = None
             self._failed(seq, error)
             return []
         return guess
 
     def _failed(self, seq: Sequence, error: BaseException) -> None:
-        log.warning("speculation: request %s goes on without guesses, for its proposer raised %r", seq.request_id, error)
+        log.warning("speculation: request %s continues without drafts, because its proposer raised %r", seq.request_id, error)
 
     def verified(self, seq: Sequence, drafts: int, accepted: int) -> None:
         """Note that a step verified a sequence's drafts and accepted the first `accepted`."""

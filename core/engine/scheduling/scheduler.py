@@ -145,7 +145,7 @@ class Scheduler:
         last = []
         for place in self._batch.due():
             seq = self._batch.members[place]
-            if seq.num_computed >= seq.max_len - 1:  # its last token is on its way
+            if seq.num_computed >= seq.max_len - 1:  # its last token is pending
                 last.append(seq)
             elif self.blocks.reserve(seq, self._tokens_to_hold(seq, 1)):
                 self._batch.renew(place)
@@ -195,7 +195,7 @@ class Scheduler:
     def _make_room(self, plan: _StepPlan, seq: Sequence, count: int, batching: bool) -> ScheduledSequence | None:
         """Reserve pages for `count` tokens of a running sequence, preempting others unless batching; drafts only if there is
         room.
-        Returns None if there are no pages; without batching, the sequence itself was preempted."""
+        Returns None without free pages; without batching, the sequence itself was preempted."""
         drafts = seq.num_drafts(plan.budget - count) if seq.draft_token_ids else 0
         while not self.blocks.reserve(seq, self._tokens_to_hold(seq, count + drafts)):
             if drafts:

@@ -166,8 +166,8 @@ def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bo
     torch.cuda.empty_cache()
     smaller = max(tokens // 2, smallest)
     log.warning(
-        "out of memory in a step of %d tokens: steps have at most %d from now on; a lower max_num_batched_tokens or "
-        "gpu_memory_utilization leaves room from the start",
+        "out of memory in a step of %d tokens: limiting steps to %d tokens; lower max_num_batched_tokens or "
+        "gpu_memory_utilization to leave room from the start",
         tokens,
         smaller,
     )
