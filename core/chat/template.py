@@ -16,9 +16,7 @@ def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
     """Return a rendered conversation. options: options of transformers' apply_chat_template, whose errors are raised unchanged.
 
     Jinja's sandbox limits each `range` of a template, but neither its time nor the output of nested loops.
-
-    :raises PromptError: if the template computes powers or uses huge factors, or its macros recurse without end.
-    """
+    :raises PromptError: if the template computes powers or uses huge factors, or its macros recurse without end."""
     _check_arithmetic(tokenizer.get_chat_template(options.get("chat_template"), options.get("tools")))
     try:
         return str(tokenizer.apply_chat_template(messages, **options, tokenize=False))

@@ -85,12 +85,10 @@ def make_case(
 ) -> Case:
     """Return a case with random q, k, v and context in shuffled blocks. The layout's writer writes the context, then the new
     tokens.
-
     poison: value of every slot without a token, in partly used blocks and in `spare_blocks` unused ones (NaN reveals stray
         reads).
     padding_rows: number of rows of length 0 with slot -1 at the end, like a CUDA graph's unused rows.
-    scores: regime of the scores, one of `cells.SCORES`. With normal, queries are drawn like keys at any scale.
-    """
+    scores: regime of the scores, one of `cells.SCORES`. With normal, queries are drawn like keys at any scale."""
     check_room(lens, spec, block_size)
     generator = torch.Generator().manual_seed(seed)
     query_lens = [q for q, _ in lens] + [1] * padding_rows

@@ -54,11 +54,9 @@ class StepSequence:
 
 def attend(spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: int, *, future: int = 0) -> tuple[Tensor, Tensor]:
     """Return the attention of queries at positions first, first + 1, ... over keys at 0, 1, ...
-
     q: [n, num_heads, head_dim]; keys, values: float64 [m, num_kv_heads, *]. future: number of later positions that a query sees
         (-1 excludes its own). Returns float64 out [n, num_heads, v_head_dim] and the natural log-sum-exp [num_heads, n], sinks
-        included.
-    """
+        included."""
     groups, kv_heads = spec.group_size, spec.num_kv_heads
     keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)  # [kv_heads, head_dim, m], [kv_heads, m, v_head_dim]
     slopes, sinks = (_per_head(spec, each, q.device) for each in (spec.alibi_slopes, spec.sinks))

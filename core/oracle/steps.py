@@ -27,11 +27,8 @@ _PAD = 16
 
 
 def first_far(spec: AttentionSpec, block_size: int) -> int:
-    """Return the first used block of far memory.
-
-    On a CPU an address costs nothing until it is accessed, so blocks of usual sizes have numbers beyond 16 bits there, not only
-    slots.
-    """
+    """Return the first used block of far memory. On a CPU, where an address costs nothing until it is accessed, block numbers
+    of usual sizes exceed 16 bits too, not only slot numbers."""
     block = block_size * spec.num_kv_heads * max(spec.head_dim, spec.v_head_dim)
     room = _FAR_ELEMENTS // (2 * block) if spec.device.type == "cpu" else 0
     return max(_FAR // block_size, min(_FAR, room))

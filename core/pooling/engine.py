@@ -147,9 +147,7 @@ class PoolingEngine:
 
         texts: texts of 1 to `limits.max_model_len` tokens; results are in the same order.
         finished: called after each batch with its number of texts.
-
-        :raises BackendError: if a backend raises.
-        """
+        :raises BackendError: if a backend raises."""
         found: dict[int, Tensor] = {}
         in_flight: list[tuple[list[int], Tensor]] = []  # a batch is read after the next one was launched
         for batch in self._batches(texts):

@@ -148,9 +148,7 @@ class GrammarCompiler:
 
         text: the structured output in llguidance's notation, if known. One that is neither small nor tried may crash the process:
             see `GrammarQueue`, which calls this method in threads with large stacks.
-
-        :raises GrammarError: if llguidance cannot compile it, or finds no allowed first token.
-        """
+        :raises GrammarError: if llguidance cannot compile it, or finds no allowed first token."""
         if self.has(form):
             return
         from llguidance import LLMatcher

@@ -91,9 +91,7 @@ def structural_tag_text(tag: Mapping[str, Any], options: Mapping[str, Any], clos
     """Return a structural tag as a grammar in llguidance's notation.
 
     tag: {"format": {...}}, or the older {"structures": [...], "triggers": [...]}. options, closed: see `guidance_json`.
-
-    :raises ValueError: if a part has an unknown type, lacks a field, or contains an invalid regular expression.
-    """
+    :raises ValueError: if a part has an unknown type, lacks a field, or contains an invalid regular expression."""
     return _TagGrammar(options, closed).text(format_of(tag))
 
 

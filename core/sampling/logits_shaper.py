@@ -21,11 +21,9 @@ ANY_TOKEN = -1
 
 def penalize(logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:
     """Return logits with the three penalties of vLLM and OpenAI applied; the repetition penalty is also that of transformers.
-
     logits: float32 [rows, columns], whose last column is not a token. tokens: int64 [rows, length]: the first `lens` of a row are
         its prompt and output, the first `prompt_lens` its prompt. penalties: float32 [rows, 3]: repetition, presence and
-        frequency. Rows with penalties 1, 0 and 0 stay bitwise the same.
-    """
+        frequency. Rows with penalties 1, 0 and 0 stay bitwise the same."""
     rows, columns = logits.shape
     positions = torch.arange(tokens.shape[1], device=logits.device)
     inside = positions < lens[:, None]

@@ -54,11 +54,8 @@ def _in_order(bits: Tensor) -> Tensor:
 
 
 def best_of_part(logits: Tensor, scales: Tensor | None, keys: Tensor | None, first: int) -> Tensor:
-    """Return each row's best token in a rank's shard as int64 [rows], see `pack`. logits: [rows, shard]. first: first token of
-    the shard.
-
-    The score is the logit if scales is None or the row's scale is 0, else that of `sampler.draw`.
-    """
+    """Return each row's best token in a rank's shard, int64 [rows], see `pack`. logits: [rows, shard]. first: the shard's first
+    token. The score is the logit if scales is None or the row's scale is 0, else that of `sampler.draw`."""
     scores = logits.float()
     if scales is not None and keys is not None:
         drawn = scores * scales[:, None] - exponential(keys, logits.shape[1], first).log_()

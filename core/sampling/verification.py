@@ -40,11 +40,9 @@ def accept_drafts(sampled: Tensor, ids: Tensor, recomputed: Tensor, rows: Tensor
 
 def verify(tokens: Tensor, drafts: Sequence[Sequence[int]]) -> Verified:
     """Return the verification of drafts against the tokens sampled at their positions, without waiting for the device.
-
     tokens: int64 [sum of drafts + 1], row by row. A draw depends only on seed and position, so an accepted draft is the token
         that would have been drawn without drafts: greedy and drawn tokens stay the same, and no draft is accepted by chance
-        (compare Leviathan et al. 2023, who accept more drafts but preserve only the distribution).
-    """
+        (compare Leviathan et al. 2023, who accept more drafts but preserve only the distribution)."""
     most = max(map(len, drafts))
     # One copy holds the start of each row's tokens, and its drafts; padding equals no token.
     starts = torch.tensor([0, *(len(guessed) + 1 for guessed in drafts)])[:-1].cumsum(0)

@@ -89,10 +89,8 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False,
     content: parts of the file, in order. durable: True to wait until the file is on disk, so that a power loss neither removes
         the old file nor leaves an empty one. private: True to let only this user read the file, whatever the umask and an
         existing file's mode.
-
     :raises OSError: if the file cannot be written, and nothing of it remains; or if the path is a folder, a block device, a
-        socket, a read-only file, or a file of another owner, which only root can preserve.
-    """
+        socket, a read-only file, or a file of another owner, which only root can preserve."""
     try:
         old = os.stat(path)
     except FileNotFoundError:
@@ -124,9 +122,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to fill. It appears as `target` when the block ends without an exception; otherwise it is removed.
 
     Incomplete folders of killed processes next to it are removed. If another process has made `target` meanwhile, that one stays.
-
-    :raises OSError: if the folder cannot be made.
-    """
+    :raises OSError: if the folder cannot be made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     clean(target.parent)
     part = _part_name(target)

@@ -39,10 +39,8 @@ def parse_json(text: str | bytes, source: str, kind: type | None = None, *, any_
     source: file or field that holds the text, for the error. kind: dict or list, the needed type; None accepts any value.
         any_number: True to accept NaN, Infinity and integers of more than 64 bits, which Python's json writes and model
         configurations contain.
-
     :raises JsonError: if it is not JSON, has more than 200 levels, is not of `kind`, or has a number that other readers lose. The
-        error has the place in the text, or the path of the value.
-    """
+        error has the place in the text, or the path of the value."""
     needed = f"a JSON {_NAMES[kind]}" if kind else "JSON"
     try:
         found = from_json((text.encode() if isinstance(text, str) else text).removeprefix(codecs.BOM_UTF8))

@@ -295,11 +295,8 @@ class BlockManager:
         return length
 
     def keep_states(self, seq: Sequence, count: int) -> None:
-        """Reserve slots for the states that a step of `count` tokens saves.
-
-        States are saved at the end of a prompt, where the prompt diverges from another one, and at the end of a chunk if slots
-        are free.
-        """
+        """Reserve slots for the states that a step of `count` tokens saves: at the end of a prompt, where the prompt diverges
+        from another one, and at the end of a chunk if slots are free."""
         kept, first = self.checkpoints, seq.num_computed
         if kept is None or not self.enable_prefix_caching or first % CHECKPOINT_TOKENS or first + count > seq.num_tokens:
             return

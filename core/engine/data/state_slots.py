@@ -73,9 +73,7 @@ def plan_slots(
 
     memory: bytes that states and pages share. None means the default of a CPU. checkpoints: True if there is a prefix cache.
     pages: False if no layer has keys and values, so that states may use all of the memory.
-
-    :raises ConfigError: if the states of max_num_seqs sequences leave less than half of the memory to pages, or do not fit.
-    """
+    :raises ConfigError: if the states of max_num_seqs sequences leave less than half of the memory to pages, or do not fit."""
     if not layers:
         return None
     size = sum(layout.bytes_per_slot(layer.spec) for layer in layers)

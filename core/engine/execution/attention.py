@@ -156,11 +156,9 @@ class PagedAttention:
         states: LayersWithState | None = None,
     ) -> None:
         """writer: writer of every layer's cache, or one per layer if their layouts differ.
-
         groups: cache groups of the layers, in the order of a step's metadata; empty means one group. latents: latent layers by
             number. gathering: see `Selector.gathering`. states: layers with a state, whose steps are set up separately; None if
-            the model has none.
-        """
+            the model has none."""
         self.states = states
         specs = layers.cached
         assert len(specs) == len(caches)

@@ -224,9 +224,7 @@ class LocalExecutor:
 
         Graphs contain addresses of both, and are captured again after waking. lost: weights that are zero after waking and must
         be read again; the others are saved in host memory.
-
-        :raises ConfigError: if this executor cannot sleep.
-        """
+        :raises ConfigError: if this executor cannot sleep."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._runner.release_graphs()

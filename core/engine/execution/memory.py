@@ -128,9 +128,7 @@ def cache_memory(
 
     The largest step runs once without attention to measure its peak memory, which is reserved together with the backends'
     workspaces.
-
-    :raises ConfigError: if the model exceeds the share without a cache.
-    """
+    :raises ConfigError: if the model exceeds the share without a cache."""
     held = _most_held(model, layers, max_num_tokens, max_num_seqs)
     workspace = sum(backend.workspace_bytes(max_num_tokens, max_num_seqs) for by_spec in backends for backend in by_spec.values())
     free, total = torch.cuda.mem_get_info(layers.device)
@@ -263,9 +261,7 @@ def plan_pool(
     """Return the pool size, the maximum sequence length in tokens, and the state slots, which share one memory with the pool.
 
     All ranks use the minimum over ranks.
-
-    :raises ConfigError: if memory, lengths and budgets conflict.
-    """
+    :raises ConfigError: if memory, lengths and budgets conflict."""
     memory = _pool_memory(model, layers, selector, states, config)
     if memory is not None:
         memory = min(gathered(ranks, [memory], layers.device)[0])

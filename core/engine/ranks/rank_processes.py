@@ -97,9 +97,7 @@ class RankWatch:
 
         The call runs in its own thread, which is abandoned if a rank is lost: until the group is made, nothing can end a
         library's wait for a process that is gone.
-
-        :raises ExecutorLostError: if a rank has ended or failed.
-        """
+        :raises ExecutorLostError: if a rank has ended or failed."""
         outcome: Future[Result] = Future()
 
         def run() -> None:
@@ -273,9 +271,7 @@ class RankProcesses:
 
         size: number of ranks, rank 0 included. module: module that each process runs, with the arguments of `rank_loop.run_rank`.
         devices: device of each rank. num_threads: torch threads per process. None means torch's default.
-
-        :raises OSError: if the system starts no more processes.
-        """
+        :raises OSError: if the system starts no more processes."""
         self.size = size
         self._devices = devices
         self._num_threads = num_threads

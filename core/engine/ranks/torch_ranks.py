@@ -86,13 +86,8 @@ class TorchRanks:
     """`Ranks` over a process group of this engine, separate from other groups of the process."""
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, progress: LifeSigns) -> None:
-        """Join the group of all ranks.
-
-        store: a `torch.distributed.TCPStore` on rank 0. device: gloo for a CPU, NCCL for a GPU. progress: counts this rank's
-            collective calls.
-
-        :raises RuntimeError: if a rank does not join.
-        """
+        """Join the group of all ranks. store: a `torch.distributed.TCPStore` on rank 0. device: gloo for a CPU, NCCL for a GPU.
+        progress: counts this rank's collective calls. :raises RuntimeError: if a rank does not join."""
         self.rank = rank
         self.size = size
         self._device = device
