@@ -1,1 +1,1 @@
-"""How families of models write reasoning and calls of tools: a parser for each, fed with the text as it comes."""
+"""Streaming parsers for the reasoning and tool calls of each model family."""

@@ -1,4 +1,4 @@
-"""The parsers that come with Headway, by the names that vLLM's users know."""
+"""Built-in parsers, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 
 
 def harmony(source: TextSource, writer: PieceWriter) -> Waiting:
-    """Read an assistant's messages. The prompt has ended with the start of the first."""
+    """Parse an assistant's messages. The prompt has ended with the start of the first."""
     while True:
         found = yield from source.starts(_HEADS)
         if not found:  # a text without any head
@@ -69,7 +69,7 @@ def _body(source: TextSource, write: object) -> Generator[None, None, bool]:
 
 
 def pythonic(source: TextSource, writer: PieceWriter) -> Waiting:
-    """Read a list of calls, whose end must have come before it can be read; an answer that is none is content."""
+    """Parse a list of Python calls, once it is complete. Any other answer is content."""
     source.keep()
     yield from source.space()
     yield from source.starts(("<|python_start|>", "<|python_tag|>"))
@@ -89,7 +89,7 @@ def pythonic(source: TextSource, writer: PieceWriter) -> Waiting:
 
 
 def _calls_of(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """The name and the arguments of each call; none where the text is anything else."""
+    """Return the name and the arguments of each call. Empty if the text is not a list of calls."""
     try:
         tree = ast.parse(text, mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else []
@@ -99,7 +99,7 @@ def _calls_of(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _call_of(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    """:raises ValueError: something else than a call of a name with named constants."""
+    """Return the name and the arguments of a call. :raises ValueError: if it is not a call with constant keyword arguments."""
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise ValueError("no call with named arguments")
     values = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
@@ -108,7 +108,7 @@ def _call_of(node: ast.expr) -> tuple[str, dict[str, Any]]:
 
 
 class ThinkReader:
-    """Reads the reasoning and passes on the content that follows."""
+    """Parser of the reasoning that passes on the content after it."""
 
     def __init__(self, tags: ReasoningSyntax, prompt: str) -> None:
         self._tags = tags
@@ -128,7 +128,7 @@ class ThinkReader:
         yield from source.everything(writer.content)
 
     def _reasoning(self, source: TextSource, writer: PieceWriter) -> Waiting:
-        """Read up to the mark that closes; white space around it is nobody's."""
+        """Read up to the closing mark. White space around it is dropped."""
         held = ""
 
         def write(text: str) -> None:
@@ -147,24 +147,24 @@ class ThinkReader:
 
 @dataclass(frozen=True)
 class TagSyntax:
-    """The tags of a family."""
+    """Tags with which a model family writes calls."""
 
     opens: str
-    """What begins a call."""
+    """Mark that begins a call."""
     name: tuple[str, str]
-    """What stands before and after a function's name; an empty text before: the name follows at once."""
+    """Marks before and after a function's name. If the first is empty, the name follows at once."""
     key: tuple[str, str]
-    """What stands before and after a parameter's name."""
+    """Marks before and after a parameter's name."""
     value: tuple[str, str]
-    """What stands between a parameter's name and its value, up to this mark (empty: nothing), and after the value."""
+    """Mark before a parameter's value (empty for none), and mark after it."""
     closes: tuple[str, ...]
-    """What may end a call."""
+    """Marks that may end a call."""
     around: tuple[str, ...] = ()
     """Marks around all calls."""
 
 
 class TaggedCalls:
-    """Reads calls in one family's tags."""
+    """Parser of calls in one family's tags."""
 
     def __init__(self, syntax: TagSyntax, context: ChatContext) -> None:
         self._syntax = syntax
@@ -186,7 +186,7 @@ class TaggedCalls:
             yield from self._parameters(source, writer, known if isinstance(known, Mapping) else {}, mark)
 
     def _name(self, source: TextSource) -> Generator[None, None, tuple[str, str]]:
-        """The function's name, and the mark that was read behind it; an empty name: there is none."""
+        """Return the function's name, empty if there is none, and the mark after it."""
         before, after = self._syntax.name
         if before:
             yield from source.space()
@@ -206,7 +206,7 @@ class TaggedCalls:
                 yield from source.space()
                 mark = yield from source.starts((syntax.key[0], *syntax.closes))
                 space = source.kept()
-                if not mark:  # what stands here belongs to no parameter
+                if not mark:  # this text is not a parameter
                     if not source.ended:
                         writer.arguments("}")
                     writer.content(space)
@@ -218,12 +218,12 @@ class TaggedCalls:
             writer.arguments(f"{', ' if count else ''}{json.dumps(key, ensure_ascii=False)}: ")
             count += 1
             if not (yield from self._value(source, writer, properties.get(key))):
-                return  # the text has ended within the value, and so the object must not look complete
+                return  # the text ended within the value, so the object must look incomplete
             mark = ""
         writer.arguments("}")
 
     def _value(self, source: TextSource, writer: PieceWriter, schema: Any) -> Generator[None, None, bool]:
-        """Read a parameter's value, and hand on a text as it comes; False: the value has no end."""
+        """Read a parameter's value, passing a string on as it arrives. Returns False if the value has no end."""
         said: list[str] = []
         if self._syntax.value[0]:
             yield from source.until((self._syntax.value[0],), said.append)
@@ -244,7 +244,7 @@ class TaggedCalls:
 
 
 def _value_of(text: str) -> str:
-    """A value as JSON: the text itself where it is JSON, else as a string."""
+    """Return a value as JSON: the text itself if it is JSON, else a JSON string."""
     try:
         return json.dumps(parse_json(text, "value", any_number=True), ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -253,7 +253,7 @@ def _value_of(text: str) -> str:
 
 
 def _is_text(schema: Any) -> bool:
-    """Whether a schema takes texts alone, so that a value needs no reading to be known for one."""
+    """Return whether the schema accepts only strings, so that a value can be streamed as a string."""
     if not isinstance(schema, Mapping):
         return False
     if schema.get("type") in ("string", ["string"]):
@@ -281,7 +281,7 @@ _DSML: Final = "｜DSML｜"
 
 
 def _mistral_id(name: str, number: int) -> str:
-    """An id as Mistral's templates demand it: 9 letters and digits."""
+    """Return an id as Mistral's templates require it: 9 letters and digits."""
     return "".join(secrets.choice(_SIGNS) for _ in range(9))
 
 
@@ -320,7 +320,7 @@ def _thinks(
 
 
 HERMES: Final = CallSyntax('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", trigger="<tool_call>", between="\n")
-"""How most families write calls."""
+"""Call syntax of most families."""
 _MISTRAL_NEW: Final = CallSyntax("[TOOL_CALLS]NAME[ARGS]", "", trigger="[TOOL_CALLS]", needs="[ARGS]")
 _MISTRAL_OLD: Final = CallSyntax(
     '{"name": "NAME", "arguments": ', "}", trigger="[TOOL_CALLS]", before="[TOOL_CALLS][", between=", ", after="]"
@@ -462,7 +462,7 @@ BUILTIN: Final[tuple[ChatParserInfo, ...]] = (
     _thinks("qwen3", "Qwen3, and all that write <think>", _think, _has("<think>")),
     _thinks("minimax_m2", "MiniMax M2", _assumed),
 )
-"""The parsers, the more special before the more general: the first that recognizes a model's template is taken."""
+"""Built-in parsers, specific ones first: the first that recognizes a model's template is selected."""
 
 ALIASES: Final = {
     "qwen3_xml": "qwen3_coder",
@@ -471,4 +471,4 @@ ALIASES: Final = {
     "llama3": "llama3_json",
     "qwen25": "hermes",
 }
-"""Other names of parsers of calls."""
+"""Aliases of tool call parsers."""

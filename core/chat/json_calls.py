@@ -1,4 +1,4 @@
-"""Calls whose arguments are a JSON object: within an object that names the function too, or behind a head that does."""
+"""Calls with JSON arguments: inside an object that also names the function, or after a head that does."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from headway.core.chat.text_source import PieceWriter, TextSource, Waiting, load
 
 _NAMES: Final = frozenset(("name", "function_name", "tool_name"))
 _ARGUMENTS: Final = frozenset(("arguments", "parameters", "args"))
-_SIGNS: Final = " \t\r\n],;"  # What may stand between calls of a list
-_LONGEST_HEAD: Final = 512  # Characters of what stands before a call's arguments; a longer one is content
+_SIGNS: Final = " \t\r\n],;"  # Characters allowed between calls of a list
+_LONGEST_HEAD: Final = 512  # Maximum characters before a call's arguments; a longer head is content
 
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """{"name": ..., "arguments": {...}}, or a list of such objects, behind a mark."""
+    """Parser of {"name": ..., "arguments": {...}}, or a list of such objects, after a mark."""
 
     opens: tuple[str, ...]
-    """Marks that calls follow."""
+    """Marks before calls."""
     closes: tuple[str, ...] = ()
-    """Marks that may follow calls."""
+    """Optional marks after calls."""
     bare: bool = False
-    """Whether an answer may be calls without any mark."""
+    """True if an answer may be calls without any mark."""
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
         if self.bare:
@@ -40,7 +40,7 @@ class JsonCalls:
             yield from self._calls(source, writer, mark)
 
     def _calls(self, source: TextSource, writer: PieceWriter, mark: str = "") -> Waiting:
-        """Read calls; what is none becomes content. Follows `source.keep`."""
+        """Read calls; other text becomes content. Call `source.keep` first."""
         before = writer.num_calls
         yield from source.space()
         yield from json_calls(source, writer)
@@ -48,7 +48,7 @@ class JsonCalls:
 
 
 def _close(source: TextSource, writer: PieceWriter, closes: tuple[str, ...], mark: str, any_calls: bool) -> Waiting:
-    """Read what may stand behind calls. What was read since `source.keep` and is no part of one becomes content."""
+    """Read what may follow calls. Text since `source.keep` that is not part of a call becomes content."""
     junk = source.kept()
     if not any_calls:
         writer.content(mark + junk)
@@ -62,7 +62,7 @@ def _close(source: TextSource, writer: PieceWriter, closes: tuple[str, ...], mar
 
 
 def json_calls(source: TextSource, writer: PieceWriter) -> Waiting:
-    """Read one call, a list of calls, or calls between semicolons; follow `source.keep`, and leave there what is not a call."""
+    """Read one call, a list of calls, or calls between semicolons. Call `source.keep` first; other text stays kept."""
     listed = (yield from source.peek()) == "["
     if listed:
         source.skip()
@@ -80,7 +80,7 @@ def json_calls(source: TextSource, writer: PieceWriter) -> Waiting:
 
 
 def json_call(source: TextSource, writer: PieceWriter) -> Generator[None, None, bool]:
-    """Read an object that names a function and its arguments; False: it names none, and nothing was written."""
+    """Read an object that names a function and its arguments. Returns False, and writes nothing, if it names no function."""
     source.skip()
     name, early, given = None, "", False
     while True:
@@ -114,7 +114,7 @@ def json_call(source: TextSource, writer: PieceWriter) -> Generator[None, None, 
 
 
 def _arguments(source: TextSource, writer: PieceWriter | None) -> Generator[None, None, str]:
-    """Read arguments: an object, or a text that holds one. writer: None: the call's name has not come yet; they are returned."""
+    """Read arguments: an object, or a string that contains one. Returns them if writer is None (the name is unknown yet)."""
     parts: list[str] = []
     if writer is not None and (yield from source.peek()) in ("{", "["):
         yield from source.json_text(writer.arguments)
@@ -131,18 +131,18 @@ def _arguments(source: TextSource, writer: PieceWriter | None) -> Generator[None
 
 @dataclass(frozen=True)
 class HeadedCalls:
-    """NAME, some marks, and an object of arguments."""
+    """Parser of a function name, some marks, and an object of arguments."""
 
     opens: tuple[str, ...]
     """Marks that begin a call."""
     head: re.Pattern[str]
-    """What stands between such a mark and the arguments, with a group `name` and perhaps `id`."""
+    """Text between such a mark and the arguments, with a group `name` and optionally `id`."""
     closes: tuple[str, ...] = ()
-    """Marks that may follow the arguments."""
+    """Optional marks after the arguments."""
     ignored: tuple[str, ...] = ()
     """Marks around all calls."""
     lists: bool = False
-    """Whether objects that name the function, as those of `JsonCalls`, may stand in the place of a head."""
+    """True if objects that name the function, as in `JsonCalls`, may replace the head."""
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
         while mark := (yield from source.until((*self.opens, *self.ignored), writer.content)):
@@ -176,5 +176,5 @@ class HeadedCalls:
 
 
 def as_json(text: str) -> str:
-    """A part of a text, as it stands within a JSON string."""
+    """Return a part of a text as it appears within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

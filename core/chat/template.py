@@ -1,4 +1,4 @@
-"""Rendering of a model's chat template, which is somebody else's program: its arithmetic is checked before it runs."""
+"""Rendering of a model's chat template, an untrusted program whose arithmetic is checked before it runs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any, Final
 
 from headway.core.contract.errors import PromptError
 
-_LARGEST: Final = 1_000_000  # Largest factor: `"a" * 10000000000` is one operation, never interrupted
+_LARGEST: Final = 1_000_000  # Maximum factor: `"a" * 10000000000` is one operation, which cannot be interrupted
 
 
 def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
-    """Render a conversation. options: of transformers' apply_chat_template, whose errors come through.
+    """Return a rendered conversation. options: options of transformers' apply_chat_template, whose errors are raised unchanged.
 
-    Jinja's sandbox bounds each `range` of a template; nothing bounds its time, nor what nested loops write.
-
-    :raises PromptError: the template computes with numbers that no text needs, or its macros call each other without end.
-    """
+    Jinja's sandbox limits each `range` of a template, but neither its time nor the output of nested loops.
+    :raises PromptError: if the template computes powers or uses huge factors, or its macros recurse without end."""
     _check_arithmetic(tokenizer.get_chat_template(options.get("chat_template"), options.get("tools")))
     try:
         return str(tokenizer.apply_chat_template(messages, **options, tokenize=False))
@@ -28,12 +26,12 @@ def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
 
 @lru_cache(maxsize=16)
 def _check_arithmetic(template: str) -> None:
-    """Check the numbers of a template before Jinja computes its constants. :raises PromptError: a power, or a huge factor."""
+    """Check a template's numbers before Jinja computes its constants. :raises PromptError: if it has a power or huge factor."""
     from jinja2 import Environment
 
     tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
     for before, token in pairwise(tokens):
-        if token == ("operator", "**") and before[1] not in "(,":  # else it hands on the arguments of a call
+        if token == ("operator", "**") and before[1] not in "(,":  # else ** passes on the arguments of a call
             raise _refused("a power (**)")
     if ("operator", "*") in tokens:
         for kind, text in tokens:
@@ -57,8 +55,9 @@ _ANSWER: Final = "wordsofananswer"  # Content of an assistant's message that tem
 def token_after_answer(tokenizer: Any, chat_template: str | None = None) -> int | None:
     """Return the control token that a chat template writes after the content of an assistant's message.
 
-    In a conversation that ends with the message, or else in one that goes on: some templates end a turn with the next one's
-    beginning. chat_template: the tokenizer's own by default. None if there is no such token, or the template fails.
+    Looks at a conversation that ends with the message, then at one that continues, because some templates end a turn with the
+    next turn's beginning. chat_template: the tokenizer's by default. Returns None if there is no such token, or the template
+    fails.
     """
     template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
@@ -71,7 +70,7 @@ def token_after_answer(tokenizer: Any, chat_template: str | None = None) -> int 
     for conversation in ([ask, answer], [ask, answer, ask]):
         try:
             text = rendered(tokenizer, conversation, chat_template=chat_template, add_generation_prompt=False)
-        except Exception:  # a template is the model's own program, and may raise anything
+        except Exception:  # a template is the model's program, and may raise anything
             continue
         _, found, rest = text.rpartition(_ANSWER)
         following = [name for name in controls if found and (rest.startswith(name) or rest.lstrip().startswith(name))]

@@ -1,7 +1,7 @@
-"""Text that comes in parts, read by a program which need not know where one part ends and the next begins.
+"""Streaming text, read by a program that is independent of how the text is split.
 
-A program is a generator that yields where it needs more text than has come. What it does depends on the text alone, so the pieces
-that it writes are the same however the text was split.
+A program is a generator that yields when it needs more text. Its behaviour depends only on the text, so its pieces are the same
+for any split.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headway.core.contract.chat_parsers import ChatPiece, call_id
 from headway.core.system.json_text import parse_json
 
 Waiting = Generator[None, None, None]
-_ESCAPES: Final = {code: f"\\u{code:04x}" for code in range(32)}  # Control characters as JSON has them; models write them raw
+_ESCAPES: Final = {code: f"\\u{code:04x}" for code in range(32)}  # Control characters as JSON escapes; models write them raw
 _SPACE: Final = re.compile(r"\s*")
 _SCALAR: Final = re.compile(r"[-+.\w]*")
 _PLAIN: Final = re.compile(r'[^"\\]*')
@@ -23,16 +23,16 @@ _BETWEEN: Final = re.compile(r'[^"{}\[\]]*')
 
 
 class PieceWriter:
-    """Collects pieces, and knows the calls so far."""
+    """Collects pieces, and counts calls."""
 
     def __init__(self, make_id: Callable[[str, int], str] = call_id) -> None:
         self._make_id = make_id
         self._pieces: list[ChatPiece] = []
-        self._space = ""  # White space that is content if anything but a call follows
+        self._space = ""  # White space that is content unless a call follows
         self.num_calls = 0
 
     def content(self, text: str) -> None:
-        """Go on with the content."""
+        """Append to the content."""
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -40,19 +40,19 @@ class PieceWriter:
             self._pieces.append(ChatPiece("content", kept))
 
     def reasoning(self, text: str) -> None:
-        """Go on with the reasoning."""
+        """Append to the reasoning."""
         if text:
             self._pieces.append(ChatPiece("reasoning", text))
 
     def call(self, name: str, own_id: str = "") -> None:
-        """Begin a call. own_id: the id that the model itself has written."""
+        """Begin a call. own_id: id that the model has written, or empty."""
         self._space = ""
         number = self.num_calls
         self.num_calls += 1
         self._pieces.append(ChatPiece("call", name, number, own_id or self._make_id(name, number)))
 
     def arguments(self, text: str) -> None:
-        """Go on with the arguments of the call that was begun last."""
+        """Append to the arguments of the newest call."""
         if text:
             self._pieces.append(ChatPiece("arguments", text, self.num_calls - 1))
 
@@ -63,7 +63,7 @@ class PieceWriter:
         self._space = ""
 
     def take(self) -> list[ChatPiece]:
-        """The pieces since the last call of this method, neighbours of one kind joined."""
+        """Return the pieces since the last `take`, with neighbours of one kind joined."""
         joined: list[ChatPiece] = []
         for piece in self._pieces:
             last = joined[-1] if joined else None
@@ -76,7 +76,7 @@ class PieceWriter:
 
 
 class TextSource:
-    """The text that has come and was not read yet."""
+    """Received text that has not been read yet."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -84,15 +84,15 @@ class TextSource:
         self.ended = False
 
     def add(self, text: str) -> None:
-        """Add what has come."""
+        """Append received text."""
         self._text += text
 
     def keep(self) -> None:
-        """From now on remember what is read: it may turn out to be content."""
+        """Remember what is read from now on, because it may turn out to be content."""
         self._read = []
 
     def kept(self) -> str:
-        """What was read since `keep`, which ends."""
+        """Return what was read since `keep`, and stop remembering."""
         read = self._read or []
         self._read = None
         return "".join(read)
@@ -105,7 +105,7 @@ class TextSource:
         return taken
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character; empty at the end."""
+        """Return the next character. Empty at the end."""
         while not self._text and not self.ended:
             yield
         return self._text[:1]
@@ -115,7 +115,7 @@ class TextSource:
         return self._take(1)
 
     def everything(self, write: Callable[[str], None]) -> Waiting:
-        """Hand on all that comes, to the end."""
+        """Pass on all text, to the end."""
         while True:
             write(self._take(len(self._text)))
             if self.ended:
@@ -132,7 +132,7 @@ class TextSource:
             yield
 
     def starts(self, options: Sequence[str]) -> Generator[None, None, str]:
-        """Read the longest of the options that the text begins with; empty: it begins with none."""
+        """Read the longest of the options with which the text begins. Empty if there is none."""
         while not self.ended and any(len(each) > len(self._text) and each.startswith(self._text) for each in options):
             yield
         found = max((each for each in options if self._text.startswith(each)), key=len, default="")
@@ -140,7 +140,7 @@ class TextSource:
         return found
 
     def until(self, marks: tuple[str, ...], write: Callable[[str], None]) -> Generator[None, None, str]:
-        """Hand on the text before the first of the marks, read the mark and return it; empty: the text has ended without one."""
+        """Pass on the text before the first of the marks, then read and return the mark. Empty if the text ended without one."""
         pattern, starts, longest = _search(marks)
         while True:
             found = pattern.search(self._text)
@@ -157,13 +157,15 @@ class TextSource:
             yield
 
     def _may_grow(self, found: re.Match[str], marks: Sequence[str]) -> bool:
-        """Whether a longer mark may begin where one was found, or a mark may begin before it that is not complete."""
+        """Return whether a longer mark may begin at `found`, or an incomplete mark before it."""
         rest = self._text[found.start() :]
         return any(len(each) > len(rest) and each.startswith(rest) for each in marks)
 
     def json_text(self, write: Callable[[str], None]) -> Generator[None, None, bool]:
-        """Hand on one JSON value as it comes; False: the text begins with none, or ends within. Brackets and quotes are matched,
-        and what stands between them is not looked at."""
+        """Pass on one JSON value as it arrives. Returns False if the text does not begin with one, or ends within it.
+
+        Only brackets and quotes are matched; the text between them is not checked.
+        """
         first = yield from self.peek()
         if first == '"':
             return (yield from self._string(write))
@@ -218,7 +220,7 @@ class TextSource:
                 yield
 
     def json_string(self) -> Generator[None, None, str | None]:
-        """Read a JSON string; None: there is none."""
+        """Read and return a JSON string, or None if there is none."""
         parts: list[str] = []
         if (yield from self.peek()) != '"' or not (yield from self._string(parts.append)):
             return None
@@ -226,7 +228,7 @@ class TextSource:
 
 
 def loaded_text(text: str) -> str | None:
-    """The text that a JSON string stands for; None: it is no JSON string."""
+    """Return the text of a JSON string literal, or None if it is not one."""
     try:
         read: str = parse_json(text.translate(_ESCAPES), "string", str)
     except ValueError:
@@ -236,7 +238,7 @@ def loaded_text(text: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def _search(marks: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str], int]:
-    """A pattern that finds the first of the marks, of those at one place the longest; their starts; the longest one's length."""
+    """Return a pattern for the first mark (the longest one at each place), the marks' proper prefixes, and the maximum length."""
     ordered = sorted(marks, key=len, reverse=True)
     starts = frozenset(mark[:end] for mark in marks for end in range(1, len(mark)))
     return re.compile("|".join(map(re.escape, ordered))), starts, max(map(len, marks))
@@ -266,7 +268,7 @@ class ProgramParser:
 
     def _run(self, program: Program) -> Waiting:
         yield from program(self._source, self._writer)
-        yield from self._source.everything(self._writer.content)  # what the program has left unread
+        yield from self._source.everything(self._writer.content)  # text that the program has left unread
 
     def _go_on(self) -> None:
         next(self._running, None)

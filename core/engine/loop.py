@@ -1,4 +1,4 @@
-"""The engine: its parts put together, and its loop, requests in by id, tokens out, one step at a time."""
+"""The engine loop: takes requests by id, runs one step at a time, returns tokens."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ log = logging.getLogger("headway")
 
 
 class _LaunchedStep(NamedTuple):
-    """A step that the device has been given and whose tokens have not been read."""
+    """A launched step whose tokens have not been read."""
 
     handle: Launched
     seqs: list[Sequence]
-    sampling: list[Sequence]  # The sequences that sample a token in it
+    sampling: list[Sequence]  # The sequences for which this step samples a token
 
 
 class EngineLoop:
-    """Continuous batching over one executor: call `step` until nothing is left. One thread at a time may call its methods.
+    """Continuous batching over one executor: call `step` until nothing is left. Only one thread at a time may call its methods.
 
-    With config.async_scheduling a step is launched before the one before it has been read, so that the host works while the
-    device does; tokens then come one call later, and one sampled past the end of a sequence is dropped. While tokens are guessed
-    a step is read before the next is launched, because guesses are made from tokens that the host has seen; the client's work on
-    its tokens still overlaps with the next step.
+    With config.async_scheduling, a step is launched before the previous one is read, so the host works while the device does.
+    Tokens then arrive one call later, and a token sampled past the end of a sequence is dropped. With speculative decoding, a
+    step is read before the next is launched, because drafts need tokens that the host has seen; the client's work on its tokens
+    still overlaps with the next step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EngineLoop:
         drafting: Drafting | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """config: complete for the device. drafting: proposes tokens; the output stays the same. now: the clock, in seconds."""
+        """config: complete for the device. drafting: proposes drafts; the output stays the same. now: the clock, in seconds."""
         self.config = config
         self.limits = limits
         self.capacity = executor.capacity
@@ -97,7 +97,7 @@ class EngineLoop:
             checkpoints=None if states is None else Checkpoints(states, pages.checkpoint_interval, self.stats),
         )
         self.adapters = None if executor.adapters is None else AdapterTable(executor.adapters)
-        """Adapters that requests may name; None: the model has no slots for any."""
+        """Adapters that requests may name. None means that the model has no adapter slots."""
         self._offloader = offloader_of(self.blocks, executor.mover, pages.page_bytes, config, self.stats, now)
         self.scheduler = scheduler(
             self.blocks,
@@ -117,32 +117,32 @@ class EngineLoop:
         self._overlaps = bool(config.async_scheduling)
         self._live: dict[str, list[Sequence]] = {}  # The unfinished sequences of each request
         self._in_flight: deque[_LaunchedStep] = deque()
-        self._unreported: list[OutputDelta] = []  # What `step` is to return; it outlives an interrupt
+        self._unreported: list[OutputDelta] = []  # Deltas for `step` to return; they survive an interrupt
         self.asleep: tuple[str, ...] = ()
-        """What sleeps of weights and cache; while anything does, requests are refused."""
+        """Parts that sleep (weights, cache); requests are refused while any part sleeps."""
         self._arrivals = count()
         self._seeds = torch.Generator().manual_seed(config.seed)
 
     @property
     def selection(self) -> Selection[CacheLayout]:
-        """Which backend serves which phase, over which layout and block size."""
+        """The backend of each phase, with the layout and block size."""
         return self.executor.selection
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request still wants tokens."""
+        """True if any request is unfinished or has unreported tokens."""
         return self.scheduler.has_unfinished or self._admission.occupied or bool(self._unreported)
 
     def add_request(self, request_id: str, request: CheckedRequest) -> None:
-        """Queue a request, whose n completions come as deltas of `step`. request: from `limits.checked`, not checked again.
-        :raises ConfigError: the engine sleeps, a request of this id is unfinished, the parameters name a plugin that this process
-        has not, or the request's adapter cannot be served."""
+        """Queue a request, whose n completions arrive as deltas from `step`. request: from `limits.checked`, not checked again.
+        :raises ConfigError: if the engine sleeps, the id belongs to an unfinished request, the parameters name a plugin that this
+            process lacks, or the request's adapter cannot be used."""
         if self.asleep:
             raise ConfigError("the engine", "to be awake", f"one whose {' and '.join(self.asleep)} sleep", "wake_up() wakes it")
         if request_id in self._live:
             raise ConfigError("request_id", "an id not in use", repr(request_id))
         params = request.params
-        endless = params.ignore_eos and params.structured_outputs is None  # the end of a form ends its text
+        endless = params.ignore_eos and params.structured_outputs is None  # the end of a structured output ends its text
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if endless else self._eos)
         ready = self.executor.prepare(params)
         wanted = request.lora_request
@@ -162,19 +162,19 @@ class EngineLoop:
             seq.turn = turn
             seqs.append(seq)
             if index == 0 and params.prompt_logprobs is not None:
-                params = replace(params, prompt_logprobs=None)  # those of the first completion serve all
+                params = replace(params, prompt_logprobs=None)  # all completions use the prompt logprobs of the first
         self._live[request_id] = seqs
         self._admission.add(list(seqs), ready)
 
     @property
     def adapter_table(self) -> AdapterTable:
-        """The adapters that requests may name. :raises ConfigError: the model has no slots for any."""
+        """The adapters that requests may name. :raises ConfigError: if the model has no adapter slots."""
         if self.adapters is None:
             raise ConfigError("an adapter", "an engine that was started with enable_lora=True", "one without")
         return self.adapters
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request or a completion and free its pages, without a delta; an unknown or finished one is left alone."""
+        """End a request or one completion and free its pages, without a delta. Unknown and finished ones are ignored."""
         ended = [seq for seq in self._live.get(request_id, ()) if index in (None, seq.index)]
         for seq in ended:
             seq.finish("abort")
@@ -189,12 +189,12 @@ class EngineLoop:
             self.abort(request_id)
 
     def forget_prefixes(self, everywhere: bool = False) -> None:
-        """Forget the prompts that the cache holds for later requests. everywhere: on disk too."""
+        """Forget cached prompts, so that later requests recompute them. everywhere: True to forget those on disk too."""
         self.blocks.forget_prefixes(everywhere)
 
     def sleep(self, lost: Items[Tensor] = ()) -> None:
         """Free weights and cache until `wake`, and forget cached prompts. lost: see `LocalExecutor.sleep`.
-        :raises ConfigError: a request is unfinished, or the engine has several ranks."""
+        :raises ConfigError: if a request is unfinished, or the engine has several ranks."""
         if self.has_unfinished:
             need, hint = "an engine without requests", "let them end, or abort them"
             raise ConfigError("sleep", need, f"{len(self._live)} unfinished ones", hint)
@@ -205,22 +205,20 @@ class EngineLoop:
             self.asleep = (WEIGHTS, CACHE)
 
     def wake(self, part: str) -> None:
-        """Take the memory of one part back; see `LocalExecutor.wake`. A part that is awake is left alone."""
+        """Allocate the memory of one part again; see `LocalExecutor.wake`. Does nothing if the part is awake."""
         if part in self.asleep:
             self.executor.wake(part)
             self.asleep = tuple(each for each in self.asleep if each != part)
 
     def step(self) -> list[OutputDelta]:
-        """Launch the next step and read the one before it, or the same one without async_scheduling.
+        """Launch the next step and read the previous one, or the launched one without async_scheduling.
 
-        Returns what it added to completions that got a token or failed. A backend that raises ends the completions of its step
-        with finish_reason "error" and the reason in `error`; the others go on.
-
-        :raises ExecutorLostError: no step can run any more.
-        """
+        Returns deltas for completions that got a token or failed. If a backend raises, the completions of its step end with
+        finish_reason "error" and the reason in `error`; the others continue.
+        :raises ExecutorLostError: if no further step can run."""
         self.clock.begin_step()
-        drafting = self.scheduler.drafting  # which guesses from tokens that have been read
-        self._read_until(1 if drafting is None or drafting.rests else 0)  # more than one are left only by an interrupt
+        drafting = self.scheduler.drafting  # Drafts need tokens that have been read
+        self._read_until(1 if drafting is None or drafting.rests else 0)  # only an interrupt leaves more than one
         self._admit_prepared()
         scheduled = self._schedule()
         if self._offloader is not None:
@@ -233,7 +231,7 @@ class EngineLoop:
         if failure is not None:
             self._recover(list(scheduled), failure, fault)
         if self._offloader is not None and not self.scheduler.has_unfinished:
-            self.read_launched()  # the last step has written the token that ended a sequence, and may fail yet
+            self.read_launched()  # the last step wrote the token that ended a sequence, and may still fail
             self._offloader.flush(idle=True)
         self.clock.end_step()
         deltas = self._unreported
@@ -257,12 +255,12 @@ class EngineLoop:
         return scheduled
 
     def _launch(self, scheduled: ScheduledStep) -> Exception | None:
-        """Give the executor a step; returns what the launch has failed for."""
+        """Launch a step on the executor. Returns the error if the launch failed."""
         step = prepare(scheduled, self.blocks.groups, states=self.blocks.checkpoints is not None, adapters=self.adapters)
         began = self.clock.enter("launch")
         try:
             handle = self.executor.launch(step)
-        except Exception as error:  # whatever a backend raises
+        except Exception as error:  # any error of a backend
             self.executor.failed(error)
             return error
         self._in_flight.append(_LaunchedStep(handle, scheduled.seqs, scheduled.sampling))
@@ -274,11 +272,11 @@ class EngineLoop:
         return None
 
     def read_launched(self) -> None:
-        """Read every step that has been launched; `step` returns what they have brought."""
+        """Read every launched step; the next `step` returns their tokens."""
         self._read_until(0)
 
     def _read_until(self, left: int) -> Exception | None:
-        """Read the oldest steps until `left` remain, none of them lost to an interrupt; return the error of a failed step."""
+        """Read the oldest steps until `left` remain, without losing any to an interrupt. Returns the error of a failed step."""
         fault: Exception | None = None
         while len(self._in_flight) > left:
             fault = self._read(self._in_flight[0]) or fault
@@ -287,13 +285,13 @@ class EngineLoop:
         return fault
 
     def _read(self, step: _LaunchedStep) -> Exception | None:
-        """Wait for a step's tokens and append them to the sequences that sample; returns what the step has failed for."""
+        """Wait for a step's tokens and append them to the sequences that sample. Returns the error if the step failed."""
         self.clock.enter("wait")
         try:
             sampled = step.handle.wait()
-        except Exception as error:  # a kernel's fault shows when the host waits for it
+        except Exception as error:  # a kernel's fault appears when the host waits for it
             self.executor.failed(error)
-            lost = [seq for each in self._in_flight for seq in each.seqs]  # later steps have read what the fault has left
+            lost = [seq for each in self._in_flight for seq in each.seqs]  # later steps read what the failed step wrote
             while len(self._in_flight) > 1:
                 self._in_flight.pop()
             if self._offloader is not None:
@@ -309,7 +307,7 @@ class EngineLoop:
         return None
 
     def _recover(self, step: list[ScheduledSequence], error: Exception, fault: Exception | None) -> None:
-        """End the sequences of a failed step, or retry in smaller ones if memory ran out. fault: of the step before, if any."""
+        """End the sequences of a failed step, or retry with smaller steps if memory ran out. fault: the previous step's error."""
         smaller = None if fault else smaller_budget(step, error, self.config.enable_chunked_prefill)
         if smaller is None:
             self._fail([scheduled.seq for scheduled in step], fault or error)
@@ -317,7 +315,7 @@ class EngineLoop:
             self.scheduler.max_num_batched_tokens = smaller
             if self.blocks.checkpoints is not None:
                 self.scheduler.compute_again([scheduled.seq for scheduled in step])
-                self.blocks.forget_prefixes()  # pages of what the step was to write
+                self.blocks.forget_prefixes()  # pages that the failed step was to write
 
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
         failed = [seq for seq in dict.fromkeys(step) if not seq.finished]
@@ -325,7 +323,7 @@ class EngineLoop:
         for seq in failed:
             seq.fail(str(error))
         self._remove(failed)
-        self.blocks.forget_prefixes()  # what the step was to write may have been published already
+        self.blocks.forget_prefixes()  # pages that the failed step was to write may be published already
         self._unreported += [delta_of(seq, []) for seq in failed]
 
     def _remove(self, ended: Items[Sequence]) -> None:
@@ -344,7 +342,7 @@ class EngineLoop:
                 del self._live[seq.request_id]
 
     def cache_usage(self) -> CacheUsage:
-        """Which sequences use how much of the cache at this moment."""
+        """Return each sequence's current use of the cache."""
         pages = self.capacity.pool.page_format
         return cache_usage(
             self.blocks,
@@ -357,7 +355,7 @@ class EngineLoop:
         )
 
     def snapshot(self) -> EngineSnapshot:
-        """Describe what the engine does at this moment, and has done since its start."""
+        """Return the engine's current state and its totals since the start."""
         blocks, scheduler, offloader = self.blocks, self.scheduler, self._offloader
         kept = len(blocks.checkpoints) if blocks.checkpoints is not None else 0
         return EngineSnapshot(
@@ -376,38 +374,38 @@ class EngineLoop:
 
 
 class Holding(NamedTuple):
-    """The pages of one sequence, over all cache groups."""
+    """Page counts of one sequence, over all cache groups."""
 
     request_id: str
     completion: int
-    """Which of the request's completions, from 0."""
+    """Index of the completion within its request."""
     num_tokens: int
     """Tokens whose keys and values are in the cache."""
     num_prompt_tokens: int
     found: int
-    """Pages that the prefix cache gave the sequence when it began; other sequences may hold them, too."""
+    """Pages from prefix cache hits when the sequence began; other sequences may hold them too."""
     computed: int
-    """Pages that the sequence's own steps have written to."""
+    """Pages that the sequence's own steps have written."""
     reserved: int
     """Pages that hold no token yet."""
 
 
 class Occupancy(NamedTuple):
-    """An engine at one moment, and the sequences that hold pages."""
+    """Snapshot of an engine, with the sequences that hold pages."""
 
     engine: EngineSnapshot
     holdings: tuple[Holding, ...]
-    """The sequences that began first, one by one."""
+    """Sequences in order of their start, up to the requested number."""
     num_holding: int
-    """All sequences that hold pages, whether among `holdings` or not."""
+    """Number of all sequences that hold pages, listed in `holdings` or not."""
     num_decoding: int
     """Sequences whose prompt has been computed."""
     num_decoding_tokens: int
-    """Tokens in the cache of those sequences together."""
+    """Total tokens in the cache of the decoding sequences."""
 
 
 def occupancy(engine: EngineLoop, most: int) -> Occupancy:
-    """Return an engine's occupancy in about 1 us per running sequence and 30 ns per cached page. most: sequences listed."""
+    """Return an engine's occupancy, in 1 us per running sequence and 30 ns per cached page. most: maximum sequences listed."""
     scheduler = engine.scheduler
     holders = scheduler.holders
     decoding = [tokens for seq in scheduler.running if (tokens := seq.num_computed) >= seq.num_prompt_tokens]
@@ -441,32 +439,32 @@ def _holding(seq: Sequence) -> Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineParts:
-    """What an engine is made from. Fields that `DeviceParts` has too mean the same."""
+    """Parts from which an engine is made. Fields that `DeviceParts` has too have the same meaning."""
 
     model: Model
     source: Kernels
     layers: LayerSpecs | None = None
-    """None: as config.kv_cache_dtype says, with scales of 1."""
+    """None means specs from config.kv_cache_dtype with scales of 1."""
     config: EngineConfig | None = None
     eos_token_ids: frozenset[int] = frozenset()
     sampling: SamplingOps = TORCH_SAMPLING
     costs: Mapping[AttentionSpec, CostTable] | None = None
     state_costs: Mapping[StateSpec, CostTable] | None = None
     proposer: Proposer | None = None
-    """Guesses tokens, which change no output, only the speed."""
+    """Proposes draft tokens, which change the speed but not the output."""
     measured: bool = True
-    """Whether drafts are verified only if they pay by the times of steps; else whatever they cost."""
+    """True to verify drafts only if measured step times show a gain; False to verify all."""
     compile_ahead: CompileAhead | None = None
     hosts: HostRows | None = None
     weights: str = ""
-    """Identity of the weights, for blocks that are kept on disk."""
+    """Identity of the weights, which names cached blocks on disk."""
     ranks: Ranks = ONE_RANK
     processes: RankProcesses | None = None
-    """The other ranks' processes, of which this process is rank 0."""
+    """The processes of the other ranks. This process is rank 0."""
 
 
 def make_engine(parts: EngineParts) -> EngineLoop:
-    """Return a model's loop with its executor, ready for requests. :raises HeadwayError: options that conflict, and a fix."""
+    """Return the engine loop of a model, with its executor, ready for requests. :raises HeadwayError: if options conflict."""
     model = parts.model
     proposer = parts.proposer
     config = parts.config or EngineConfig()

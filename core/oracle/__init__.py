@@ -1,1 +1,1 @@
-"""References in float64, cases and random inputs, which kernels and their kit are checked against."""
+"""float64 references, test cases and random inputs, against which kernels and the conformance kit are checked."""

@@ -1,6 +1,6 @@
-"""Batches by name, `2q512_1q64s1k_32q1s4k`, in tests and benchmarks alike, and the float64 answer to each.
+"""Batches by name, `2q512_1q64s1k_32q1s4k`, for tests and benchmarks, with the float64 reference for each.
 
-A case is groups joined by "_"; a group is [count]q<query_len>[s<kv_len>], with "k" for 1024. kv_len counts cached and new tokens
+A case is groups joined by "_". A group is [count]q<query_len>[s<kv_len>], with "k" for 1024. kv_len counts cached and new tokens
 and defaults to query_len (a prompt without context). `8q1s1k` is eight sequences that decode at length 1024. After vLLM's
 batch-spec grammar (vllm-project/vllm#26835).
 """
@@ -26,18 +26,16 @@ from headway.core.oracle.oracle import attend
 from headway.core.oracle.steps import fill
 
 _MOST_SEQUENCES = 1 << 20
-"""Far beyond any step: a list of more would be made for minutes, or take the machine's memory."""
+"""Maximum number of sequences, far above any step: a longer list would take minutes, or all of the memory."""
 _MOST_TOKENS = 1 << 40
 _BLOCK_BYTES = 200
-"""What a block number costs the host while a case is made, in Python's lists and in tensors."""
+"""Host bytes per block number while a case is made, in Python lists and in tensors."""
 _GROUP = re.compile(r"(\d+)?q(\d+)(k)?(?:s(\d+)(k)?)?")
 
 
 def parse_case(text: str, decode_query_len: int = 1) -> list[tuple[int, int]]:
-    """(query_len, kv_len) of each sequence, those that decode last.
-
-    :raises ConfigError: the text is not of the grammar, or a kv_len is shorter than its query_len.
-    """
+    """Return (query_len, kv_len) of each sequence, decodes last.
+    :raises ConfigError: if the text does not match the grammar, or a kv_len is shorter than its query_len."""
     lens: list[tuple[int, int]] = []
     for group in text.split("_"):
         match = _GROUP.fullmatch(group)
@@ -58,17 +56,17 @@ def parse_case(text: str, decode_query_len: int = 1) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A filled cache and one step over it: what a backend is tested and timed on."""
+    """A filled cache and one step over it, with which a backend is tested and timed."""
 
     spec: AttentionSpec
     metadata: AttentionMetadata
     cache: LayerCache
     q: torch.Tensor
-    """[num_tokens, num_heads, head_dim]"""
+    """[num_tokens, num_heads, head_dim]: queries of this step."""
     k: torch.Tensor
-    """[num_tokens, num_kv_heads, head_dim]: this step's; already in the cache."""
+    """[num_tokens, num_kv_heads, head_dim]: keys of this step, already in the cache."""
     v: torch.Tensor
-    """[num_tokens, num_kv_heads, v_head_dim]; a view of k where the value lies in the key."""
+    """[num_tokens, num_kv_heads, v_head_dim]: values of this step; a view of k if values are inside keys."""
 
 
 def make_case(
@@ -85,12 +83,12 @@ def make_case(
     decode_query_len: int = 1,
     scores: str = "normal",
 ) -> Case:
-    """Random q, k, v and context in shuffled blocks, written by the layout's writer in two goes, context first.
-
-    poison: fills every slot that holds no token, in partly used blocks and in `spare_blocks` unused ones (NaN finds stray reads).
-    padding_rows: rows of length 0 with slot -1 at the end, as a CUDA graph's unused rows are.
-    scores: the regime of the scores, out of `cells.SCORES`; normal: queries are drawn as keys are, whatever the scale.
-    """
+    """Return a case with random q, k, v and context in shuffled blocks. The layout's writer writes the context, then the new
+    tokens.
+    poison: value of every slot without a token, in partly used blocks and in `spare_blocks` unused ones (NaN reveals stray
+        reads).
+    padding_rows: number of rows of length 0 with slot -1 at the end, like a CUDA graph's unused rows.
+    scores: regime of the scores, one of `cells.SCORES`. With normal, queries are drawn like keys at any scale."""
     check_room(lens, spec, block_size)
     generator = torch.Generator().manual_seed(seed)
     query_lens = [q for q, _ in lens] + [1] * padding_rows
@@ -136,16 +134,14 @@ def make_case(
 
 
 def check_room(lens: Sequence[tuple[int, int]], spec: AttentionSpec, block_size: int) -> None:
-    """Refuse a case for which the host has no memory, before the system ends the process in the middle of it.
-
-    :raises MemoryError: saying how much would be needed.
-    """
+    """Refuse a case that exceeds the host's memory, before the system kills the process.
+    :raises MemoryError: if there is too little memory, with the amount needed."""
     blocks, new = sum(-(-kv_len // block_size) for _, kv_len in lens), sum(query_len for query_len, _ in lens)
     needed = blocks * _BLOCK_BYTES
     if spec.device.type == "cpu":
         row = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
         needed += blocks * block_size * spec.cache_row_bytes
-        needed += max(kv_len - query_len for query_len, kv_len in lens) * row * 4  # one sequence's context at the least
+        needed += max(kv_len - query_len for query_len, kv_len in lens) * row * 4  # at least one sequence's context
         needed += new * (spec.num_heads * (spec.head_dim + spec.v_head_dim) + row) * 4
     free = psutil.virtual_memory().available
     if needed > free:
@@ -153,12 +149,12 @@ def check_room(lens: Sequence[tuple[int, int]], spec: AttentionSpec, block_size:
 
 
 def reference(case: Case) -> Tensor:
-    """The step's output, float64 [num_tokens, num_heads, v_head_dim]; rows of padding sequences are zero."""
+    """Return the step's output, float64 [num_tokens, num_heads, v_head_dim]. Rows of padding sequences are zero."""
     return reference_with_lse(case)[0]
 
 
 def reference_with_lse(case: Case) -> tuple[Tensor, Tensor]:
-    """`reference`, and float64 [num_heads, num_tokens]: the logarithm of each softmax's denominator, sinks included."""
+    """Return `reference`, and the log-sum-exp of the scores, float64 [num_heads, num_tokens], sinks included."""
     spec, metadata = case.spec, case.metadata
     out = torch.zeros((*case.q.shape[:2], spec.v_head_dim), dtype=torch.float64, device=case.q.device)
     lse = torch.zeros((spec.num_heads, len(case.q)), dtype=torch.float64, device=case.q.device)
@@ -176,14 +172,13 @@ def reference_with_lse(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def run_backend(backend: AttentionBackend, case: Case, lse: Tensor | None = None) -> Tensor:
-    """One step through one backend, as the engine calls it, into an output filled with NaN so that a missed row shows.
-
-    lse: float32 [num_heads, num_tokens], which a backend that declares it fills.
-    """
+    """Return one step's output from a backend, called as the engine does. It is filled with NaN first, so that a missed row
+    shows.
+    lse: float32 [num_heads, num_tokens], filled by a backend that supports it."""
     metadata, n = case.metadata, case.metadata.num_prefill_tokens
     out = case.q.new_full((*case.q.shape[:2], case.spec.v_head_dim), torch.nan)
     prefill, decode = backend.prefill, backend.decode
-    if lse is not None:  # a backend that declares none may have no such argument
+    if lse is not None:  # a backend without lse may lack the argument
         prefill, decode = partial(prefill, lse=lse[:, :n]), partial(decode, lse=lse[:, n:])
     if metadata.prefill is not None:
         prefill(case.q[:n], case.k[:n], case.v[:n], case.cache, backend.plan(metadata.prefill), out[:n])
@@ -193,7 +188,7 @@ def run_backend(backend: AttentionBackend, case: Case, lse: Tensor | None = None
 
 
 def relative_error(out: Tensor, expected: Tensor, case: Case) -> float:
-    """||out - expected|| / ||expected|| over the rows that are not padding; NaN if any element there is."""
+    """Return ||out - expected|| / ||expected|| over the rows that are not padding, NaN if any element there is NaN."""
     lens = torch.tensor(case.metadata.query_lens)
     real = torch.repeat_interleave(torch.tensor(case.metadata.kv_lens) > 0, lens).to(out.device)
     return float((out[real].double() - expected[real]).norm() / expected[real].norm())

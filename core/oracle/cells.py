@@ -1,4 +1,4 @@
-"""A cell of the conformance kit: one check of one backend or layout at one value of each axis; and how a check ends."""
+"""Cells of the conformance kit, each one check of a backend or layout at one value of each axis, and outcomes of a check."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from headway.core.contract.spec import DTYPES, AttentionSpec
 from headway.core.contract.support import Support
 
 AXES = ("layout", "memory", "block_size", "head_dim", "group", "dtype", "feature")
-"""What makes up a layer and its cache, in the order of a cell's name."""
+"""Axes of a layer and its cache, in the order of a cell's name."""
 INPUTS = ("kv_heads", "scale", "scores", "work", "layer")
-"""What a backend cannot refuse, for any model and any step may have it. A cell's name has those values that are not plain."""
+"""Axes that a backend cannot refuse, because any model and step may have any value. A name lists only values not plain."""
 PHASES: dict[str, frozenset[Phase]] = {
     "prefill": frozenset({Phase.PREFILL}),
     "extend": frozenset({Phase.EXTEND}),
@@ -27,14 +27,13 @@ PHASES: dict[str, frozenset[Phase]] = {
     "verify": frozenset({Phase.DECODE}),
     "ragged": frozenset({Phase.DECODE}),
 }
-"""Name of a step's shape -> the phases a backend must serve for it."""
+"""Name of a step's shape -> the phases that a backend must support for it."""
 WINDOWS = {"window": 37, "window-1": 1, "window-16": 16, "window-1024": 1024}
-"""Keys that a query of a windowed layer sees: a prime, so that no tile or block of a kernel ends with it; itself alone; a block;
-and a number that models have."""
+"""Window sizes in keys: a prime, so that no tile or block ends with the window; only the query; a block; a real model's."""
 MODEL_WINDOWS = {"window-128": 128, "window-512": 512, "window-2047": 2047, "window-4096": 4096}
-"""Other windows that models have (gpt-oss, Gemma 3, Phi-3, Mistral and Gemma 2), each tried with sequences that are longer."""
+"""Further window sizes of real models (gpt-oss, Gemma 3, Phi-3, Mistral and Gemma 2), each tried with longer sequences."""
 MODEL_SOFTCAPS = {"softcap-30": 30.0, "softcap-50": 50.0}
-"""Soft-caps that models have, each tried with scores that reach it."""
+"""Soft-caps of real models, each tried with scores that reach it."""
 BIDIRECTIONAL: dict[str, int | None] = {"bidirectional": None, "bidirectional-37": 37}
 """Layers that are not causal -> their window."""
 FEATURES = (
@@ -42,61 +41,61 @@ FEATURES = (
     *("fp8", "fp8-together", "int8", "int8-together"),
     *("v_head_dim", "longer_v", "latent", *BIDIRECTIONAL),
 )
-"""together: every feature the backend claims, in one layer; fp8, int8: the type of the cache; fp8-together, int8-together: every
-feature over such a cache; v_head_dim, longer_v: values shorter and longer than keys; latent: values inside keys; bidirectional:
-queries see later keys, all of them or those nearer than a window."""
+"""Features of a layer. together: every feature that the backend claims, in one layer; fp8, int8: dtype of the cache;
+fp8-together, int8-together: every feature with such a cache; v_head_dim, longer_v: values shorter and longer than keys;
+latent: values inside keys; bidirectional: queries see later keys, all or within a window."""
 MEMORIES = ("own", "packed", "interleaved", "spaced", "far")
-"""own: as the layout allocates; packed: K and V of a block side by side in foreign memory; interleaved: a head's K and V side by
-side, so that no block is one piece of memory; spaced: every other block is somebody else's, in any layout; far: slots above
-32,768 and elements above 2**31, which 16 and 32 bits cannot number."""
+"""Memory of a cache. own: as the layout allocates; packed: K and V of a block adjacent in foreign memory; interleaved: K and V of
+a head adjacent, so that no block is contiguous; spaced: every other block is foreign, in any layout; far: slots above 32,768
+and elements above 2**31, which overflow 16-bit and 32-bit indexes."""
 KV_HEADS = (2, 1, 3, 8, 32)
 SCALES = {"odd": 0.0, "one": 1.0, "large": 4.0}
-"""Factor of the scores. odd: 1.37 * head_dim ** -0.5, so that a backend that assumes its own scale shows everywhere; queries are
-drawn so that the scores of any scale have one size."""
+"""Factors of the scores. odd: 1.37 * head_dim ** -0.5, which reveals a backend that assumes its own scale. Queries are drawn so
+that scores have the same size at any scale."""
 USUAL_SCALE = "usual"
 """The scale head_dim ** -0.5, for backends that accept no other."""
 SCORES = ("normal", "high", "low", "equal", "dominant", "alternating", "mean", "uneven")
-"""high, low: every score near +200 or -200, which the exponential of no float32 holds; equal: all keys weigh the same;
-dominant: one key in 61 outweighs the others; alternating: scores of +30 and -30 by turns; mean: values far from zero; uneven:
-queries and heads by turns have normal scores, scores near +100, scores near -100, equal ones, and one key that outweighs the
-others."""
+"""Regimes of the scores. high, low: every score near +200 or -200, whose exponential overflows or underflows float32; equal: all
+keys have the same weight; dominant: one key in 61 outweighs the others; alternating: scores of +30 and -30 in turn; mean:
+values far from zero; uneven: queries and heads alternate among normal scores, scores near +100, scores near -100, equal
+scores, and one dominant key."""
 NEEDLE = "needle"
-"""Scores of long sequences, dealt to no others: one key 10 above all others, which are equal."""
+"""Scores only for long sequences: one key is 10 above all others, which are equal."""
 WORKS = ("edges", "many", "again", "tables", "deep", "level")
-"""edges: lengths around the ends of blocks; many: 65 sequences, then 300; again: the lengths of the step before over other
-blocks, all of them or the last of each sequence; tables: more than 128 blocks a sequence, in a table that is a part of a wider
-one; deep: up to 16,384 tokens; level: sequences of one length after different contexts. In many and again block 0 is in use, as
-in an engine."""
+"""Lengths of the steps. edges: lengths around the ends of blocks; many: 65 sequences, then 300; again: the previous step's
+lengths over other blocks, all of them or the last of each sequence; tables: more than 128 blocks per sequence, in a slice of a
+wider table; deep: up to 16,384 tokens; level: sequences of one length after different contexts. In many and again block 0 is
+in use, as in an engine."""
 FEW = "few"
-"""The work of layers of many query heads, which is dealt to no others: three or four sequences of up to 133 tokens."""
+"""`work` value only for layers with many query heads: three or four sequences of up to 133 tokens."""
 EXPANDED = "-expanded"
-"""Behind the number of a layer of latent attention: its prompts, which have keys and values of their own."""
+"""Suffix of a latent layer's number in a cell, for its prompts, which have separate keys and values."""
 OWN_SCALE = "own"
-"""The scale of a model's layer."""
+"""Value of the axis `scale` for a layer of a model, which has its own scale."""
 SCALE = 1.37
 SOFTCAP = 1.5
 FP8_SCALES = (0.02, 0.05)
 CACHE_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""Feature -> the element type of the cache that it asks for."""
+"""Feature -> dtype of its cache."""
 
 
 def one_of(values: Iterable[object]) -> str:
-    """Return a pattern that matches each of some values."""
+    """Return a pattern that matches exactly these values."""
     return "|".join(re.escape(str(value)) for value in values)
 
 
 @dataclass(frozen=True, slots=True)
 class KitCell:
-    """One check of one kernel at one value of each axis, which are those of its kind of operation."""
+    """One check of one kernel at one value of each axis of its kind of operation."""
 
     mark: ClassVar[str] = ""
-    """Second part of a cell's name, which tells its kind; empty: the name has no such part."""
+    """Second part of a cell's name, which identifies its kind. Empty if the name has no such part."""
     prefixes: ClassVar[Mapping[str, str]] = {}
-    """Axis -> what its value begins with in a name."""
+    """Axis -> prefix of its value in a name."""
     inputs: ClassVar[tuple[str, ...]] = ()
-    """Axes that stand at the end of a name, as `kv_heads=8`, if their values are not plain."""
+    """Axes at the end of a name, as `kv_heads=8`, which appear only if their values are not plain."""
     known: ClassVar[Mapping[str, str]] = {}
-    """Axis -> pattern of its values; of other axes any text, or a number above 0, is one."""
+    """Axis -> pattern of its values. Other axes accept any text, or a number above 0."""
     check: str
 
     def __str__(self) -> str:
@@ -107,10 +106,8 @@ class KitCell:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the name of a cell.
-
-        :raises ConfigError: the text is no cell's name.
-        """
+        """Return the cell with this name.
+        :raises ConfigError: if the text is not the name of a cell."""
         check, *parts = text.split(":")
         axes = {field.name: field.default for field in fields(cls) if field.name != "check"}
         always = [name for name in axes if name not in cls.inputs]
@@ -134,22 +131,22 @@ class KitCell:
             raise ConfigError("--cell", "a cell's name as `headway check` prints it", repr(text)) from None
 
     def plain(self, check: str, about: str = "-", **changes: Any) -> Self:
-        """Return the same layer in another check."""
+        """Return a cell with the same layer and another check."""
         return self.having({"check": check, "about": about, **changes})
 
     def having(self, values: Mapping[str, Any]) -> Self:
-        """Return the same check at other values of some axes."""
+        """Return the cell with other values of some axes."""
         return replace(self, **values)
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Fields of a result, by the names of `CellResult`."""
+        """Axes of a result, by the field names of `CellResult`."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class CheckCell(KitCell):
-    """A cell of an attention backend or of a layout."""
+    """A cell of an attention backend or a layout."""
 
     prefixes: ClassVar = {"block_size": "b", "head_dim": "d", "group": "g"}
     inputs: ClassVar = INPUTS
@@ -164,26 +161,26 @@ class CheckCell(KitCell):
         "layer": rf"\d+({EXPANDED})?",
     }
     phase: str = "-"
-    """A name out of PHASES, or "-" where the check runs several."""
+    """One of PHASES, or "-" if the check runs several."""
     layout: str = "-"
     memory: str = "own"
     block_size: int = 16
     head_dim: int = 64
     group: int = 4
-    """Query heads that share a kv head."""
+    """Query heads per kv head."""
     dtype: str = "float32"
     feature: str = "none"
     about: str = "-"
-    """What else tells cells of one check apart: the axis of a refusal, an option's name."""
+    """Further distinction between cells of one check: the axis of a refusal, or an option's name."""
     kv_heads: int = 2
     scale: str = "odd"
-    """A name out of SCALES."""
+    """One of SCALES."""
     scores: str = "normal"
-    """Out of SCORES."""
+    """One of SCORES, or NEEDLE."""
     work: str = "edges"
-    """Out of WORKS, or FEW."""
+    """One of WORKS, or FEW."""
     layer: str = ""
-    """A layer of the model that the kit was given, by number, whose spec counts; "": a layer of the kit's."""
+    """Number of the model's layer whose spec is used. Empty for a layer of the kit."""
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -196,7 +193,7 @@ PLAIN_INPUTS: dict[str, str | int] = {name: getattr(CheckCell("answer"), name) f
 
 
 def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_head_dim: int = 0) -> AttentionSpec:
-    """The layer of a cell. claims: Capabilities.features of the backend, for "together"; v_head_dim: 0, as the feature has it."""
+    """Return the layer of a cell. claims: Capabilities.features, for "together". v_head_dim: 0 means the feature's default."""
     latent, head_dim = cell.feature == "latent", cell.head_dim
     kv_heads = 1 if latent else cell.kv_heads
     heads = cell.group * kv_heads
@@ -209,7 +206,7 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
     together = {name: features[name] for name in sorted(claims & features.keys())}
     caches: dict[str, dict[str, Any]] = {name: {"kv_dtype": dtype} for name, dtype in CACHE_TYPES.items()}
     caches["fp8"] |= {"k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]}
-    inside = 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: what follows is the key's alone
+    inside = 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: the rest belongs only to the key
     changes: dict[str, dict[str, Any]] = {
         "none": {},
         **{name: {"sliding_window": keys} for name, keys in (WINDOWS | MODEL_WINDOWS).items()},
@@ -237,7 +234,7 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
 
 
 def sibling_of(spec: AttentionSpec) -> AttentionSpec:
-    """A layer of the same sizes and features with other numbers in each, as the next layer of a model has it."""
+    """Return a layer with the same sizes and features but other numbers, like the next layer of a model."""
     window, softcap, slopes, sinks = spec.sliding_window, spec.softcap, spec.alibi_slopes, spec.sinks
     scaled = 1.0 if (spec.k_scale, spec.v_scale) == (1.0, 1.0) else 2.0
     return replace(
@@ -253,15 +250,15 @@ def sibling_of(spec: AttentionSpec) -> AttentionSpec:
 
 
 def telling_sinks(heads: int) -> tuple[float, ...]:
-    """One sink a query head, such that neighbours' differ."""
+    """Return one sink per query head, with different values for neighbours."""
     return tuple((0.3, -1.0, 2.0, 0.0, 1.0)[head % 5] for head in range(heads))
 
 
 class Finding(Exception):
-    """The backend, layout or option under test breaks the contract."""
+    """Violation of the contract by the backend, layout or option under test."""
 
     def __init__(self, what: str, *, guess: str = "", error: float | None = None, tolerance: float | None = None) -> None:
-        """what: what was expected and what came; guess: what it looks like; error: relative, against the declared tolerance."""
+        """what: expected and found behaviour. guess: likely cause. error: relative, to compare with the declared tolerance."""
         super().__init__(what)
         self.guess = guess
         self.error = error
@@ -269,17 +266,17 @@ class Finding(Exception):
 
 
 class Skipped(Exception):
-    """The check does not apply: the backend refuses, rightly, or the machine has not what it needs."""
+    """Outcome of a check that does not apply: the backend refuses rightly, or the machine lacks what it needs."""
 
     @classmethod
     def refused(cls, support: Support) -> Skipped:
-        """A skip with the backend's own reasons."""
+        """Return a skip with the backend's reasons."""
         return cls(str(support).removeprefix("no: "))
 
 
 @contextmanager
 def placed(where: str) -> Iterator[None]:
-    """Put where it was found, such as a step's number, before the words of a finding."""
+    """Prefix the text of a finding with its place, such as a step's number."""
     try:
         yield
     except Finding as finding:
@@ -288,7 +285,7 @@ def placed(where: str) -> Iterator[None]:
 
 
 def check_refusal(support: Support, need: str = "a refusal says what was looked at, what is needed and what was got") -> None:
-    """:raises Finding: a reason of a refusal does not say what was needed and what was got."""
+    """Check that every reason of a refusal is complete. :raises Finding: if one lacks what was checked, needed or got."""
     for reason in support.reasons:
         if not (reason.what and reason.need and reason.got):
             raise Finding(f"{need}: {reason!r}")

@@ -1,7 +1,7 @@
-"""What a step's tensors hold, how long its sequences are, and which of both each layer is tried with.
+"""Inputs of the conformance kit: tensors, lengths of sequences, and their assignment to layers.
 
 No backend can refuse an input: a model may have any number of kv heads and any scale, and a step any scores and lengths. So each
-layer of the covering set gets one value of every input, dealt so that values meet in pairs, in every phase.
+layer of the covering set gets one value of every input, assigned so that values meet in pairs, in every phase.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ from headway.core.oracle.cells import (
 from headway.core.oracle.steps import TABLE_BLOCKS, Lens, first_step, second_step
 
 _KEY = 4.0
-"""The first element of a key that a regime lifts: exact in every type, also in the eight bits of a cache."""
+"""First element of a lifted key: exact in every dtype, including 8-bit caches."""
 _LIFT = {"high": 200.0, "low": -200.0, "dominant": 30.0, "alternating": 30.0, "uneven": 100.0, NEEDLE: 10.0}
-"""How far a regime lifts the scores of the keys that it lifts."""
+"""Regime -> the amount added to the scores of lifted keys."""
 _KINDS, _PEAKED = 5, 8.0
-"""Kinds of rows of uneven scores; factor of the scores of a row in which one key outweighs the others."""
+"""Number of kinds of rows in uneven scores; factor of scores for a row with one dominant key."""
 _NEEDLE_AT = 7
 _MEAN = 100.0
 _MEAN_8_BITS = 10.0
 _BEYOND = 1.5
 _SHORT = 40
-"""Cached tokens of a short sequence."""
+"""Maximum number of cached tokens of a short sequence."""
 _ROUNDINGS = 64
-"""Roundings of a lifted score, each of half a unit in the last place, that a right sum over head_dim elements may add up."""
+"""Roundings of a lifted score, each of half a unit in the last place, that a correct sum over head_dim elements may accumulate.
+"""
 MOST_WORK, MOST_QUICK_WORK = 6e7, 2e7
-"""Multiplications and moved elements of a cell's layer that the whole kit and a quick one have time for: one or two seconds, or
-half of one, on one core."""
+"""Maximum multiplications and moved elements of a cell's layer, in the whole and the quick kit: 1 to 2 s, or 0.5 s, on a core."""
 _SEQUENCE_WORK = 3e4
-"""Work of judging a sequence, however short it is."""
+"""Work of checking a sequence of any length."""
 _PRICE = 7.0
-"""Pairs of values for which a cell may take the time of the largest."""
+"""Number of new pairs of values that justifies the largest cell's time."""
 PLAIN_BLOCK_SIZE = 16
 _WIDEST_FAR = 256
-"""Most elements of a token's key in far memory."""
+"""Maximum elements of a token's key in far memory."""
 _VALUES: dict[str, tuple[str | int, ...]] = {"work": WORKS, "kv_heads": KV_HEADS, "scores": SCORES, "scale": tuple(SCALES)}
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Random queries, keys and values of a layer, whose scores are of one regime out of SCORES."""
+    """Random queries, keys and values of a layer, with scores of one regime in SCORES."""
 
     spec: AttentionSpec
     scores: str
     generator: torch.Generator
 
     def queries(self, *shape: int) -> Tensor:
-        """float32 [num_tokens, num_heads, head_dim], such that scores are of one size whatever the layer's scale is."""
+        """Return float32 [num_tokens, num_heads, head_dim], scaled so that scores have the same size for any layer's scale."""
         if self.scores == "equal":
             return torch.zeros(shape)
         size = SCALE / (self.spec.scale * math.sqrt(self.spec.head_dim))
@@ -84,14 +84,14 @@ class Numbers:
         return q
 
     def _uneven(self, q: Tensor) -> Tensor:
-        """Queries of several kinds, neighbouring tokens and heads of different ones."""
+        """Return queries of several kinds; neighbouring tokens and heads have different kinds."""
         kind = (torch.arange(q.shape[0])[:, None] + torch.arange(q.shape[1])) % _KINDS
         q *= torch.tensor([1.0, 1.0, 1.0, 0.0, _PEAKED])[kind][..., None]
         q[..., 0] = torch.tensor([0.0, 1.0, -1.0, 0.0, 0.0])[kind] * _LIFT["uneven"] / (_KEY * self.spec.scale)
         return q
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [num_tokens, num_kv_heads, head_dim] and values [num_tokens, num_kv_heads, v_head_dim] of tokens at positions."""
+        """Return keys [num_tokens, num_kv_heads, head_dim] and values [num_tokens, num_kv_heads, v_head_dim] at positions."""
         spec, count = self.spec, len(positions)
         k = torch.randn(count, spec.num_kv_heads, spec.head_dim, generator=self.generator)
         v = torch.randn(count, spec.num_kv_heads, spec.v_head_dim, generator=self.generator)
@@ -101,7 +101,7 @@ class Numbers:
             v += _MEAN if spec.cache_dtype == spec.dtype else _MEAN_8_BITS
         if (
             spec.cache_dtype == CACHE_TYPES["fp8"]
-        ):  # one number in a row of five is beyond what eight bits hold, where a writer stops
+        ):  # one number in a row of five exceeds the 8-bit range, where a writer saturates
             for rows, scale in ((k, spec.k_scale), (v, spec.v_scale)):
                 rows[positions % 5 == 2, 0, -1] = _BEYOND * torch.finfo(spec.cache_dtype).max * scale
         k, v = (rows.to(spec.device, spec.dtype) for rows in (k, v))
@@ -109,21 +109,21 @@ class Numbers:
 
     @property
     def tells(self) -> bool:
-        """Whether the regime tells right from wrong: not where a soft-cap saturates or a sink has all the weight."""
+        """True if the regime can reveal errors: not if a soft-cap saturates or a sink has all the weight."""
         return self.scores not in ("high", "low") or not {"softcap", "sinks"} & self.spec.features
 
     @property
     def lift(self) -> float:
-        """How far the regime lifts scores."""
+        """Amount by which the regime lifts scores."""
         return _LIFT.get(self.scores, 0.0)
 
     @property
     def slack(self) -> float:
-        """The relative error that rounding lifted scores to float32 may cost a right answer, beside the declared tolerance."""
+        """Relative error, in addition to the declared tolerance, that rounding lifted scores to float32 may cause."""
         return _ROUNDINGS * abs(self.lift) * 2.0**-24
 
     def _lifted(self, positions: Tensor) -> Tensor:
-        """Share of the lift that the key at each position gets."""
+        """Return the share of the lift for the key at each position."""
         if self.scores == "dominant":
             return (positions % 61 == 7).float()
         if self.scores == NEEDLE:
@@ -133,10 +133,10 @@ class Numbers:
 
 @cache
 def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
-    """The lengths of each step of a kind of work, in a phase (a name of cells.PHASES); empty where the phase has none of it."""
+    """Return the lengths of each step of a kind of work, in a phase (a name in cells.PHASES). Empty if the phase has none."""
     first = first_step(phase, block_size)
     if work == "edges":
-        # Ragged: then as many short ones, which what a longer step has left must not reach, and nothing but padding rows.
+        # Ragged: then the same number of short ones, which leftovers of longer steps must not affect, and only padding rows.
         return [first, second_step(first), *([_shortened(first), []] if phase == "ragged" else [])]
     if work == "level":
         return [level for level in (_level(phase, 37), _level(phase, 2 * block_size)) if level]
@@ -156,14 +156,14 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
     }
     if phase not in found:
         return []
-    if work == "deep":  # long ones alone: beside a short sequence's large results their errors would not count
+    if work == "deep":  # only long ones: next to a short sequence's large results their errors would not count
         return [[turn for turn in found[phase] if turn[1] > _SHORT]]
     few = [turn for turn in found[phase] if turn[1] <= _SHORT]
-    return [few, found[phase], _shortened(found[phase])]  # whoever keeps the width of the first step or of the second shows it
+    return [few, found[phase], _shortened(found[phase])]  # reveals a backend that keeps the width of the first or second step
 
 
 def _few(phase: str, block_size: int) -> Lens:
-    """Three or four sequences: short ones, one around the end of a block, and one that takes three tiles of 64 keys."""
+    """Return three or four sequences: short ones, one around the end of a block, and one that takes three tiles of 64 keys."""
     b = block_size
     kinds: dict[str, Lens] = {
         "prefill": [(1, 0, 0), (b + 1, 0, 0), (37, 0, 0)],
@@ -176,7 +176,7 @@ def _few(phase: str, block_size: int) -> Lens:
 
 
 def _level(phase: str, length: int) -> Lens:
-    """Sequences of one length, whose new tokens follow different contexts."""
+    """Return sequences of one length, whose new tokens follow different contexts."""
     kinds: dict[str, Lens] = {
         "prefill": [(length, 0, 0)] * 3,
         "extend": [(count, length - count, 0) for count in (length - 1, 2, 9, 5)],
@@ -188,12 +188,12 @@ def _level(phase: str, length: int) -> Lens:
 
 
 def _shortened(lens: Lens) -> Lens:
-    """As many sequences and new tokens after short contexts."""
+    """Return the same number of sequences and new tokens, after short contexts."""
     return [(query_len, min(context, 1 + context % _SHORT), drafts) for query_len, context, drafts in lens]
 
 
 def _many(phase: str, count: int) -> Lens:
-    """Short sequences, as many as a server has."""
+    """Return many short sequences, as on a server."""
     numbers = range(count)
     kinds: dict[str, Lens] = {
         "prefill": [(1 + n % 9, 0, 0) for n in numbers],
@@ -206,8 +206,7 @@ def _many(phase: str, count: int) -> Lens:
 
 
 def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
-    """Whether a layer can be tried with the inputs of its cell, in a time that a kit has, with an answer that is no matter of
-    rounding."""
+    """Return whether a cell's layer can be tried with its inputs in time, and rounding does not decide the answer."""
     steps = steps_of(*_place(cell))
     if not steps:
         return False
@@ -217,9 +216,9 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
     if cell.scores == NEEDLE and cell.work != "deep":
         return False
     if cell.scores in ("high", "low") and (cell.feature in ("softcap", "sinks") or cell.feature.endswith("together")):
-        return False  # saturated, or all the weight is the sink's
+        return False  # saturated, or the sink has all the weight
     if cell.feature.startswith("int8") and cell.dtype != "float32" and cell.scores in _LIFT:
-        return False  # each key has a scale of its own: one that is rounded to 16 bits moves a lifted score by much
+        return False  # each key has its own scale: rounding one to 16 bits moves a lifted score by much
     if _hides(cell, steps):
         return False
     kv_width = _kv_width(cell)
@@ -231,7 +230,7 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
         return False
     if all(getattr(cell, name) == PLAIN_INPUTS[name] for name in _dealt_inputs(cell)):
         return True
-    if cell.layer:  # however large the layer is, as much as its plainest cell takes
+    if cell.layer:  # a layer of any size may take as much as its plainest cell
         most_work = max(most_work, _work(cell, kv_width, steps_of("edges", cell.phase, PLAIN_BLOCK_SIZE)))
     return _work(cell, kv_width, steps) <= most_work
 
@@ -245,7 +244,7 @@ def _place(cell: CheckCell) -> tuple[str, str, int]:
 
 
 def _hides(cell: CheckCell, steps: Sequence[Lens]) -> bool:
-    """Whether the inputs hide a window: no sequence of many is longer, or each query that sees not all sees the dominant key."""
+    """Return whether the inputs hide a window: no sequence of `many` is longer, or every query sees the dominant key."""
     window = (WINDOWS | MODEL_WINDOWS | BIDIRECTIONAL).get(cell.feature)
     if window is None:
         return False
@@ -254,22 +253,21 @@ def _hides(cell: CheckCell, steps: Sequence[Lens]) -> bool:
 
 
 def _work(cell: CheckCell, kv_width: int, steps: Sequence[Lens]) -> float:
-    """Multiplications and moved elements."""
+    """Return the number of multiplications and moved elements."""
     keys = sum(query_len + context for lens in steps for query_len, context, _ in lens)
     scores = sum(query_len * (query_len + context) for lens in steps for query_len, context, _ in lens)
     return kv_width * (4.0 * keys + cell.group * scores) + _SEQUENCE_WORK * sum(map(len, steps))
 
 
 def _dealt_inputs(cell: CheckCell) -> tuple[str, ...]:
-    """The inputs that are the kit's to choose: a model's layer brings its heads and its scale."""
+    """Return the inputs that the kit chooses: a model's layer has its own heads and scale."""
     return ("work", "scores") if cell.layer else tuple(_VALUES)
 
 
 def deal(
     cells: Iterable[CheckCell], most_work: float = MOST_WORK, accepts: Callable[[CheckCell], bool] = lambda cell: True
 ) -> list[CheckCell]:
-    """The same cells, each with a value of every input: the one that meets most values it has not met, out of those that the
-    subject accepts."""
+    """Return the cells, each with a value for every input: the accepted value that forms the most new pairs with other values."""
     met: set[tuple[object, ...]] = set()
     return [_dealt(cell, met, most_work, accepts) for cell in cells]
 
@@ -291,18 +289,18 @@ def _dealt(cell: CheckCell, met: set[tuple[object, ...]], most_work: float, acce
 
 
 def _loss(cell: CheckCell, most_work: float) -> float:
-    """Pairs that a cell has to add for its time to be worth it."""
+    """Return the number of pairs that a cell must add to justify its time."""
     return _PRICE * _work(cell, _kv_width(cell), steps_of(*_place(cell))) / most_work
 
 
 def _gain(cell: CheckCell, name: str, met: set[tuple[object, ...]]) -> int:
-    """How much a cell adds by its value of one input; a value that the phase has not seen at all counts most."""
+    """Return the number of new pairs from a cell's value of one input. A value that is new in the phase counts most."""
     pairs = _pairs(cell, name)
     return len(pairs - met) + (100 if (cell.phase, name, getattr(cell, name)) not in met else 0)
 
 
 def _pairs(cell: CheckCell, name: str) -> set[tuple[object, ...]]:
-    """The value of an input in the phase, and with that of each axis and of each other input."""
+    """Return an input's value in the phase, also paired with each axis and each other input."""
     value = cell.phase, name, getattr(cell, name)
     others: Sequence[str] = (*AXES, *(other for other in INPUTS if other != name))
     return {value, *((*value, other, getattr(cell, other)) for other in others)}

@@ -1,4 +1,4 @@
-"""Attention of one sequence in float64, sharing no code with any backend: what every answer is compared with."""
+"""float64 attention of one sequence, the reference for every backend, with which it shares no code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.core.contract.layout import LayerCache
 from headway.core.contract.spec import AttentionSpec
 
 _SCORES = 2**24
-"""Scores held at a time (128 MiB)."""
+"""Maximum number of scores in memory at a time (128 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -21,43 +21,42 @@ class StepSequence:
 
     spec: AttentionSpec
     q: Tensor
-    """[query_len, num_heads, head_dim]"""
+    """[query_len, num_heads, head_dim]: queries of the new tokens."""
     context: int
-    """Cached tokens before this step's."""
+    """Number of cached tokens before this step."""
     blocks: tuple[int, ...]
     """Physical block of each logical block."""
     cache: LayerCache
-    """What the cache must hold: filled by the layout's writer alone."""
+    """Expected content of the cache, written only by the layout's writer."""
 
     @property
     def query_len(self) -> int:
-        """New tokens."""
+        """Number of new tokens."""
         return len(self.q)
 
     @property
     def kv_len(self) -> int:
-        """Cached and new tokens."""
+        """Number of cached and new tokens."""
         return self.context + self.query_len
 
     def slots(self, blocks: Tensor, count: int) -> Tensor:
-        """int64 [count]: slots of the first `count` positions, were these the sequence's blocks."""
+        """Return int64 [count]: slots of the first `count` positions in these blocks."""
         size = self.cache.block_size
         at = torch.arange(count, device=self.q.device)
         return blocks.to(self.q.device)[at // size] * size + at % size
 
     def kv(self, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """float64 keys [kv_len, num_kv_heads, head_dim] and values [kv_len, num_kv_heads, v_head_dim] of the sequence."""
+        """Return float64 keys [kv_len, num_kv_heads, head_dim] and values [kv_len, num_kv_heads, v_head_dim] of the sequence."""
         slots = self.slots(torch.tensor(self.blocks, dtype=torch.int64), self.kv_len) if slots is None else slots
         k, v = self.cache.gather(slots)
         return k.double() * self.spec.k_scale, v.double() * self.spec.v_scale
 
 
 def attend(spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: int, *, future: int = 0) -> tuple[Tensor, Tensor]:
-    """Queries at positions first, first + 1, ... over keys at 0, 1, ...
-
-    q: [n, num_heads, head_dim]; keys, values: float64 [m, num_kv_heads, *]. future: later positions that a query sees (-1: not
-    even its own). Returns float64 out [n, num_heads, v_head_dim] and the natural log-sum-exp [num_heads, n], sinks included.
-    """
+    """Return the attention of queries at positions first, first + 1, ... over keys at 0, 1, ...
+    q: [n, num_heads, head_dim]; keys, values: float64 [m, num_kv_heads, *]. future: number of later positions that a query sees
+        (-1 excludes its own). Returns float64 out [n, num_heads, v_head_dim] and the natural log-sum-exp [num_heads, n], sinks
+        included."""
     groups, kv_heads = spec.group_size, spec.num_kv_heads
     keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)  # [kv_heads, head_dim, m], [kv_heads, m, v_head_dim]
     slopes, sinks = (_per_head(spec, each, q.device) for each in (spec.alibi_slopes, spec.sinks))
@@ -91,19 +90,19 @@ def attend(spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: 
 
 
 def _per_head(spec: AttentionSpec, values: Sequence[float] | None, device: torch.device) -> Tensor | None:
-    """A number for each query head, float64 [num_kv_heads, group_size, 1, 1]."""
+    """Return one number per query head, float64 [num_kv_heads, group_size, 1, 1], or None."""
     if values is None:
         return None
     return torch.tensor(values, dtype=torch.float64, device=device).view(spec.num_kv_heads, spec.group_size, 1, 1)
 
 
 def expected(row: StepSequence) -> tuple[Tensor, Tensor]:
-    """The right answer: float64 out [query_len, num_heads, v_head_dim] and log-sum-exp [num_heads, query_len]."""
+    """Return the correct output: float64 [query_len, num_heads, v_head_dim], and log-sum-exp [num_heads, query_len]."""
     keys, values = row.kv()
     return attend(row.spec, row.q, keys, values, row.context)
 
 
 def distance(out: Tensor, right: Tensor) -> float:
-    """||out - right|| / ||right||; NaN if any element of `out` is."""
+    """Return ||out - right|| / ||right||, NaN if any element of `out` is NaN."""
     size = float(right.norm())
     return float((out.double() - right).norm()) / size if size else float(out.double().norm())

@@ -1,4 +1,4 @@
-"""Steps of layers with states for tests and benchmarks: random inputs, parameters, and slots in any order."""
+"""Steps of layers with states for tests and benchmarks: random inputs, parameters, and shuffled slots."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from headway.core.contract.state import (
 from headway.core.oracle.cells import Finding
 
 REGIMES = ("mild", "strong", "faint")
-"""How far a step's numbers are from the usual. strong: one decay in five forgets everything, the others hardly anything. faint:
-one gate in three is at either end, some tokens are zero, and keys and queries of the first key head are nearly zero."""
+"""Regimes of a step's numbers. strong: one decay in five erases the state, the others erase almost nothing. faint: one gate in
+three is saturated, some tokens are zero, and keys and queries of the first key head are nearly zero."""
 MILD, STRONG, FAINT = REGIMES
 
 
 @dataclass(frozen=True)
 class StateCase:
-    """A pool of states and one step over it: what a state backend is tested and timed on."""
+    """A pool of states and one step over it, with which a state backend is tested and timed."""
 
     spec: StateSpec
     parameters: StateParameters
     metadata: StateMetadata
     cache: StateCache
     x: Tensor
-    """[num_tokens, input_channels]"""
+    """[num_tokens, input_channels]: inputs of the layer."""
     gates: Sequence[Tensor]
 
 
@@ -61,18 +61,18 @@ def make_state_case(
     regime: str = MILD,
     draw_on: torch.device | None = None,
 ) -> StateCase:
-    """Fill every slot with random numbers, as earlier sequences leave them, and give each sequence its slots in shuffled order.
+    """Return a case with random numbers in every slot, as earlier sequences leave them, and shuffled slots for each sequence.
 
-    Half of the slots of sequences without a context, and of those that no sequence has, hold NaN, which shows a stray read; the
-    other half hold those numbers, which show one that NaN is kept from.
+    Among slots of sequences without a context, and unused slots, half hold NaN, which reveals stray reads. The other half hold
+    random numbers, which reveal reads that mask NaN.
 
-    lens: (query_len, kv_len) of each sequence, prompts and extensions first; one with a context and at most 8 new tokens decodes,
-    and has a slot for each of its tokens. padding_rows: rows without slots at the end, as a CUDA graph's unused rows are.
-    checkpoints: at every multiple of CHECKPOINT_TOKENS of every prompt, or out of place at every second one. in_place: the first
-    slot written is the one read. strided: x and gates are slices of wider tensors. in_order: slots follow one another, as those
-    of an engine that has just begun. decodes: False if short sequences with a context are extensions as well. regime: one of
-    REGIMES. draw_on: device that draws the numbers; a GPU draws others than the
-    CPU, and sooner.
+    lens: (query_len, kv_len) of each sequence, prompts and extensions first. A sequence with a context and at most 8 new tokens
+        decodes, and has a slot for each of its tokens. padding_rows: rows without slots at the end, like a CUDA graph's unused
+        rows. checkpoints: True for checkpoints at every multiple of CHECKPOINT_TOKENS of every prompt; without in_place at every
+        second one. in_place: True if the first slot written is the one read. strided: True to slice x and gates from wider
+        tensors. in_order: True for consecutive slots, as in an engine that has just started. decodes: False if short sequences
+        with a context are extensions too. regime: one of REGIMES. draw_on: device that draws the numbers; a GPU is faster than
+        the CPU and draws other numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = generator if draw_on is None else torch.Generator(draw_on).manual_seed(seed)
@@ -113,7 +113,7 @@ def make_state_case(
 
 
 def put_in(regime: str, case: StateCase) -> StateCase:
-    """Return the case with its inputs and parameters moved to a regime, in place as far as they are tensors."""
+    """Return the case with its inputs and parameters moved to a regime; tensors are changed in place."""
     if regime == STRONG and case.gates:
         case.gates[0].copy_(torch.where(_some(case.gates[0], 5), 300.0, -8.0))
     elif regime == STRONG and case.spec.kind == LIGHTNING:
@@ -121,7 +121,7 @@ def put_in(regime: str, case: StateCase) -> StateCase:
             case, parameters=replace(case.parameters, A_log=torch.where(_some(_of(case.parameters.A_log), 2), 4.0, -9.0))
         )
     elif regime == FAINT:
-        for gate in case.gates[:1] if case.spec.kind == MAMBA1 else case.gates:  # its others are B and C
+        for gate in case.gates[:1] if case.spec.kind == MAMBA1 else case.gates:  # further gates of MAMBA1 are B and C
             ends = torch.where(_some(gate, 2), 30.0, -30.0).to(gate.dtype)
             gate.copy_(torch.where(_some(gate, 3, seed=2), ends, gate))
         case.x[1::5] = 0.0
@@ -137,7 +137,7 @@ def _some(like: Tensor, one_in: int, seed: int = 1) -> Tensor:
 
 
 def _first_key_head(spec: StateSpec) -> list[slice]:
-    """Channels of q and k of the first key head, or of B and C."""
+    """Return the channels of q and k in the first key head, or of B and C."""
     if spec.kind in (CONV, MAMBA1):
         return []
     first, keys = spec.num_heads * spec.value_dim if spec.kind == MAMBA2 else 0, spec.num_key_heads * spec.key_dim
@@ -166,9 +166,9 @@ def _metadata(
 
 
 def random_inputs(spec: StateSpec, num_tokens: int, generator: torch.Generator, *, strided: bool = False) -> list[Tensor]:
-    """Return x and gates of some tokens, in the spec's dtype; keys are about as long as if they were normed."""
+    """Return x and gates of some tokens, in the spec's dtype; keys are about as long as normalized ones."""
     shapes = [(spec.input_channels,), *gate_shapes(spec)]
-    # Both sides of a slice hold NaN, which shows where a neighbour's element is read.
+    # Both sides of a slice hold NaN, which reveals reads of neighbouring elements.
     found = []
     for number, shape in enumerate(shapes):
         size = torch.Size(shape).numel()
@@ -195,7 +195,7 @@ def gate_shapes(spec: StateSpec) -> list[tuple[int, ...]]:
 
 
 def random_parameters(spec: StateSpec, generator: torch.Generator, *, bias: bool = True) -> StateParameters:
-    """Return weights with decays from nearly none to strong ones."""
+    """Return random weights, with decays from nearly none to strong ones."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device).to(spec.device)
@@ -218,15 +218,16 @@ def random_parameters(spec: StateSpec, generator: torch.Generator, *, bias: bool
 
 
 def run_states(backend: StateBackend, case: StateCase) -> Tensor:
-    """Run one step of one layer through one backend; see `run_layers`."""
+    """Return the output of one layer's step through one backend; see `run_layers`."""
     return run_layers(backend, backend, [case])[0]
 
 
 def run_layers(scans: StateBackend, steps: StateBackend, layers: Sequence[StateCase]) -> list[Tensor]:
-    """Run one step as the engine calls it: planned once, and then layer by layer, all of which have the first one's metadata.
+    """Return each layer's output of one step, run as the engine does: planned once, with the first layer's metadata for all
+    layers.
 
-    The outputs are filled with NaN, so that a missed row shows. Their rows are parts of wider ones, as in a fused projection.
-    scans: runs prompts and extensions. steps: runs decodes.
+    The outputs are filled with NaN first, so that a missed row shows. Their rows are slices of wider ones, as in a fused
+    projection. scans: runs prompts and extensions. steps: runs decodes.
     """
     metadata, n = layers[0].metadata, layers[0].metadata.step.num_prefill_tokens
     scanned = None if metadata.prefill is None else scans.plan(metadata.prefill)

@@ -1,4 +1,4 @@
-"""The float64 answer to a step of layers with states, token by token from the formulas in `StateBackend.scan`."""
+"""float64 reference for a step of layers with states, computed token by token from the formulas in `StateBackend.scan`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from headway.core.oracle.state_cases import StateCase
 
 @dataclass
 class SequenceState:
-    """What a sequence remembers, or several of them, whose axis comes first; float64."""
+    """State of a sequence, or of several along the first axis, in float64."""
 
     recurrent: Tensor | None
-    """[..., num_heads, key_dim, value_dim]"""
+    """[..., num_heads, key_dim, value_dim]: recurrent state. None if the layer has none."""
     conv: Tensor | None
-    """[..., conv_channels, conv_width - 1], the newest input last."""
+    """[..., conv_channels, conv_width - 1]: inputs of the convolution, newest last. None if the layer has none."""
 
     @classmethod
     def zeros(cls, spec: StateSpec) -> SequenceState:
-        """Return what an empty sequence remembers."""
+        """Return the state of an empty sequence."""
         return cls(
             torch.zeros(spec.num_heads, spec.key_dim, spec.value_dim, dtype=torch.float64) if spec.recurrent else None,
             torch.zeros(spec.conv_channels, spec.conv_width - 1, dtype=torch.float64) if spec.conv_channels else None,
         )
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> SequenceState:
-        """Return the state with a change of each of its parts."""
+        """Return the state with a function applied to each part."""
         return SequenceState(*(None if part is None else change(part) for part in (self.recurrent, self.conv)))
 
     def copy(self) -> SequenceState:
@@ -41,20 +41,20 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class TokenOperands:
-    """What one token does to the state of each head; float64, the axes of sequences first."""
+    """Effect of one token on the state of each head, in float64, with the axes of sequences first."""
 
     decay: Tensor
-    """[..., num_heads, key_dim or 1]: the state is multiplied by it first."""
+    """[..., num_heads, key_dim or 1]: factor that is applied to the state first."""
     key: Tensor
-    """[..., num_heads, key_dim]"""
+    """[..., num_heads, key_dim]: key."""
     value: Tensor
-    """[..., num_heads, value_dim]"""
+    """[..., num_heads, value_dim]: value."""
     query: Tensor
-    """[..., num_heads, key_dim], scaled."""
+    """[..., num_heads, key_dim]: scaled query."""
     beta: Tensor | None = None
-    """[..., num_heads]: how much of a value replaces what its key holds; None: values are added."""
+    """[..., num_heads]: share by which a value replaces the one stored for its key. None means that values are added."""
     skip: Tensor | None = None
-    """[..., num_heads, value_dim], added to the output."""
+    """[..., num_heads, value_dim]: term added to the output, or None."""
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -78,7 +78,8 @@ def read(
     positive: Curve = softplus,
     strength: Curve = sigmoid,
 ) -> TokenOperands:
-    """Read a token's input, after the convolution, and its gates. positive, strength: curves of decay's and beta's gates."""
+    """Return a token's operands from its input, after the convolution, and its gates.
+    positive, strength: activation functions for the gates of decay and beta."""
     if spec.kind == MAMBA1:
         return _read_mamba1(parameters, x, gates, positive)
     if spec.kind == MAMBA2:
@@ -127,18 +128,18 @@ def update(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seen(state: Tensor, by: Tensor) -> Tensor:
-    """Return what a key or query finds in the state of its head, S^T k."""
+    """Return the value that a head's state holds for a key or query, S^T k."""
     return (state * by[..., None]).sum(-2)
 
 
 def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor, remembered: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the convolution makes of a token's input, and the inputs that it remembers then."""
+    """Return the convolution's output for a token's input, and the inputs to remember for the next token."""
     window = torch.cat((remembered, x[..., None]), dim=-1)
     return activate(spec, parameters, (window * _double(parameters.conv_weight)).sum(-1)), window[..., 1:]
 
 
 def activate(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
-    """Add the bias to what a convolution has summed, and apply the activation."""
+    """Return a convolution's sum with the bias added and the activation applied."""
     if parameters.conv_bias is not None:
         x = x + _double(parameters.conv_bias)
     return x * sigmoid(x) if spec.activation == "silu" else x
@@ -146,12 +147,12 @@ def activate(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rules:
-    """The steps of the definition, each of which a mistake may be in."""
+    """Functions of the definition, each replaceable to model a mistake."""
 
     begin: Callable[[StateCase, int], SequenceState] = field(default=lambda case, row: begin(case, row))
-    """The state that a sequence of the step begins with."""
+    """Returns the initial state of a sequence in the step."""
     before: Callable[[int, SequenceState], SequenceState] = field(default=lambda token, state: state)
-    """The state that a new token finds, by its number in the sequence."""
+    """Returns the state that a new token sees, given its index in the sequence."""
     convolve: Callable[[StateSpec, StateParameters, Tensor, Tensor], tuple[Tensor, Tensor]] = convolve
     read: Callable[[StateSpec, StateParameters, Tensor, Sequence[Tensor]], TokenOperands] = read
     update: Callable[[TokenOperands, Tensor], tuple[Tensor, Tensor]] = update
@@ -163,10 +164,8 @@ RIGHT = Rules()
 def advance(
     spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState, rules: Rules = RIGHT
 ) -> Tensor:
-    """Take one token, or one of each of several sequences: return its output, float64 [..., out_channels], and move the state on.
-
-    x: float64 [..., input_channels]; gates: float64, one row each.
-    """
+    """Return the output of one token, or of one per sequence, float64 [..., out_channels], and advance the state in place.
+    x: float64 [..., input_channels]; gates: float64, one row each."""
     if state.conv is not None:
         x, conv = rules.convolve(spec, parameters, x, state.conv)
         state.conv = conv
@@ -180,20 +179,20 @@ def advance(
 
 @dataclass(frozen=True)
 class StateAnswer:
-    """What a step must return and leave behind."""
+    """Expected output and states of a step."""
 
     out: Tensor
-    """float64 [num_tokens, out_channels]; NaN in the rows of padding sequences, which nobody reads."""
+    """float64 [num_tokens, out_channels]; NaN in the rows of padding sequences, which are not compared."""
     written: Mapping[int, SequenceState]
-    """The states of the slots that the step writes. All others must keep their bits."""
+    """State of each slot that the step writes. All other slots must keep their bits."""
     writers: Mapping[int, tuple[int, int]]
-    """The sequence that writes each of those slots, and after how many of its new tokens."""
+    """Slot -> (sequence that writes it, number of its new tokens before that)."""
 
 
 def answer(case: StateCase, rules: Rules = RIGHT, rows: Sequence[int] | None = None) -> StateAnswer:
-    """Compute the whole step, prompts and decodes alike. rows: only these sequences; None: all.
+    """Return the expected results of the whole step, prompts and decodes. rows: sequences to compute. None means all.
 
-    Sequences move on together, token by token: those with the most new tokens come first, so that the ones left are the first.
+    Sequences advance together, token by token, longest first, so that the remaining ones are always the first.
     """
     spec, step, slots = case.spec, case.metadata.step, case.metadata.slots_cpu.tolist()
     out = torch.full((step.num_tokens, spec.out_channels), torch.nan, dtype=torch.float64)
@@ -222,7 +221,7 @@ def answer(case: StateCase, rules: Rules = RIGHT, rows: Sequence[int] | None = N
 
 
 def begin(case: StateCase, row: int) -> SequenceState:
-    """Return the state that a sequence begins with: zeros where it has no context."""
+    """Return the initial state of a sequence: zeros without a context."""
     step = case.metadata.step
     if step.kv_lens[row] == step.query_lens[row]:
         return SequenceState.zeros(case.spec)
@@ -230,7 +229,7 @@ def begin(case: StateCase, row: int) -> SequenceState:
 
 
 def state_of(case: StateCase, slot: int) -> SequenceState:
-    """Read a slot as the step finds it."""
+    """Return a slot's state before the step."""
     spec, cache = case.spec, case.cache
     return SequenceState(
         cache.logical_recurrent[slot].cpu().double() if spec.recurrent else None,
@@ -239,7 +238,7 @@ def state_of(case: StateCase, slot: int) -> SequenceState:
 
 
 def targets_of(case: StateCase, row: int) -> dict[int, list[int]]:
-    """Return the slots that get a sequence's state, by its number of new tokens."""
+    """Return the slots that receive a sequence's state, by its number of new tokens."""
     metadata, length = case.metadata, case.metadata.step.query_lens[row]
     slots = [int(slot) for slot in metadata.out_slots_cpu[row]]
     decodes = row >= metadata.step.num_prefills
@@ -259,7 +258,7 @@ def _double(weight: Tensor | None) -> Tensor:
 
 
 def _cut(spec: StateSpec, x: Tensor, *, value_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The value [..., heads, value_dim] and the two of key_dim, in their order in x, each state head's [..., heads, key_dim]."""
+    """Return value [..., heads, value_dim] and the two tensors of key_dim, as ordered in x, each [..., heads, key_dim]."""
     keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
     parts = torch.split(x, [values, keys, keys] if value_first else [keys, keys, values], dim=-1)
     value, one, two = parts if value_first else (parts[2], *parts[:2])

@@ -1,4 +1,4 @@
-"""The steps of the kit: their lengths, their tensors, and the caches that an engine or a foreign allocator makes for them."""
+"""Steps of the conformance kit: lengths, tensors, and caches as allocated by an engine or by foreign code."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from headway.core.oracle.cells import Finding, Skipped
 from headway.core.oracle.oracle import StepSequence
 
 FINITE_POISON = 3e4
-"""Finite in every 16-bit type, and far from anything a case holds."""
+"""Finite in every 16-bit type, and far from any number in a case."""
 _FAR = 1 << 15
-"""Slots, and blocks where there is room, before the first that is used in far memory: 16 bits with a sign can number no more."""
+"""Slots (and blocks, if there is room) before the first used one in far memory: more than a signed 16-bit integer holds."""
 _FAR_ELEMENTS = 1 << 31
 _PAD = 16
-"""Elements of somebody else after each piece of an interleaved tensor that stands alone."""
+"""Foreign elements after each part of an interleaved tensor that is not packed with others."""
 
 
 def first_far(spec: AttentionSpec, block_size: int) -> int:
-    """The first block of far memory that is used. On a CPU an address costs nothing until it is touched, so there blocks of
-    usual sizes have numbers beyond 16 bits, and not only their slots."""
+    """Return the first used block of far memory. On a CPU, where an address costs nothing until it is accessed, block numbers
+    of usual sizes exceed 16 bits too, not only slot numbers."""
     block = block_size * spec.num_kv_heads * max(spec.head_dim, spec.v_head_dim)
     room = _FAR_ELEMENTS // (2 * block) if spec.device.type == "cpu" else 0
     return max(_FAR // block_size, min(_FAR, room))
 
 
 class Foreign:
-    """One layer's tensors, and the memory they are views of."""
+    """One layer's tensors, and the memory that they view."""
 
     def __init__(
         self, spec: AttentionSpec, layout: CacheLayout, num_blocks: int, block_size: int, memory: str, first: int = 0
     ) -> None:
-        """memory: out of MEMORIES; first: the first block that is handed out, where those before it are not worth watching.
+        """memory: one of MEMORIES. first: first block that is used; earlier ones are not compared.
 
-        :raises Skipped: the layout's blocks are not its outermost axis, so that nobody packs them; no room for far memory.
+        :raises Skipped: if blocks are not the layout's outermost axis, so that they cannot be packed, or far memory does not fit.
         """
         geometry = CacheGeometry.of(spec, num_blocks, block_size)
         cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
@@ -74,7 +74,7 @@ class Foreign:
         self.cache = LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
 
     def fill(self, value: float) -> None:
-        """Put a value everywhere, somebody else's memory included."""
+        """Put a value everywhere, including foreign memory."""
         for base in self.bases:
             fill(base, value)
 
@@ -87,11 +87,11 @@ class Foreign:
             bits(tensor).index_fill_(self.cache.layout.tensors[name].index("block"), at, int(bits(one)))
 
     def differs(self, other: Foreign) -> bool:
-        """Whether any bit differs."""
+        """Return whether any bit differs."""
         return not all(torch.equal(bits(a), bits(b)) for a, b in zip(self.bases, other.bases, strict=True))
 
     def differing_slots(self, other: Foreign) -> set[int]:
-        """Slots of which a tensor differs in any bit."""
+        """Return the slots in which any bit of a tensor differs."""
         found: set[int] = set()
         for name in self.cache.tensors:
             ours, theirs = (bits(side.cache.by_slot(name)) for side in (self, other))
@@ -100,7 +100,7 @@ class Foreign:
 
 
 def _by_type(cache: LayerCache, groups: list[list[str]]) -> list[list[str]]:
-    """The same groups, each cut into those of one element type and shape of what is outermost."""
+    """Return the groups, each split by element type and outermost shape."""
     found: dict[tuple[object, ...], list[str]] = {}
     for number, names in enumerate(groups):
         for name in names:
@@ -109,12 +109,12 @@ def _by_type(cache: LayerCache, groups: list[list[str]]) -> list[list[str]]:
 
 
 def _apart(cache: LayerCache, far: int) -> tuple[LayerCache, list[Tensor]]:
-    """A cache whose blocks lie apart, whatever its layout, and all of its memory. far: the block from which on elements have
-    offsets that 32 bits with a sign cannot number; 0: there is none."""
+    """Return a cache whose blocks are spaced apart in any layout, and all of its memory.
+    far: block from which on element offsets exceed signed 32-bit integers. 0 means none."""
     tensors, bases = {}, []
     for name, tensor in cache.tensors.items():
         axis, count = cache.layout.tensors[name].index("block"), cache.geometry.num_blocks
-        shape = [count, *tensor.shape[:axis], *tensor.shape[axis + 1 :]]  # in memory the blocks are outermost
+        shape = [count, *tensor.shape[:axis], *tensor.shape[axis + 1 :]]  # blocks are the outermost axis in memory
         size = math.prod(shape[1:])
         stride = max(2 * size, -(-_FAR_ELEMENTS // far) if far else 0)
         try:
@@ -129,13 +129,13 @@ def _apart(cache: LayerCache, far: int) -> tuple[LayerCache, list[Tensor]]:
 
 
 def _from(cache: LayerCache, first: int) -> list[Tensor]:
-    """The blocks of a cache from one on. Blocks before it are not touched: in far memory each might take a page of megabytes."""
+    """Return the blocks of a cache from `first` on. Earlier blocks are not accessed: in far memory each might take megabytes."""
     axes = {name: cache.layout.tensors[name].index("block") for name in cache.tensors}
     return [tensor.narrow(axes[name], first, cache.geometry.num_blocks - first) for name, tensor in cache.tensors.items()]
 
 
 class Layers:
-    """The caches of layers with one block table: those a backend is given, and beside them what they must hold."""
+    """Caches of layers with one block table: those given to a backend, and copies with the expected content."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Layers:
         layers: int = 2,
         poison: float = math.nan,
     ) -> None:
-        """poison: in every slot that holds no token."""
+        """poison: value of every slot that holds no token."""
         self.poison = poison
         near, first = ("own", first_far(spec, block_size)) if memory == "far" else (memory, 0)
         self.right = [Foreign(spec, layout, num_blocks, block_size, near, first) for _ in range(layers)]
@@ -159,19 +159,19 @@ class Layers:
             foreign.fill(self.poison)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, *, given: bool) -> None:
-        """Write rows as the layout's writer does. given: into the backend's cache as well."""
+        """Write rows with the layout's writer. given: True to write to the backend's cache too."""
         self._writer(k, v, self.right[layer].cache, slots)
         if given:
             self._writer(k, v, self.given[layer].cache, slots)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Fill blocks that belong to no sequence any more."""
+        """Fill blocks that no longer belong to a sequence with the poison."""
         for foreign in (*self.given, *self.right):
             foreign.fill_blocks(blocks, self.poison)
 
 
 def fill(tensor: Tensor, value: float) -> None:
-    """Put a value everywhere, or the largest that the type has, where that is less; whole numbers know no NaN."""
+    """Put a value everywhere, limited to the type's maximum. Integers use their maximum for NaN."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(min(value, torch.finfo(tensor.dtype).max) if math.isfinite(value) else value)
     else:
@@ -179,7 +179,7 @@ def fill(tensor: Tensor, value: float) -> None:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as whole numbers, so that NaN equals itself."""
+    """Return the same memory as integers, so that NaN equals itself."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 
@@ -189,15 +189,15 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 Lens = list[tuple[int, int, int]]
-"""(query_len, context, num_draft_tokens) of each sequence, those that decode last."""
+"""(query_len, context, num_draft_tokens) of each sequence, decodes last."""
 LONG = 1031
 """A prime just above 1,024."""
 TABLE_BLOCKS = 130
-"""Blocks of a sequence whose table is long."""
+"""Number of blocks of a sequence with a long table."""
 
 
 def first_step(phase: str, block_size: int) -> Lens:
-    """The lengths of a step of one kind (a name of cells.PHASES, or "long")."""
+    """Return the lengths of a step of one kind (a name in cells.PHASES, or "long")."""
     b = block_size
     prompts = [1, 2, 3, 5, 7, 13, 17, 31, 33, 36, 37, 38, 61, b - 1, b, b + 1, 2 * b - 1, 19]
     extends = [(5, b), (7, 2 * b), (3, b - 1), (b, b), (2, b + 1), (33, 1), (17, 30), (13, 2 * b + 3), (2, 37), (20, 17)]
@@ -218,12 +218,12 @@ def first_step(phase: str, block_size: int) -> Lens:
 
 
 def padding_rows(phase: str) -> int:
-    """Rows of length 0 at a step's end, as a captured graph has them."""
+    """Return the number of rows of length 0 at a step's end, as in a captured graph."""
     return 3 if phase == "ragged" else 0
 
 
 def second_step(lens: Lens) -> Lens:
-    """As many tokens of other lengths in another order, for a second step of the same instance at the same addresses."""
+    """Return other lengths in another order with the same number of tokens, for a second step at the same addresses."""
     queries = [turn for turn in lens if not turn[1]]
     cached = [turn for turn in lens if turn[1]]
     contexts = [context for _, context, _ in cached]
@@ -232,7 +232,7 @@ def second_step(lens: Lens) -> Lens:
 
 
 def blocks_for(lens: Lens, block_size: int) -> int:
-    """Blocks that these sequences take."""
+    """Return the number of blocks of these sequences."""
     return sum(-(-(query_len + context) // block_size) for query_len, context, _ in lens)
 
 
@@ -242,31 +242,31 @@ def _decodes(turn: tuple[int, int, int]) -> bool:
 
 
 UNWRITTEN = {torch.float64: 0x7FFADA5A5A5A5A5A, torch.float32: 0x7FDA5A5A, torch.bfloat16: 0x7FDA, torch.float16: 0x7E5A}
-"""Bits of the NaN that `out` holds before a step: no arithmetic leaves this one."""
+"""Bits of the NaN that `out` holds before a step. No arithmetic results in this one."""
 GUARD = 3
-"""Rows before and after `out` that belong to somebody else."""
+"""Number of foreign rows before and after `out`."""
 
 
 @dataclass(eq=False)
 class Tokens:
-    """One sequence: how many of its tokens are cached, and where."""
+    """One sequence: its cached tokens and their blocks."""
 
     blocks: list[int] = field(default_factory=list)
     length: int = 0
 
 
 class Turn(NamedTuple):
-    """What a step does for one sequence."""
+    """One sequence's part of a step."""
 
     seq: Tokens
     query_len: int = 1
-    """New tokens."""
+    """Number of new tokens."""
     num_draft_tokens: int = 0
-    """How many of the new tokens are a speculator's guesses, which this step verifies: the sequence then decodes."""
+    """Number of draft tokens among the new ones. With drafts, the sequence decodes."""
 
 
 StepTurns = Sequence[Turn]
-"""The turns of a step, those that decode last."""
+"""The parts of a step, decodes last."""
 
 
 @dataclass
@@ -281,12 +281,13 @@ class StepInputs:
 
     @property
     def out(self) -> Tensor:
-        """[num_tokens, num_heads, v_head_dim]"""
+        """[num_tokens, num_heads, v_head_dim]: output of the layer."""
         return self.guarded[GUARD:-GUARD]
 
     @classmethod
     def allocate(cls, spec: AttentionSpec, tokens: int, *, merged: bool) -> StepInputs:
-        """Memory for steps of up to `tokens`. merged: q, k and v are slices of one tensor, as a merged projection leaves them."""
+        """Return memory for steps of up to `tokens`. merged: True to slice q, k and v from one tensor, like a merged
+        projection."""
         dims = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
 
         def zeros(*shape: int) -> Tensor:
@@ -301,32 +302,32 @@ class StepInputs:
         return cls(q, k, v, out)
 
     def first(self, tokens: int) -> StepInputs:
-        """The same memory for a step of `tokens`; the output holds NaN, so that a missed row shows."""
+        """Return the memory for a step of `tokens`. The output holds NaN, so that a missed row shows."""
         part = StepInputs(self.q[:tokens], self.k[:tokens], self.v[:tokens], self.guarded[: tokens + 2 * GUARD])
         bits(part.guarded).fill_(UNWRITTEN[part.guarded.dtype])
         return part
 
     def unwritten(self, tokens: slice) -> bool:
-        """Whether any element of these tokens' output still holds what it held before the step."""
+        """Return whether any element of these tokens' output still has its value from before the step."""
         return bool((bits(self.out[tokens]) == UNWRITTEN[self.out.dtype]).any())
 
 
 @dataclass
 class StepTensors:
-    """A step that is laid out."""
+    """A step with its metadata and tensors."""
 
     metadata: AttentionMetadata
     inputs: list[StepInputs]
     rows: list[list[StepSequence]]
-    """Each layer's sequences; padding rows are left out."""
+    """Each layer's sequences, without padding rows."""
     tokens: list[slice]
-    """The packed tokens of each sequence."""
+    """Range of each sequence in the packed tokens."""
     padding: slice
-    """The packed tokens of the padding rows."""
+    """Range of the padding rows in the packed tokens."""
 
 
 class Before:
-    """Everything of a step that a backend may read and must not change."""
+    """Copy of a step's tensors that a backend may read but must not change."""
 
     def __init__(self, step: StepTensors) -> None:
         self._inputs = [(given.q.clone(), given.k.clone(), given.v.clone()) for given in step.inputs]
@@ -337,7 +338,7 @@ class Before:
         }
 
     def compare(self, step: StepTensors) -> None:
-        """:raises Finding: something was changed."""
+        """Compare the step with the copy. :raises Finding: if something was changed."""
         for layer, (given, was) in enumerate(zip(step.inputs, self._inputs, strict=True)):
             for name, old in zip("qkv", was, strict=True):
                 new = getattr(given, name)
@@ -357,13 +358,13 @@ class Before:
 
 @dataclass
 class CellErrors:
-    """The measured error of a cell that came nearest to its tolerance, or went farthest beyond it."""
+    """The error of a cell that is largest relative to its tolerance."""
 
     error: float | None = None
     tolerance: float | None = None
 
     def note(self, error: float, tolerance: float) -> None:
-        """Keep an error if its share of its tolerance is the largest; NaN is left to the finding."""
+        """Record an error if its ratio to its tolerance is the largest. NaN is left to the finding."""
         if error * (self.tolerance or 1.0) >= (self.error or 0.0) * tolerance:
             self.error = error
             self.tolerance = tolerance

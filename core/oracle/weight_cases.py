@@ -1,4 +1,4 @@
-"""Linear layers and layers of experts in float64, and random cases of them.
+"""Linear layers and expert layers in float64, and random cases of them.
 
 The definitions follow the fields of the weights element by element, and share no code with the kernels or the contract.
 """
@@ -17,13 +17,13 @@ from headway.core.contract.linear import LinearParts
 from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight
 
 NUMBERS = ("normal", "mean", "uneven", "large", "tiny")
-"""mean: factors whose products are mostly positive, so that sums grow; uneven: scales and rows of x that differ by powers of two;
-large, tiny: x times a power of two."""
+"""Regimes of numbers. mean: mostly positive products, so that sums grow; uneven: scales and rows of x that differ by powers of
+two; large, tiny: x times a power of two."""
 WEIGHTS = (
     *("plain", "int8", "mxfp4", "fp8-rows", "fp8-tensor", "fp8-128x128"),
     *(f"int4-{size}{zeros}{order}" for size in (128, 64, 32) for zeros in ("", "-zeros") for order in ("", "-order")),
 )
-"""Weights that kernels are tried on: a name out of FORMATS, and the block or group that shares a scale."""
+"""Weights for testing kernels: a name in FORMATS, and the block or group that shares a scale."""
 
 
 @dataclass(frozen=True)
@@ -33,34 +33,34 @@ class Drawn:
     generator: torch.Generator
     numbers: str = NUMBERS[0]
     most: int = 6
-    """Largest exponent of 2 by which numbers differ from the usual ones."""
+    """Maximum exponent of 2 by which numbers differ from usual ones."""
 
     def normal(self, *shape: int) -> Tensor:
-        """Return float32 numbers around 0 or, in the regime `mean`, mostly positive ones."""
+        """Return normally distributed float32 numbers; in the regime `mean`, mostly positive ones."""
         drawn = torch.randn(shape, generator=self.generator)
         return 0.5 * drawn + 1.0 if self.numbers == "mean" else drawn
 
     def whole(self, least: int, end: int, *shape: int) -> Tensor:
-        """Return whole numbers from `least` up to, and without, `end`; in the regime `mean` the upper half of them."""
+        """Return integers from `least` to `end` - 1; in the regime `mean`, from the upper half."""
         return torch.randint((least + end) // 2 if self.numbers == "mean" else least, end, shape, generator=self.generator)
 
     def powers(self, *shape: int) -> Tensor:
-        """Return exponents of 2: 0 or, in the regime `uneven`, up to the largest one and its negative."""
+        """Return exponents of 2: 0, or in the regime `uneven` from -most to most."""
         most = self.most if self.numbers == "uneven" else 0
         return torch.randint(-most, most + 1, shape, generator=self.generator)
 
     def scales(self, size: float, *shape: int) -> Tensor:
-        """Return float32 scales near `size`, no two of which are alike."""
+        """Return distinct float32 scales near `size`."""
         return size * (0.5 + torch.rand(shape, generator=self.generator)) * 2.0 ** self.powers(*shape)
 
     def rows(self, count: int, size: int) -> Tensor:
-        """Return the rows of x, float32."""
+        """Return the rows of x, float32 [count, size]."""
         factor = {"large": 2.0 ** (self.most - 1), "tiny": 2.0**-self.most}.get(self.numbers, 1.0)
         return self.normal(count, size) * 2.0 ** self.powers(count, 1) * factor
 
 
 def make_weight(name: str, shape: tuple[int, int], dtype: torch.dtype, drawn: Drawn) -> Weight:
-    """Draw a weight out of WEIGHTS, on the CPU, of about unit length in each row. dtype: element type of a plain one."""
+    """Return a random weight by a name in WEIGHTS, on the CPU, with rows of about unit length. dtype: dtype of a plain weight."""
     kind, *words = name.split("-")
     (n, k), size = shape, shape[1] ** -0.5
     if kind == "plain":
@@ -86,7 +86,7 @@ def make_weight(name: str, shape: tuple[int, int], dtype: torch.dtype, drawn: Dr
 
 @lru_cache(maxsize=4)
 def dequantized(weight: Weight) -> Tensor:
-    """Return a weight in float64 on the CPU, [N, K], its columns in the order of the inputs."""
+    """Return a weight in float64 on the CPU, [N, K], with columns in the order of the inputs."""
     weight = on_device(weight, torch.device("cpu"))
     if isinstance(weight, Tensor):
         return weight.double()
@@ -107,7 +107,7 @@ def dequantized(weight: Weight) -> Tensor:
 
 
 def on_device(given: Any, device: torch.device) -> Any:
-    """Return a copy of a weight, or of the weights of experts, with its tensors on a device."""
+    """Return a copy of a weight, or of expert weights, with its tensors on a device."""
     if isinstance(given, Tensor):
         return given.to(device, copy=True)
     if not is_dataclass(given):
@@ -116,7 +116,7 @@ def on_device(given: Any, device: torch.device) -> Any:
 
 
 def tensors_of(given: Any) -> list[Tensor]:
-    """Return the tensors of a weight, or of the weights of experts."""
+    """Return the tensors of a weight, or of expert weights."""
     if isinstance(given, Tensor):
         return [given]
     parts = [getattr(given, each.name) for each in fields(given)] if is_dataclass(given) else []
@@ -125,18 +125,18 @@ def tensors_of(given: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class WeightCase:
-    """One call of a kernel over weights."""
+    """One call of a linear or experts kernel."""
 
     weight: Any
     """A `Weight`, or `ExpertsWeights`."""
     given: tuple[Tensor, ...]
-    """What `apply` takes before the weight: x, or x, experts and scores."""
+    """Arguments of `apply` before the weight: x, or x, experts and scores."""
     onto: Tensor | None
-    """What `out` holds before the call; None: what the call must overwrite."""
+    """Content of `out` before the call. None if the call overwrites `out`."""
     right: Tensor
-    """float64 [rows, out_features]: what `out` holds after it."""
+    """float64 [rows, out_features]: expected content of `out` after the call."""
     spread: Tensor
-    """float64, as large: the size of a sum of products as random as these, by which an error is judged."""
+    """float64 [rows, out_features]: expected size of such random sums, to which errors are relative."""
     config: ExpertsConfig | None = None
     """Configuration of a layer of experts."""
     parts: LinearParts | None = None
@@ -159,7 +159,7 @@ class WeightCase:
 
 
 def linear_case(weight: Weight, x: Tensor, device: torch.device) -> WeightCase:
-    """Return a product on a device. weight, x: on the CPU, where the right answer is computed."""
+    """Return the case of a linear layer on a device. weight, x: on the CPU, where the reference is computed."""
     own, rows = dequantized(weight), x.double()
     right = rows @ own.t()
     spread = (rows.square() @ own.square().t() + right.square()).sqrt()
@@ -205,9 +205,9 @@ def fused_case(weight: Weight, x: Tensor, around: str, drawn: Drawn, device: tor
 def experts_case(
     config: ExpertsConfig, weights: ExpertsWeights, given: tuple[Tensor, Tensor, Tensor], onto: Tensor, device: torch.device
 ) -> WeightCase:
-    """Return a layer of experts over routed rows on a device; see `ExpertsKernel.apply`.
+    """Return the case of an expert layer over routed rows on a device; see `ExpertsKernel.apply`.
 
-    weights, given (x, experts and scores), onto: on the CPU, where the right answer is computed.
+    weights, given (x, experts and scores), onto: on the CPU, where the reference is computed.
     """
     right, (x, experts, scores) = onto.double(), given
     ups, downs = (dequantized_experts(each, config.num_all) for each in (weights.gate_up, weights.down))
@@ -231,7 +231,7 @@ def _bias(biases: Tensor | None, expert: int) -> Tensor | float:
 
 
 def activated(hidden: Tensor, config: ExpertsConfig) -> Tensor:
-    """Return what stands between an expert's products. hidden: float64 [rows, up_size]."""
+    """Return an expert's activation between its two GEMMs. hidden: float64 [rows, up_size]."""
     if not config.gated:
         return hidden.clamp(min=0.0).square()
     low, high = hidden.chunk(2, dim=1)

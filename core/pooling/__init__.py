@@ -1,1 +1,1 @@
-"""Texts to vectors and scores: batches of whole texts, without a cache, a scheduler or tokens to come."""
+"""Pooling models: vectors and scores from batches of whole texts, without a cache or a scheduler."""

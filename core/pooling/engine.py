@@ -1,4 +1,4 @@
-"""The engine of models that are pooled: packs texts into batches, runs the model once over each, and pools the hidden states."""
+"""Engine for pooling models: packs texts into batches, runs the model once per batch, and pools the hidden states."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ class DenseAttention:
 
     @property
     def serving(self) -> str:
-        """The name of the backend that serves the batch set up last."""
+        """Name of the backend for the current batch."""
         return next(iter(self._backends.values())).name
 
     @property
     def firsts(self) -> list[int]:
-        """The first layer of each kind."""
+        """First layer of each kind."""
         return [self._kind_of.index(kind) for kind in range(len(self._kinds))]
 
     def begin(self, lens: Sequence[int]) -> None:
-        """Plan a batch of texts of these lengths, one after the other. :raises BackendError: the backend cannot plan it."""
+        """Plan a batch of concatenated texts of these lengths. :raises BackendError: if the backend cannot plan it."""
         shape = Shape.of(Phase.PREFILL, lens, lens)
         self.begin_with(self._selector.backends_of(shape), lens)
 
     def begin_with(self, backends: Backends, lens: Sequence[int]) -> None:
-        """Plan a batch for backends that the caller has chosen; raises as `begin`."""
+        """Plan a batch with the given backends. Raises as `begin`."""
         tables = numpy.zeros((len(lens), -(-max(lens) // self._block_size)), dtype=numpy.int32)
         device = self.layers.device
         metadata = AttentionMetadata.build(lens, [0] * len(lens), tables, self._block_size, device, num_blocks=1)
@@ -75,7 +75,7 @@ class DenseAttention:
                 ) from error
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `core.contract.model.Attention`; nothing is written. :raises BackendError: the backend raised."""
+        """Return the attention output; see `core.contract.model.Attention`. :raises BackendError: if the backend raises."""
         kind = self._kind_of[layer]
         spec: AttentionSpec = self._kinds[kind]
         backend = self._backends[spec]
@@ -92,13 +92,13 @@ class EncodedText(NamedTuple):
 
     token_ids: Sequence[int]
     token_types: Sequence[int] | None = None
-    """Which text of a pair each token belongs to, where the model was trained to be told; None: 0 everywhere."""
+    """Segment id of each token, for models trained with segment embeddings. None means all zeros."""
     each_token: bool = False
-    """Whether each of its tokens gets a row of its own."""
+    """True to return one row per token instead of one per text."""
 
 
 class PooledNetwork(Protocol):
-    """What the engine needs of a model."""
+    """Interface of a model for the engine."""
 
     @property
     def attention_specs(self) -> Sequence[AttentionSpec]:
@@ -106,7 +106,7 @@ class PooledNetwork(Protocol):
 
     @property
     def size(self) -> int:
-        """Numbers that a text becomes, or each of its tokens: elements of an embedding, or labels."""
+        """Elements of the result per text or token: size of an embedding, or number of labels."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
         """Return hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
@@ -117,7 +117,7 @@ class PooledNetwork(Protocol):
 
 @dataclass
 class PoolingStats:
-    """What an engine has done since its start."""
+    """Counters of an engine's work since its start."""
 
     num_texts: int = 0
     num_tokens: int = 0
@@ -126,14 +126,14 @@ class PoolingStats:
 
 
 class PoolingEngine:
-    """Runs one model over whole texts. Not for several threads at a time: the caller has a lock.
+    """Runs one model over whole texts. Not thread-safe: the caller needs a lock.
 
-    A batch holds texts of similar lengths, the longest first, packed one after the other: nothing is padded. Texts whose tokens
-    get rows have batches of their own. The backends are the selector's, as for prompts of a decoder.
+    A batch holds texts of similar lengths, longest first, concatenated without padding. Texts with `each_token` have separate
+    batches. The backends are the selector's, as for prompts of a decoder.
     """
 
     def __init__(self, network: PooledNetwork, layers: LayerSpecs, selector: Selector, limits: StepLimits) -> None:
-        """limits: tokens and texts of a batch, and tokens of the longest text, which may be more than those of a batch."""
+        """limits: maximum tokens and texts per batch, and maximum tokens of a text, which may exceed the tokens per batch."""
         self.network = network
         self.selector = selector
         self.limits = limits
@@ -143,13 +143,11 @@ class PoolingEngine:
 
     @torch.inference_mode()
     def run(self, texts: Sequence[EncodedText], finished: Callable[[int], None] = lambda count: None) -> list[Tensor]:
-        """Return what each text becomes, on the CPU: float32 [size], or [tokens, size] of a text with `each_token`.
+        """Return the result of each text, on the CPU: float32 [size], or [tokens, size] with `each_token`.
 
-        texts: each of 1 to `limits.max_model_len` tokens; the answers come in their order.
+        texts: texts of 1 to `limits.max_model_len` tokens; results are in the same order.
         finished: called after each batch with its number of texts.
-
-        :raises BackendError: a backend raised.
-        """
+        :raises BackendError: if a backend raises."""
         found: dict[int, Tensor] = {}
         in_flight: list[tuple[list[int], Tensor]] = []  # a batch is read after the next one was launched
         for batch in self._batches(texts):
@@ -214,7 +212,7 @@ class PoolingEngine:
         self.selector.forget()
 
     def _cut(self, tokens: int) -> list[int]:
-        """Lengths of few texts that have so many tokens, or as many as a batch takes."""
+        """Return the lengths of a few texts with `tokens` tokens in total, or fewer if they exceed a batch."""
         longest = self.limits.max_model_len
         lens = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
         return lens[: self.limits.max_num_seqs]
@@ -237,7 +235,7 @@ class PoolingEngine:
 
 
 def _read(found: dict[int, Tensor], batch: list[int], pooled: Tensor, texts: Sequence[EncodedText]) -> int:
-    """Wait for a batch, and put the rows of its texts into `found`; returns the number of texts."""
+    """Wait for a batch, and put its results into `found`. Returns the number of texts."""
     rows = pooled.cpu()
     lens = [len(texts[index].token_ids) for index in batch]
     found.update(zip(batch, torch.split(rows, lens) if texts[batch[0]].each_token else rows.unbind(), strict=True))
@@ -245,7 +243,7 @@ def _read(found: dict[int, Tensor], batch: list[int], pooled: Tensor, texts: Seq
 
 
 def pack(lens: Sequence[int], max_tokens: int, max_texts: int) -> Iterator[list[int]]:
-    """Yield batches of texts' numbers, longest first. lens: tokens of each text; one beyond max_tokens has its own batch."""
+    """Yield batches of text indexes, longest first. lens: tokens per text; one longer than max_tokens gets a separate batch."""
     batch: list[int] = []
     tokens = 0
     for index in sorted(range(len(lens)), key=lambda index: -lens[index]):

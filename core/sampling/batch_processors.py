@@ -1,4 +1,4 @@
-"""Logits processors that change a whole batch at once, by vLLM's v1 class; and the batch that they are told of."""
+"""Logits processors that change a whole batch at once, like vLLM's v1 class, and the batch updates that they receive."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from torch import Tensor
 from headway.core.sampling.params import SamplingParams
 
 ENGINE_PROCESSORS: Final = "headway.batch"
-"""Stands among a request's logits processors for those of the engine, which change every batch."""
+"""Placeholder, in a request's logits processors, for the engine's own, which change every batch."""
 
 State = TypeVar("State")
 
 
 class MoveDirectionality(Enum):
-    """What a move leaves in the place that it came from; names are vLLM's."""
+    """Content of a move's source after the move; names are vLLM's."""
 
     UNIDIRECTIONAL = auto()
-    """Nothing."""
+    """An empty place."""
     SWAP = auto()
-    """What the other place held."""
+    """The entry of the target."""
 
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """Changes of a batch since the last step, to be read in the order removed, added, moved; names are vLLM's."""
+    """Changes of a batch since the last step, to be applied in the order removed, added, moved; names are vLLM's."""
 
     batch_size: int
     removed: Sequence[int]
-    """Places that sequences have left; some of them are filled again."""
+    """Places that sequences have left; some are filled again."""
     added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
-    """New sequences: place, parameters, prompt's tokens, and the output's, a list that grows as the output does."""
+    """New sequences: place, parameters, prompt tokens, and output tokens, a list that grows with the output."""
     moved: Sequence[tuple[int, int, MoveDirectionality]]
-    """Sequences that changed places: from, to, and what that leaves."""
+    """Sequences that moved: from, to, and what that leaves."""
 
 
 class BatchLogitsProcessor(ABC):
@@ -47,12 +47,12 @@ class BatchLogitsProcessor(ABC):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Check a request's parameters before it is queued; a ValueError refuses the request."""
+        """Check a request's parameters before it is queued. A ValueError rejects the request."""
         return
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        """vllm_config: a `VllmConfig`. device: where logits lie. is_pin_memory: whether copies to it go by pinned memory."""
+        """vllm_config: a `VllmConfig`. device: device of the logits. is_pin_memory: True to copy to it through pinned memory."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
@@ -60,22 +60,22 @@ class BatchLogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the likeliest token stays the likeliest one, whatever the parameters."""
+        """Return whether the most likely token never changes, whatever the parameters."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Take note of a step's batch, before `apply`. None: the last step's sequences, in their places."""
+        """Process the changes of a step's batch, before `apply`. None means that the batch is unchanged."""
 
 
 class RequestLogitsProcessors(BatchLogitsProcessor):
-    """Changes each sequence's logits by a function of its own. vLLM calls the class AdapterLogitsProcessor."""
+    """Changes each sequence's logits by a separate function. vLLM calls the class AdapterLogitsProcessor."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._functions: dict[int, Callable[[Tensor], Tensor]] = {}
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., Tensor] | None:
-        """Return what changes a sequence's logits, by (token_ids, logits) or (prompt_ids, token_ids, logits); None: nothing."""
+        """Return a function of (token_ids, logits) or (prompt_ids, token_ids, logits) that changes the logits, or None."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self._functions, batch_update, self._function)
@@ -120,7 +120,7 @@ def process_dict_updates(
 
 
 class BatchMember(Protocol):
-    """The part of a sequence that processors are told of."""
+    """The part of a sequence that processors see."""
 
     params: SamplingParams
     prompt: list[int]
@@ -128,14 +128,14 @@ class BatchMember(Protocol):
 
 
 class ProcessorBatch:
-    """The batch of an engine's processors: each sequence keeps its place from step to step, and holes are filled."""
+    """The batch of an engine's processors. Each sequence keeps its place from step to step, and free places are filled."""
 
     def __init__(self, processors: Sequence[BatchLogitsProcessor]) -> None:
         self._processors = processors
         self._members: list[BatchMember] = []
 
     def apply(self, members: Sequence[BatchMember], logits: Tensor) -> Tensor:
-        """The changed logits, [members, vocab_size], of a step's sequences, each of which stands once among its members."""
+        """Return the changed logits, [members, vocab_size], of a step's distinct sequences."""
         update = self._update(members)
         place = {id(member): number for number, member in enumerate(members)}
         order = torch.tensor([place[id(member)] for member in self._members], device=logits.device)
@@ -146,7 +146,7 @@ class ProcessorBatch:
         return torch.empty_like(logits).index_copy_(0, order, changed.to(logits.dtype))
 
     def _update(self, members: Sequence[BatchMember]) -> BatchUpdate | None:
-        """Bring the places up to date, and say how; None: nothing has changed."""
+        """Update the places, and return the changes; None if nothing changed."""
         held, wanted = {id(each) for each in self._members}, {id(each) for each in members}
         removed = [number for number, each in enumerate(self._members) if id(each) not in wanted]
         fresh = [each for each in members if id(each) not in held]

@@ -1,4 +1,4 @@
-"""Text from tokens as they come, without ever showing half a character."""
+"""Incremental detokenization that never returns part of a character."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The methods of a transformers tokenizer that are used here."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str:
-        """Text of the tokens."""
+        """Return the text of the tokens."""
 
 
 class NoTokenizer:
-    """Stands in where a model is used by token ids alone: every text is empty."""
+    """Replaces the tokenizer of a model that is used only with token ids: every text is empty."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Nothing."""
+        """Return an empty text."""
         return ""
 
 
 class Detokenizer:
-    """Grows the text of one sequence token by token.
+    """Incremental text of one sequence.
 
-    A token's text depends on its neighbours (spaces, bytes of one character), so a window is decoded twice, without and with the
-    newest tokens, and the difference is the new text; it is held back while it ends in an incomplete character. The method of
-    text-generation-inference and vLLM.
+    A token's text depends on its neighbours (spaces, bytes of one character). So a window is decoded twice, without and with the
+    newest tokens, and the difference is the new text, which is held back while it ends in an incomplete character. The method is
+    that of text-generation-inference and vLLM.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Detokenizer:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        """stop: texts that end the sequence, once it has more than min_tokens; include_stop: they stay in `text`."""
+        """stop: texts that end the sequence, once it has more than min_tokens. include_stop: True to keep them in `text`."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -48,30 +48,30 @@ class Detokenizer:
         self._read = 0
         self.text = ""
         self.stopped_by: str | None = None
-        """The stop text that has ended the sequence."""
+        """The stop text that ended the sequence, or None."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken."""
+        """Number of tokens added."""
         return len(self._ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take tokens that end no stop text, without growing `text` after each."""
+        """Add tokens that complete no stop text, without updating `text` after each."""
         self._ids += tokens
 
     def append(self, token: int) -> bool:
-        """Take one token; True if a stop text is complete, in which case `text` ends before it, or with it."""
+        """Add one token. Returns True if a stop text is complete; then `text` ends before it, or after it with include_stop."""
         self._ids.append(token)
         return self._grow(final=False)
 
     def flush(self) -> str:
-        """The whole text, with whatever was held back."""
+        """Return the whole text, including text that was held back."""
         if self.stopped_by is None:
             self._grow(final=True)
         return self.text
 
     def _grow(self, final: bool) -> bool:
-        """Add the newest tokens' text; True if it completes a stop text."""
+        """Add the newest tokens' text. Returns True if it completes a stop text."""
         before = self._decode(self._ids[self._window : self._read])
         after = self._decode(self._ids[self._window :])
         known = len(self.text)
@@ -85,7 +85,7 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
     def _cut(self, known: int) -> bool:
-        """End the text at the first stop text that ends in it after its first `known` characters."""
+        """Cut the text at the first stop text that ends after its first `known` characters. Returns whether there is one."""
         places = [(self.text.find(stop, max(known - len(stop) + 1, 0)), stop) for stop in self._stop]
         found = min((place for place in places if place[0] >= 0), default=None)
         if found is not None:
@@ -96,7 +96,7 @@ class Detokenizer:
 
     @property
     def safe_text(self) -> str:
-        """The text less an end that may turn out to be the start of a stop text: what can be shown already."""
+        """Text that can be shown already: without an end that may be the start of a stop text."""
         held = 0
         for stop in () if self._include_stop else self._stop:
             for size in range(min(len(stop) - 1, len(self.text)), held, -1):

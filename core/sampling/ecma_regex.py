@@ -1,7 +1,7 @@
-"""Regular expressions of ECMA-262 (JavaScript's), rewritten for Rust's regex-syntax, which llguidance reads.
+"""ECMA-262 (JavaScript) regular expressions, rewritten for Rust's regex-syntax, which llguidance uses.
 
-Without flags the classes are ASCII: \\d, \\w and \\b know no other digits and letters, and (?i) never pairs an ASCII letter with
-another. The flag u, as in (?u), asks for Unicode's classes and case folding. \\p{...} is always Unicode's.
+Without flags the classes are ASCII: \\d, \\w and \\b match only ASCII digits and letters, and (?i) never pairs an ASCII letter
+with another. The flag u, as in (?u), selects Unicode's classes and case folding. \\p{...} is always Unicode's.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _BLANK: Final = re.compile(r"\s+|#.*")
 
 
 def rust_regex(pattern: str, flags: str = "") -> str:
-    """Return the pattern in Rust's notation without flags, slashes and line breaks escaped. flags: initial ones of imsux.
-    :raises ValueError: a part that is no regular expression of ECMA's, or that no grammar can follow."""
+    """Return the pattern in Rust's notation without flags; slashes and line breaks are escaped. flags: initial flags of imsux.
+    :raises ValueError: if a part is not an ECMA regular expression, or grammars do not support it."""
     return _Rewriter(pattern, flags).rewritten()
 
 
@@ -54,9 +54,9 @@ class _Rewriter:
         self._pattern = pattern
         self._at = 0
         self._flags = self._with_flags(frozenset(), flags, "")
-        self._outer: list[frozenset[str]] = []  # The flags around each open group
+        self._outer: list[frozenset[str]] = []  # Flags around each open group
         self._written: list[str] = []
-        self._repeatable = False  # Whether a quantifier may follow
+        self._repeatable = False  # True if a quantifier may follow
 
     def rewritten(self) -> str:
         while self._at < len(self._pattern):
@@ -151,7 +151,7 @@ class _Rewriter:
         return _written(code) if cases is None else _bracketed([(each, each) for each in cases])
 
     def _escape(self, in_class: bool = False) -> int | str | Ranges:
-        """Read what follows a backslash: a code point, a class, or the text of a class that only Rust knows."""
+        """Read what follows a backslash. Returns a code point, a class, or the text of a class that only Rust defines."""
         sign = self._pattern[self._at : self._at + 1]
         if sign.lower() in _CLASSES and sign:
             self._at += 1
@@ -174,7 +174,7 @@ class _Rewriter:
         return 8 if sign == "b" else _CONTROLS.get(sign, ord(sign))
 
     def _code_point(self, code: int) -> int:
-        """Return the code point of a number; the first half of a surrogate pair reads the second."""
+        """Return the code point of a number. For the first half of a surrogate pair, also read the second half."""
         if 0xD800 <= code < 0xDC00 and (low := _LOW_HALF.match(self._pattern, self._at)):
             self._at = low.end()
             return 0x10000 + ((code & 0x3FF) << 10) + (int(low[1], 16) & 0x3FF)
@@ -197,7 +197,7 @@ class _Rewriter:
                     if first > last:
                         self._refuse("ranges from a smaller character to a larger", f"{chr(first)}-{chr(last)}")
                     parts.append([(first, last)])
-                else:  # as in [\w-.], where the hyphen is one
+                else:  # as in [\w-.], where the hyphen is literal
                     parts += [first, 0x2D, last]
             else:
                 parts.append(first)
@@ -232,7 +232,7 @@ class _Rewriter:
 
 
 def _unknown(sign: str) -> tuple[str, str]:
-    """Return what is needed in place of an escape that cannot be served, and the escape."""
+    """Return the need and the value for the error about an unsupported escape."""
     if sign in ("b", "B"):
         return "no word boundaries, which grammars cannot follow", f"\\{sign}"
     if sign.isdigit() or sign == "k":
@@ -243,7 +243,7 @@ def _unknown(sign: str) -> tuple[str, str]:
 
 
 def _bracketed(ranges: Ranges, texts: Iterable[str] = (), negated: bool = False) -> str:
-    """Return a class in brackets. texts: classes in Rust's notation that it holds too."""
+    """Return a bracketed class. texts: further members, as classes in Rust's notation."""
     merged: Ranges = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -254,7 +254,7 @@ def _bracketed(ranges: Ranges, texts: Iterable[str] = (), negated: bool = False)
 
 
 def _written(code: int) -> str:
-    """Return a character as it stands in a pattern of Rust's, in and outside of brackets."""
+    """Return a character escaped for a Rust pattern, valid inside and outside of brackets."""
     sign = chr(code)
     if sign in "\\.+*?()|[]{}^$#&-~/":
         return f"\\{sign}"
@@ -273,7 +273,7 @@ def _complement(ranges: Ranges) -> Ranges:
 
 @lru_cache(1024)
 def _other_cases(ranges: tuple[tuple[int, int], ...]) -> Ranges:
-    """Return the characters outside of each range that differ from one in it by case only."""
+    """Return the characters outside each range that differ from one in it only by case."""
     cases = _cases()
     cased = sorted(cases)
     return [
@@ -287,7 +287,7 @@ def _other_cases(ranges: tuple[tuple[int, int], ...]) -> Ranges:
 
 @lru_cache(1)
 def _cases() -> dict[int, tuple[int, ...]]:
-    """Return the characters that ECMA's Canonicalize makes the same, by each of them."""
+    """Return, for each character, all characters that ECMA's Canonicalize maps to the same one."""
     groups: dict[int, set[int]] = {}
     for sign in map(chr, range(_LAST_CASED + 1)):
         upper = sign.upper()

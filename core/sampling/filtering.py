@@ -1,7 +1,7 @@
-"""Filters of a row's tokens, top_k, top_p and min_p, by torch's operations; kernels replace them once they are verified.
+"""top_k, top_p and min_p filters with torch operations, and the check of the kernels that replace them.
 
-Tokens are in the order of their logits, of equal ones the smaller id first; each parameter keeps a number of the first.
-Probabilities are compared as whole numbers, `UNIT_MASS` for the most likely token, so that no order of adding changes a sum.
+Tokens are ordered by logit, ties by smaller id; each parameter keeps a prefix of that order. Probabilities are compared as
+integers, `UNIT_MASS` for the most likely token, so that sums do not depend on the order of additions.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from headway.core.sampling.sampler import NOT_A_TOKEN, Filter, draw
 log = logging.getLogger("headway")
 
 UNIT_MASS = 2**40
-"""A vocabulary of 2^22 tokens sums to less than 2^63; what a row leaves out for being too small is below 2^-40 a token."""
+"""Integer mass of the most likely token: 2^22 tokens sum to less than 2^63; rounding loses less than 2^-40 per token."""
 LOG2E = 1.4426950408889634
 
 
 class TokenFilter(NamedTuple):
-    """The filters of a request, as numbers that a device compares logits with."""
+    """Filters of a request, as numbers that a device compares logits with."""
 
     scale: float
-    """1 / temperature; 0: nothing is filtered."""
+    """1 / temperature. 0 means no filter."""
     top_k: float
-    """0: all."""
+    """Number of tokens to keep. 0 means all."""
     top_p: float
     log_min_p: float
-    """Natural logarithm, -inf for 0: logits are compared."""
+    """Natural logarithm of min_p, compared with logits; -inf if min_p is 0."""
 
     @classmethod
     def of(cls, params: SamplingParams, scale: float, vocab_size: int) -> TokenFilter:
-        """The filter of a request's parameters."""
+        """Return the filter of a request's parameters."""
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         return cls(scale, float(top_k), params.top_p, math.log(params.min_p) if params.min_p > 0 else -math.inf)
 
@@ -58,7 +58,7 @@ _CASES = (
 
 
 def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set logits outside top_k, then top_p to -inf; the likeliest stays. A top_k below 1 keeps all tokens, as a top_p of 1.
+    """Return logits with -inf outside top_k, then outside top_p; the most likely token stays. top_k < 1 and top_p = 1 keep all.
     logits: float32 [rows, vocab_size]; top_k, top_p: float32 [rows]."""
     vocab = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -66,7 +66,7 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     power = torch.where(ordered == ordered[:, :1], 0.0, (ordered - ordered[:, :1]) * LOG2E)
     masses = (power.exp2() * float(UNIT_MASS)).long().masked_fill(~kept, 0)
     sums = masses.cumsum(dim=-1)
-    # A token stays if those before it do not suffice.
+    # A token stays if the tokens before it do not suffice.
     target = (top_p.double() * sums[:, -1].double()).long().clamp_min(1)
     kept &= (sums - masses < target[:, None]) | (top_p >= 1)[:, None]
     kept[:, 0] = True
@@ -74,13 +74,13 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def keep_above(logits: Tensor, log_min_p: Tensor) -> Tensor:
-    """Set tokens that are less likely than min_p times the most likely one to -inf. log_min_p: float32 [rows]."""
+    """Return logits with -inf for tokens less likely than min_p times the most likely one. log_min_p: float32 [rows]."""
     floor = logits.amax(-1, keepdim=True) + log_min_p[:, None]
     return logits.masked_fill(logits < floor, -torch.inf)
 
 
 def torch_filter(logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
-    """A `Filter` by torch's operations: a sort, and a draw from what is kept."""
+    """Filter with torch's operations: sort, then draw from the kept tokens; see `Filter`."""
     scales, top_k, top_p, log_min_p = filters
     likely = logits.float() * torch.where(scales > 0, scales, 1)[:, None]
     kept = keep_above(keep_top(likely, top_k, top_p), log_min_p)
@@ -89,10 +89,10 @@ def torch_filter(logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) 
 
 
 def verified_filter(candidate: Filter, vocab_size: int, device: torch.device, ahead: CompileAhead | None = None) -> Filter | None:
-    """Return the candidate filter if its choices equal those of torch's operations; else None, and the log says why.
+    """Return the candidate filter if it chooses the same tokens as torch's operations; else log the reason and return None.
 
-    Versions of compilers and drivers are many, and a token drawn from the wrong ones goes unnoticed. ahead: context in which the
-    kernels are compiled at the same time.
+    The check runs at each start, because compilers and drivers vary, and a wrongly drawn token goes unnoticed. ahead: context in
+    which the kernels are compiled in parallel.
     """
     generator = torch.Generator(device).manual_seed(0)
     logits = 3 * torch.randn(len(_CASES), vocab_size, device=device, generator=generator)
@@ -104,11 +104,9 @@ def verified_filter(candidate: Filter, vocab_size: int, device: torch.device, ah
             candidate(logits, others, keys, filters)
         differing = int((candidate(logits, others, keys, filters) != torch_filter(logits, others, keys, filters)).sum())
         fault = f"{differing} of {len(_CASES)} tokens differ" if differing else ""
-    except Exception as error:  # whatever a compiler or driver has to say
+    except Exception as error:  # any error of a compiler or driver
         fault = f"{type(error).__name__}: {error}"
     if not fault:
         return candidate
-    log.warning(
-        "top_k, top_p and min_p are served by torch's operations, which takes longer: their kernels failed here (%s)", fault
-    )
+    log.warning("top_k, top_p and min_p use torch's operations, which are slower: the kernels failed their check (%s)", fault)
     return None

@@ -1,4 +1,4 @@
-"""Grammars of llguidance, kept for equal forms and followed per row: the tokens that may come next in a completion."""
+"""Grammars of llguidance for structured outputs, cached by content, with one state per completion."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from headway.core.system.text import harmless
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-_LONGEST_REASON: Final = 240  # Characters of a reason; llguidance's quotes the whole of a regular expression that it refuses
-_SPACE: Final = r"[ \t\n\r]?"  # Space between the parts of JSON by default: a small model may write spaces without end
+_LONGEST_REASON: Final = 240  # Maximum characters of a reason; llguidance quotes the whole regular expression that it rejects
+_SPACE: Final = r"[ \t\n\r]?"  # Default whitespace between the parts of JSON: a small model may write whitespace without end
 
 
 class GrammarError(HeadwayError):
-    """A form that cannot be compiled, or a grammar that cannot go on; it ends the request alone."""
+    """Error of a structured output that cannot be compiled, or of a grammar that cannot continue. It ends only its request."""
 
 
 def grammar_text(form: StructuredOutputsParams) -> str:
-    """Return the form in llguidance's notation. :raises ValueError: an invalid grammar, schema or ECMA regular expression."""
+    """Return a structured output in llguidance's notation. :raises ValueError: if the grammar, schema or regex is invalid."""
     from llguidance import LLMatcher, grammar_from
 
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(rust_regex(form.regex))
-    if form.choice is not None:  # one terminal: as alternatives of a rule, 2,000 are llguidance's limit for the first token
+    if form.choice is not None:  # one terminal: as alternatives of a rule, llguidance limits the first token to 2,000
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, form.choice))}")
     spaces: dict[str, Any] = {"whitespace_flexible": False}
     if not form.disable_any_whitespace:
@@ -52,7 +52,7 @@ def grammar_text(form: StructuredOutputsParams) -> str:
 
 
 def brief_reason(text: str) -> str:
-    """Return llguidance's reason in one line: the line that begins with "error:", else the first; a long one loses its middle."""
+    """Return llguidance's reason in one line: the line that begins with "error:", else the first. A long one loses its middle."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["llguidance gives no reason"]
     reason = next((line for line in lines if line.startswith("error:")), "") if lines[0].endswith(":") else ""
     line = harmless(f"{lines[0]} {reason}".strip())
@@ -60,26 +60,26 @@ def brief_reason(text: str) -> str:
     return line if len(line) <= _LONGEST_REASON else f"{line[:half]}...{line[-half:]}"
 
 
-_MOST_COMPILED = 256  # Grammars that are kept; the one used longest ago goes first
-_MOST_COMPILED_BYTES = 2**26  # Bytes of their forms. A compiled form takes up to 50 times the bytes of its text.
+_MOST_COMPILED = 256  # Grammars in the cache; the least recently used is evicted
+_MOST_COMPILED_BYTES = 2**26  # Bytes of their source texts. A compiled grammar takes up to 50 times as much.
 
 
 class Grammar:
-    """The state of one completion: what has come so far, and hence what may come next."""
+    """Grammar state of one completion: its tokens so far, and hence the allowed next tokens."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
         self.matcher = matcher
         self._eos = eos_token_ids
         self.ended = False
-        """Whether an end-of-text token has come after a complete text; then any token may come, for the form holds."""
+        """True if an end-of-text token has followed a complete text; then any token is allowed."""
 
     @property
     def fault(self) -> str:
-        """Why the grammar cannot go on, in one line; empty where it can."""
+        """Reason why the grammar cannot continue, in one line. Empty if it can."""
         return brief_reason(self.matcher.get_error()) if self.matcher.is_error() else ""
 
     def accept(self, token: int) -> None:
-        """Take the token that came. :raises GrammarError: it may not stand here, or the grammar exceeds llguidance's limits."""
+        """Advance by a sampled token. :raises GrammarError: if it is not allowed, or the grammar exceeds llguidance's limits."""
         if self.ended:
             return
         if token in self._eos and self.matcher.is_accepting():
@@ -88,7 +88,7 @@ class Grammar:
             raise GrammarError(f"structured_outputs: {self.fault}")
 
     def ahead(self, tokens: Sequence[int]) -> Grammar | None:
-        """The state after these tokens, were they to come; None where they may not."""
+        """Return the state after these hypothetical tokens, or None if they are not allowed."""
         copied = Grammar(self.matcher.deep_copy(), self._eos)
         copied.ended = self.ended
         try:
@@ -100,10 +100,11 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles forms for one tokenizer. Several threads may call it."""
+    """Compiles structured outputs for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """tokenizer: one of the tokenizers library. vocab_size: of the model; tokens that the tokenizer lacks never come."""
+        """tokenizer: one of the tokenizers library. vocab_size: the model's; tokens that the tokenizer lacks are never
+        allowed."""
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
@@ -115,7 +116,8 @@ class GrammarCompiler:
         self._loading = threading.Lock()
 
     def check(self) -> None:
-        """Check that grammars can be compiled. :raises ConfigError: llguidance is not installed, or the tokenizer is not fast."""
+        """Check that grammars can be compiled. :raises ConfigError: without llguidance, a fast tokenizer or an end-of-text
+        token."""
         what = "structured_outputs"
         if find_spec("llguidance") is None:
             raise ConfigError(what, "the package llguidance", "none", "pip install 'headway[structured]'")
@@ -125,7 +127,7 @@ class GrammarCompiler:
             raise ConfigError(what, "a model with an end-of-text token", "none")
 
     def has(self, form: StructuredOutputsParams) -> bool:
-        """Whether the form is compiled already; it then counts as used."""
+        """Return whether a structured output is compiled already, and mark it as recently used."""
         with self._lock:
             found = form.key in self._compiled
             if found:
@@ -133,7 +135,7 @@ class GrammarCompiler:
             return found
 
     def find(self, form: StructuredOutputsParams) -> Grammar | None:
-        """The grammar at its beginning, where the form is compiled already."""
+        """Return the initial grammar state, or None if the structured output is not compiled yet."""
         with self._lock:
             found = self._compiled.get(form.key)
             if found is None:
@@ -142,13 +144,11 @@ class GrammarCompiler:
             return Grammar(found.deep_copy(), self._eos)
 
     def compile(self, form: StructuredOutputsParams, text: str | None = None) -> None:
-        """Compile a form, once for equal forms, which takes a millisecond to seconds; `find` then has the grammar.
+        """Compile a structured output, once for equal ones, for `find`. Takes a millisecond to seconds.
 
-        text: the form in llguidance's notation, where it is known. A form that is not known to be harmless may take the process
-        along, unless it was tried: see `GrammarQueue`, which calls this method in threads with large stacks.
-
-        :raises GrammarError: llguidance cannot compile it, or has no first token for it.
-        """
+        text: the structured output in llguidance's notation, if known. One that is neither small nor tried may crash the process:
+            see `GrammarQueue`, which calls this method in threads with large stacks.
+        :raises GrammarError: if llguidance cannot compile it, or finds no allowed first token."""
         if self.has(form):
             return
         from llguidance import LLMatcher
@@ -158,7 +158,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise GrammarError(f"structured_outputs: {brief_reason(str(error))}") from None
         if not matcher.is_error():
-            matcher.compute_bitmask()  # llguidance meets some of its limits here; and what it finds, the first step need not
+            matcher.compute_bitmask()  # llguidance checks some limits only here; the result is cached for the first step
         if matcher.is_error():
             raise GrammarError(f"structured_outputs cannot be compiled: {brief_reason(matcher.get_error())}")
         with self._lock:
@@ -169,13 +169,13 @@ class GrammarCompiler:
                 self._bytes -= len(self._compiled.popitem(last=False)[0])
 
     def tokenizer_arguments(self) -> dict[str, Any]:
-        """The arguments of llguidance's tokenizer, as another process needs them."""
+        """Return the arguments of llguidance's tokenizer, for another process."""
         with self._loading:
             return {"tokenizer": self._serialized(), "vocab_size": self._size, "eos_token_ids": sorted(self._eos)}
 
     def masks(self, grammars: Sequence[Grammar], endless: Sequence[int] = ()) -> NDArray[numpy.int32]:
-        """Return masks of the next tokens, int32 [len(grammars), words], bit t % 32 of word t / 32, by several threads.
-        endless: indices of grammars whose text ends only where nothing else may come (ignore_eos)."""
+        """Return masks of the next tokens, int32 [len(grammars), words]: bit t % 32 of word t / 32. Uses several threads.
+        endless: indices of grammars whose text ends only if nothing else is allowed (ignore_eos)."""
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
 

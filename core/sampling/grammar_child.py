@@ -1,4 +1,4 @@
-"""The process that tries forms for `grammar_queue`, within limits of processor time, memory and stack; one may kill it."""
+"""Child process that tries structured outputs for `grammar_queue`, with limits of CPU time, memory and stack."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.system.child import die_with_parent, message_of, open_replies, reply
 from headway.core.system.threads import stack_size
 
-_ENGINE_STACK = 2**20  # Bytes of the stack on which a compiled form is used, in threads of the engine of at least 2 MiB
+_ENGINE_STACK = 2**20  # Bytes of the stack on which a compiled grammar is used, in engine threads of at least 2 MiB
 
 
 def main() -> None:
-    """Answer requests until the parent leaves: the tokenizer first, and then one form after the other."""
+    """Answer requests until the parent exits: first the tokenizer, then one structured output after the other."""
     replies = open_replies()
     die_with_parent()
     start = message_of(sys.stdin.readline())
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _try(fields: dict[str, Any], tokenizer: LLTokenizer, stack: int) -> dict[str, str]:
-    """Compile a form and compute its first mask. Returns its text in llguidance's notation, or why it is refused."""
+    """Compile a structured output and compute its first mask. Returns it in llguidance's notation, or the error."""
     answer: dict[str, str] = {}
     compiled: list[LLMatcher] = []
 
@@ -42,7 +42,7 @@ def _try(fields: dict[str, Any], tokenizer: LLTokenizer, stack: int) -> dict[str
         try:
             answer["text"] = grammar_text(StructuredOutputsParams(**fields))
             compiled.append(LLMatcher(tokenizer, answer["text"], log_level=0))
-        except BaseException as error:  # a grammar that is none, too little memory, or a panic of llguidance's
+        except BaseException as error:  # an invalid grammar, too little memory, or a panic of llguidance
             answer["error"] = brief_reason(str(error) or type(error).__name__)
 
     def follow() -> None:
@@ -67,17 +67,17 @@ def _run(function: Callable[[], None], stack: int) -> None:
 
 
 def _limit(what: int, value: int) -> None:
-    """Lower a limit of this process, whose hard limit stays: the next form's may be higher again."""
+    """Lower a soft limit of this process. The hard limit stays, so that the next soft limit may be higher again."""
     hard = resource.getrlimit(what)[1]
     resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _occupied() -> int:
-    """Bytes of this process's address space."""
+    """Return the bytes of this process's address space."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # no Linux; what the interpreter takes is little beside the limit
+    except OSError:  # not Linux; the interpreter's memory is small compared with the limit
         return 0
 
 

@@ -1,4 +1,4 @@
-"""The queues in which forms wait to be compiled: small ones at once, others after a trial in a process of their own."""
+"""Queues for compiling structured outputs: small ones at once, others after a trial in a separate process."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from headway.core.system.child import Child, ChildDied, message_of, python_comma
 from headway.core.system.threads import stack_size
 
 TRIAL_SECONDS: Final = 10
-"""Seconds of processor time that a form may take; a schema of 500 KB takes one or two."""
+"""Seconds of CPU time for compiling one structured output; a schema of 500 KB takes one or two."""
 TRIAL_MEMORY: Final = 2 * 2**30
-"""Bytes that the process may take beside what it begins with."""
+"""Bytes that the process may use in addition to its initial memory."""
 TRIAL_STACK: Final = 16 * 2**20
 """Bytes of stack; a chain of 1,000 references takes four million."""
 _START_SECONDS: Final = 60.0  # Seconds for the process to start and to read the tokenizer
-_LONGEST_TRIAL: Final = 60.0  # Seconds for a trial on a machine that others keep busy
+_LONGEST_TRIAL: Final = 60.0  # Seconds for a trial on a busy machine
 
 
 class GrammarTrial:
-    """Compiles forms one at a time in a process that is restarted after it died. One thread calls `run`, any thread `end`."""
+    """Compiles structured outputs in a process that is restarted when it dies. One thread calls `run`, any thread `end`."""
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
-        """tokenizer: the arguments of llguidance's, as `grammar_child` reads them."""
+        """tokenizer: arguments of llguidance's tokenizer, as `grammar_child` reads them."""
         self._start = {**tokenizer, "seconds": TRIAL_SECONDS, "memory": TRIAL_MEMORY, "stack": TRIAL_STACK}
         self._child: Child | None = None
         self._trying: StructuredOutputsParams | None = None
         self._guard = Lock()
 
     def run(self, form: StructuredOutputsParams) -> str:
-        """Return the form in llguidance's notation. :raises GrammarError: llguidance refuses it, or the process has ended."""
+        """Return a structured output in llguidance's notation. :raises GrammarError: if llguidance rejects it, or the child
+        died."""
         with self._guard:
             self._trying = form
         try:
@@ -59,7 +60,7 @@ class GrammarTrial:
         return str(answer["text"])
 
     def end(self, form: StructuredOutputsParams) -> None:
-        """End the process if it tries this form now; `run` then raises."""
+        """Kill the process if it is trying this structured output now; `run` then raises."""
         with self._guard:
             if self._trying is form and self._child is not None:
                 self._child.process.kill()
@@ -82,7 +83,7 @@ def _limits() -> str:
 
 
 def _cause(died: ChildDied) -> str:
-    """How the process ended, in terms of the form."""
+    """Return how the process ended, in terms of the structured output."""
     if died.timed_out or "SIGXCPU" in died.how:
         return "this one takes longer: make it smaller"
     if "SIGSEGV" in died.how or "overflowed its stack" in died.last_line:
@@ -93,26 +94,26 @@ def _cause(died: ChildDied) -> str:
 
 
 SMALL_FORM_BYTES: Final = 4096
-"""Bytes of a form that is compiled without a trial. Of 4,096 bytes the worst that was found takes 2 MiB of stack and 0.2 s."""
-_COMPILERS: Final = 2  # Threads that compile small forms; each holds the interpreter for a part of its time
-_TRIERS: Final = 2  # Threads that have larger forms tried, each by a process of its own, and then compile them
-_STACK: Final = 2 * TRIAL_STACK  # Bytes of a compiling thread's stack: room to spare for what a trial has survived
-_MOST_TRIED: Final = 4096  # Forms whose trial is remembered
+"""Maximum bytes of a structured output compiled without a trial. The worst one found takes 2 MiB of stack and 0.2 s."""
+_COMPILERS: Final = 2  # Threads that compile small structured outputs; each holds the GIL for part of its time
+_TRIERS: Final = 2  # Threads that try larger structured outputs, each in its own process, and then compile them
+_STACK: Final = 2 * TRIAL_STACK  # Bytes of a compiling thread's stack, with a margin over a successful trial
+_MOST_TRIED: Final = 4096  # Number of successful trials to remember
 
 
 class GrammarQueue:
-    """Compiles forms before their requests' first steps. A form whose future is cancelled is not compiled, or no longer tried."""
+    """Compiles structured outputs before their requests' first steps. Cancelling a future cancels its compilation or trial."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._small = ThreadPoolExecutor(_COMPILERS, "headway-grammar")
         self._large = ThreadPoolExecutor(_TRIERS, "headway-grammar-trial")
         self._trials = threading.local()  # The trial of each thread of `_large`
-        self._tried: dict[bytes, None] = {}  # Hashes of forms that have survived a trial, the oldest first
+        self._tried: dict[bytes, None] = {}  # Hashes of successfully tried structured outputs, oldest first
         self._guard = threading.Lock()  # Protects `_tried`
 
     def add(self, form: StructuredOutputsParams) -> Future[None]:
-        """Have a form compiled; the future fails with a GrammarError, and may be cancelled until the form is compiled."""
+        """Queue a structured output. The future fails with a GrammarError, and may be cancelled until the compilation ends."""
         ready: Future[None] = Future()
         if self._is_harmless(form):
             self._submit(self._small, self._compile, form, ready)
@@ -121,7 +122,7 @@ class GrammarQueue:
         return ready
 
     def grammar(self, form: StructuredOutputsParams) -> Grammar:
-        """Return the initial grammar of an added form, compiled again if it was dropped. :raises GrammarError: see `add`."""
+        """Return the initial grammar of an added structured output, recompiled if evicted. :raises GrammarError: see `add`."""
         while (found := self._compiler.find(form)) is None:
             self.add(form).result()
         return found
@@ -133,7 +134,7 @@ class GrammarQueue:
         form: StructuredOutputsParams,
         ready: Future[None],
     ) -> None:
-        with stack_size(_STACK):  # of the thread that this call may start
+        with stack_size(_STACK):  # stack of the thread that this call may start
             threads.submit(_finish, work, form, ready)
 
     def _compile(self, form: StructuredOutputsParams, _: Future[None]) -> None:
@@ -145,7 +146,7 @@ class GrammarQueue:
         trial: GrammarTrial | None = getattr(self._trials, "own", None)
         if trial is None:
             trial = self._trials.own = GrammarTrial(self._compiler.tokenizer_arguments())
-        ready.add_done_callback(lambda _: trial.end(form))  # which does nothing after the trial
+        ready.add_done_callback(lambda _: trial.end(form))  # does nothing after the trial
         text = trial.run(form)
         if ready.cancelled():
             return
@@ -156,8 +157,8 @@ class GrammarQueue:
         self._compiler.compile(form, text)
 
     def _is_harmless(self, form: StructuredOutputsParams) -> bool:
-        """Whether a form may be compiled in this process: it is small, or has survived a trial."""
-        if len(form.key) <= SMALL_FORM_BYTES or sys.platform == "win32":  # which has no limits for a process
+        """Return whether a structured output may be compiled in this process: it is small, or its trial succeeded."""
+        if len(form.key) <= SMALL_FORM_BYTES or sys.platform == "win32":  # Windows has no limits for a process
             return True
         return self._compiler.has(form) or _hash(form) in self._tried
 
@@ -165,7 +166,7 @@ class GrammarQueue:
 def _finish(
     work: Callable[[StructuredOutputsParams, Future[None]], None], form: StructuredOutputsParams, ready: Future[None]
 ) -> None:
-    """Do the work for a future, unless it is cancelled before its end."""
+    """Do the work for a future, unless it is cancelled first."""
     if ready.cancelled():
         return
     error: Exception | None = None
@@ -173,7 +174,7 @@ def _finish(
         work(form, ready)
     except Exception as raised:
         error = raised
-    except BaseException as panic:  # of a library written in Rust; somebody waits for the future all the same
+    except BaseException as panic:  # a panic of a Rust library; the future must still be completed
         error = GrammarError(f"structured_outputs cannot be compiled: {brief_reason(str(panic))}")
     if not ready.set_running_or_notify_cancel():
         return

@@ -1,4 +1,4 @@
-"""JSON schemas and Lark grammars as llguidance reads them: with patterns in Rust's notation and options of JSON."""
+"""JSON schemas, Lark grammars and structural tags in llguidance's notation, with Rust regexes and JSON options."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TOKEN: Final = re.compile(
     | /(?P<regex>(?:\\.|[^/\\])+)/(?P<flags>[a-z]*)""",
     re.VERBOSE | re.DOTALL,
 )
-"""A part of a Lark grammar that is read as a whole."""
+"""Comment, %json, text or regex of a Lark grammar, matched as a whole."""
 
 
 def guidance_schema(schema: Any, closed: bool = False) -> Any:
-    """Return a schema for llguidance. closed: forbid additional properties of objects that do not mention them.
-    :raises ValueError: a pattern that is no regular expression of ECMA's, or that no grammar can follow."""
+    """Return a schema for llguidance. closed: True to forbid properties that an object's schema does not name.
+    :raises ValueError: if a pattern is not an ECMA regular expression, or grammars do not support it."""
     if isinstance(schema, list):
         return [guidance_schema(each, closed) for each in schema]
     if not isinstance(schema, Mapping):
@@ -34,7 +34,7 @@ def guidance_schema(schema: Any, closed: bool = False) -> Any:
             made[key] = {}
             for name, each in value.items():
                 name = rust_regex(name) if key == "patternProperties" else name
-                while name in made[key]:  # llguidance says so of patterns that agree on a name
+                while name in made[key]:  # keep both: llguidance reports patterns that match the same name
                     name = f"(?:{name})"
                 made[key][name] = guidance_schema(each, closed)
         elif key == "pattern" and isinstance(value, str):
@@ -56,7 +56,7 @@ def guidance_json(schema: Any, options: Mapping[str, Any], closed: bool = False)
 
 
 def guidance_lark(grammar: str, options: Mapping[str, Any]) -> str:
-    """Return a Lark grammar for llguidance. options: of JSON, see `guidance_json`. :raises ValueError: as `guidance_schema`."""
+    """Return a Lark grammar for llguidance. options: see `guidance_json`. :raises ValueError: as `guidance_schema`."""
     parts, at = [], 0
     while found := _TOKEN.search(grammar, at):
         parts.append(grammar[at : found.start()])
@@ -64,7 +64,7 @@ def guidance_lark(grammar: str, options: Mapping[str, Any]) -> str:
         if found["json"] is not None:
             try:
                 _, end = json.JSONDecoder().raw_decode(grammar, at)
-            except (ValueError, RecursionError):  # llguidance says what is wrong with it
+            except (ValueError, RecursionError):  # llguidance reports the error
                 parts.append(found[0])
             else:
                 schema, at = parse_json(grammar[at:end], "%json"), end
@@ -88,17 +88,15 @@ _LAZY: Final = r"/(.|\n)*/"
 
 
 def structural_tag_text(tag: Mapping[str, Any], options: Mapping[str, Any], closed: bool = False) -> str:
-    """A structural tag as a grammar in llguidance's notation.
+    """Return a structural tag as a grammar in llguidance's notation.
 
     tag: {"format": {...}}, or the older {"structures": [...], "triggers": [...]}. options, closed: see `guidance_json`.
-
-    :raises ValueError: a part of it is of an unknown type, lacks a field, or holds a pattern that is no regular expression.
-    """
+    :raises ValueError: if a part has an unknown type, lacks a field, or contains an invalid regular expression."""
     return _TagGrammar(options, closed).text(format_of(tag))
 
 
 def format_of(tag: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The format of a structural tag in either notation. :raises ValueError: it has neither."""
+    """Return the format of a structural tag in either notation. :raises ValueError: if it has neither."""
     if isinstance(found := tag.get("format"), Mapping):
         return found
     structures, triggers = tag.get("structures"), tag.get("triggers")
@@ -128,17 +126,17 @@ class _TagGrammar:
         self._options = options
         self._closed = closed
         self._rules: list[str] = []
-        self._names: dict[str, str] = {}  # Format as JSON -> the rule that it has already
+        self._names: dict[str, str] = {}  # Format as JSON -> its existing rule
         self._others: list[dict[str, Any]] = []
 
     def text(self, form: Mapping[str, Any]) -> str:
-        """The grammar whose texts have this format."""
+        """Return the grammar of the texts that have this format."""
         start = self._rule(form)
         lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._others]})
 
     def _rule(self, form: Any) -> str:
-        """The name of a format's rule, or what stands for it."""
+        """Return the name of a format's rule."""
         if isinstance(form, str):
             form = {"type": "const_string", "value": form}
         kind = _field(form, "type", str)
@@ -201,7 +199,7 @@ class _TagGrammar:
         return f"{self._rule(_field(form, 'begin', (str, Mapping)))} {self._behind(form)}"
 
     def _behind(self, form: Mapping[str, Any]) -> str:
-        """What stands behind a tag's beginning. Free text goes on until the end has come."""
+        """Return the grammar after a tag's beginning. Free text continues until the end."""
         content, end = _field(form, "content", Mapping), _field(form, "end", (str, Mapping))
         if content.get("type") != "any_text":
             return f"{self._rule(content)} {self._rule(end)}"
@@ -216,7 +214,7 @@ class _TagGrammar:
         return several if form.get("at_least_one") else f"({several})?"
 
     def _write_triggered_tags(self, form: Mapping[str, Any]) -> str:
-        """Free text, in which a trigger must go on as a tag that begins with it."""
+        """Return a rule for free text in which each trigger must continue as a tag that begins with it."""
         triggers = _field(form, "triggers", list)
         if "" in triggers:
             raise ValueError("a structural tag needs triggers that are not empty")
@@ -239,7 +237,7 @@ class _TagGrammar:
 
 
 def _without(tag: Mapping[str, Any], trigger: str | Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]] | None:
-    """What stands behind the trigger in a tag's beginning, and the tag; None: the tag begins otherwise."""
+    """Return what follows the trigger in a tag's beginning, and the tag. None if the tag begins differently."""
     begin = _field(tag, "begin", (str, Mapping))
     if isinstance(trigger, str):
         if isinstance(begin, str) and begin.startswith(trigger):

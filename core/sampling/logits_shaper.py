@@ -1,4 +1,4 @@
-"""Everything that parameters do to a model's logits before a token is chosen, for the rows of a batch that ask for it."""
+"""Changes that parameters make to a model's logits before sampling, for the rows of a batch that need them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import OF_HISTORY, Need, scale_of
 
 ANY_TOKEN = -1
-"""Fills up the beginnings of bad words of unequal lengths: it agrees with every token."""
+"""Padding for beginnings of bad words; it matches every token."""
 
 
 def penalize(logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:
-    """Apply the three penalties, as vLLM and OpenAI define them; the first is transformers' too.
-
-    logits: float32 [rows, columns], of which the last column belongs to no token. tokens: int64 [rows, length], of which a row's
-    first `lens` are its prompt and output, and the first `prompt_lens` of these its prompt. penalties: float32 [rows, 3],
-    repetition, presence and frequency. A row without penalties, 1, 0 and 0, keeps its bits.
-    """
+    """Return logits with the three penalties of vLLM and OpenAI applied; the repetition penalty is also that of transformers.
+    logits: float32 [rows, columns], whose last column is not a token. tokens: int64 [rows, length]: the first `lens` of a row are
+        its prompt and output, the first `prompt_lens` its prompt. penalties: float32 [rows, 3]: repetition, presence and
+        frequency. Rows with penalties 1, 0 and 0 stay bitwise the same."""
     rows, columns = logits.shape
     positions = torch.arange(tokens.shape[1], device=logits.device)
     inside = positions < lens[:, None]
@@ -34,7 +32,7 @@ def penalize(logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, 
     seen = torch.zeros(rows, columns, dtype=torch.bool, device=logits.device).scatter_(1, known, True)
     written = torch.where(positions >= prompt_lens[:, None], known, no_token)
     ones = torch.ones((), device=logits.device).expand_as(written)
-    counts = torch.zeros_like(logits).scatter_add_(1, written, ones)  # whole numbers: no order of adding changes them
+    counts = torch.zeros_like(logits).scatter_add_(1, written, ones)  # integers, so that the order of additions does not matter
     repetition, presence, frequency = (column[:, None] for column in penalties.unbind(1))
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     return logits - frequency * counts - presence * (counts > 0)
@@ -43,9 +41,9 @@ def penalize(logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, 
 def forbid_words(
     logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, beginnings: Tensor, endings: Tensor
 ) -> Tensor:
-    """Set the last token of every word whose other tokens the output ends with to -inf.
-    logits, tokens, lens, prompt_lens: see `penalize`. beginnings: int64 [rows, words, length], of each word the tokens before its
-    last, the last of them first, then ANY_TOKEN. endings: int64 [rows, words]; the last column where a row has fewer words."""
+    """Return logits with -inf for the last token of every bad word whose other tokens end the output.
+    logits, tokens, lens, prompt_lens: see `penalize`. beginnings: int64 [rows, words, length]: each word's tokens before the
+    last, in reverse order, padded with ANY_TOKEN. endings: int64 [rows, words]: last tokens, padded with the last column."""
     back = torch.arange(1, beginnings.shape[2] + 1, device=logits.device)
     positions = lens[:, None] - back
     output = positions >= prompt_lens[:, None]
@@ -55,19 +53,19 @@ def forbid_words(
 
 
 def bias(logits: Tensor, lens: Tensor, ids: Tensor, values: Tensor, until: Tensor) -> Tensor:
-    """Add values to tokens' logits while a row has fewer tokens than `until`; the last column where a row has fewer entries.
-    ids, int64, values, float32, and until, int64: [rows, entries]."""
+    """Return logits with values added to some tokens while a row has fewer tokens than `until`.
+    ids (int64), values (float32), until (int64): [rows, entries], padded with the last column."""
     return logits.scatter_add(1, ids, torch.where(lens[:, None] < until, values, 0.0))
 
 
 def allow_only(logits: Tensor, ids: Tensor) -> Tensor:
-    """Set all but these tokens to -inf. ids: int64 [rows, entries]; the last column where a row has fewer entries."""
+    """Return logits with -inf for all other tokens. ids: int64 [rows, entries], padded with the last column."""
     allowed = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(1, ids, True)
     return logits.masked_fill(~allowed, -torch.inf)
 
 
 def allow_bits(logits: Tensor, bits: Tensor) -> Tensor:
-    """Set tokens whose bit is 0 to -inf. bits: int32 [rows, words], token t being bit t % 32 of word t / 32; others are 0."""
+    """Return logits with -inf for tokens whose bit is 0. bits: int32 [rows, words]; token t is bit t % 32 of word t / 32."""
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1).bool()
     kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
@@ -77,10 +75,10 @@ def allow_bits(logits: Tensor, bits: Tensor) -> Tensor:
 
 
 class RowTable:
-    """A tensor [rows, ...] that grows as rows and their lists do; what lies past the end of a list is `fill`."""
+    """A tensor [rows, ...] of lists that grows with rows and lists. Positions past the end of a list hold `fill`."""
 
     def __init__(self, fill: float, dtype: torch.dtype, device: torch.device, dimensions: int = 1) -> None:
-        """dimensions: of a row's list; 2 is a list of lists."""
+        """dimensions: number of dimensions of a row's entry; 2 is a list of lists."""
         self._fill = fill
         self.tensor = torch.full((0,) * (dimensions + 1), fill, dtype=dtype, device=device)
         """All rows; a new object after the table has grown."""
@@ -115,32 +113,32 @@ class Shaped:
     """Rows whose logits change, in host memory."""
 
     at: NDArray[numpy.int64]
-    """[shaped]: which of the step's rows of logits each is."""
+    """int64 [shaped]: index among the step's rows of logits."""
     rows: NDArray[numpy.int64]
-    """[shaped]: its sequence's row in the executor's buffers."""
+    """int64 [shaped]: the sequence's row in the executor's buffers."""
     lens: NDArray[numpy.int64]
-    """[shaped]: tokens before the one that is chosen, hence its position."""
+    """int64 [shaped]: number of tokens before the sampled one, hence its position."""
     needs: NDArray[numpy.int32]
-    """[shaped]: its `Need`s."""
+    """int32 [shaped]: `Need` flags."""
 
     def having(self, need: int) -> NDArray[numpy.int64]:
-        """Indices of the rows that need something."""
+        """Return the indices of the rows with any of these needs."""
         return numpy.flatnonzero(self.needs & need)
 
 
 class LogitsShaper:
-    """Keeps on the device, by row, what the changes depend on: parameters, and the tokens so far where penalties or words count.
+    """Applies parameters to logits, with the parameters and needed token histories of each row on the device.
 
-    A token that the device has chosen is noted there without the host having seen it, so a step may be launched before the one
-    before it is read. Order of the changes: the grammar's mask, allowed tokens, bad words, logit_bias and min_tokens, logits
-    processors, penalties, temperature, top_k and top_p, min_p (vLLM's order). No row's bits depend on its neighbours.
+    Tokens that the device samples are recorded there without the host having seen them, so a step may be launched before the
+    previous one is read. Order of the changes: grammar mask, allowed tokens, bad words, logit_bias and min_tokens, logits
+    processors, penalties, temperature, top_k and top_p, min_p (vLLM's order). A row's bits do not depend on its neighbours.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._numbers = RowTable(0.0, torch.float32, device)
-        """Repetition, presence and frequency penalty, 1 / temperature, and a `TokenFilter` but its scale."""
+        """Repetition, presence and frequency penalty, 1 / temperature, and a `TokenFilter` without its scale."""
         self._prompt_lens = RowTable(0, torch.int64, device)
         self._tokens = RowTable(0, torch.int32, device)
         self._bias = (
@@ -155,7 +153,7 @@ class LogitsShaper:
     def start(
         self, row: int, params: SamplingParams, need: int, tokens: Sequence[int], num_prompt_tokens: int, stops: Sequence[int]
     ) -> None:
-        """A sequence begins in a row, having these tokens. stops: what min_tokens keeps from coming."""
+        """Set up a row for a sequence that begins with these tokens. stops: tokens that min_tokens suppresses."""
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         scale, *kept = TokenFilter.of(params, scale_of(params) or 1.0, self._vocab_size)
         self._numbers.set(row, [*penalties, scale, *kept])
@@ -178,11 +176,11 @@ class LogitsShaper:
             self._endings.set(row, [word[-1] for word in longer])
 
     def start_plain(self, row: int) -> None:
-        """A sequence begins in a row whose parameters change nothing."""
+        """Set up a row for a sequence whose parameters change nothing."""
         self._numbers.set(row, [1.0, 0.0, 0.0, 1.0, *NO_FILTER[1:]])
 
     def note(self, rows: NDArray[numpy.int64], positions: NDArray[numpy.int64], tokens: Tensor | NDArray[numpy.int64]) -> None:
-        """Write down tokens at these positions of these rows' sequences. tokens: int64 [len(rows)], on the device or the host."""
+        """Record tokens at these positions of these rows. tokens: int64 [len(rows)], on the device or the host."""
         self._tokens.reserve(int(rows.max()) + 1, int(positions.max()) + 1)
         if isinstance(tokens, numpy.ndarray):
             at, to, new = upload(torch.from_numpy(numpy.stack([rows, positions, tokens])), self._device)
@@ -198,8 +196,8 @@ class LogitsShaper:
         bits: tuple[NDArray[numpy.int64], NDArray[numpy.int32]] | None,
         process: Callable[[Tensor], None] | None,
     ) -> Tensor:
-        """Return changed logits, float32 [shaped, vocab_size], of rows of logits [rows, vocab_size], which stay. bits: masked
-        rows of `shaped` and masks, int32 [masked, words]. process: changes logits in place for logits processors."""
+        """Return changed logits, float32 [shaped, vocab_size]. logits: [rows, vocab_size], not modified.
+        bits: masked rows of `shaped`, and their masks, int32 [masked, words]. process: applies logits processors in place."""
         batch = _Batch(logits, shaped, self._device)
         at, words = (None, None) if bits is None else bits
         if at is not None and words is not None and len(at):
@@ -242,11 +240,11 @@ class LogitsShaper:
 class _Rows:
     rows: Tensor
     lens: Tensor
-    longest: int  # Tokens of the longest, on the host
+    longest: int  # Number of tokens of the longest row, on the host
 
 
 class _Batch:
-    """The logits that change, [shaped, vocab_size + 1]: the last column belongs to no token, and takes what fills up a list."""
+    """Changing logits, [shaped, vocab_size + 1]. The last column is not a token; padding of lists writes to it."""
 
     def __init__(self, logits: Tensor, shaped: Shaped, device: torch.device) -> None:
         count, vocab = len(shaped.at), logits.shape[1]
@@ -260,7 +258,7 @@ class _Batch:
         self._device = device
 
     def change(self, which: NDArray[numpy.int64], how: Callable[[Tensor, _Rows], Tensor]) -> None:
-        """Replace the logits of some rows by what a function makes of them."""
+        """Replace the logits of some rows by the result of a function."""
         if not len(which):
             return
         if len(which) == len(self.logits):
@@ -272,5 +270,5 @@ class _Batch:
 
 
 def _filtered(part: Tensor, keep: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
-    """Leave the last column, which belongs to no token, out of what sorts and compares."""
+    """Apply a filter without the last column, which is not a token."""
     return torch.cat([keep(part[:, :-1], *parameters), part[:, -1:]], dim=1)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token that might have come; fields are vLLM's."""
+    """A candidate token's log-probability; fields are vLLM's."""
 
     logprob: float
-    """Logarithm of the softmax of the model's own logits, before temperature, penalties and anything else."""
+    """Log-softmax of the model's own logits, before temperature, penalties and any other change."""
     rank: int | None = None
     """1 for the most likely token."""
     decoded_token: str | None = None
@@ -26,7 +26,7 @@ class TokenLogprobs(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     rank: int
-    """Rank of the first token; the others' are 1, 2, 3, ..."""
+    """Rank of the first token; the ranks of the others are 1, 2, 3, ..."""
 
 
 class Scores(NamedTuple):
@@ -35,12 +35,12 @@ class Scores(NamedTuple):
     token_ids: Tensor
     """int64 [n, k + 1]: the token itself, then the k most likely ones."""
     logprobs: Tensor
-    """float32, likewise."""
+    """float32 [n, k + 1]: log-probabilities of `token_ids`."""
     ranks: Tensor
-    """int64 [n]: of the token itself."""
+    """int64 [n]: rank of the token itself."""
 
     def at(self, index: int, k: int) -> TokenLogprobs:
-        """The log-probabilities of one position, with the k most likely tokens; on the host."""
+        """Return the log-probabilities of one position, with the k most likely tokens, on the host."""
         ids, logprobs = self.token_ids[index, : k + 1], self.logprobs[index, : k + 1]
         return TokenLogprobs(tuple(ids.tolist()), tuple(logprobs.tolist()), int(self.ranks[index]))
 

@@ -1,4 +1,4 @@
-"""Parameters of one request: how its tokens are chosen, and when it ends."""
+"""Sampling parameters of one request."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.system.text import shown
 
 MOST_COMPLETIONS: Final = 16384
-"""The largest n and best_of, vLLM's default (VLLM_MAX_N_SEQUENCES): each completion is a sequence in the engine's memory."""
+"""Maximum n and best_of, vLLM's default (VLLM_MAX_N_SEQUENCES): each completion is a sequence in the engine's memory."""
 MOST_LISTED: Final = 2**24
-"""The longest list of token ids: more than any vocabulary has."""
+"""Maximum length of a list of token ids: larger than any vocabulary."""
 MOST_BIAS = 100.0
-"""The largest logit_bias; the softmax of anything beyond is 0 or 1."""
+"""Maximum logit_bias: the softmax of a logit with more is 0 or 1."""
 
 _BEAMS: Final = "LLM.beam_search(prompts, BeamSearchParams(...)) searches; best_of draws several completions"
 _ELSEWHERE: Final = {
@@ -38,7 +38,7 @@ _ELSEWHERE: Final = {
     "max_new_tokens": "it is called max_tokens",
     "do_sample": "temperature=0 is greedy",
 }
-"""Names that vLLM or transformers use -> what to write here."""
+"""Names that vLLM or transformers use -> hint for the error."""
 _ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache", "skip_clone"), (False,)),
@@ -46,26 +46,26 @@ _ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
     "stream_interval": (1,),
     "prompt_logprob_start": (0,),
 }
-"""Names among them -> values beside None that ask for what Headway does anyway."""
+"""vLLM's names among these -> values, besides None, that request Headway's default behaviour."""
 
 LogitsProcessor = Callable[..., Any]
-"""(token_ids, logits) -> logits, or (prompt_token_ids, token_ids, logits) -> logits: the request's output so far, and the next
-token's logits, float32 [vocab_size], on the engine's device."""
+"""Function (token_ids, logits) -> logits, or (prompt_token_ids, token_ids, logits) -> logits. token_ids: the request's output so
+far. logits: the next token's, float32 [vocab_size], on the engine's device."""
 
 
 class RequestOutputKind(Enum):
-    """The content of each output of a streamed request; names and values are vLLM's."""
+    """Content of each output of a streamed request; names and values are vLLM's."""
 
     CUMULATIVE = 0
-    """All so far."""
+    """All output so far."""
     DELTA = 1
-    """Only what is new since the last output."""
+    """Only the output since the last one."""
     FINAL_ONLY = 2
-    """All, once: there is no output before the request has ended."""
+    """All output, once, after the request has ended."""
 
 
 def _in_our_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keywords of a call without those of vLLM's that ask for nothing, and guided_decoding by its newer name."""
+    """Return the keywords of a call without vLLM's no-ops, and with guided_decoding under its newer name."""
     kept = {
         name: value
         for name, value in given.items()
@@ -79,67 +79,68 @@ def _in_our_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
 @knows_its_fields(_ELSEWHERE, "docs/sampling.md", _in_our_names)
 @dataclass
 class SamplingParams:
-    """Names and meanings are vLLM's. Checked when made: a bad value raises ConfigError and never reaches the engine.
+    """Sampling parameters of a request, with vLLM's names and meanings. A bad value raises ConfigError and never reaches the
+    engine.
 
-    An attribute that is set later is checked as well, and what was put into its lists is when a request brings it. A request that
-    has been added keeps the parameters that it was added with.
+    Attributes that are set later are checked too; the contents of lists are checked again when a request uses the object. A
+    queued request keeps the parameters that it was added with.
     """
 
     n: int = 1
-    """Completions of the prompt, which is computed once."""
+    """Number of completions for the prompt, which is computed once."""
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """Sampling temperature. 0 takes the most likely token."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probabilities reach this sum."""
+    """Sample from the smallest set of most likely tokens whose probabilities sum to this."""
     top_k: int = -1
-    """Sample from this many most likely tokens; -1 or 0: all."""
+    """Sample from this many most likely tokens. -1 or 0 means all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this times the most likely one."""
+    """Exclude tokens less likely than this fraction of the most likely one's probability."""
     seed: int | None = None
-    """Makes the request's tokens repeatable whatever else runs beside it; None, or vLLM's -1: drawn from the engine's seed."""
+    """Random seed, which makes the request repeatable in any batch. None, or vLLM's -1, draws one from the engine's seed."""
     stop: tuple[str, ...] | list[str] | str | None = None
-    """Texts that end the completion; they are cut off."""
+    """Texts that end the completion; they are removed from the output."""
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
-    """Tokens that end the completion, beside the model's own."""
+    """Tokens that end the completion, in addition to the model's own."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-text tokens."""
+    """True to continue past the model's end-of-text tokens."""
     max_tokens: int | None = 16
-    """None: as many as the model's length leaves."""
+    """Maximum number of output tokens. None means as many as the model's length allows."""
     min_tokens: int = 0
-    """Until this many tokens are written, no end-of-text token, stop token or stop text ends the completion."""
+    """Minimum number of output tokens before an end-of-text token, stop token or stop text ends the completion."""
     best_of: int | None = None
-    """Completions that are drawn, of which the n with the largest sum of log-probabilities are returned; None: n."""
+    """Number of completions drawn, of which the n with the largest sum of log-probabilities are returned. None means n."""
     repetition_penalty: float = 1.0
-    """Divides the logits above 0 of tokens in prompt and output, and multiplies those below (Keskar et al. 2019)."""
+    """Divides positive logits, and multiplies negative logits, of tokens in prompt and output (Keskar et al. 2019)."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the output holds."""
+    """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the output holds, once for each time."""
+    """Subtracted from the logits of tokens in the output, once per occurrence."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id -> what is added to its logit, from -100 to 100."""
+    """Token id -> value added to its logit, from -100 to 100."""
     allowed_token_ids: Sequence[int] | None = None
-    """The only tokens that may come; None: all."""
+    """Only tokens that may be sampled. None means all."""
     bad_words: Sequence[str] | None = ()
-    """Texts whose last token may not come after the others, in the output alone."""
+    """Texts that must not appear in the output. The last token of such a text is excluded after its other tokens."""
     bad_words_token_ids: Sequence[Sequence[int]] | None = ()
-    """The same as token ids; `LLM` fills it in from bad_words."""
+    """The bad words as token ids; `LLM` fills it in from bad_words."""
     logits_processors: Sequence[str | LogitsProcessor] | None = ()
-    """Functions that change the logits before a token is chosen, or names under which plugins registered some."""
+    """Functions that change the logits before a token is sampled, or names that plugins registered."""
     extra_args: Mapping[str, Any] | None = None
-    """What a plugin's logits processor may want to know of the request."""
+    """Arguments for a plugin's logits processor."""
     structured_outputs: StructuredOutputsParams | None = None
     logprobs: int | None = None
-    """Log-probabilities returned for each token: the chosen token's, and those of this many most likely; -1: all tokens."""
+    """Number of most likely tokens whose log-probabilities are returned, in addition to the sampled token's. -1 means all."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first. The prompt is then computed without the prefix cache."""
+    """Like logprobs, for each token of the prompt but the first. The prompt is then computed without the prefix cache."""
     include_stop_str_in_output: bool = False
-    """Leave the stop text, or the text of the stop token, at the end of the completion's text."""
+    """True to keep the stop text, or the text of the stop token, at the end of the output."""
     skip_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
-    """Keep only this many of the prompt's last tokens; -1: as many as the model's length has room for beside max_tokens."""
+    """Number of the prompt's last tokens to keep. -1 means as many as fit in the model's length with max_tokens."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """The content of each output of AsyncLLM; LLM.generate returns whole outputs in any case."""
+    """Content of each output of AsyncLLM. LLM.generate always returns whole outputs."""
 
     def __post_init__(self) -> None:
         self._make_lists()
@@ -178,15 +179,15 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
-        """Make parameters of those of the arguments that are not None."""
+        """Return parameters made from the arguments that are not None."""
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def settled(self) -> Self:
-        """Return a copy for a request. :raises ConfigError: a list was changed, after its check, to something invalid."""
+        """Return a copy for a request. :raises ConfigError: if a list was changed to something invalid after its check."""
         return replace(self) if any(getattr(self, name) for name in _FILLED) else self.clone()
 
     def clone(self) -> Self:
-        """A copy whose attributes may be set without changing this one's; functions among them are shared."""
+        """Return a copy whose attributes can be changed independently; functions are shared."""
         made = copy.copy(self)
         for name in _FILLED:
             value = getattr(self, name)
@@ -251,12 +252,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0
 
     @property
     def num_drawn(self) -> int:
-        """Completions that the engine computes."""
+        """Number of completions that the engine computes."""
         return self.n if self.best_of is None else self.best_of
 
 
@@ -266,7 +267,7 @@ _LISTS: Final = {
     "bad_words_token_ids": "a list of lists of token ids",
     "logits_processors": "a list of functions, or of names that plugins registered",
 }
-"""Fields that hold a list, empty for None -> what they take."""
+"""Fields that hold a list, empty for None -> their valid values."""
 _FILLED: Final = ("stop", "allowed_token_ids", *_LISTS)  # Fields that hold a list, which a program may change in place
 
 _OUTPUT_KINDS: Final = ", ".join(map(str, RequestOutputKind))
@@ -275,7 +276,7 @@ SEED_RANGE = "a whole number from -2**63 to 2**63 - 1"
 
 
 def is_seed(value: object) -> bool:
-    """Whether torch's generators take a seed."""
+    """Return whether torch's generators accept a seed."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
@@ -288,7 +289,7 @@ def _ids(values: Sequence[object] | None) -> bool:
 
 
 def _text(value: object) -> bool:
-    """Whether a value is a text that a tokenizer takes; halves of surrogate pairs are none."""
+    """Return whether a value is a non-empty text that a tokenizer accepts, without unpaired surrogates."""
     try:
         return isinstance(value, str) and bool(value.encode())
     except UnicodeEncodeError:
@@ -296,7 +297,7 @@ def _text(value: object) -> bool:
 
 
 def _listed(value: object) -> bool:
-    """Whether a value is a list of a length that memory holds; a range may be of any."""
+    """Return whether a value is a list of at most MOST_LISTED items; a range may be longer."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray, memoryview)):
         return False
     try:
@@ -314,5 +315,5 @@ def _number(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # of a whole number that no float can hold
+    except OverflowError:  # an integer too large for a float
         return False

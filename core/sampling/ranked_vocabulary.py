@@ -1,4 +1,4 @@
-"""The vocabulary of several ranks: each chooses among its tokens, one number per row is compared; the rest is gathered."""
+"""Vocabulary sharded over ranks: each rank picks among its tokens and one number per row is compared; the rest is gathered."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def pack(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Make numbers of float32 scores and of tokens, int64 of the same shape. NaN is the largest score, as it is to max."""
-    # Adding 0 turns -0 into 0, its equal; a NaN has many bits, with either sign.
+    """Return int64 numbers that order like float32 scores, with tokens (int64) in the low bits. NaN is the largest score."""
+    # Adding 0 turns -0 into 0; NaNs have many bit patterns, with either sign.
     bits = torch.where(scores.isnan(), torch.nan, scores + 0.0).view(torch.int32).long()
     return (_in_order(bits) << 32) | (_LOW - tokens)
 
 
 def tokens_of(numbers: Tensor) -> Tensor:
-    """Read the tokens back, int64."""
+    """Return the tokens of packed numbers, int64."""
     return _LOW - (numbers & _LOW)
 
 
 def scores_of(numbers: Tensor) -> Tensor:
-    """Read the scores back, float32."""
+    """Return the scores of packed numbers, float32."""
     return _in_order(numbers >> 32).to(torch.int32).view(torch.float32)
 
 
 def _in_order(bits: Tensor) -> Tensor:
-    """Turn the bits of floats into whole numbers in the floats' order, and back."""
+    """Convert between the bits of floats and integers in the floats' order; the function is its own inverse."""
     return bits ^ ((bits >> 31) & _MAGNITUDE)
 
 
 def best_of_part(logits: Tensor, scales: Tensor | None, keys: Tensor | None, first: int) -> Tensor:
-    """Return each row's best token (see `pack`), int64 [rows], of consecutive ones from `first` on; logits: [rows, part].
-    The score is the logit where scales is None or the row's scale is 0, else that of `sampler.draw`."""
+    """Return each row's best token in a rank's shard, int64 [rows], see `pack`. logits: [rows, shard]. first: the shard's first
+    token. The score is the logit if scales is None or the row's scale is 0, else that of `sampler.draw`."""
     scores = logits.float()
     if scales is not None and keys is not None:
         drawn = scores * scales[:, None] - exponential(keys, logits.shape[1], first).log_()
@@ -65,44 +65,44 @@ def best_of_part(logits: Tensor, scales: Tensor | None, keys: Tensor | None, fir
 
 
 def winners(numbers: Tensor) -> Tensor:
-    """Choose among ranks: int64 [rows], NOT_A_TOKEN where a score is NaN. numbers: int64 [ranks, rows]."""
+    """Return the best token over ranks: int64 [rows], NOT_A_TOKEN if a score is NaN. numbers: int64 [ranks, rows]."""
     best = numbers.amax(dim=0)
     return torch.where(scores_of(best).isnan(), NOT_A_TOKEN, tokens_of(best))
 
 
 def most_likely(logits: Tensor, k: int, first: int, scales: Tensor | None = None) -> Tensor:
-    """Return the k most likely tokens of each row's part as int64 [rows, k], best first. scales: float32 [rows], or None."""
+    """Return each row's k most likely tokens in the shard, int64 [rows, k] (see `pack`), best first. scales: float32 [rows]."""
     own = logits.float()
     tokens = torch.arange(first, first + own.shape[1], device=own.device)
     at = pack(own if scales is None else own * scales[:, None], tokens).topk(k, dim=-1).indices
     return pack(own.gather(1, at), at + first)
 
 
-_NUMBER = 8  # Bytes of a candidate
+_NUMBER = 8  # Bytes per candidate
 
 
 def vocabulary_of(sampling: SamplingOps, size: int, ranks: Ranks) -> Vocabulary:
-    """Make the vocabulary, of `size` tokens, of one rank or of several. sampling: operations on logits of all of them."""
+    """Return a vocabulary of `size` tokens for one or several ranks. sampling: operations on logits of all tokens."""
     return WholeVocabulary(sampling) if ranks.size == 1 else RankedVocabulary(sampling, size, ranks)
 
 
 def join_logits(own: Tensor, size: int, ranks: Ranks) -> Tensor:
-    """Put the parts of all ranks side by side: [rows, size]. own: [rows, width], see `Model.compute_logits`."""
+    """Return the gathered logits of all ranks: [rows, size]. own: [rows, width], see `Model.compute_logits`."""
     parts, width = ranks.all_gather(own.contiguous()), own.shape[1]
     return torch.cat([part[:, : size - rank * width] for rank, part in enumerate(parts) if rank * width < size], 1)
 
 
 class RankedVocabulary:
-    """The `Vocabulary` of a rank that has the logits of its own tokens. All ranks call the same methods with the same rows."""
+    """`Vocabulary` of a rank that has the logits of its shard. All ranks call the same methods with the same rows."""
 
     def __init__(self, sampling: SamplingOps, size: int, ranks: Ranks) -> None:
-        """sampling: operations on logits of the whole vocabulary, of so many tokens."""
+        """sampling: operations on logits of the whole vocabulary. size: tokens of the vocabulary."""
         self._inner = sampling
         self._size = size
         self._ranks = ranks
         width = -(-size // ranks.size)
         self._first = ranks.rank * width
-        self._held = min(max(size - self._first, 0), width)  # Tokens of this rank; logits beyond them are -inf
+        self._held = min(max(size - self._first, 0), width)  # Tokens of this rank; further logits are -inf
         self._best = sampling.best_of_part or best_of_part
         self._winners = sampling.winners or winners
         self._gathers = Gathers()
@@ -118,11 +118,11 @@ class RankedVocabulary:
         return self._agree(self._best(logits, scales, keys, self._first))
 
     def _agree(self, best: Tensor) -> Tensor:
-        # In the middle of a prompt there are no rows, on any rank.
+        # In the middle of a prompt no rank has rows.
         return best if len(best) == 0 else self._winners(self._ranks.all_gather(best))
 
     def _filter(self, logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
-        """A `Filter` of fixed shapes, for graphs: of all rows, whichever filter."""
+        """Filter and draw for all rows, in fixed shapes for graphs; see `Filter`."""
         assert self._inner.filter is not None
         return self._inner.filter(join_logits(logits, self._size, self._ranks), others, keys, filters)
 
@@ -142,7 +142,7 @@ class RankedVocabulary:
         return sample(logits, draws, self._inner)
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
-        """See `Vocabulary`; the rows that change alone."""
+        """Return logits of only the changing rows; see `Vocabulary.changing`."""
         top_k = rows.top_k
         few = (top_k > 0) & self._fits(top_k, logits)
         self._gathers.candidates += int(few.sum())
@@ -157,16 +157,16 @@ class RankedVocabulary:
         return out.index_copy_(0, self._up(numpy.flatnonzero(~few), logits), whole)
 
     def _candidates(self, logits: Tensor, rows: ChangingRows) -> Tensor:
-        """Logits of the whole vocabulary, -inf but for each rank's most likely tokens, among which are the most likely of all."""
+        """Return logits of all tokens, -inf except for each rank's most likely ones, which include the most likely overall."""
         scales = upload(torch.from_numpy(rows.scales), logits.device)
         k = int(rows.top_k.max())
         numbers = torch.cat(self._ranks.all_gather(most_likely(self._some(logits, rows.at), k, self._first, scales)).unbind(), 1)
-        # A rank of few tokens sends some beyond the vocabulary.
+        # A rank with few tokens sends some beyond the vocabulary.
         out = logits.new_full((len(numbers), self._ranks.size * logits.shape[1]), -torch.inf)
         return out.scatter_(1, tokens_of(numbers), scores_of(numbers).to(out.dtype))[:, : self._size]
 
     def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
-        """See `Vocabulary`: the k best and a sum of exponentials by rank, where they are less than the row."""
+        """Score tokens, see `Vocabulary.score`. Ranks exchange the k best and a sum of exponentials if these are smaller."""
         if not self._fits(k, logits):
             return score(self.whole(logits, reason), tokens, k)
         own = logits.float()
@@ -190,7 +190,7 @@ class RankedVocabulary:
         return join_logits(logits, self._size, self._ranks)
 
     def filtered_in_graph(self, filters: NDArray[numpy.float32], num_rows: int) -> None:
-        """See `Vocabulary`; a graph gathers all of its rows."""
+        """Count a graph's gathers, see `Vocabulary`. A graph gathers all of its rows."""
         needs = numpy.bitwise_or.reduce(_needs_of(filters))
         self._count(numpy.full(num_rows, needs, dtype=numpy.int32))
 
@@ -206,7 +206,7 @@ class RankedVocabulary:
                 self._gathers.reasons[reason] += count
 
     def _fits(self, k: NDArray[numpy.float32] | int, logits: Tensor) -> NDArray[numpy.bool_] | bool:
-        """Whether k candidates of each rank are fewer bytes than its part of a row."""
+        """Return whether k candidates per rank take fewer bytes than its shard of a row."""
         fits: NDArray[numpy.bool_] | bool = _NUMBER * k <= logits.shape[1] * logits.element_size()
         return fits
 
@@ -218,7 +218,7 @@ class RankedVocabulary:
 
 
 def _needs_of(filters: NDArray[numpy.float32]) -> NDArray[numpy.int32]:
-    """What asks for filters, float32 [4, rows], see `TokenFilter`."""
+    """Return int32 [rows]: the needs that filters, float32 [4, rows] (see `TokenFilter`), imply."""
     active, top_k, top_p, log_min_p = filters
     top = numpy.where((active > 0) & ((top_k > 0) | (top_p < 1)), int(Need.TOP), 0)
     likely = numpy.where((active > 0) & (log_min_p > -numpy.inf), int(Need.MIN_P), 0)

@@ -1,4 +1,4 @@
-"""Sampling of one token per row of logits: what each row's parameters need, and a vocabulary split over ranks."""
+"""Sampling of one token per row of logits: needs of each row's parameters, draws, and the vocabulary interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headway.core.sampling.verification import AcceptDrafts, accept_drafts
 
 
 class Need(IntFlag):
-    """A part of what happens between a model's logits and a token."""
+    """Flag for a feature between a model's logits and a token."""
 
     TOP = 1
     MIN_P = 2
@@ -47,15 +47,15 @@ SHAPING = (
     | Need.PROCESSOR
     | Need.GRAMMAR
 )
-"""Needs for which the logits change before a token is chosen."""
+"""Needs that change the logits before a token is sampled."""
 FILTERING = Need.TOP | Need.MIN_P
-"""Needs that a kernel may serve in place of changed logits, see `SamplingOps.filter`."""
+"""Needs that a kernel may meet without changed logits, see `SamplingOps.filter`."""
 ON_HOST = Need.PROCESSOR | Need.GRAMMAR
-"""Needs for which the host must have seen the tokens before."""
+"""Needs for which the host must have seen the previous tokens."""
 OF_HISTORY = Need.PENALTY | Need.BAD_WORDS
-"""Needs for which the device must know the tokens before."""
+"""Needs for which the device must know the previous tokens."""
 OF_TOKENS = ON_HOST | OF_HISTORY | Need.PROMPT_LOGPROBS
-"""Needs for which an executor is told the tokens with which a sequence begins in a row."""
+"""Needs for which an executor receives the tokens with which a sequence begins in a row."""
 
 REASONS = {
     Need.TOP: "top_k or top_p",
@@ -70,16 +70,16 @@ REASONS = {
     Need.LOGPROBS: "logprobs",
     Need.PROMPT_LOGPROBS: "prompt_logprobs",
 }
-"""The words of a request for each need, for EngineStats."""
+"""Need -> name of the request parameter, for EngineStats."""
 
 
 def scale_of(params: SamplingParams) -> float:
-    """Return 1 / temperature, or 0 for greedy; never 0 or infinite as a float32, since it is multiplied with -inf and 0."""
+    """Return 1 / temperature, or 0 for greedy; never another 0 or infinite float32, as it is multiplied with -inf and 0."""
     return 0.0 if params.greedy else max(1 / max(params.temperature, 2.0**-100), 2.0**-100)
 
 
 def need_of(params: SamplingParams) -> Need:
-    """Everything that the parameters ask for."""
+    """Return all needs of the parameters."""
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     words = params.bad_words_token_ids or ()
     wanted_by = {
@@ -103,29 +103,29 @@ def need_of(params: SamplingParams) -> Need:
 
 
 def reasons_of(needs: int) -> tuple[str, ...]:
-    """The words of those that are set."""
+    """Return the parameter names of the needs that are set."""
     return tuple(text for need, text in REASONS.items() if needs & need)
 
 
 NOT_A_TOKEN = -1
-"""Stands for the token of a row whose logits hold a NaN."""
+"""Replaces the token of a row whose logits hold a NaN."""
 NO_TOKEN_LEFT = -2
-"""Stands for the token of a row in which no token may come."""
+"""Replaces the token of a row without any allowed token."""
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """Most likely token of each row of logits [rows, vocab_size]: int64 [rows], NOT_A_TOKEN where a logit is NaN."""
-    best, tokens = logits.max(dim=-1)  # NaN is the largest number to max
+    """Return the most likely token of each row of logits [rows, vocab_size]: int64 [rows], NOT_A_TOKEN if a logit is NaN."""
+    best, tokens = logits.max(dim=-1)  # max treats NaN as the largest number
     return torch.where(best.isnan(), NOT_A_TOKEN, tokens)
 
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(logits [rows, vocab_size], scales float32 [rows], keys int64 [rows]) -> one token a row, int64, like `draw`."""
+"""(logits [rows, vocab_size], scales float32 [rows], keys int64 [rows]) -> int64 [rows], one token per row, like `draw`."""
 
 
 def draw(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
-    """Draw from each row's softmax(logits * scale), the scale being 1 / temperature; equal keys draw equally."""
-    # The largest of logit - log(e), e drawn from Exp(1), is a draw from the softmax (Gumbel-max), and needs no sum over rows.
+    """Return a draw from each row's softmax(logits * scale), where scale = 1 / temperature. Equal keys give equal draws."""
+    # The argmax of logit - log(e), with e from Exp(1), is a draw from the softmax (Gumbel-max), without a sum over the row.
     noise = exponential(keys, logits.shape[-1])
     return (logits.float() * scales[:, None] - noise.log_()).argmax(dim=-1)
 
@@ -133,30 +133,32 @@ def draw(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
 Filter = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logits [rows, vocab_size], others int64 [rows], keys int64 [rows], filters float32 [4, rows]) -> tokens, int64 [rows].
 
-A column of filters is a `filtering.TokenFilter`: the token is drawn (see `draw`) among those that the filter keeps of the logits
-times its scale, NOT_A_TOKEN where a logit is NaN; a row of scale 0 has its token from `others`."""
+A column of filters is a `filtering.TokenFilter`. The token is drawn (see `draw`) among those that the filter keeps of the logits
+times its scale; NOT_A_TOKEN if a logit is NaN. A row of scale 0 gets its token from `others`.
+"""
 
 
 BestOfPart = Callable[[Tensor, Tensor | None, Tensor | None, int], Tensor]
-"""(logits [rows, part], scales and keys as `Draw` takes them or None, first token) -> int64 [rows], see `candidates`."""
+"""(logits [rows, shard], scales and keys as for `Draw` or None, first token) -> int64 [rows], see `ranked_vocabulary`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """Operations that choose tokens; kernels replace torch's where they are faster and choose the same."""
+    """Operations that sample tokens. Kernels replace torch's operations if they are faster and give the same tokens."""
 
     greedy: Callable[[Tensor], Tensor] = greedy
     draw: Draw = draw
     choose: Draw | None = None
-    """Both in one pass, where a kernel has it: like `draw`, but a row of scale 0 is greedy. NOT_A_TOKEN where a logit is NaN."""
+    """Draw and greedy in one kernel: like `draw`, but a row of scale 0 is greedy. NOT_A_TOKEN if a logit is NaN. None if missing.
+    """
     filter: Filter | None = None
-    """A draw from what top_k, top_p and min_p keep; None: rows that want one are changed by torch's operations, then drawn."""
+    """Draw from what top_k, top_p and min_p keep. None means that torch's operations change the logits before the draw."""
     best_of_part: BestOfPart | None = None
-    """What a rank finds in its part of the vocabulary; None: `candidates.best_of_part` does."""
+    """Best token of a rank's shard. None means `ranked_vocabulary.best_of_part`."""
     winners: Callable[[Tensor], Tensor] | None = None
-    """Chooses among what ranks have found; None: `candidates.winners` does."""
+    """Best token over ranks. None means `ranked_vocabulary.winners`."""
     accept_drafts: AcceptDrafts = accept_drafts
-    """Compares drafts with the tokens sampled in their positions."""
+    """Compares drafts with the tokens sampled at their positions."""
 
 
 TORCH_SAMPLING = SamplingOps()
@@ -164,20 +166,20 @@ TORCH_SAMPLING = SamplingOps()
 
 
 class Draws(NamedTuple):
-    """The scales, keys and filters by which the tokens of some rows are chosen."""
+    """Scales, keys and filters for sampling some rows."""
 
     scales: NDArray[numpy.float32]
-    """[rows]: 1 / temperature, 0 for greedy, and for rows that `filters` serves."""
+    """float32 [rows]: 1 / temperature. 0 for greedy rows, and for rows with `filters`."""
     keys: NDArray[numpy.int64]
-    """[rows]: what decides the random numbers, see `keys_of`."""
+    """int64 [rows]: keys of the random numbers, see `keys_of`."""
     filters: NDArray[numpy.float32] | None = None
-    """[4, rows]: a `TokenFilter` each, of scale 0 for rows without one; None: no row filters, or no `SamplingOps.filter`."""
+    """float32 [4, rows]: a `TokenFilter` per row, with scale 0 for none. None if no row filters, or without a kernel."""
 
 
 def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best: Tensor | None = None) -> Tensor:
-    """Next token of each row: int64 [rows], NOT_A_TOKEN where a logit is NaN.
-    logits: [rows, vocab_size]; best: what `greedy` made of them, where that is known. A row's token depends on its own logits,
-    scale and key only: neither batching, nor preemption, nor a token that is sampled in advance and dropped changes another."""
+    """Return the next token of each row: int64 [rows], NOT_A_TOKEN if a logit is NaN.
+    logits: [rows, vocab_size]. best: result of `greedy`, if known. A row's token depends only on its logits, scale and key:
+        batching, preemption, and dropped tokens that were sampled in advance do not change it."""
     if draws.filters is not None:
         return _filtered(logits, draws, draws.filters, ops, best)
     if not draws.scales.any():
@@ -188,7 +190,7 @@ def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best
         return ops.choose(logits, bits.view(torch.float64).float(), keys)
     best = ops.greedy(logits) if best is None else best
     rows = numpy.flatnonzero(draws.scales)
-    # One copy for all that the device needs of the host: a copy costs more than what it carries.
+    # One copy for all host data: a copy costs more than its content.
     packed = numpy.stack([rows, draws.keys[rows], draws.scales[rows].astype(numpy.float64).view(numpy.int64)])
     at, keys, bits = upload(torch.from_numpy(packed), logits.device)
     some = len(rows) < len(logits)
@@ -199,7 +201,7 @@ def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best
 
 def _filtered(logits: Tensor, draws: Draws, filters: NDArray[numpy.float32], ops: SamplingOps, best: Tensor | None) -> Tensor:
     assert ops.filter is not None
-    # Columns that were picked lie one after another: what kernels read are rows.
+    # Contiguous copies of the selected columns, because kernels read rows.
     bits = filters.astype(numpy.float64, order="C").view(numpy.int64)
     keys, *numbers = upload(torch.from_numpy(numpy.concatenate([draws.keys[None], bits])), logits.device)
     others = keys if filters[0].all() else sample(logits, draws._replace(filters=None), ops, best)
@@ -207,14 +209,14 @@ def _filtered(logits: Tensor, draws: Draws, filters: NDArray[numpy.float32], ops
 
 
 LANES = 128
-"""Columns from one number of a counter to its next: neighbouring counters are neighbouring columns, as a kernel reads them."""
+"""Columns between consecutive numbers of one counter: neighbouring counters are neighbouring columns, as kernels read them."""
 
 
 def exponential(keys: Tensor, num_tokens: int, first: int = 0) -> Tensor:
-    """Exp(1) numbers, float32 [rows, num_tokens], from counters instead of a generator's state (Salmon et al. 2011).
+    """Return Exp(1) numbers, float32 [rows, num_tokens], from counters instead of a generator's state (Salmon et al. 2011).
 
-    Each depends on its row's key and its token alone, so that a draw can be repeated, dropped, or made beside others without
-    changing any other. first: token of the first column.
+    Each depends only on its row's key and its token, so that a draw can be repeated, dropped, or batched without changing any
+    other. first: token of the first column.
     """
     before, skipped = divmod(first, 4 * LANES)
     groups = -(-(skipped + num_tokens) // (4 * LANES))
@@ -222,10 +224,10 @@ def exponential(keys: Tensor, num_tokens: int, first: int = 0) -> Tensor:
     counter = torch.arange(before * LANES, (before + groups) * LANES, device=keys.device), zero, zero, zero
     words = philox(counter, (keys[:, None] & _WORD, (keys[:, None] >> 32) & _WORD))
     bits = torch.stack([word.view(-1, groups, LANES) for word in words], dim=2).flatten(1)[:, skipped : skipped + num_tokens]
-    # All 32 bits, though a float32 near 1 holds only 24: small numbers keep their digits, and they decide the race. The step is
-    # a little under 2^-32, or the largest would round to 1, and the half step keeps 0 out: both have no finite logarithm.
+    # All 32 bits, though a float32 near 1 holds only 24: small numbers keep their digits, and they decide the argmax. The step is
+    # slightly below 2^-32, or the largest number would round to 1, and the half step excludes 0: neither has a finite logarithm.
     uniform = bits.float() * (2.0**-32 - 2.0**-56) + 2.0**-33
-    return -torch.log1p(-uniform)  # which has the digits of a small number, where log(1 - u) has lost them
+    return -torch.log1p(-uniform)  # log1p keeps the digits of small numbers, which log(1 - u) loses
 
 
 _WORD = 0xFFFFFFFF
@@ -233,10 +235,10 @@ _Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
-    """Philox4x32-7 (Salmon et al. 2011): 7 rounds are the fewest that its authors found to pass every test of BigCrush.
+    """Return Philox4x32-7 random numbers (Salmon et al. 2011): 7 rounds are the fewest that pass every test of BigCrush.
 
-    A counter gives four numbers with two products of 32 bits a round, which a GPU multiplies at once. Words are int64 from 0 to
-    2^32 - 1, for torch has no arithmetic of uint32; a product wraps around, but the bits that are read of it are right.
+    A counter gives four numbers, with two 32-bit multiplications per round, which are fast on a GPU. Words are int64 from 0 to
+    2^32 - 1, because torch has no uint32 arithmetic; a multiplication wraps around, but the bits used are correct.
     """
     (a, b, c, d), (left, right) = counter, key
     for _ in range(7):
@@ -248,7 +250,7 @@ def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
 
 
 def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[int] | NDArray[Any]) -> NDArray[numpy.uint64]:
-    """Keys, which decide the draws of rows: SplitMix64 (Steele et al. 2014) of seed and position, uint64 [rows]."""
+    """Return the keys of draws: SplitMix64 (Steele et al. 2014) of seed and position, uint64 [rows]."""
 
     def mix(x: NDArray[Any]) -> NDArray[Any]:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -261,112 +263,112 @@ def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[in
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Return the seed of one completion, the request's own for the first; the others are keys of positions that no token has,
-    since seed + index would be another request's seed."""
+    """Return the seed of one completion: the request's seed for the first, keys of unused positions for the others, since seed +
+    index would be another request's seed."""
     return seed if index == 0 else int(keys_of([seed], [-index])[0])
 
 
 def _unsigned(values: Sequence[int] | NDArray[Any]) -> NDArray[numpy.uint64]:
     if isinstance(values, numpy.ndarray):
         return values.astype(numpy.uint64)
-    # Seeds are whole numbers of any sign, and a derived one may be more than an int64 holds.
+    # Seeds are integers of any sign, and a derived one may exceed an int64.
     return numpy.array([each % 2**64 for each in values], dtype=numpy.uint64)
 
 
 class ChangingRows(NamedTuple):
-    """Rows of logits that change before their tokens are chosen, in host memory."""
+    """Rows of logits that change before their tokens are sampled, in host memory."""
 
     at: NDArray[numpy.int64]
-    """[changing]: which of the step's rows each is."""
+    """int64 [changing]: index among the step's rows."""
     needs: NDArray[numpy.int32]
-    """[changing]: its `Need`s."""
+    """int32 [changing]: `Need` flags."""
     filters: NDArray[numpy.float32]
-    """[4, any]: columns that are a `TokenFilter` each."""
+    """float32 [4, any]: a `TokenFilter` per column."""
     columns: NDArray[numpy.int64]
-    """[changing]: which of them is its own."""
+    """int64 [changing]: column of `filters` for each row."""
 
     @property
     def scales(self) -> NDArray[numpy.float32]:
-        """1 / temperature, of rows that filter: float32 [changing]."""
+        """float32 [changing]: 1 / temperature of rows that filter."""
         scales: NDArray[numpy.float32] = self.filters[0, self.columns]
         return scales
 
     @property
     def top_k(self) -> NDArray[numpy.float32]:
-        """How many of the most likely tokens are all that a row's token depends on, float32 [changing]; 0: it depends on all."""
+        """float32 [changing]: number of most likely tokens on which a row's token depends. 0 means all."""
         top_k: NDArray[numpy.float32] = self.filters[1, self.columns] * (self.needs & SHAPING & ~FILTERING == 0)
         return top_k
 
     def only(self, some: NDArray[numpy.bool_]) -> ChangingRows:
-        """Return some of them."""
+        """Return a subset of the rows."""
         return ChangingRows(self.at[some], self.needs[some], self.filters, self.columns[some])
 
 
 @dataclass
 class Gathers:
-    """Counts of what ranks have put together so that tokens could be chosen."""
+    """Counts of logits that ranks gathered for sampling."""
 
     rows: int = 0
-    """Rows whose logits were gathered whole."""
+    """Rows whose logits were gathered in full."""
     candidates: int = 0
-    """Rows of which each rank has sent its most likely tokens alone."""
+    """Rows for which each rank sent only its most likely tokens."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Rows that were gathered whole, by what asked for it; a row with several reasons counts under each."""
+    """Rows gathered in full, by parameter; a row with several counts under each."""
 
 
 class Vocabulary(Protocol):
-    """What chooses tokens from the logits that a model computes, [rows, width]."""
+    """Samples tokens from the logits that a model computes, [rows, width]."""
 
     @property
     def sampling(self) -> SamplingOps:
         """Operations on such logits, which may be captured."""
 
     def sample(self, logits: Tensor, draws: Draws, best: Tensor | None = None) -> Tensor:
-        """Choose a token for each row: see `sampler.sample`."""
+        """Return a token for each row; see `sampler.sample`."""
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
-        """Return logits of the whole vocabulary, of the changed rows or all; -inf where a row's token does not depend on them."""
+        """Return logits of all tokens, for all or only the changing rows; -inf where a row's token does not depend on them."""
 
     def sample_changed(self, logits: Tensor, draws: Draws) -> Tensor:
-        """Choose a token for each row of logits of the whole vocabulary."""
+        """Return a token for each row of logits of the whole vocabulary."""
 
     def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
-        """Score tokens: see `logprobs.score`. reason: what asks for it."""
+        """Return the scores of tokens; see `logprobs.score`. reason: parameter that needs them."""
 
     def whole(self, logits: Tensor, reason: str) -> Tensor:
-        """Return the logits of all rows over the whole vocabulary. reason: what asks for it."""
+        """Return the logits of all rows over the whole vocabulary. reason: parameter that needs them."""
 
     def filtered_in_graph(self, filters: NDArray[numpy.float32], num_rows: int) -> None:
-        """Take note that a graph of num_rows rows filters. filters: float32 [4, rows], see `Draws`."""
+        """Count the gathers of a graph with filters and num_rows rows. filters: float32 [4, rows], see `Draws`."""
 
     def take_gathers(self) -> Gathers | None:
-        """Return what ranks have put together since the last call; None where there is one rank."""
+        """Return the gathers since the last call; None with one rank."""
 
 
 class WholeVocabulary:
-    """The vocabulary of one rank: logits are those of all tokens."""
+    """Vocabulary of one rank, whose logits cover all tokens."""
 
     def __init__(self, sampling: SamplingOps) -> None:
         self.sampling = sampling
         self.sample: Callable[..., Tensor] = partial(sample, ops=sampling)
-        """See `Vocabulary`: nothing stands between a step and its choice."""
+        """`sampler.sample` with these operations, without a wrapper's cost."""
         self.sample_changed = self.sample
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
-        """See `Vocabulary`; all rows, as they are."""
+        """Return all logits unchanged; see `Vocabulary.changing`."""
         return logits
 
     def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
-        """See `Vocabulary`."""
+        """Return the scores of tokens; see `logprobs.score`."""
         return score(logits, tokens, k)
 
     def whole(self, logits: Tensor, reason: str) -> Tensor:
-        """See `Vocabulary`."""
+        """Return the logits unchanged."""
         return logits
 
     def filtered_in_graph(self, filters: NDArray[numpy.float32], num_rows: int) -> None:
-        """See `Vocabulary`."""
+        """Do nothing: one rank gathers nothing."""
 
     def take_gathers(self) -> Gathers | None:
-        """See `Vocabulary`."""
+        """Return None, because one rank gathers nothing."""
         return None

@@ -1,4 +1,4 @@
-"""The form that a completion is to have: a JSON schema, a regular expression, one of several texts, or a grammar."""
+"""Structured output of a request: a JSON schema, a regular expression, one of several texts, or a grammar."""
 
 from __future__ import annotations
 
@@ -15,44 +15,43 @@ from headway.core.system.text import shown
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 MOST_FORM_BYTES: Final = 2**20
-"""Bytes of a form that is written as JSON with ASCII characters alone."""
+"""Maximum bytes of a structured output, written as ASCII JSON."""
 _ELSEWHERE: Final = {"json_schema": "it is called json"}
 MOST_SCHEMA_LEVELS: Final = 120
-"""Levels of objects and arrays of a JSON schema; llguidance's parser of JSON takes 124."""
+"""Maximum nesting of objects and arrays in a JSON schema; llguidance's JSON parser supports 124."""
 
 
 def _without_backend(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keywords of a call without those of vLLM's that choose how a form is compiled, which changes no answer."""
+    """Return the keywords of a call without vLLM's keywords that select a backend, which does not change the result."""
     return {name: value for name, value in given.items() if name not in ("backend", "disable_fallback")}
 
 
 @knows_its_fields(_ELSEWHERE, "docs/sampling.md", _without_backend)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form of a completion. Exactly one of the first six is given; names and meanings are vLLM's."""
+    """Structured output of a completion. Exactly one of the first six is given; names and meanings are vLLM's."""
 
     json: str | Mapping[str, Any] | None = None
-    """A JSON schema, as a dict or as its text."""
+    """A JSON schema, as a dict or as text."""
     regex: str | None = None
-    """A regular expression that the whole text matches, as ECMA-262 defines them: classes are ASCII unless the flag u is set."""
+    """An ECMA-262 regular expression that the whole text matches. Classes are ASCII unless the flag u is set."""
     choice: Sequence[str] | None = None
-    """Texts of which the completion is one."""
+    """Texts, one of which is the completion."""
     grammar: str | None = None
     """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
     json_object: bool | None = None
     structural_tag: str | Mapping[str, Any] | None = None
-    """Free text with parts that have a form, as xgrammar describes them, as a dict or as its text: {"format": {...}}."""
+    """Free text with structured parts, in xgrammar's format, as a dict or as text: {"format": {...}}."""
     disable_any_whitespace: bool = False
-    """JSON without whitespace between its parts."""
+    """True for JSON without whitespace between its parts."""
     disable_additional_properties: bool = False
-    """No properties in objects that a JSON schema does not name, where it does not say whether there may be others."""
+    """True to forbid properties that a JSON schema does not name, unless the schema itself allows or forbids others."""
     whitespace_pattern: str | None = None
-    """A regular expression for the whitespace within JSON. None: at most one space, tab or line break; r"[ \t
-    \r]*": any."""
+    """A regular expression for the whitespace within JSON. None means at most one space, tab or line break."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
-        """Make a form from a request's structured_outputs, named in errors. :raises ConfigError: an unknown field, bad value."""
+        """Return the structured output for a request's fields. :raises ConfigError: if a field is unknown or a value is bad."""
         try:
             refuse_unknown(cls.__name__, fields, cls.__dataclass_fields__, _ELSEWHERE, "docs/sampling.md")
         except ConfigError as error:
@@ -97,7 +96,7 @@ class StructuredOutputsParams:
             object.__setattr__(self, field, parse_json(given, f"structured_outputs.{field}"))
 
     def _check_size(self, kind: str) -> None:
-        """Check that the form can be handed to another process and to llguidance, whose reader of JSON calls itself."""
+        """Check that the structured output can be passed to another process, and to llguidance's recursive JSON parser."""
         if _deeper(self.json if self.structural_tag is None else self.structural_tag, MOST_SCHEMA_LEVELS):
             raise ConfigError(f"structured_outputs.{kind}", f"at most {MOST_SCHEMA_LEVELS} levels of objects and arrays", "more")
         try:
@@ -113,17 +112,17 @@ class StructuredOutputsParams:
 
     @cached_property
     def key(self) -> str:
-        """The form as JSON, equal for equal forms. The order of a schema's properties belongs to the form."""
+        """The structured output as JSON, equal for equal ones. The order of a schema's properties matters."""
         return json.dumps([getattr(self, field) for field in self.__dataclass_fields__], default=dict)
 
 
 def may_be_closed(schema: Any) -> bool:
-    """Return whether properties that a JSON schema does not name can be forbidden: not if several of its parts name some."""
+    """Return whether unnamed properties of a JSON schema can be forbidden: not if several of its parts name some."""
     return not any(word in json.dumps(schema, default=dict) for word in ('"allOf"', '"dependentSchemas"', '"if"'))
 
 
 def _deeper(value: Any, most: int) -> bool:
-    """Whether objects and arrays are nested in more than `most` levels; also for one that contains itself."""
+    """Return whether objects and arrays are nested in more than `most` levels, or contain themselves."""
     level = [value]
     for _ in range(most + 1):
         level = list({id(item): item for each in level for item in _parts(each)}.values())
@@ -139,5 +138,5 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _has_halves(text: str) -> bool:
-    """Whether a text holds half of a surrogate pair, as Python reads bytes of a command line that are no UTF-8."""
+    """Return whether a text holds an unpaired surrogate, as Python decodes command-line bytes that are not UTF-8."""
     return any("\ud800" <= sign <= "\udfff" for sign in text)

@@ -1,4 +1,4 @@
-"""Verification of drafts: those are accepted that the model has sampled itself, up to the first that it has not."""
+"""Verification of drafts: a draft is accepted if the model sampled the same token, up to the first mismatch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from headway.core.contract.kernel import upload
 
 
 class Verified(NamedTuple):
-    """The outcome of a verification, on the device."""
+    """Outcome of a verification, on the device."""
 
     tokens: Tensor
-    """int64 [rows, drafts + 2]: the tokens sampled after the newest one and after each draft, and at the end how many of them
-    are accepted: drafts, and the token after them. One tensor, for a copy to the host costs more than what it carries."""
+    """int64 [rows, drafts + 2]: the tokens sampled after the newest one and after each draft, then the number of accepted tokens
+    (drafts, and the token after them). One tensor, because a copy to the host costs more than its content."""
     newest: Tensor
     """int64 [rows]: the last accepted token."""
 
@@ -26,9 +26,10 @@ AcceptDrafts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def accept_drafts(sampled: Tensor, ids: Tensor, recomputed: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
-    """Compare drafts with the tokens sampled in their positions: `Verified.tokens`; what follows the width of a row is void.
-    ids: the query tokens of each sequence; the first `recomputed` of them are not new. sampled: what came after each of them. The
-    last accepted token goes to the sequence's row of newest."""
+    """Compare drafts with the tokens sampled at their positions. Returns `Verified.tokens`; entries past a row's width are
+    invalid.
+    ids: query tokens of each sequence, of which the first `recomputed` are not new. sampled: tokens sampled after each of them.
+        newest: receives the last accepted token in the sequence's row."""
     width, recomputed = sampled.shape[1], recomputed[:, None]
     columns = torch.arange(width, device=sampled.device)
     accepted = (sampled[:, :-1] == ids[:, 1:]) | (columns[:-1] < recomputed)
@@ -38,18 +39,16 @@ def accept_drafts(sampled: Tensor, ids: Tensor, recomputed: Tensor, rows: Tensor
 
 
 def verify(tokens: Tensor, drafts: Sequence[Sequence[int]]) -> Verified:
-    """Compare drafts with the tokens sampled in their positions, without waiting for the device.
-
-    tokens: int64 [sum of drafts + 1], row by row. A draw depends on seed and position alone, so a draft that equals what is drawn
-    in its position is what would have been drawn without drafts: neither greedy nor drawn tokens change, and no draft is accepted
-    by chance (compare Leviathan et al. 2023, who accept more of them and keep the distribution only).
-    """
+    """Return the verification of drafts against the tokens sampled at their positions, without waiting for the device.
+    tokens: int64 [sum of drafts + 1], row by row. A draw depends only on seed and position, so an accepted draft is the token
+        that would have been drawn without drafts: greedy and drawn tokens stay the same, and no draft is accepted by chance
+        (compare Leviathan et al. 2023, who accept more drafts but preserve only the distribution)."""
     most = max(map(len, drafts))
-    # One copy: where each row's tokens begin, and its drafts; what fills up a row equals no token.
+    # One copy holds the start of each row's tokens, and its drafts; padding equals no token.
     starts = torch.tensor([0, *(len(guessed) + 1 for guessed in drafts)])[:-1].cumsum(0)
     padded = torch.tensor([[*guessed, *[-2] * (most - len(guessed))] for guessed in drafts]).view(len(drafts), most)
     packed = upload(torch.cat([starts[:, None], padded], dim=1), tokens.device)
     indices = packed[:, :1] + torch.arange(most + 1, device=tokens.device)
-    sampled = tokens[indices.clamp_max(len(tokens) - 1)]  # beyond a row's own tokens nothing is accepted
+    sampled = tokens[indices.clamp_max(len(tokens) - 1)]  # tokens past a row's own are never accepted
     counts = (sampled[:, :-1] == packed[:, 1:]).long().cumprod(1).sum(1, keepdim=True) + 1
     return Verified(torch.cat([sampled, counts], dim=1), sampled.gather(1, counts - 1)[:, 0])

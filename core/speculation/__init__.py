@@ -1,1 +1,1 @@
-"""Speculation without a draft model: proposers that guess tokens, and the times of steps by which guesses pay or not."""
+"""Speculative decoding without a draft model: proposers of draft tokens, and step times by which drafts pay off or not."""

@@ -1,4 +1,4 @@
-"""Proposers of draft tokens that Headway brings, and the step times by which the number of drafts is chosen."""
+"""Built-in proposers of draft tokens, and the step times by which the number of drafts is chosen."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import NamedTuple
 from headway.core.contract.sampling_plugins import ProposerInfo, ProposerOptions
 
 WIDTHS = (2, 4, 8)
-"""Query tokens of a sequence whose guesses are verified, rounded up to what graphs are captured for."""
+"""Query tokens per sequence in captured verifications; other numbers are rounded up."""
 MAX_VERIFIED = 256
-"""Query tokens of the largest verification that is captured."""
+"""Maximum query tokens of a captured verification."""
 PLAIN = 1
-"""Stands for steps for which no guesses were sought."""
+"""Width of a step for which no drafts were requested."""
 UNGUESSED = 0
-"""Stands for steps for which guesses were sought and none was found: the host waited in vain for the step before."""
+"""Width of a step for which the proposers found no drafts: the host waited for the previous step in vain."""
 
 _RATE, _FALL = 0.1, 0.3
-"""Weight of the newest time in a running mean, and of one below the mean. The second is larger because other work on the machine
-only makes steps longer, and because a width that seems too slow is seldom tried again."""
-_OUTLIER = 1.5  # Largest multiple of the mean that the time of one step counts as: what took longer was something else
-_NEEDED = 4  # Steps after which a mean is used; until then the least of them, since the first ones take longer
+"""Weight of the newest time in a running mean, and of a time below the mean. The second is larger because other work on the
+machine only makes steps longer, and because a width that seems too slow is seldom tried again."""
+_OUTLIER = 1.5  # Maximum of a step's time, as a multiple of the mean: a longer step was delayed by something else
+_NEEDED = 4  # Steps before a mean is used; until then the minimum is kept, because the first steps take longer
 
 AttentionTime = Callable[[int, int, int], float]
 """Microseconds of a step's attention, infinite if unknown: (sequences, query tokens of each, cached and new tokens of each)."""
 
 
 def width_of(query_len: int) -> int:
-    """The width of a step whose longest verification has this many query tokens."""
+    """Return the width of a step whose longest verification has this many query tokens."""
     return next((width for width in WIDTHS if width >= query_len), query_len)
 
 
 def is_captured(num_seqs: int, query_len: int) -> bool:
-    """Whether verification by so many sequences of so many query tokens is captured: by widths, at powers of two of sequences."""
+    """Return whether a graph is captured for this verification: captures are by width, at powers of two of sequences."""
     return width_of(query_len) << (num_seqs - 1).bit_length() <= MAX_VERIFIED
 
 
 @cache
 def size_class(num_seqs: int) -> int:
-    """The class of steps that take about as long as those of this many sequences: two classes to an octave."""
+    """Return the class of steps that take about as long as steps of this many sequences: two classes per octave."""
     return round(2 * math.log2(num_seqs))
 
 
@@ -49,12 +49,12 @@ class StepTimes:
     """Seconds of a step by its number of sequences and its width."""
 
     def __init__(self, attention: AttentionTime | None = None) -> None:
-        """attention: looked up in a crossover table; None: there is no table."""
+        """attention: looks up times in a crossover table. None means no table."""
         self._attention = attention
         self._means: dict[tuple[int, int], tuple[float, int]] = {}  # Mean seconds and number of steps, by size class and width
 
     def note(self, num_seqs: int, width: int, seconds: float) -> None:
-        """Note the seconds from the end of the step before to the end of a step of this width."""
+        """Record the seconds from the end of the previous step to the end of a step of this width."""
         key = size_class(num_seqs), width
         mean, count = self._means.get(key, (seconds, 0))
         if count < _NEEDED:
@@ -65,10 +65,10 @@ class StepTimes:
         self._means[key] = mean + rate * (seconds - mean), count + 1
 
     def of(self, num_seqs: int, widths: Iterable[int], kv_len: int = 1) -> dict[int, float]:
-        """Seconds of a step by its width, PLAIN among them; empty where steps of its size without guesses have not been measured.
+        """Return the seconds of a step by width, PLAIN first. Empty if plain steps of its size have not been measured.
 
-        PLAIN comes first. A width that has not been measured takes as long as a step without guesses, plus the additional time of
-        attention by the crossover table; without a table it counts as equally long until it has been tried.
+        An unmeasured width is estimated as a plain step plus the additional attention time in the crossover table; without a
+        table, as a plain step.
         """
         plain = self._measured(num_seqs, PLAIN)
         if plain is None:
@@ -86,18 +86,18 @@ class StepTimes:
         return plain + (1e-6 * max(longer, 0.0) if math.isfinite(longer) else 0.0)
 
     def is_measured(self, num_seqs: int, width: int) -> bool:
-        """Whether the time of a width is more than an estimate."""
+        """Return whether the time of a width is measured rather than estimated."""
         return self._measured(num_seqs, width) is not None
 
     def forget(self, num_seqs: int) -> None:
-        """Measure steps of this size with guesses anew: what made them slow may be over, and no other step would show it."""
+        """Forget the times of this size with drafts: the cause of slow steps may be over, and no other step would show it."""
         middle = size_class(num_seqs)
         for size, width in list(self._means):
             if abs(size - middle) <= 1 and width != PLAIN:
                 del self._means[size, width]
 
     def _measured(self, num_seqs: int, width: int) -> float | None:
-        """The mean seconds of steps of this size, or of a neighbouring class; None: not measured."""
+        """Return the mean seconds of steps of this size, or of a neighbouring class; None if not measured."""
         middle, means = size_class(num_seqs), self._means
         for size in (middle, middle - 1, middle + 1):
             found = means.get((size, width))
@@ -106,12 +106,12 @@ class StepTimes:
         return None
 
 
-_ANCHORS = (3, 1)  # Lengths of the n-grams whose places are kept, the longest first
-_MOST_PLACES = 32  # Latest places of an n-gram that are looked at: they bound a guess's cost and its counts' exactness
+_ANCHORS = (3, 1)  # Lengths of the indexed n-grams, longest first
+_MOST_PLACES = 32  # Latest places of an n-gram to examine: bounds the cost of a draft and the precision of counts
 
 
 class Guess(NamedTuple):
-    """Tokens that may follow. score: the sum of their probabilities, which is how many of them are expected to hold."""
+    """A draft. score: the sum of its tokens' probabilities, which is the expected number of accepted tokens."""
 
     tokens: list[int]
     score: float
@@ -121,12 +121,12 @@ NOTHING = Guess([], 0.0)
 
 
 class SuffixIndex:
-    """Finds where a stretch of a text occurred before, and what followed: the counts of a suffix tree without the tree.
+    """Index of earlier occurrences of a token sequence and of their continuations: the counts of a suffix tree without the tree.
 
-    A suffix tree that grows token by token keeps a node for every prefix of every suffix, or pays for keeping fewer. What is
-    needed here, how often each token followed the longest match, can be read from the places where the match occurred. So the
-    text itself is kept, and an index of its short n-grams; the places are narrowed down token by token, as a descent through the
-    tree would do. Only the newest text grows, at its end; texts are dropped whole, the oldest first.
+    A suffix tree that grows token by token has a node for every prefix of every suffix, or extra cost to avoid them. The needed
+    counts, how often each token followed the longest match, can be read from the places of the match. So the index holds the text
+    and the places of its short n-grams, and narrows the places down token by token, as a descent in the tree would. Only the
+    newest text grows, at its end; texts are dropped as a whole, oldest first.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class SuffixIndex:
         first = len(text)
         text += tokens
         for size in _ANCHORS:
-            # An n-gram is noted once something follows it: the one at the end of the text when the text grows.
+            # An n-gram is indexed once a token follows it: the last one when the text grows.
             for end in range(max(first, size), len(text)):
                 listed = places.setdefault(tuple(text[end - size : end]), [])
                 listed.append((self._newest, end))
@@ -153,7 +153,7 @@ class SuffixIndex:
                     del listed[:_MOST_PLACES]
 
     def drop_oldest(self) -> int:
-        """Forget the oldest text; returns its number of tokens."""
+        """Forget the oldest text. Returns its number of tokens."""
         number = next(iter(self._texts))
         text = self._texts.pop(number)
         for size in _ANCHORS:
@@ -170,13 +170,13 @@ class SuffixIndex:
 
     @property
     def num_ngrams(self) -> int:
-        """Different n-grams in the index."""
+        """Number of distinct n-grams in the index."""
         return len(self._places)
 
     def guess(self, context: Sequence[int], depth: int, most: int, factor: float, least: float) -> Guess:
-        """Guess what follows the longest match of the context's end: the most frequent token, then the one after it, and so on.
-        depth: tokens of the longest match. most: most tokens to guess. factor: most guesses for each token of the match.
-        least: the probability below which a path is not followed further (Oliaro et al. 2024, arXiv 2411.04975)."""
+        """Return the continuation of the longest match of the context's end: repeatedly the most frequent next token.
+        depth: maximum length of the match, in tokens. most: maximum number of draft tokens. factor: maximum number of draft
+            tokens per matched token. least: minimum probability of the continuation (Oliaro et al. 2024, arXiv 2411.04975)."""
         places, length = self._longest_match(context, depth)
         if not places:
             return NOTHING
@@ -197,7 +197,7 @@ class SuffixIndex:
         return Guess(tokens, score)
 
     def _longest_match(self, context: Sequence[int], depth: int) -> tuple[list[tuple[int, int]], int]:
-        """The places where the longest match of the context's end ends, and the length of that match."""
+        """Return the end places of the longest match of the context's end, and its length."""
         size = len(context)
         for length in _ANCHORS:
             listed = self._places.get(tuple(context[size - length :])) if size >= length else None
@@ -217,7 +217,7 @@ class SuffixIndex:
 
 
 class FinishedOutputs:
-    """Finished outputs, as many as fit into a number of tokens."""
+    """The newest finished outputs, up to a total number of tokens."""
 
     def __init__(self, most_tokens: int) -> None:
         self.occurrences = SuffixIndex()
@@ -225,7 +225,7 @@ class FinishedOutputs:
         self._held = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Remember an output, and forget the oldest ones that no longer fit."""
+        """Add an output, and forget the oldest outputs until the rest fits."""
         if len(tokens) < 2:  # no token follows another
             return
         tokens = tokens[-self._most :]
@@ -237,7 +237,7 @@ class FinishedOutputs:
 
 
 class NgramProposer:
-    """Prompt lookup (Saxena 2023): what followed the last few tokens earlier in the same sequence may follow them again."""
+    """Prompt lookup (Saxena 2023): proposes what followed the last few tokens earlier in the same sequence."""
 
     def __init__(self, longest: int = 4) -> None:
         self._longest = longest
@@ -247,11 +247,11 @@ class NgramProposer:
 
 
 class SequenceNgrams:
-    """N-grams of one sequence, each with the position after its latest occurrence, the nearest to what comes next."""
+    """N-grams of one sequence, each with the position after its latest occurrence."""
 
     def __init__(self, longest: int) -> None:
         self._after: list[dict[int, int]] = [{} for _ in range(longest)]
-        """For each length, the position after an n-gram by the hash of the n-gram."""
+        """For each length, hash of an n-gram -> the position after it."""
         self._num_read = 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
@@ -259,24 +259,24 @@ class SequenceNgrams:
         end = len(token_ids)
         for size in range(min(len(self._after), end - 1), 0, -1):
             position = self._after[size - 1].get(hash(tuple(token_ids[end - size :])))
-            # Different n-grams with the same hash are told apart here: a wrong guess would be refused, but it would cost time.
+            # Detects hash collisions: a wrong draft would be rejected, but would cost time.
             if position is not None and token_ids[position - size : position] == token_ids[end - size :]:
                 return token_ids[position : position + most]
         return ()
 
     def _read(self, token_ids: Sequence[int]) -> None:
-        """Note the n-grams that a token follows: all but those which end with the newest token."""
+        """Index the n-grams that a token follows: all except n-grams that end with the newest token."""
         for size, after in enumerate(self._after, start=1):
             for end in range(max(self._num_read, size), len(token_ids)):
                 after[hash(tuple(token_ids[end - size : end]))] = end
         self._num_read = len(token_ids)
 
     def finish(self, token_ids: Sequence[int]) -> None:
-        """See SequenceProposer."""
+        """Do nothing; see SequenceProposer.finish."""
 
 
 class SuffixProposer:
-    """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), by the counts of each sequence and of all finished outputs."""
+    """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) with the counts of each sequence and of all finished outputs."""
 
     def __init__(self, options: ProposerOptions | None = None) -> None:
         self._options = options or ProposerOptions()
@@ -287,7 +287,7 @@ class SuffixProposer:
 
 
 class SequenceSuffixes:
-    """The suffixes of one sequence, beside those of finished outputs, which all sequences share."""
+    """Suffixes of one sequence, with the suffixes of finished outputs, which all sequences share."""
 
     def __init__(self, options: ProposerOptions, remembered: FinishedOutputs, num_prompt_tokens: int) -> None:
         self._options = options
@@ -298,7 +298,7 @@ class SequenceSuffixes:
         self._num_read = 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
-        """Return the better of two guesses, by the tokens expected to hold; see SequenceProposer."""
+        """Return the draft with the higher expected number of accepted tokens: from this sequence, or from finished outputs."""
         self._own.append(token_ids[self._num_read :])
         self._num_read = len(token_ids)
         context = token_ids[-self._options.suffix_decoding_max_tree_depth :]
@@ -324,4 +324,4 @@ BUILTIN = (
         "suffix", "what most often followed the longest match, in the same sequence and in finished outputs", SuffixProposer
     ),
 )
-"""The built-in proposers; `speculate` takes their names."""
+"""The built-in proposers; `speculate` accepts their names."""

@@ -1,1 +1,1 @@
-"""The operating system: child processes, files that appear whole, errors in words, logs, escaped text, provenance."""
+"""The operating system: child processes, atomic file writes, error texts, logs, escaped text, provenance."""

@@ -1,4 +1,4 @@
-"""Child processes that answer in lines of JSON; one that crashes, hangs, prints or exits harms nobody else."""
+"""Child processes that answer with lines of JSON. If a child crashes, hangs, prints or exits, the parent is unaffected."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, TextIO
 
-_TAIL = 300  # Characters kept of a dead process's last line
-_DUMP_SECONDS = 0.5  # Seconds in which a process that hangs may write its stack
+_TAIL = 300  # Maximum characters of a dead process's last line
+_DUMP_SECONDS = 0.5  # Seconds for a hanging process to write its stack
 _DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class ChildDied(Exception):
-    """The child has ended, or has not answered in time; the text says how it ended and ends with its last line on stderr."""
+    """Error that the child has ended, or has not answered in time. The text says how, with its last line on stderr."""
 
     def __init__(self, how: str, stderr: str = "", timed_out: bool = False) -> None:
-        """stderr: what the child has printed to it."""
+        """stderr: the child's stderr output."""
         lines = [line.strip()[-_TAIL:] for line in stderr.splitlines() if line.strip()]
         last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
         super().__init__(f"{how}: {last}" if last else how)
@@ -36,7 +36,7 @@ class ChildDied(Exception):
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code of `subprocess` in words: "was killed by SIGSEGV", "exited with code 3"."""
+    """Return the text of a `subprocess` exit code: "was killed by SIGSEGV", "exited with code 3"."""
     if code >= 0:
         return f"exited with code {code}"
     with contextlib.suppress(ValueError):
@@ -45,7 +45,7 @@ def how_it_ended(code: int) -> str:
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module under this Python."""
+    """Return the command that runs a module with this Python."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -55,10 +55,10 @@ def module_path() -> str:
 
 
 class Child:
-    """A child process in a session of its own that answers lines of JSON by lines of JSON; its stderr is kept for errors."""
+    """A child process in a separate session that answers lines of JSON with lines of JSON. Its stderr is saved for errors."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """:raises OSError: the process cannot be started."""
+        """Start the process. :raises OSError: if it cannot be started."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by stop)
         self._rest = b""
         try:
@@ -81,12 +81,12 @@ class Child:
         self.stop()
 
     def ask(self, request: object, timeout: float) -> dict[str, Any]:
-        """Send a request and return its answer. :raises ChildDied: the process ends, or takes more than `timeout` seconds."""
+        """Send a request and return its answer. :raises ChildDied: if the process ends, or takes more than `timeout` seconds."""
         self.send(request)
         return self.answer(timeout)
 
     def send(self, request: object) -> None:
-        """Write a request; that the process has ended shows only in `answer`."""
+        """Write a request. If the process has ended, only `answer` reports it."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -94,7 +94,7 @@ class Child:
 
     def answer(self, timeout: float | None) -> dict[str, Any]:
         """Return the next line that is a JSON object. timeout: seconds, or None.
-        :raises ChildDied: the process has ended, or has not answered for `timeout` seconds; it is stopped then."""
+        :raises ChildDied: if the process ended, or did not answer within `timeout` seconds, after which it is stopped."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -122,20 +122,20 @@ class Child:
         streams: list[IO[bytes] | None] = [self.process.stdin, self.process.stdout]
         for stream in streams:
             if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # bytes that were still to be sent
+                with contextlib.suppress(BrokenPipeError):  # bytes that were not sent yet
                     stream.close()
         self._errors.close()
         self._rest = b""
 
     def stderr_text(self) -> str:
-        """Return all that the process has printed to stderr."""
+        """Return the process's stderr output so far."""
         if self._errors.closed:
             return ""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")
 
     def _dump_stack(self) -> None:
-        """Have a process that uses faulthandler write its stack to stderr."""
+        """Make a process that uses faulthandler write its stack to stderr."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             self.process.send_signal(signal.SIGABRT)
             self.process.wait(_DUMP_SECONDS)
@@ -157,19 +157,19 @@ class Child:
 
 
 def open_replies() -> TextIO:
-    """Open a child's stream of answers, from within the child; whatever is printed to stdout goes to stderr from now on."""
+    """Return a child's stream of answers, from within the child. Other output to stdout goes to stderr from now on."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return replies
 
 
 def reply(stream: TextIO, message: Mapping[str, Any]) -> None:
-    """Send one answer, from within the child."""
+    """Send an answer to the parent, from within the child."""
     print(json.dumps(message), file=stream, flush=True)
 
 
 def message_of(line: str | bytes) -> Any:
-    """Return the message in a line from a child process; file names need not be UTF-8. :raises ValueError: any other output."""
+    """Return the message in a line from a child process; file names need not be UTF-8. :raises ValueError: for other output."""
     try:
         return json.loads(line)
     except RecursionError:
@@ -177,6 +177,6 @@ def message_of(line: str | bytes) -> Any:
 
 
 def die_with_parent() -> None:
-    """End this process when its parent ends, however that happens (on Linux; elsewhere the input ends)."""
+    """End this process when its parent ends for any reason (on Linux; elsewhere the input ends)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)

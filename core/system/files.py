@@ -1,4 +1,4 @@
-"""Reading the user's text files, and writing files and folders that appear whole or not at all."""
+"""Reading of users' text files, and atomic writing of files and folders."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ import platformdirs
 
 log = logging.getLogger("headway")
 
-_LITTLE = 64 * 2**20  # Free bytes below which a folder counts as full: the kernels of one model may take as many
+_LITTLE = 64 * 2**20  # Minimum free bytes of a folder: the kernels of one model may take as much
 
 
 def cache_folder() -> Path:
-    """Return $HEADWAY_CACHE where it is set, else `headway` in the user's cache folder on this operating system."""
+    """Return $HEADWAY_CACHE if it is set, else `headway` in the user's cache folder on this operating system."""
     if os.environ.get("HEADWAY_CACHE"):
         return Path(os.environ["HEADWAY_CACHE"])
     return platformdirs.user_cache_path("headway", appauthor=False)
 
 
 def kernel_folders() -> tuple[Path, Path]:
-    """Return the folders of compiled kernels: of CUDA C++, and of Triton, which is $TRITON_CACHE_DIR where that is set."""
+    """Return the folders of compiled kernels: for CUDA C++, and for Triton, where $TRITON_CACHE_DIR takes precedence."""
     chosen = os.environ.get("TRITON_CACHE_DIR")
     return cache_folder() / "kernels", Path(chosen) if chosen else cache_folder() / "triton"
 
 
 def obstacle(folder: Path) -> str:
-    """Return why no file can be kept in a folder, which need not exist yet; empty where one can."""
+    """Return why files cannot be stored in a folder, which need not exist yet. Empty if they can."""
     parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not parent.is_dir():
         return f"{parent} is not a folder"
@@ -48,26 +48,26 @@ def obstacle(folder: Path) -> str:
 
 @cache
 def warn_unwritable(folder: Path, why: str) -> None:
-    """Warn once that compiled kernels are not kept, and what that costs."""
+    """Warn once that compiled kernels are not cached, with the cost."""
     log.warning(
-        "kernel cache: %s cannot be written (%s): every process compiles its kernels again, a second or so each; HEADWAY_CACHE "
-        "names another folder",
+        "kernel cache: %s cannot be written (%s): every process recompiles its kernels, about a second each; set HEADWAY_CACHE "
+        "to another folder",
         folder,
         why,
     )
 
 
-_PART = ".headway-part"  # End of the names of files and folders that are not complete yet
+_PART = ".headway-part"  # Suffix of incomplete files and folders
 _SHARED, _PRIVATE = 0o666, 0o600
 LARGEST_TEXT = 1 << 28
-"""Bytes of the largest text file that is read. A table of 20,000 cells takes 10 MiB."""
+"""Maximum bytes of a text file to read. A table of 20,000 cells takes 10 MiB."""
 
 
 def read_text(path: Path) -> str:
-    """Read a user's UTF-8 text file; a pipe is read to its end. :raises OSError, UnicodeDecodeError: unreadable, or too large."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # to open a pipe that nobody writes into would wait for ever
+    """Return the content of a user's UTF-8 file or pipe. :raises OSError, UnicodeDecodeError: if unreadable or too large."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe without a writer would otherwise block forever
     mode = os.fstat(handle).st_mode
-    if stat.S_ISDIR(mode):  # an error of fdopen would not name it
+    if stat.S_ISDIR(mode):  # fdopen's error would not name the path
         os.close(handle)
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     with os.fdopen(handle, "rb") as file:
@@ -81,17 +81,16 @@ def read_text(path: Path) -> str:
 
 
 def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False, private: bool = False) -> None:
-    """Write a file whole or not at all: no reader sees half a file, and a failed write leaves the old one unchanged.
+    """Write a file atomically: readers never see half a file, and a failed write leaves the old file unchanged.
 
-    A symbolic link stays one: the file that it points to is written. The mode and the owner of an existing file are kept. A
-    character device or a FIFO is written into and never replaced. Incomplete files that a killed process has left in the folder
-    are removed. content: pieces of the file, in order. durable: the file is on the disk when this returns, so that a loss of
-    power neither takes an old file nor leaves an empty one. private: nobody but this user may read the file, whatever the umask
-    and an existing file's mode.
+    For a symbolic link, the target is written. An existing file keeps its mode and owner. A character device or FIFO is written
+    to and never replaced. Incomplete files of killed processes in the folder are removed.
 
-    :raises OSError: the file cannot be written, and nothing is left of it; or the path is a folder, a block device, a socket, a
-        read-only file, or a file of another owner, whom only root can keep.
-    """
+    content: parts of the file, in order. durable: True to wait until the file is on disk, so that a power loss neither removes
+        the old file nor leaves an empty one. private: True to let only this user read the file, whatever the umask and an
+        existing file's mode.
+    :raises OSError: if the file cannot be written, and nothing of it remains; or if the path is a folder, a block device, a
+        socket, a read-only file, or a file of another owner, which only root can preserve."""
     try:
         old = os.stat(path)
     except FileNotFoundError:
@@ -110,7 +109,7 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False,
             os.fchmod(handle, _PRIVATE)
         elif old is not None:
             if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-                with contextlib.suppress(PermissionError):  # the group is none of this user's
+                with contextlib.suppress(PermissionError):  # this user is not in the group
                     os.fchown(handle, old.st_uid if os.geteuid() == 0 else -1, old.st_gid)
             os.fchmod(handle, stat.S_IMODE(old.st_mode))
         if durable:
@@ -120,13 +119,10 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False,
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which appears as `target` when the block ends without an exception; else nothing is left of it.
+    """Yield a folder to fill. It appears as `target` when the block ends without an exception; otherwise it is removed.
 
-    Incomplete folders that a killed process has left beside it are removed. Where another process has made `target` meanwhile,
-    that one stays.
-
-    :raises OSError: the folder cannot be made.
-    """
+    Incomplete folders of killed processes next to it are removed. If another process has made `target` meanwhile, that one stays.
+    :raises OSError: if the folder cannot be made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     clean(target.parent)
     part = _part_name(target)
@@ -145,7 +141,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user may enter. :raises PermissionError: another user's. :raises OSError: impossible."""
+    """Make a folder that only this user may enter. :raises PermissionError: if another user owns it. :raises OSError: if it
+    fails."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.stat().st_uid
     if owner != os.geteuid():
@@ -154,7 +151,7 @@ def make_private(folder: Path) -> None:
 
 
 def clean(folder: Path) -> list[Path]:
-    """Remove incomplete files and folders of killed processes; those of living processes stay. Returns what was removed."""
+    """Remove incomplete files and folders of killed processes, but not of living ones. Returns the removed paths."""
     found = []
     with contextlib.suppress(OSError):
         for part in folder.glob(f".*{_PART}"):
@@ -169,7 +166,7 @@ def clean(folder: Path) -> list[Path]:
                 else:
                     part.unlink(missing_ok=True)
                 found.append(part)
-            except OSError:  # held, or not ours to remove
+            except OSError:  # locked, or not permitted
                 continue
             finally:
                 os.close(handle)
@@ -178,7 +175,7 @@ def clean(folder: Path) -> list[Path]:
 
 @cache
 def clean_once(folder: Path) -> None:
-    """Call `clean` once for each folder."""
+    """Call `clean` once per folder."""
     clean(folder)
 
 
@@ -188,13 +185,13 @@ def _part_name(path: Path) -> Path:
 
 @contextmanager
 def _part_file(path: Path, mode: int) -> Iterator[tuple[Path, int]]:
-    """Yield a new file beside another, locked meanwhile, then removed unless renamed. mode: the file's, less the umask."""
+    """Yield a new file next to `path`, locked meanwhile, then removed unless renamed. mode: the file's mode before the umask."""
     while True:
         part = _part_name(path)
         handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:  # else another process removed it between the two calls, as a dead one's
+        if os.fstat(handle).st_nlink:  # else another process removed it between the two calls, as if its writer were dead
             break
         os.close(handle)
     try:
@@ -205,7 +202,7 @@ def _part_file(path: Path, mode: int) -> Iterator[tuple[Path, int]]:
 
 
 def _check_replaceable(path: Path, old: os.stat_result) -> None:
-    """:raises PermissionError: the file may not be written, or belongs to another user and could not be given back."""
+    """Check that a file can be replaced. :raises PermissionError: if it is read-only, or its owner could not be preserved."""
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     if os.geteuid() not in (0, old.st_uid):
@@ -213,7 +210,7 @@ def _check_replaceable(path: Path, old: os.stat_result) -> None:
 
 
 def _write_into(path: Path, content: Sequence[bytes | memoryview], old: os.stat_result) -> None:
-    """Write into a character device or a FIFO."""
+    """Write to a character device or a FIFO."""
     if stat.S_ISDIR(old.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not (stat.S_ISCHR(old.st_mode) or stat.S_ISFIFO(old.st_mode)):

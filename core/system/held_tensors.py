@@ -1,4 +1,4 @@
-"""The tensors that an object holds, found by walking its fields, each under the path that leads to it."""
+"""Search for the tensors that an object holds, by walking its fields, with the path of each."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_OWN = "headway."  # Modules whose objects are entered; so are torch's modules, and Python's own containers
+_OWN = "headway."  # Modules whose objects are searched, besides torch's modules and Python's own containers
 
 
 def held_tensors(*roots: object) -> dict[str, Tensor]:
-    """Return path -> tensor (`0.layers.3.norm.weight`) reachable from objects of Headway or torch; the first path counts.
+    """Return path -> tensor (`0.layers.3.norm.weight`) reachable from objects of Headway or torch. The first path counts.
 
-    Objects whose class sets `borrows` refer to tensors of others, and are not entered.
+    Objects whose class sets `borrows` refer to tensors of others, and are not searched.
     """
     found: dict[str, Tensor] = {}
-    seen: dict[int, object] = {}  # holds what properties make, so that no id is given to another object meanwhile
+    seen: dict[int, object] = {}  # holds what properties return, so that no id is reused meanwhile
     waiting: list[tuple[str, object]] = [(str(number), root) for number, root in enumerate(roots)]
     while waiting:
         path, value = waiting.pop()
@@ -34,7 +34,7 @@ def held_tensors(*roots: object) -> dict[str, Tensor]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, object]]:
-    """What an object holds; nothing if it is not one of those that are entered."""
+    """Yield the names and values in an object; nothing if it is not searched."""
     if getattr(type(value), "borrows", False):
         return
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""JSON files of pydantic models: written whole or not at all, read with an error that names the first fault."""
+"""JSON files of pydantic models: written atomically, read with an error that names the first fault."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def write_json(model: BaseModel, path: Path, option: str = "--output") -> None:
-    """Write a model whole or not at all. option: its command-line option, for errors. :raises ConfigError: not writable."""
+    """Write a model to a file atomically. option: its command-line option, for errors. :raises ConfigError: if not writable."""
     write_bytes(f"{model.model_dump_json(by_alias=True, indent=1)}\n".encode(), path, option)
 
 
 def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
-    """Write a user's file whole. option: its name in errors. :raises ConfigError: it cannot be written; an old one stays."""
+    """Write a user's file atomically. option: its name in errors. :raises ConfigError: if it fails; the old file stays."""
     try:
         write_whole(path, content, durable=True)
     except OSError as error:
@@ -30,7 +30,8 @@ def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
 
 
 def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") -> Model:
-    """Read a file of `write_json`. written_by: its command, for errors. :raises ConfigError: missing, not JSON, or invalid."""
+    """Return a file of `write_json` as a model. written_by: its command, for errors.
+    :raises ConfigError: if it is missing, not JSON, or invalid."""
     need = f"a file that {written_by} wrote" if written_by else f"a JSON file of schema {schema}"
     try:
         return parse_model(read_text(path), kind, str(path), any_number=True)
@@ -48,14 +49,14 @@ def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") 
 
 
 class ResultFile(BaseModel):
-    """The results of one run of a command. A subclass names its schema by the default of `schema_` (alias "schema")."""
+    """Results of one run of a command. A subclass names its schema by the default of `schema_` (alias "schema")."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     written_by: ClassVar[str] = ""
-    """The command that writes such files, where an error should name it."""
+    """Command that writes such files, for errors."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file of this kind. :raises ConfigError: see `read_json`."""
+        """Return the results in a file. :raises ConfigError: see `read_json`."""
         schema: Any = cls.model_fields["schema_"].default
         return read_json(path, cls, schema, cls.written_by)

@@ -1,4 +1,4 @@
-"""JSON that others wrote: the one reader of files, requests and options, with its limits."""
+"""Reader of untrusted JSON, for files, requests and options, with limits."""
 
 from __future__ import annotations
 
@@ -18,31 +18,29 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="BaseModel")
 _LEAST: Final = -(2**63)
 _MOST: Final = 2**64 - 1
-_LEVELS: Final = 200  # Levels of objects and arrays that pydantic's reader takes
-_LONG_LIST: Final = 16  # Items from which on a list of numbers is checked as a whole
+_LEVELS: Final = 200  # Maximum nesting of objects and arrays in pydantic's reader
+_LONG_LIST: Final = 16  # Minimum length of a list of numbers that is checked as a whole
 _LONGEST_PATH: Final = 200
 _NAMES: Final = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-"""Type in Python -> its name in JSON."""
+"""Python type -> its name in JSON."""
 
 
 BODY: Final = "the body"
-"""What errors call a text that is a request's body."""
+"""Name of a request's body in errors."""
 
 
 class JsonError(ConfigError):
-    """A text that is not JSON, or JSON of another kind than is needed."""
+    """Error for a text that is not JSON, or is JSON of another type than needed."""
 
 
 def parse_json(text: str | bytes, source: str, kind: type | None = None, *, any_number: bool = False) -> Any:
-    """Read JSON in UTF-8, perhaps after a byte order mark. Of a name that an object has twice the last value counts.
+    """Return the value of UTF-8 JSON, with an optional byte order mark. If an object repeats a name, the last value counts.
 
-    source: the file or field that holds the text, for the error. kind: dict or list, which the value must be; None takes any
-    value. any_number: take NaN, Infinity and integers of more than 64 bits too. Python's json writes them, and configurations of
-    models hold them.
-
-    :raises JsonError: not JSON, nested in more than 200 levels, not of `kind`, or a number that JSON's other readers lose; with
-        the place in the text, or the path of the value.
-    """
+    source: file or field that holds the text, for the error. kind: dict or list, the needed type; None accepts any value.
+        any_number: True to accept NaN, Infinity and integers of more than 64 bits, which Python's json writes and model
+        configurations contain.
+    :raises JsonError: if it is not JSON, has more than 200 levels, is not of `kind`, or has a number that other readers lose. The
+        error has the place in the text, or the path of the value."""
     needed = f"a JSON {_NAMES[kind]}" if kind else "JSON"
     try:
         found = from_json((text.encode() if isinstance(text, str) else text).removeprefix(codecs.BOM_UTF8))
@@ -60,13 +58,13 @@ def parse_json(text: str | bytes, source: str, kind: type | None = None, *, any_
 
 
 def parse_model(text: str | bytes, kind: type[Model], source: str = "", *, any_number: bool = False) -> Model:
-    """Read JSON as a pydantic model. source: see `parse_json`; empty for a request's body.
-    :raises JsonError: see `parse_json`. :raises pydantic.ValidationError: a field has another type."""
+    """Return JSON as a pydantic model. source: see `parse_json`; empty for a request's body.
+    :raises JsonError: see `parse_json`. :raises pydantic.ValidationError: if a field has another type."""
     return kind.model_validate(parse_json(text, source, dict, any_number=any_number))
 
 
 def _check_numbers(value: object, before: str) -> None:
-    """Check the numbers in a value. before: prefix of the path in errors. :raises JsonError: not finite, or beyond 64 bits."""
+    """Check the numbers in a value. before: prefix of the path in errors. :raises JsonError: if not finite, or over 64 bits."""
     if not _all_fit(value):
         path, number = next(_unfit(value, ""))
         place = f"{before}{harmless(path[:_LONGEST_PATH])}".removesuffix(": ")
@@ -74,7 +72,7 @@ def _check_numbers(value: object, before: str) -> None:
 
 
 def _all_fit(value: object) -> bool:
-    """Return whether every number in a value is finite and of at most 64 bits. Each request passes here, so no paths are made."""
+    """Return whether every number in a value is finite and has at most 64 bits. Fast, because every request is checked."""
     rest: list[Any] = [[value]]
     add, least, most, infinity = rest.append, _LEAST, _MOST, math.inf
     for each in rest:
@@ -100,9 +98,9 @@ def _all_fit(value: object) -> bool:
 
 
 def _are_small(values: list[Any]) -> bool:
-    """Return whether values such as the token ids of a prompt are numbers of less than 64 bits, at the speed of C."""
+    """Return whether values such as a prompt's token ids are all numbers of less than 64 bits. Runs at the speed of C."""
     try:
-        return math.hypot(*values) < -_LEAST  # at least the largest of them
+        return math.hypot(*values) < -_LEAST  # at least as large as the largest value
     except (TypeError, OverflowError):
         return False
 
@@ -112,7 +110,7 @@ def _fits(number: float) -> bool:
 
 
 def _unfit(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers that do not fit, and their paths."""
+    """Yield the paths and the numbers that do not fit."""
     if isinstance(value, int | float):
         if not _fits(value):
             yield path, value

@@ -1,4 +1,4 @@
-"""The log of Headway: how commands write it to stderr, tracebacks of other people's errors, warnings that are given once."""
+"""Headway's log: output of commands to stderr, tracebacks of foreign exceptions, one-time warnings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _QUIET: Final = ("transformers", "torch", "huggingface_hub")  # Libraries whose 
 
 
 class LogFormatter(logging.Formatter):
-    """Shows control characters as escapes, for messages hold names that somebody else wrote."""
+    """Formatter that escapes control characters, because messages contain untrusted names."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line, with control characters as escapes."""
+        """Return the record's line, with control characters escaped."""
         return harmless(super().format(record), keep="\n\t")
 
 
@@ -36,18 +36,18 @@ def log_to_stderr(level: int, name: str = "headway") -> None:
 
 
 def log_traceback(what: str, error: BaseException) -> None:
-    """Log the traceback of an exception that a user sees as one line: at -v, and with $HEADWAY_DEBUG=1."""
+    """Log the traceback of an exception that a user sees as one line, at -v or with $HEADWAY_DEBUG=1."""
     log.log(logging.WARNING if os.environ.get("HEADWAY_DEBUG") == "1" else logging.INFO, "%s raised:", what, exc_info=error)
 
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning that is not repeated, for instance not for each layer and phase."""
+    """Log a warning only once, for example not for each layer and phase."""
     log.warning("%s", text)
 
 
 def blame(error: BaseException, backend: str, phase: Phase, work: str) -> HeadwayError:
-    """Return our own error unchanged, any other wrapped with the backend (as "backend triton"), the phase and the shapes."""
+    """Return a HeadwayError unchanged, any other error wrapped with the backend (such as "backend triton"), phase and shapes."""
     if isinstance(error, HeadwayError):
         return error
     log_traceback(backend, error)

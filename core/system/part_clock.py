@@ -1,4 +1,4 @@
-"""Where the seconds of something long go, part by part."""
+"""Clock that divides the seconds of a long task among its parts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from contextlib import AbstractContextManager, contextmanager
 
 
 class PartClock:
-    """Seconds by part. What runs inside another part counts as its own, and not as the other's, too."""
+    """Seconds per part. Time in a nested part counts only for the nested part."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._began = clock()
         self._ended: float | None = None
-        self._open: list[float] = []  # For each part that has begun and not ended, the seconds of the parts inside
+        self._open: list[float] = []  # For each open part, the seconds of its nested parts
         self.seconds: dict[str, float] = {}
-        """Part -> seconds, in the order in which parts ended first."""
+        """Part -> seconds, in the order in which parts first ended."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count what runs inside as a part. A name that comes again adds to it."""
+        """Time the block as a part. A repeated name adds to its seconds."""
         began = self._clock()
         self._open.append(0.0)
         try:
@@ -34,7 +34,7 @@ class PartClock:
     def within(
         self, name: str, make: Callable[[], AbstractContextManager[object]] | None
     ) -> Callable[[], AbstractContextManager[object]] | None:
-        """A function that makes the same contexts as `make`, whose insides count as a part; None for None."""
+        """Return a function that makes the same contexts as `make` and times them as a part. None for None."""
         if make is None:
             return None
 
@@ -46,16 +46,16 @@ class PartClock:
         return timed
 
     def end(self) -> None:
-        """Take the whole's time."""
+        """Stop the total time."""
         self._ended = self._clock()
 
     @property
     def whole(self) -> float:
-        """Seconds since the beginning, until `end`."""
+        """Seconds from the start to `end`, or to now."""
         return (self._clock() if self._ended is None else self._ended) - self._began
 
     def __str__(self) -> str:
-        """The whole and its parts, the longest first; what takes less than a tenth of a second is the rest's."""
+        """Return the total and its parts, longest first. Parts below 0.1 s are merged into the rest."""
         named = {name: seconds for name, seconds in self.seconds.items() if seconds >= 0.1}
         parts = [f"{name} {seconds:.1f}" for name, seconds in sorted(named.items(), key=lambda part: -part[1])]
         rest = self.whole - sum(named.values())

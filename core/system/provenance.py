@@ -1,4 +1,4 @@
-"""What a result was made with: the commit and version of this code, versions of libraries and compilers, the name of the CPU."""
+"""Provenance of a result: commit and version of this code, versions of libraries and compilers, name of the CPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict
 from headway.core.system.text import harmless
 
 COMMIT_VARIABLE = "HEADWAY_COMMIT"
-"""Environment variable that names the commit of a copy of the sources without git's folder, such as one in a container."""
+"""Environment variable with the commit, for copies of the sources without a git folder, such as in a container."""
 _SHORT = 12
 _UNKNOWN = "unknown"
-"""The version of sources that are not installed."""
+"""Version of sources that are not installed."""
 _SECONDS = 10
 PTXAS, NVRTC, CUBLAS = "ptxas", "nvrtc", "cublas"
 _RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")
@@ -30,25 +30,25 @@ _RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")
 
 
 def command_line(*program: str) -> str:
-    """Return the command that is running, as typed after `program` ("headway"); bytes that are no text appear as escapes."""
+    """Return the running command, as typed after `program` ("headway"), with undecodable bytes escaped."""
     return harmless(shlex.join([*(program or ("headway",)), *sys.argv[1:]]), keep="\n\t")
 
 
 class Origin(BaseModel):
-    """The code that made a result."""
+    """Identity of the code that produced a result."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: str
     """Version of the distribution headway."""
     commit: str | None = None
-    """The checkout's commit, twelve digits; None where the package was installed from elsewhere."""
+    """Commit of the checkout, twelve digits. None if the package was installed from elsewhere."""
     modified: bool = False
-    """True where tracked files differed from that commit."""
+    """True if tracked files differed from that commit."""
 
     @classmethod
     def here(cls) -> Origin:
-        """Identify the code that is running: by git where the package lies in a checkout, else by $HEADWAY_COMMIT."""
+        """Return the origin of the running code, from git in a checkout, else from $HEADWAY_COMMIT."""
         try:
             version = metadata.version("headway")
         except metadata.PackageNotFoundError:
@@ -65,7 +65,7 @@ class Origin(BaseModel):
 
 
 def _git(root: Path, *words: str) -> str | None:
-    """Return what git prints; None where git is missing or fails."""
+    """Return git's output, or None if git is missing or fails."""
     try:
         found = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -74,7 +74,7 @@ def _git(root: Path, *words: str) -> str | None:
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return distribution -> version for those that are installed, read from package metadata without importing any."""
+    """Return distribution -> version for installed distributions, from package metadata, without importing them."""
     found = {}
     for name in names:
         try:
@@ -85,10 +85,10 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def compiler_versions(capability: tuple[int, int]) -> dict[str, str]:
-    """Return name -> version of what makes or brings machine code for GPUs in this process: Triton's ptxas, NVRTC and cuBLAS.
+    """Return name -> version of the compilers and libraries of GPU code in this process: Triton's ptxas, NVRTC and cuBLAS.
 
-    Of ptxas with its path: "12.8.93 (/usr/bin/ptxas)". One that is not installed is left out. No GPU is used. capability: compute
-    capability of the GPU; Triton has a ptxas of its own for some.
+    For ptxas with its path: "12.8.93 (/usr/bin/ptxas)". What is not installed is left out. No GPU is used. capability: compute
+    capability of the GPU, for some of which Triton has a separate ptxas.
     """
     found = {
         PTXAS: _ptxas_version(10 * capability[0] + capability[1]),
@@ -104,32 +104,32 @@ def _ptxas_version(arch: int) -> str:
 
         path = get_ptxas(arch).path
         return f"{_release_of(path)} ({path})"
-    except Exception:  # absent, of another build, or a file that $TRITON_PTXAS_PATH names and that cannot run
+    except Exception:  # absent, another build, or a file from $TRITON_PTXAS_PATH that does not run
         return ""
 
 
 @cache
 def _release_of(path: str) -> str:
-    """Return the version that a ptxas prints, to the last number: of two that call themselves 12.8, code may differ."""
+    """Return the full version that ptxas prints: two builds that both print 12.8 may generate different code."""
     printed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
     releases = [exact or short for exact, short in _RELEASE.findall(printed)]
     return max(releases, key=len, default=_UNKNOWN)
 
 
 def _nvrtc_version() -> str:
-    """Return NVRTC's version, major and minor, by which compiled kernels are kept as well."""
+    """Return NVRTC's version, major.minor, which is also part of the key of cached kernels."""
     try:
         from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
-    except Exception:  # the loader of CUDA libraries raises classes of its own
+    except Exception:  # the CUDA loader raises exceptions of its own classes
         return ""
     return f"{major}.{minor}"
 
 
 @cache
 def _cublas_version() -> str:
-    """Return the version of the cuBLAS that torch calls; empty without one. No handle is made."""
+    """Return the version of torch's cuBLAS, empty without one. Makes no handle."""
     import torch
 
     try:
@@ -142,7 +142,7 @@ def _cublas_version() -> str:
 
 
 def cpu_name() -> str:
-    """Return the name of the CPU's model where the system tells it, else its architecture."""
+    """Return the model name of the CPU if the system reports it, else its architecture."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -150,5 +150,5 @@ def cpu_name() -> str:
 
 
 def interpreted() -> bool:
-    """True where Triton's kernels run under its interpreter, on a CPU."""
+    """Return whether Triton's kernels run in its interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,7 +1,7 @@
-"""A ring of slots in shared memory: one process writes messages, several read every one of them, in order.
+"""Ring buffer of slots in shared memory: one process writes messages, and several processes each read all of them, in order.
 
-A reader that waits looks again and again for a moment and then sleeps, until the writer wakes it through a pipe. The memory and
-the pipes have no names: nothing is left of them when the last process that has them ends, however it ends.
+A waiting reader polls for a moment and then sleeps until the writer wakes it through a pipe. The memory and the pipes have no
+names: nothing remains once the last process that uses them ends, for any reason.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from typing import Final, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-_LINE: Final = 8  # Numbers of 64 bits in a cache line: what one process writes shares no line with what another one does
+_LINE: Final = 8  # 64-bit numbers per cache line: processes write to separate cache lines
 _WRITTEN, _READ, _ASLEEP, _BEATS, _STEPS, _DONE, _CALLS = range(7)
-"""Numbers of a line. The writer's: messages written. A reader's: messages read; whether it sleeps; and its `LifeSigns`."""
-_HEADER: Final = 16  # Bytes before the content of a slot: the length of the whole message, and of the part that the slot holds
-_PAUSE: Final = 0.0002  # Seconds between two looks of a writer that waits for a slot
-_NAP: Final = 0.2  # Seconds that a reader sleeps at most before it looks again
+"""Indexes in a line. The writer's: messages written. A reader's: messages read, whether it sleeps, and its `LifeSigns`."""
+_HEADER: Final = 16  # Bytes before the content of a slot: lengths of the whole message and of the part in the slot
+_PAUSE: Final = 0.0002  # Seconds between two checks of a writer that waits for a slot
+_NAP: Final = 0.2  # Maximum seconds that a reader sleeps before it checks again
 
 _let_others_run: Final[Callable[[], object]] = getattr(os, "sched_yield", partial(time.sleep, 0))
 _fence_lock: Final = Lock()
 
 
 def _fence() -> None:
-    """Order what was written to memory before with what comes after: a lock is the one fence that Python has."""
+    """Order earlier memory writes before later ones. A lock is the only memory fence in Python."""
     with _fence_lock:
         pass
 
 
 class RingSize(NamedTuple):
-    """The shape of a ring, which all its processes must know."""
+    """Shape of a ring, equal in all its processes."""
 
     num_readers: int
     num_slots: int = 8
     slot_bytes: int = 64 * 1024
-    """Bytes of a message that one slot holds; a longer one goes through several."""
+    """Bytes of a message per slot; a longer message takes several slots."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,52 +52,52 @@ class RingSize(NamedTuple):
 
 
 def shared_memory(num_bytes: int) -> int:
-    """Make memory without a name that other processes may be handed; return its file descriptor, which the caller closes."""
+    """Return the file descriptor of new unnamed memory for sharing with other processes. The caller closes it."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("headway-ring")
     else:
-        with tempfile.TemporaryFile() as file:  # it has no name, either
+        with tempfile.TemporaryFile() as file:  # unnamed too
             descriptor = os.dup(file.fileno())
     os.truncate(descriptor, num_bytes)
     return descriptor
 
 
 class LifeSigns:
-    """The signs of life of one reader's process, which the writer's process reads: numbers that only grow."""
+    """Heartbeat and progress of one reader's process, which the writer's process reads: numbers that only grow."""
 
     def __init__(self, line: NDArray[numpy.int64]) -> None:
         self._line = line
 
     def beat(self) -> None:
-        """Say that the process lives; called by a thread of its own."""
+        """Record a heartbeat; called by a separate thread."""
         self._line[_BEATS] += 1
 
     def begin_step(self) -> None:
-        """Say that a step begins."""
+        """Record that a step begins."""
         self._line[_STEPS] += 1
 
     def end_step(self) -> None:
-        """Say that the step has been launched."""
+        """Record that the step has been launched."""
         self._line[_DONE] += 1
 
     def call(self) -> None:
-        """Say that the process enters a call in which all ranks meet."""
+        """Record that a collective call begins."""
         self._line[_CALLS] += 1
 
     @property
     def beats(self) -> int:
-        """Signs of life so far."""
+        """Number of heartbeats so far."""
         return int(self._line[_BEATS])
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """How far the process is: steps begun, steps launched, and calls in which all ranks meet."""
+        """Progress of the process: steps begun, steps launched, collective calls."""
         steps, done, calls = self._line[_STEPS : _CALLS + 1].tolist()
         return steps, done, calls
 
     @property
     def step_text(self) -> str:
-        """The step that the process is in, or has run last, in words."""
+        """Text that names the current or last step of the process."""
         steps, done, _ = self.place
         return f"in step {steps}" if steps > done else f"after step {steps}" if steps else "before the first step"
 
@@ -107,11 +107,11 @@ class _Ring:
         self._size = size
         self._memory = mmap.mmap(descriptor, size.num_bytes)
         numbers = numpy.frombuffer(self._memory, dtype=numpy.int64, count=(1 + size.num_readers) * _LINE)
-        self._lines = numbers.reshape(1 + size.num_readers, _LINE)  # The writer's line, and one for each reader
+        self._lines = numbers.reshape(1 + size.num_readers, _LINE)  # The writer's line, then one per reader
         self._first_slot = numbers.nbytes
 
     def progress_of(self, reader: int) -> LifeSigns:
-        """The signs of life of a reader; -1: those of the writer itself."""
+        """Return the heartbeat and progress of a reader. -1 means the writer."""
         return LifeSigns(self._lines[1 + reader])
 
     def _slot(self, message: int) -> int:
@@ -119,10 +119,10 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The one writer of a ring."""
+    """The only writer of a ring."""
 
     def __init__(self, descriptor: int, size: RingSize, wake_pipes: list[int]) -> None:
-        """descriptor: of `shared_memory`. wake_pipes: for each reader the descriptor of a pipe's end that wakes it."""
+        """descriptor: file descriptor from `shared_memory`. wake_pipes: descriptor of the write end of each reader's pipe."""
         super().__init__(descriptor, size)
         self._wake_pipes = wake_pipes
         self._reads = self._lines[1:, _READ]
@@ -130,7 +130,7 @@ class RingWriter(_Ring):
         self._written = 0
 
     def write(self, message: bytes, check: Callable[[], None]) -> None:
-        """Write a message; wait while a reader has not read its slot. check: called meanwhile; its error drops the message."""
+        """Write a message, waiting while a reader has not read its slot. check: called meanwhile; its error drops the message."""
         view = memoryview(message)
         for start in range(0, max(len(message), 1), self._size.slot_bytes):
             self._write_part(len(message), view[start : start + self._size.slot_bytes], check)
@@ -147,8 +147,8 @@ class RingWriter(_Ring):
         self._lines[0, _WRITTEN] = self._written
         _fence()
         if self._asleep.any():
-            for reader in numpy.flatnonzero(self._asleep.copy()):  # numpy raises where a reader wakes meanwhile
-                with suppress(OSError):  # a full pipe wakes it as well, and one without a reader is not the writer's concern
+            for reader in numpy.flatnonzero(self._asleep.copy()):  # numpy raises if a reader wakes meanwhile
+                with suppress(OSError):  # a full pipe wakes the reader too, and a closed one is not the writer's concern
                     os.write(self._wake_pipes[reader], b"!")
 
 
@@ -163,10 +163,10 @@ class RingReader(_Ring):
         self._spin_seconds = spin_seconds
         self._read = 0
         self.progress = self.progress_of(reader)
-        """Where this reader's process gives signs of life."""
+        """Heartbeat and progress of this reader's process, for it to update."""
 
     def read(self) -> bytes:
-        """Wait for the next message and return it."""
+        """Return the next message, waiting for it."""
         total, message = self._read_part()
         while len(message) < total:
             message += self._read_part()[1]

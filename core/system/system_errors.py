@@ -1,4 +1,4 @@
-"""Errors of the operating system: what to tell the user about them, and standard streams that raise none."""
+"""Texts for errors of the operating system, and standard streams that do not raise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ADVICE: Final = {
     errno.EADDRINUSE: "end what uses it, or take another port",
     errno.ENXIO: "open the other end first",
 }
-"""Error number -> what the user can do about it."""
+"""Error number -> advice for the user."""
 _OUT_OF_MEMORY: Final = (
     "can't allocate memory",
     "CUDA out of memory",
@@ -42,12 +42,12 @@ _OUT_OF_MEMORY: Final = (
     "not enough memory",
     "Cannot allocate memory",
 )
-"""Texts of torch's RuntimeErrors when memory runs out, for which torch has no class."""
+"""Texts of torch's RuntimeErrors for too little memory, which has no separate class."""
 _MEMORY: Final = "memory: there is too little for this; take a smaller model, batch or kv_cache_memory, or close other programs"
 
 
 def system_error_text(error: BaseException) -> str | None:
-    """Describe an error of the system or of a text's encoding in one line: where, what, what to do. None: another exception."""
+    """Return one line about a system or encoding error: where, what, what to do. None for another exception."""
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(said in text for said in _OUT_OF_MEMORY)):
         return _MEMORY
@@ -66,7 +66,7 @@ def system_error_text(error: BaseException) -> str | None:
 
 
 def is_rust_panic(error: BaseException) -> bool:
-    """True for the panic of a library written in Rust over its input, which is a BaseException and no Exception."""
+    """Return whether an exception is a Rust library's panic about its input, a BaseException that is not an Exception."""
     return type(error).__name__ == "PanicException"
 
 
@@ -78,14 +78,14 @@ def open_closed_streams() -> None:
 
 
 class LossyFile(io.FileIO):
-    """A stream's file, whose writes never fail: what a full disk or a closed pipe does not take is lost."""
+    """File of a stream whose writes never fail: data that a full disk or a closed pipe rejects is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream.fileno(), "w", closefd=False)
-        self._stream = stream  # Closes the file when nobody holds it any more
+        self._stream = stream  # keeps the stream from closing the file
 
     def write(self, data: Any) -> int:
-        """Write as much as can be written; returns the number of bytes that were given."""
+        """Write as much as possible. Returns the number of bytes given."""
         left = memoryview(data).cast("B")
         size = len(left)
         with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ class LossyFile(io.FileIO):
 
 
 def outlive_stderr() -> None:
-    """Let commands go on if stderr cannot be written (`2>/dev/full`), unless another stream has replaced the process's own."""
+    """Let commands continue if stderr cannot be written (`2>/dev/full`), unless another stream has replaced it."""
     found = sys.stderr
     if type(found) is io.TextIOWrapper and found.fileno() == _STDERR:
         raw = LossyFile(found)
@@ -103,14 +103,14 @@ def outlive_stderr() -> None:
 
 
 def escape_unencodable(*streams: TextIO | None) -> None:
-    """Have streams write a character that their encoding lacks, such as an ASCII terminal's, as an escape."""
+    """Make streams escape characters that their encoding lacks, such as an ASCII terminal's."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def drop_unwritten(stream: TextIO | None) -> None:
-    """Drop the unwritten rest of a stream that takes no more; Python would report that again when the process ends."""
+    """Drop the unwritten rest of a broken stream; Python would report the error again when the process ends."""
     if stream is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""The console that commands write to: it shows names as they are, as neither markup nor control sequences."""
+"""Console of the commands, which prints names literally: without markup or control sequences."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rich.text import Text
 
 from headway.core.system.text import harmless
 
-if TYPE_CHECKING:  # rich's progress bars are imported where one is made
+if TYPE_CHECKING:  # rich's progress bars are imported only when needed
     from rich.progress import Progress
 
 
 class Terminal(Console):
-    """rich's Console, without markup in square brackets and emoji codes, and with control characters as escapes."""
+    """rich's Console without markup in square brackets and emoji codes, and with control characters escaped."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
         self.push_render_hook(_Hook())
 
     def status(self, status: Any, **options: Any) -> Status:
-        """Show a spinner with a text, which is no markup either; `Status.update` takes a `Text`."""
+        """Return a spinner with a literal text. To change the text, pass a `Text` to `Status.update`."""
         return super().status(Text(harmless(status)) if isinstance(status, str) else status, **options)
 
 
@@ -41,7 +41,7 @@ class _Hook(RenderHook):
 
 
 class _Harmless:
-    """A renderable whose text is shown with control characters as escapes."""
+    """A renderable whose control characters are escaped."""
 
     def __init__(self, inner: ConsoleRenderable) -> None:
         self._inner = inner
@@ -56,7 +56,7 @@ class _Harmless:
 
 
 def progress_bar(console: Console | None) -> Progress:
-    """A bar with the time left; hidden where nobody watches a terminal."""
+    """Return a progress bar with the time left, hidden if the console is not a terminal."""
     import rich.progress as bars
 
     shown = console if console is not None and console.is_terminal else None
@@ -67,7 +67,7 @@ def progress_bar(console: Console | None) -> Progress:
         bars.MofNCompleteColumn(),
         bars.TimeElapsedColumn(),
         bars.TimeRemainingColumn(),
-        console=shown or Console(quiet=True),  # rich before 14.3 ends a bar with an empty line, a hidden one too
+        console=shown or Console(quiet=True),  # rich before 14.3 ends a hidden bar with an empty line too
         disable=shown is None,
         transient=True,
     )

@@ -1,4 +1,4 @@
-"""Escaping of text that somebody else wrote (a table, a checkpoint, a plugin), for each medium that shows the text."""
+"""Escaping of untrusted text (from a table, a checkpoint, a plugin) for each output medium."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import re
 import unicodedata
 
 _INVISIBLE = ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
-"""Unicode categories that a terminal or a page obeys instead of showing: control and format characters (escape sequences, a
-change of the writing direction), lone surrogates, unassigned code points, line separators."""
+"""Unicode categories that a terminal or a page interprets instead of showing: control and format characters (escape sequences,
+text direction), lone surrogates, unassigned code points, line separators."""
 _MARKDOWN = re.compile(r"[\\`*\[\]|$~]|(?<![^\W_])_|_(?![^\W_])")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def harmless(text: str, keep: str = "") -> str:
-    r"""Escape text for a terminal or a log: control characters become `\x1b` or `\u202e`. keep: characters left as they are."""
+    r"""Return text escaped for a terminal or log: control characters become `\x1b` or `\u202e`. keep: characters to keep."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(sign if sign in keep or unicodedata.category(sign) not in _INVISIBLE else _escaped(sign) for sign in text)
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text can be written as UTF-8: a file's name of other bytes cannot (halves of surrogate pairs)."""
+    """Return whether a text can be encoded as UTF-8. A file name of other bytes cannot, because it has lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -31,38 +31,38 @@ def is_unicode(text: str) -> bool:
 
 
 def shown(value: object, most: int = 120) -> str:
-    """Format a value of any kind for an error of one line: its repr, a long one cut in the middle."""
+    """Return a value formatted for a one-line error: its repr, shortened in the middle if long."""
     try:
         text = repr(value)
-    except Exception:  # a number of too many digits, or a __repr__ that raises
+    except Exception:  # a number with too many digits, or a __repr__ that raises
         text = f"a {type(value).__name__} that cannot be printed"
     return cut(" ".join(text.split()), most)
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text of at most `most` characters and an ellipsis: a longer one loses its middle."""
+    """Return a text shortened in the middle to about `most` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 
 
 def markdown(text: str) -> str:
-    """Escape text for a line or a table cell of Markdown, as neither markup nor HTML."""
+    """Return text escaped for a line or a table cell of Markdown, without markup or HTML."""
     escaped = _MARKDOWN.sub(lambda found: "\\" + found[0], harmless(text))
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def csv_cell(text: str) -> str:
-    """Escape a cell of a CSV file: text that begins like a formula gets an apostrophe, so that a spreadsheet shows the text."""
+    """Return text escaped for a CSV cell. Text that begins like a formula gets an apostrophe, so that a spreadsheet shows it."""
     text = harmless(text)
     return f"'{text}" if text.startswith(_FORMULA) and not _NUMBER.fullmatch(text) else text
 
 
 def page(text: str) -> str:
-    """Escape text of a page in HTML or a picture in SVG, also in an attribute."""
+    """Return text escaped for HTML or SVG, also in an attribute."""
     return html.escape(harmless(text))
 
 
 def picture(text: str) -> str:
-    """Escape a label of a matplotlib picture, in which a pair of dollar signs would be a formula."""
+    """Return text escaped for a matplotlib label, where a pair of dollar signs would be a formula."""
     return harmless(text, keep="\n").replace("$", r"\$")
 
 
@@ -72,5 +72,5 @@ def _escaped(sign: str) -> str:
 
 
 def shown_size(count: int) -> str:
-    """Bytes in words."""
+    """Return a number of bytes as a readable text."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""Threads whose stacks have a size that this program chooses, not the system's limits."""
+"""Threads with a chosen stack size instead of the system's default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def stack_size(num_bytes: int) -> Iterator[None]:
-    """Give threads started in this block stacks of this many bytes; the size is process-wide meanwhile."""
+    """Give threads started in this block stacks of this many bytes. The size is process-wide during the block."""
     before = threading.stack_size(num_bytes)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A pair of sockets that carries objects between two processes."""
+"""Socket pair that carries objects between two processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any, Final
 
-_BUFFER: Final = 4 * 2**20  # Bytes that the system may buffer, so that outputs need not wait for a reader
+_BUFFER: Final = 4 * 2**20  # Bytes that the system may buffer, so that sending seldom waits for the reader
 
 
 class Wire:
@@ -22,20 +22,20 @@ class Wire:
         self._guard = Lock()
 
     def send(self, message: object) -> None:
-        """Send an object. :raises pickle.PicklingError, AttributeError, TypeError: not picklable. :raises OSError: closed."""
+        """Send an object. :raises PicklingError, AttributeError, TypeError: if not picklable. :raises OSError: if closed."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._guard:
             self._socket.sendall(data)
 
     def receive(self) -> Any:
-        """Wait for the next object. :raises EOFError, OSError: the other end is closed."""
+        """Return the next object, waiting for it. :raises EOFError, OSError: if the other end is closed."""
         try:
             return pickle.load(self._file)
         except pickle.UnpicklingError as error:  # the sender was killed in the middle of a message
             raise EOFError(str(error)) from error
 
     def close(self) -> None:
-        """Close this end; a thread that waits in `receive` gets an EOFError."""
+        """Close this end. A thread that waits in `receive` gets an EOFError."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

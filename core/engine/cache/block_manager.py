@@ -1,4 +1,4 @@
-"""Hands pages to sequences: reference counts, reuse of equal prefixes, and a free list in least-recently-used order."""
+"""Block manager: gives pages to sequences, counts references, reuses common prefixes, evicts the least recently used page."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from headway.core.engine.data.state_slots import Checkpoint
 
 
 class PageKeeper(Protocol):
-    """Keeps contents of pages elsewhere before they are overwritten; told of every free page with a content to reuse."""
+    """Saves contents of pages elsewhere before they are overwritten. It is notified of every free page with reusable content."""
 
     def freed(self, page: int, group: int) -> None:
-        """Note that no sequence holds the page any more, and that its content can be found in a group."""
+        """Note that no sequence holds the page any more, and that its content can be found in this group."""
 
     def taken(self, page: int) -> None:
-        """Note that a free page is held again for its content."""
+        """Note that a sequence holds a free page again, for its content."""
 
     def handed_out(self, page: int) -> None:
         """Note that a free page is about to be overwritten; its content can be found until this returns."""
 
     def forgotten(self, everywhere: bool) -> None:
-        """Forget every content: none can be found or used any more once this returns; everywhere: nor what is on disk."""
+        """Forget every content: once this returns, none is found or used any more. everywhere: True to include those on disk."""
 
 
 class FreePages:
-    """Reference counts, and the free pages in order: first those without a content to reuse, then those freed longest ago."""
+    """Reference counts, and the free pages in eviction order: first pages without reusable content, then least recently freed."""
 
     def __init__(self, num_pages: int, first: int = 0) -> None:
-        """first: pages before this one are never handed out."""
+        """first: index of the first usable page; earlier ones are never allocated."""
         self.ref_counts = [0] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, num_pages))
         self._first = first
@@ -52,11 +52,11 @@ class FreePages:
         return page in self._free
 
     def num_among(self, pages: Iterable[int]) -> int:
-        """Count the free ones of these pages. The count costs 30 ns per page: it is asked for while requests run."""
+        """Return how many of these pages are free. Takes 30 ns per page: it runs while requests do."""
         return sum(map(self._free.__contains__, pages))
 
     def take(self, page: int) -> bool:
-        """Hold a page once more. Returns whether it was free."""
+        """Add a reference to a page. Returns whether the page was free."""
         self.ref_counts[page] += 1
         if self.ref_counts[page] > 1:
             return False
@@ -64,7 +64,7 @@ class FreePages:
         return True
 
     def give(self, page: int) -> bool:
-        """Hold a page once less. Returns whether it is free now; then it is the last to be handed out."""
+        """Drop a reference to a page. Returns whether the page is now free; then it is the last to be allocated."""
         self.ref_counts[page] -= 1
         if self.ref_counts[page]:
             return False
@@ -72,17 +72,17 @@ class FreePages:
         return True
 
     def put_first(self, page: int) -> None:
-        """Make a free page the next to be handed out: there is nothing in it to reuse."""
+        """Make a free page without reusable content the next to be allocated."""
         self._free.move_to_end(page, last=False)
 
     def hand_out(self) -> int:
-        """Hand out the next free page, held once."""
+        """Allocate the next free page, with one reference."""
         page, _ = self._free.popitem(last=False)
         self.ref_counts[page] = 1
         return page
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """Assert that every page is free or held exactly as often as `held` lists the page."""
+        """Assert that every page is free, or has as many references as its occurrences in `held`."""
         counts = [0] * len(self.ref_counts)
         for page in held:
             counts[page] += 1
@@ -92,41 +92,41 @@ class FreePages:
 
 
 SHORTEST_FIRST_HIT = 8
-"""Fewest tokens that a prefix hit must spare where no whole page is shared. With a hit a prompt extends a context instead of
-being a plain prefill, and that costs more than the few tokens which any two prompts share by chance or through their template."""
-_NEVER = sys.maxsize  # A number of tokens that no sequence reaches
+"""Minimum number of tokens in a prefix hit that shares no whole page. With a hit a prompt extends a context instead of being a
+plain prefill, and that costs more than the few tokens which any two prompts share by chance or through their template."""
+_NEVER = sys.maxsize  # More tokens than any sequence reaches
 
 
 class PagesUsed(NamedTuple):
-    """Counts of one group's pages."""
+    """Page counts of one group."""
 
     used: int
     cached: int
     """Pages that no sequence holds and whose content can be found."""
     given_back: int
-    """Pages that sequences have given back behind the window since the start."""
+    """Pages that sequences have freed since the start because they left the attention window."""
 
 
 class AbsentPage(NamedTuple):
-    """A page of a sequence whose content is to be brought into the pool; or its state, whose group is STATES."""
+    """A page of a sequence, or its state, whose content must still be copied into the pool. A state has the group STATES."""
 
     group: int
     place: int
     """Index in the sequence's table; 0 for a state."""
     page: int
-    """Page of the pool that the content is to be copied into; of a state, the slot."""
+    """Target page in the pool; for a state, the target slot."""
 
 
 class BlockManager:
-    """Hands pages of the pool to sequences, in one table for each cache group. With one group a page is a block.
+    """Allocates pages of the pool to sequences, in one table per cache group. With one group, a page is a block.
 
-    A full page is named by the hash of its tokens and of all before it. A freed page keeps its content and name until it is
-    handed out again, to whichever group, so an equal prefix finds it; the page that was freed longest ago goes first (after
-    vLLM's automatic prefix caching). Shared pages are full, hence never written again. Where a page agrees only in part, that
-    part is copied into a page of the sequence's own (copy on write; SGLang's radix cache splits its nodes instead), so prefix
-    hits count by the token, whatever the page size.
+    A full page is named by the hash of its tokens and of all earlier ones. A freed page keeps its content and name until it is
+    allocated again, to any group, so that an equal prefix finds it; the least recently freed page is evicted first (after vLLM's
+    automatic prefix caching). Shared pages are full, hence never written again. If a page matches only in part, that part is
+    copied into a page of the new sequence (copy on write; SGLang's radix cache splits its nodes instead), so prefix hits have
+    token granularity at any page size.
 
-    A windowed group gives a page back as soon as no later query sees any of it; the null page takes its place in the table.
+    A windowed group frees a page as soon as no later query sees any of it; the null page replaces it in the table.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class BlockManager:
         smallest_chunk: int = SMALLEST_CHUNK,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """num_pages: null page included if windowed. smallest_chunk: see SMALLEST_CHUNK. checkpoints: kept states, or None."""
+        """num_pages: with the null page, if windowed. smallest_chunk: see SMALLEST_CHUNK. checkpoints: saved states, or None."""
         self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
         self._smallest_chunk = smallest_chunk
@@ -148,38 +148,38 @@ class BlockManager:
         self.num_pages = num_pages - first
         self._pages = FreePages(num_pages, first)
         self.keeper: PageKeeper | None = None
-        """Keeps contents of free pages beyond the pool; None: nothing does."""
+        """Saves contents of free pages outside the pool. None means that they are not saved."""
         self.prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
         self._given_back = [0] * len(self.groups)
         self.checkpoints = checkpoints
 
     @property
     def num_free(self) -> int:
-        """Pages that no sequence holds, those with a reusable content included."""
+        """Number of pages that no sequence holds, including those with reusable content."""
         return len(self._pages)
 
     @property
     def num_cached(self) -> int:
-        """Pages that no sequence holds and whose content can be found."""
+        """Number of pages that no sequence holds and whose content can be found."""
         return sum(self._pages.num_among(prefixes.index) for prefixes in self.prefixes)
 
     def num_holders(self, page: int) -> int:
-        """Number of sequences that hold a page."""
+        """Return the number of sequences that hold a page."""
         return self._pages.ref_counts[page]
 
     def usage(self, holders: Iterable[Sequence]) -> list[PagesUsed]:
-        """The pages that each group uses. holders: all sequences with pages."""
+        """Return the page counts of each group. holders: all sequences with pages."""
         tables = [seq.tables for seq in holders]
         used = [len({page for each in tables for page in each[number].held}) for number in range(len(self.groups))]
         cached = [self._pages.num_among(prefixes.index) for prefixes in self.prefixes]
         return [PagesUsed(*counts) for counts in zip(used, cached, self._given_back, strict=True)]
 
     def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:
-        """Give a sequence without pages those that already hold its start. Returns the number of tokens spared.
+        """Attach the cached pages of the longest prefix hit to a sequence without pages. Returns the number of cached tokens.
 
-        A prefix must be held in every group. partly: the part of a further page that agrees counts as well; it is noted in
-        `seq.prefix_copies` and must be copied before the step that computes the rest; the sequence holds the source until then.
-        At least the last token is left to compute, since its logits are wanted.
+        Every group must hold the prefix. partly: True to count the matching part of one more page. That part is noted in
+        `seq.prefix_copies` and must be copied before the step that computes the rest; until then the sequence holds the source.
+        At least the last token is left to compute, because its logits are needed.
         """
         assert not seq.tables, "a sequence is given its prefix before anything else"
         seq.tables = [PageTable(group.page_size) for group in self.groups]
@@ -211,11 +211,11 @@ class BlockManager:
         return length
 
     def attach_pages(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
-        """Give a sequence without pages those of its first `length` tokens, and where layers keep states, the slot of one.
+        """Attach pages for the first `length` tokens to a sequence without pages, and a state slot if layers keep states.
 
-        Pages that the pool holds are shared; the others are new and returned, for the caller to fill. A last page that is not
-        whole, which only a sequence with a state has, and the state are among them, the state being the last. Until the caller
-        sets `num_computed` to length, nothing of the sequence counts as computed. None, and nothing changed: there is no room.
+        Pages that the pool holds are shared. The others are allocated and returned, for the caller to fill: also a last partial
+        page (only sequences with a state have one), and the state, which comes last. Until the caller sets `num_computed` to
+        length, nothing of the sequence counts as computed. Returns None, and changes nothing, if there is too little room.
         """
         seq.tables = [PageTable(group.page_size) for group in self.groups]
         seq.num_computed = length
@@ -248,7 +248,8 @@ class BlockManager:
         return made if state is None else made + state
 
     def _hold_state(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
-        """Give a sequence the slot of the state after its first `length` tokens, and return the copy; None if no slot is free."""
+        """Hold a slot for the state after a sequence's first `length` tokens. Returns the copy to make; None if no slot is
+        free."""
         assert self.checkpoints is not None
         digest = self.name_of_start(seq, length)
         here = self.checkpoints.knows(digest)
@@ -258,7 +259,7 @@ class BlockManager:
         return [] if here else [AbsentPage(STATES, 0, slot)]
 
     def longest_hit(self, seq: Sequence, partly: bool, also: KeptElsewhere | None = None) -> int:
-        """Length in tokens of the longest prefix that every group holds. also: pages and states that count as held."""
+        """Return the length in tokens of the longest prefix that every group holds. also: finds content saved elsewhere."""
         if self.checkpoints is None:
             length = self._longest_held(seq, seq.num_tokens - 1, partly, also)
             return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
@@ -267,8 +268,8 @@ class BlockManager:
         return self._longest_checkpoint(seq, longest // interval * interval, also)
 
     def _longest_checkpoint(self, seq: Sequence, longest: int, also: KeptElsewhere | None) -> int:
-        """Length of the longest start, up to `longest` tokens, at whose end a state is kept.
-        longest: tokens that every group holds; where the group has a window, a shorter start need not be."""
+        """Return the length of the longest prefix, up to `longest` tokens, that ends at a saved state.
+        longest: number of tokens that every group holds. A windowed group may lack the pages of a shorter prefix."""
         assert self.checkpoints is not None
         windows = any(group.window is not None for group in self.groups)
         for length in range(longest, 0, -self.checkpoints.interval):
@@ -279,11 +280,11 @@ class BlockManager:
         return 0
 
     def name_of_start(self, seq: Sequence, length: int) -> bytes:
-        """The name of a sequence's first `length` tokens: the digest of the page that ends there, if one does."""
+        """Return the name of a sequence's first `length` tokens: the digest of the page that ends there, if one does."""
         return self.prefixes[0].digest_of_start(seq, length)
 
     def _longest_held(self, seq: Sequence, at_most: int, partly: bool, also: KeptElsewhere | None = None) -> int:
-        """Length of the longest start, up to `at_most` tokens, of which every group holds the pages."""
+        """Return the length of the longest prefix, up to `at_most` tokens, whose pages every group holds."""
         length = before = at_most
         while True:
             for number, prefixes in enumerate(self.prefixes):
@@ -294,8 +295,8 @@ class BlockManager:
         return length
 
     def keep_states(self, seq: Sequence, count: int) -> None:
-        """Reserve slots for the states that a step of `count` tokens is to leave: at the end of a prompt, where the prompt leaves
-        another one, and, as long as slots are free, at the end of a chunk."""
+        """Reserve slots for the states that a step of `count` tokens saves: at the end of a prompt, where the prompt diverges
+        from another one, and at the end of a chunk if slots are free."""
         kept, first = self.checkpoints, seq.num_computed
         if kept is None or not self.enable_prefix_caching or first % CHECKPOINT_TOKENS or first + count > seq.num_tokens:
             return
@@ -310,7 +311,7 @@ class BlockManager:
                 seq.checkpoints.append(Checkpoint(position - first, slot, digest))
 
     def states_kept(self, seq: Sequence) -> None:
-        """Make the states findable that a launched step leaves, and let go of the one that the step has begun with."""
+        """Publish the states that a launched step saves, and release the state that it started from."""
         self._let_state_go(seq)
         if self.checkpoints is not None:
             for each in seq.checkpoints:
@@ -323,7 +324,7 @@ class BlockManager:
         seq.restored_from = seq.held_state = None
 
     def whole_chunk(self, seq: Sequence, count: int) -> int:
-        """Tokens, up to `count`, of a part of a prompt that ends where a state can be kept, so that later parts keep theirs."""
+        """Return a chunk length, up to `count`, that ends where a state can be saved, so that later chunks can save theirs."""
         if self.checkpoints is None or not self.enable_prefix_caching or count >= seq.num_to_compute:
             return count
         interval = self.checkpoints.interval
@@ -331,7 +332,7 @@ class BlockManager:
         return end - seq.num_computed if end > seq.num_computed else count
 
     def fitting(self, seq: Sequence, count: int) -> int:
-        """Return the tokens, up to `count`, of a sequence's next chunk: fewer if only windowed groups lack room for all."""
+        """Return the chunk length, up to `count`, that fits. It is shorter only if windowed groups lack room."""
         if not self._windowed or count <= self._smallest_chunk:
             return count
         free = self.num_free - sum(self._missing(seq, count, number) for number in self._unwindowed)
@@ -344,7 +345,7 @@ class BlockManager:
         return max(bisect_right(range(count + 1), free, key=missing) - 1, self._smallest_chunk)
 
     def has_room(self, seq: Sequence, num_new_tokens: int, beside: int = 0) -> bool:
-        """Return whether there are pages for these tokens of a sequence, in the smallest chunks, and `beside` further pages."""
+        """Return whether enough pages are free for a sequence's new tokens, in the smallest chunks, plus `beside` pages."""
         missing = beside
         for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             most = group.most_pages(seq.num_computed + num_new_tokens, self._smallest_chunk) - len(table.held)
@@ -356,7 +357,7 @@ class BlockManager:
         return max(pages - len(seq.tables[number].pages), 0)
 
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Make room for the next tokens of a sequence; False, and nothing changed, if there are too few free pages."""
+        """Reserve pages for a sequence's next tokens. Returns False, and changes nothing, if too few pages are free."""
         end, missing, capacity = seq.num_computed + num_new_tokens, 0, _NEVER
         for table in seq.tables:
             count = -(-end // table.page_size) - len(table.pages)
@@ -378,10 +379,10 @@ class BlockManager:
         return True
 
     def advance(self, seq: Sequence, partly: bool = False) -> None:
-        """Name the pages that the computed tokens have filled, so that others may share them, and give back what lies behind a
-        window. Must be called after every step that reaches `seq.next_boundary`.
+        """Publish the pages that computed tokens have filled, and free the pages that left the window.
 
-        partly: name the last pages as well, as far as they are filled: after a part of a prompt.
+        Must be called after every step that reaches `seq.next_boundary`. partly: True to publish partially filled last pages too,
+        after a chunk of a prompt.
         """
         boundary = self._publish(seq, partly)
         if self._windowed:
@@ -389,7 +390,7 @@ class BlockManager:
         seq.next_boundary = boundary
 
     def _give_back(self, seq: Sequence) -> int:
-        """Give back the pages behind the windows; returns how many tokens must be known before there is more to give back."""
+        """Free the pages that left the windows. Returns the number of known tokens at which more can be freed."""
         known, boundary = seq.num_known, _NEVER
         for number in self._windowed:
             group, table = self.groups[number], seq.tables[number]
@@ -405,14 +406,14 @@ class BlockManager:
         return boundary
 
     def copies_launched(self, seq: Sequence) -> None:
-        """Give back the pages that a sequence's prefix was copied from: the copies have been launched."""
+        """Release the source pages of a sequence's prefix copies, once the copies have been launched."""
         for copy in seq.prefix_copies:
             self.give(copy.source)
         seq.prefix_copies = []
 
     def release(self, seq: Sequence) -> None:
-        """Take all pages of a sequence back, its end first: a start is shared more often, so it should be kept longer."""
-        if seq.error is None and not seq.prefix_copies:  # else its last pages may not hold what they should
+        """Free all pages of a sequence, last page first: prefixes are shared more often, so they should be evicted later."""
+        if seq.error is None and not seq.prefix_copies:  # else its last pages may hold wrong data
             self._publish(seq, partly=True)
         self.copies_launched(seq)
         for table in seq.tables:
@@ -433,19 +434,19 @@ class BlockManager:
         seq.checkpoints = []
 
     def forget_prefixes(self, everywhere: bool = False) -> None:
-        """Make every cached content unfindable; pages that sequences hold stay theirs. everywhere: on disk too."""
+        """Make every cached content unfindable; sequences keep their pages. everywhere: True to include those on disk."""
         if self.keeper is not None:
             self.keeper.forgotten(everywhere)
         if self.checkpoints is not None:
             self.checkpoints.clear()
         for prefixes in self.prefixes:
             for page in prefixes.index:
-                if page in self._pages:  # nothing to reuse any more: hand it out first
+                if page in self._pages:  # no reusable content any more: allocate it first
                     self._pages.put_first(page)
             prefixes.index.clear()
 
     def _publish(self, seq: Sequence, partly: bool) -> int:
-        """Name the pages that are filled; returns how many tokens must be known before there is another to name."""
+        """Publish filled pages. Returns the number of known tokens at which another page can be published."""
         if not self.enable_prefix_caching:
             return _NEVER
         known, boundary = min(seq.num_computed, len(seq.token_ids)), _NEVER
@@ -462,21 +463,21 @@ class BlockManager:
         return boundary
 
     def take(self, page: int) -> None:
-        """Hold a page for its content."""
+        """Add a reference to a page for its content."""
         if self._pages.take(page) and self.keeper is not None:
             self.keeper.taken(page)
 
     def give(self, page: int) -> None:
-        """Hold a page no longer."""
+        """Drop a reference to a page."""
         if self._pages.give(page):
             groups = [number for number, prefixes in enumerate(self.prefixes) if page in prefixes.index]
-            if not groups:  # nothing to reuse
+            if not groups:  # no reusable content
                 self._pages.put_first(page)
             elif self.keeper is not None:
                 self.keeper.freed(page, groups[0])
 
     def hand_out(self) -> int:
-        """Hand out a free page, whose former content is forgotten."""
+        """Allocate a free page and forget its former content."""
         page = self._pages.hand_out()
         if self.keeper is not None:
             self.keeper.handed_out(page)
@@ -485,7 +486,7 @@ class BlockManager:
         return page
 
     def check_integrity(self, holders: list[Sequence]) -> None:
-        """Assert that every page is free or held exactly as often as `holders` (all sequences with pages) hold it."""
+        """Assert that every page is free, or has the references that `holders` (all sequences with pages) imply."""
         pages, group_of = list[int](), dict[int, int]()
         for seq in holders:
             held = [(number, page) for number, table in enumerate(seq.tables) for page in table.held]

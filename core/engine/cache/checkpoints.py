@@ -1,4 +1,4 @@
-"""Checkpoints: states that were kept at the ends of prompts and where prompts part, found by the name of what led to them."""
+"""Checkpoints: states saved at the ends of prompts and where prompts diverge, found by the name of their prefix."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from headway.core.engine.data.stats import EngineStats
 
 
 class Checkpoints:
-    """Finds kept states, and hands out slots for new ones, the one that was used longest ago first.
+    """Index of saved states, and allocator of slots for new ones. The least recently used state is evicted first.
 
-    A prefix hit of a model with states needs every group's pages and a checkpoint at its end. A checkpoint may outlive its pages
-    and is then found by nobody until they are computed again.
+    A prefix hit of a model with states needs every group's pages and a checkpoint at its end. A checkpoint may outlive its pages;
+    it is then unused until they are computed again.
 
-    A slot may be held for sequences that do not run yet and will begin with its state; it may have no name then.
+    A slot may be held for sequences that wait and will begin with its state; it may have no name then.
     """
 
     def __init__(self, slots: StateSlots, interval: int, stats: EngineStats) -> None:
-        """interval: tokens; a checkpoint lies at a multiple of it, where whole pages end in every group."""
+        """interval: tokens between possible checkpoints; whole pages of every group end at its multiples."""
         self.interval = interval
         self.slots = slots
         self._stats = stats
@@ -28,23 +28,23 @@ class Checkpoints:
         self._held: Counter[int] = Counter()
         self._unnamed: set[int] = set()  # Held slots that have no name
         self.evicted: Callable[[bytes, int], object] | None = None
-        """Keeps a state, given by its name and its slot, which the next step may overwrite; None: nothing does."""
+        """Saves a state, given its name and slot, before the next step may overwrite it. None means that nothing is saved."""
 
     def __len__(self) -> int:
         return len(self._slot_of)
 
     def knows(self, digest: bytes) -> bool:
-        """Whether there is a checkpoint of this name."""
+        """Return whether there is a checkpoint of this name."""
         return digest in self._slot_of
 
     def use(self, digest: bytes) -> int:
-        """The slot of a checkpoint, which becomes the last to be overwritten."""
+        """Return the slot of a checkpoint, and mark it as the most recently used."""
         self._slot_of.move_to_end(digest)
         self._stats.num_checkpoint_hits += 1
         return self._slot_of[digest]
 
     def hand_out(self, evict: bool) -> int | None:
-        """Hand out a slot; None: none is free, and evict does not allow to take that of the oldest checkpoint that none holds."""
+        """Return a newly allocated slot, or None. evict: True to evict the oldest unheld checkpoint if no slot is free."""
         if self._free:
             return self._free.pop()
         oldest = next((digest for digest, slot in self._slot_of.items() if slot not in self._held), None) if evict else None
@@ -57,7 +57,7 @@ class Checkpoints:
         return slot
 
     def name(self, digest: bytes, slot: int) -> None:
-        """Make a slot that was handed out findable; where an equal checkpoint is, the slot is free again."""
+        """Publish the state in an allocated slot. If an equal checkpoint exists, free the slot."""
         if digest in self._slot_of:
             self._free.append(slot)
         else:
@@ -65,11 +65,11 @@ class Checkpoints:
             self._stats.num_checkpoints += 1
 
     def give_back(self, slot: int) -> None:
-        """Take a slot back that no step has written."""
+        """Free a slot that no step has written."""
         self._free.append(slot)
 
     def hold(self, digest: bytes) -> int | None:
-        """Hold the slot of a checkpoint, or a new one for a state of this name that is to come; None: there is no slot for it."""
+        """Hold the slot of a checkpoint, or a new slot for this name. Returns None if no slot is available."""
         slot = self._slot_of.get(digest)
         if slot is None:
             slot = self.hand_out(evict=True)
@@ -80,11 +80,11 @@ class Checkpoints:
         return slot
 
     def has_slot_for(self, digest: bytes) -> bool:
-        """Whether `hold` would find a slot for this name."""
+        """Return whether `hold` would find a slot for this name."""
         return digest in self._slot_of or bool(self._free) or any(slot not in self._held for slot in self._slot_of.values())
 
     def came_back(self, digest: bytes, slot: int) -> None:
-        """Make a held slot findable, to which a checkpoint has come back for a sequence to begin with."""
+        """Publish a held slot to which a saved checkpoint has been restored for a waiting sequence."""
         self._stats.num_checkpoint_hits += 1
         if digest not in self._slot_of and slot in self._unnamed:
             self._unnamed.discard(slot)
@@ -109,7 +109,7 @@ class Checkpoints:
         self._slot_of.clear()
 
     def check_integrity(self, reserved: list[int], held: Iterable[int]) -> None:
-        """Assert that every slot is free, named, reserved by a sequence for its next step, or held as often as `held` says."""
+        """Assert that every slot is free, named, reserved by a sequence for its next step, or held as often as in `held`."""
         owned = sorted([*self._free, *self._slot_of.values(), *reserved, *self._unnamed])
         own = range(self.slots.first_checkpoint, self.slots.num_slots)
         assert owned == list(own), "a slot of a checkpoint leaked or has two owners"

@@ -1,4 +1,4 @@
-"""Finds the longest start of a sequence that the cache of one group of layers still holds."""
+"""Prefix lookup: finds the longest prefix of a sequence that one cache group still holds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _WIDTH = array("i").itemsize
 
 
 def packed(token_ids: Items[int]) -> bytes:
-    """The tokens as the index compares them: numbers of a fixed width, one after the other."""
+    """Return the tokens as fixed-width integers in bytes, the form that the index compares."""
     return array("i", token_ids).tobytes()
 
 
 class PrefixIndex:
-    """Finds blocks by their content.
+    """Index of blocks by their content.
 
-    A full block is named by its digest, the chained hash of its tokens and of all before it. Below the digest of what comes
-    before (the parent; `Sequence.prefix_root` at the start of a sequence) the tokens of each block, full or not, are kept
-    sorted. The block that agrees longest with given tokens is then a neighbour of the place where those would stand: a search
-    costs O(log n).
+    A full block is named by its digest, the chained hash of its tokens and of all earlier ones. The tokens of each block, full or
+    not, are stored sorted under its parent: the digest of everything before the block (`Sequence.prefix_root` at the start of a
+    sequence). The block with the longest match is then next to the insertion point of the given tokens, so a search costs O(log
+    n).
     """
 
     def __init__(self) -> None:
@@ -44,24 +44,24 @@ class PrefixIndex:
         return iter(self._place_of)
 
     def find(self, digest: bytes, tokens: bytes) -> int | None:
-        """Return the full block of this name, if the block holds these tokens: a chance collision of names is told apart here."""
+        """Return the full block of this name if it holds these tokens. The comparison detects hash collisions."""
         block = self._block_of.get(digest)
         return block if block is not None and self._place_of[block][1] == tokens else None
 
     def knows(self, digest: bytes) -> bool:
-        """Whether any block has this name, whatever tokens the block holds."""
+        """Return whether any block has this name, whatever its tokens."""
         return digest in self._block_of
 
     def digest_of(self, block: int) -> bytes | None:
-        """The name of a block; None: the block has none, or is not full."""
+        """Return the name of a block. None if the block has no name or is not full."""
         return self._digest_of.get(block)
 
     def tokens_of(self, block: int) -> bytes:
-        """The tokens of a block that can be found, packed."""
+        """Return the packed tokens of an indexed block."""
         return self._place_of[block][1]
 
     def longest(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
-        """The block below `parent` that agrees with the most of `tokens`, and the number of these; (-1, 0): none agrees."""
+        """Return the block under `parent` that matches `tokens` longest, and the match's length. (-1, 0) if none matches."""
         children = self._children.get(parent, ())
         at = bisect_left(children, (tokens, -1))
         best, most = -1, 0
@@ -72,7 +72,7 @@ class PrefixIndex:
         return best, most
 
     def add(self, block: int, parent: bytes, tokens: bytes, digest: bytes | None = None) -> None:
-        """Index a full block by its digest, replacing its old name; another block that holds the same tokens keeps its name."""
+        """Index a full block by its digest, replacing its old name. A block that already holds the same tokens keeps its name."""
         self.discard(block)
         children = self._children.setdefault(parent, [])
         at = bisect_left(children, (tokens, -1))
@@ -103,7 +103,7 @@ class PrefixIndex:
             held.clear()
 
     def check_integrity(self) -> None:
-        """Assert that names and blocks are one to one, and that what is below each parent is in order."""
+        """Assert that names and blocks are one to one, and that the entries below each parent are sorted."""
         assert {block: digest for digest, block in self._block_of.items()} == self._digest_of, "names are not one to one"
         entries = {block: (parent, held) for parent, children in self._children.items() for held, block in children}
         assert entries == self._place_of, "a block stands in two places, or in none"
@@ -119,27 +119,27 @@ def _agreement(held: bytes, tokens: bytes) -> int:
 
 
 KeptElsewhere = Callable[[int, bytes], bool]
-"""Whether the content of a page is kept outside the pool, by the group and the digest of the page; or a state, by its name."""
+"""Returns whether the content of a page, by group and digest, or a state, by name, is saved outside the pool."""
 
 
 class PrefixHit(NamedTuple):
-    """The pages of one group that hold the start of a sequence."""
+    """The pages of one group that hold a prefix."""
 
     first: int
-    """Index of the first page that is needed: those before it lie behind the window."""
+    """Index of the first page that is needed; earlier ones are outside the window."""
     pages: list[int]
-    """Whole pages from there on."""
+    """Whole pages from `first` on."""
     source: int
-    """A page whose first `num_tokens` tokens follow on these; they must be copied."""
+    """Page whose first `num_tokens` tokens continue the prefix; they must be copied."""
     num_tokens: int
-    """Tokens to copy; 0: none."""
+    """Number of tokens to copy. 0 means none."""
 
 
 class GroupPrefixes:
-    """Finds the pages of one group by their content.
+    """Index of one group's pages by content.
 
-    A page is named by the chained hash of all tokens to its end, so one chain over the blocks names the pages of every group. A
-    group that keeps every token holds a prefix if it holds all pages of the prefix; a windowed one, if it holds those that the
+    A page is named by the chained hash of all tokens up to its end, so one chain over the blocks names the pages of every group.
+    A group that keeps every token holds a prefix if it holds all of its pages. A windowed group needs only the pages that the
     next token sees.
     """
 
@@ -150,17 +150,18 @@ class GroupPrefixes:
         self._blocks_per_page = group.page_size // block_size
 
     def longest(self, seq: Sequence, at_most: int, partly: bool, also: Callable[[bytes], bool] | None = None) -> int:
-        """Length in tokens of the longest held prefix, up to `at_most`. partly: its last page may be partial. also: digests."""
+        """Return the length in tokens of the longest held prefix, up to `at_most`.
+        partly: True if the last page may be partial. also: returns whether a digest is saved elsewhere."""
 
         def lacks(page: int) -> bool:
             return self.find(seq, page) is None and (also is None or not also(self.digest(seq, page)))
 
         size, group = self.group.page_size, self.group
         end = at_most // size
-        if group.window is None:  # from the start on, to the first page that is missing
+        if group.window is None:  # forward from the start, to the first missing page
             end = next((page for page in range(end) if lacks(page)), end)
             return end * size + self._part(seq, end, at_most - end * size, partly)[1]
-        while True:  # from the end back, to the first place before which all that its query sees is held
+        while True:  # backward from the end, to the first place whose whole window is held
             length = end * size + self._part(seq, end, at_most - end * size, partly)[1]
             held = range(end - 1, group.num_behind(length) - 1, -1)
             missing = next((page for page in held if lacks(page)), None)
@@ -169,7 +170,7 @@ class GroupPrefixes:
             end = missing
 
     def hit(self, seq: Sequence, length: int) -> PrefixHit:
-        """The pages of a start of this length, which must be held."""
+        """Return the pages of a prefix of this length, which must be held."""
         first, end = self.group.num_behind(length), length // self.group.page_size
         pages = [self.find(seq, page) for page in range(first, end)]
         rest = length - end * self.group.page_size
@@ -179,12 +180,12 @@ class GroupPrefixes:
         return PrefixHit(first, [page for page in pages if page is not None], source, count)
 
     def name(self, seq: Sequence, number: int, page: int, count: int) -> None:
-        """Make the first `count` tokens of a sequence's page findable, unless an equal page already is."""
+        """Publish the first `count` tokens of a sequence's page, unless an equal page is published."""
         size, digest = self.group.page_size, None
         first, parent = number * size, self.digest(seq, number - 1)
         tokens = packed(seq.token_ids[first : first + count])
         if count == size:
-            if size == self._block_size and len(seq.block_hashes) == number:  # packed once: this is done for each block
+            if size == self._block_size and len(seq.block_hashes) == number:  # packed once: this runs for each block
                 seq.block_hashes.append(_chained(parent, tokens))
             digest = self.digest(seq, number)
             if self.index.knows(digest):
@@ -192,23 +193,23 @@ class GroupPrefixes:
         self.index.add(page, parent, tokens, digest)
 
     def find(self, seq: Sequence, number: int) -> int | None:
-        """The page of the pool that holds the `number`-th whole page of a sequence."""
+        """Return the page of the pool that holds the `number`-th whole page of a sequence, or None."""
         size = self.group.page_size
         return self.index.find(self.digest(seq, number), packed(seq.token_ids[number * size : (number + 1) * size]))
 
     def _part(self, seq: Sequence, number: int, most: int, partly: bool) -> tuple[int, int]:
-        """The page that agrees longest with a sequence's page, over at most this many tokens, and over how many."""
+        """Return the page that matches a sequence's page longest, over at most `most` tokens, and the match's length."""
         first, most = number * self.group.page_size, min(most, self.group.page_size)
         if not partly or most <= 0:
             return -1, 0
         return self.index.longest(self.digest(seq, number - 1), packed(seq.token_ids[first : first + most]))
 
     def digest(self, seq: Sequence, number: int) -> bytes:
-        """The chained 128-bit hash of a sequence to the end of a full page, computed once; `prefix_root` before the first."""
+        """Return the chained 128-bit hash of a sequence up to the end of a full page. `prefix_root` before the first page."""
         return self._hash_of(seq, (number + 1) * self._blocks_per_page)
 
     def digest_of_start(self, seq: Sequence, length: int) -> bytes:
-        """The chained hash of a sequence's first `length` tokens, which need not be whole blocks."""
+        """Return the chained hash of a sequence's first `length` tokens, which need not be whole blocks."""
         num_blocks, rest = divmod(length, self._block_size)
         parent = self._hash_of(seq, num_blocks)
         return _chained(parent, packed(seq.token_ids[length - rest : length])) if rest else parent

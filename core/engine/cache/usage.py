@@ -1,4 +1,4 @@
-"""Which sequences use the cache: blocks by cache group, and by sequence."""
+"""Cache usage: blocks per cache group and per sequence."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ from headway.core.engine.data.sequence import PageTable, Sequence
 from headway.core.engine.data.state_slots import StateSlots
 
 OWN, SHARED, RESERVED, GIVEN_BACK = "osrg"
-"""How a sequence uses a block: it alone holds the block; others hold it too, or the prefix cache gave it; the block holds no
-token yet; it lay behind the window and was given back."""
+"""Letters for how a sequence uses a block: held by this sequence only; shared with other sequences or found in the prefix cache;
+reserved without a token yet; freed because it left the window."""
 
 
 class GroupUsage(NamedTuple):
-    """The usage of one cache group. All numbers count its blocks."""
+    """Usage of one cache group, in blocks."""
 
     num_layers: int
     window: int | None
-    """Keys that a query of its layers sees, itself included; None: all."""
+    """Number of keys that a query sees, itself included. None means all."""
     blocks_per_page: int
-    """Blocks that the pool hands out together."""
+    """Blocks per page of the pool."""
     total: int
-    """Blocks that the group would have if no other group had any: all groups share the pool."""
+    """Blocks that the group would have if it had the whole pool, which all groups share."""
     used: int
     cached: int
-    """Blocks that no sequence holds and an equal prefix would find again."""
+    """Blocks that no sequence holds and that a prefix hit would reuse."""
     given_back: int
-    """Blocks behind the window that sequences have given back since the engine started."""
+    """Blocks that sequences have freed since the start because they left the window."""
 
 
 class SequenceUsage(NamedTuple):
-    """The usage of one sequence."""
+    """Usage of one sequence."""
 
     name: str
     num_tokens: int
     blocks: tuple[str, ...]
-    """A string for each group, with a letter for each block in the order of the tokens."""
+    """One string per group, with one letter per block in token order."""
 
 
 class StateUsage(NamedTuple):
-    """The usage of the slots of layers that keep a state."""
+    """Usage of the state slots."""
 
     slots: StateSlots
     num_used_rows: int
-    """Rows in which sequences run."""
+    """Rows of running sequences."""
     num_kept: int
-    """Checkpoints that an equal prefix would find again."""
+    """Checkpoints that a prefix hit would reuse."""
     num_offloaded: int
-    """States that the host's memory keeps."""
+    """States saved in host memory."""
 
 
 class CacheUsage(NamedTuple):
-    """The usage of the whole pool at one moment."""
+    """Usage of the whole pool at one moment."""
 
     block_size: int
     num_pages: int
     page_bytes: int
     num_free_pages: int
-    """Pages that no sequence holds, those with a reusable content included."""
+    """Pages that no sequence holds, including those with reusable content."""
     num_offloaded_blocks: int
-    """Blocks that the host's memory keeps, whatever the pool holds of them."""
+    """Blocks saved in host memory, including blocks that the pool holds too."""
     groups: tuple[GroupUsage, ...]
     sequences: tuple[SequenceUsage, ...]
     states: StateUsage | None = None
-    """None: no layer of the model keeps a state."""
+    """None if no layer of the model keeps a state."""
 
 
 def cache_usage(
@@ -78,7 +78,7 @@ def cache_usage(
     slots: StateSlots | None = None,
     num_offloaded_states: int = 0,
 ) -> CacheUsage:
-    """Look at every block; see `CacheUsage`. running: all sequences that hold pages. slots: of layers with a state."""
+    """Return the usage of every block. running: all sequences that hold pages. slots: state slots, or None."""
     kept, rows = blocks.checkpoints, sum(seq.row is not None for seq in running)
     groups = [
         GroupUsage(

@@ -1,4 +1,4 @@
-"""Adapters as the engine knows them, and what it tells an executor of them: plain data."""
+"""LoRA adapters as the engine tracks them, and their loads for an executor, as plain data."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from headway.core.contract.adapters import HostAdapter, LoRARequest
 
 @dataclass(eq=False, slots=True)
 class KnownAdapter:
-    """An adapter that the engine has read once."""
+    """An adapter that the engine has read."""
 
     request: LoRARequest
     digest: bytes
-    """What tells its content from any other's: names of its blocks in the cache begin with it."""
+    """Digest of the content, with which the names of its cached blocks begin."""
     num_unfinished: int = 0
-    """Sequences that want it and have not ended."""
+    """Number of unfinished sequences that use it."""
     leaving: bool = False
-    """Whether it was unloaded while requests used it: it goes with the last of them."""
+    """True if it was unloaded while requests use it. It is forgotten with the last of them."""
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter that a step wants in a slot before it runs."""
+    """An adapter to load into a slot before a step runs."""
 
     slot: int
     request: LoRARequest
@@ -31,18 +31,18 @@ class AdapterLoad(NamedTuple):
 
 
 class AdapterReader(Protocol):
-    """Reads adapters and keeps them in host memory; rank 0's."""
+    """Reads adapters and caches them in host memory, on rank 0."""
 
     @property
     def num_slots(self) -> int:
-        """Adapters that a step may use."""
+        """Maximum number of adapters per step."""
 
     def read(self, request: LoRARequest) -> HostAdapter:
-        """See `ModelAdapters.read`; any thread may call it."""
+        """Return the adapter of a request; see `ModelAdapters.read`. Any thread may call this."""
 
     def keep(self, request: LoRARequest, adapter: HostAdapter | None = None, digest: bytes | None = None) -> HostAdapter:
-        """Return an adapter from host memory, `adapter`, or its files. digest: the files' expected one, or None.
-        :raises HeadwayError: it cannot be served, or its files have changed."""
+        """Return an adapter from host memory, from `adapter`, or from its files. digest: the expected one, or None.
+        :raises HeadwayError: if the adapter is not supported, or its files have changed."""
 
     def trim(self, wanted: Iterable[bytes]) -> None:
-        """Forget what was used longest ago of the adapters beyond max_cpu_loras. wanted: digests of those that must stay."""
+        """Evict the least recently used adapters beyond max_cpu_loras. wanted: digests of adapters that must stay."""

@@ -1,4 +1,4 @@
-"""The engine's options, checked once."""
+"""Engine options, checked once."""
 
 from __future__ import annotations
 
@@ -22,85 +22,86 @@ if TYPE_CHECKING:
 
     from headway.core.select.request import BackendRequest
 
-_MOST_SEQS = 2**20  # Most sequences of a step: buffers of the host and the device have a row for each
-_MOST_RANK = 512  # The largest rank of an adapter, as in vLLM
+_MOST_SEQS = 2**20  # Maximum of max_num_seqs: host and device buffers have one row per sequence
+_MOST_RANK = 512  # Maximum rank of an adapter, as in vLLM
 _AT_LEAST_ONE: Final = (
     *("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"),
     *("max_loras", "max_lora_rank"),
 )
 
 MAX_DRAFT_TOKENS = 7
-"""Most drafts that are verified at once; with the newest token before them they make the longest query of a decode."""
+"""Maximum number of draft tokens verified at once. With the newest token they form the longest query of a decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The engine's options, by vLLM's names; their texts here feed `LLM`'s keywords, the flags and docs/options.md."""
+    """Engine options, with vLLM's names. Their texts here are used for `LLM`'s keywords, the flags and docs/options.md."""
 
     attn_backend: Annotated[str | BackendRequest, 'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME".'] = "auto"
-    attn_options: Annotated[Mapping[str, Mapping[str, str]], "Options of backends: NAME -> key -> value."] = field(
+    attn_options: Annotated[Mapping[str, Mapping[str, str]], "Backend options: NAME -> key -> value."] = field(
         default_factory=dict
     )
     state_backend: Annotated[
-        str | BackendRequest, 'Backend of layers that keep a state: auto, NAME, or "prefill=NAME,decode=NAME".'
+        str | BackendRequest, 'Backend for layers that keep a state: auto, NAME, or "prefill=NAME,decode=NAME".'
     ] = "auto"
-    workload: Annotated[str, "What auto expects to serve: chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256."] = "chat"
-    kv_layout: Annotated[str, "Layout of the cache: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's."] = "auto"
-    kv_cache_dtype: Annotated[str, "Type of the cache: auto (the model's), or in 8 bits fp8_e4m3 or int8_per_token_head."] = (
-        "auto"
+    workload: Annotated[str, "Expected workload, for auto: chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256."] = (
+        "chat"
     )
-    block_size: Annotated[int | None, "Tokens in a cache block, a multiple of 8. Default: auto decides."] = None
+    kv_layout: Annotated[str, "KV cache layout: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's."] = "auto"
+    kv_cache_dtype: Annotated[str, "KV cache dtype: auto (the model's), fp8_e4m3 or int8_per_token_head."] = "auto"
+    block_size: Annotated[int | None, "Tokens per KV cache block, a multiple of 8. Default: auto decides."] = None
     max_model_len: Annotated[
-        int | None, "Most tokens of prompt and output together. Default: the model's limit, or less where the cache is smaller."
+        int | None,
+        "Maximum length of prompt plus output, in tokens. Default: the model's limit, or less if the cache is smaller.",
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, "Most tokens of one step; longer prompts go in chunks. Default: 16,384 on a GPU, 2,048 on a CPU."
+        int | None, "Maximum number of tokens per step; longer prompts are split. Default: 16,384 on a GPU, 2,048 on a CPU."
     ] = None
-    max_num_seqs: Annotated[int, "Most sequences of one step."] = 256
-    tensor_parallel_size: Annotated[int, "Ranks that hold the model together, each a process with a GPU of its own."] = 1
+    max_num_seqs: Annotated[int, "Maximum number of sequences per step."] = 256
+    tensor_parallel_size: Annotated[int, "Number of tensor-parallel ranks, each a process with its own GPU."] = 1
     scheduling_policy: Annotated[
-        str, "Who is served first: fcfs (first come, first served), or priority (the lower number, then first come)."
+        str, "Order of requests: fcfs (first come, first served), or priority (lower numbers first, then fcfs)."
     ] = "fcfs"
-    enable_prefix_caching: Annotated[bool, "Reuse the cache of prompts that begin alike."] = True
-    enable_prompt_embeds: Annotated[bool, "Take prompts as rows of embeddings, {'prompt_embeds': tensor}."] = False
-    enable_chunked_prefill: Annotated[bool, "Serve a long prompt in several steps."] = True
-    free_window_blocks: Annotated[bool, "Give back the blocks that lie behind a layer's sliding window."] = True
+    enable_prefix_caching: Annotated[bool, "Reuse the KV cache of prompts with a common prefix."] = True
+    enable_prompt_embeds: Annotated[bool, "Accept prompts as embeddings, {'prompt_embeds': tensor}."] = False
+    enable_chunked_prefill: Annotated[bool, "Split a long prompt into chunks over several steps."] = True
+    free_window_blocks: Annotated[bool, "Free cache blocks that have left a layer's sliding window."] = True
     kv_cache_memory: Annotated[
-        int | str | None, "Size of the cache: bytes, or a text such as 2GiB. Default: what the memory has room for."
+        int | str | None, "Size of the KV cache: bytes, or a text such as 2GiB. Default: what fits in memory."
     ] = None
     preemption_mode: Annotated[
         str,
-        "What becomes of a request whose cache must make room: recompute, swap (to the host's memory), or auto: what costs less.",
+        "How to preempt a request when the KV cache is full: recompute, swap (to host memory), or auto (the cheaper one).",
     ] = "auto"
     kv_offload_size: Annotated[
         int | str | None,
-        "Host memory that keeps blocks which the cache has no room for: bytes, or a text such as 4GiB. Default: none.",
+        "Host memory for blocks evicted from the KV cache: bytes, or a text such as 4GiB. Default: none.",
     ] = None
     kv_offload_dir: Annotated[
-        str | None, "Folder that keeps such blocks on disk as well, for later starts too. Needs kv_offload_size. Default: none."
+        str | None, "Folder that also saves evicted blocks on disk, across restarts. Needs kv_offload_size. Default: none."
     ] = None
-    kv_offload_dir_size: Annotated[int | str, "Most bytes of files in kv_offload_dir, or a text such as 64GiB."] = "16GiB"
-    gpu_memory_utilization: Annotated[float, "Share of the GPU's memory for weights, activations and cache."] = 0.9
-    enforce_eager: Annotated[bool, "Launch every kernel by itself: no CUDA graphs."] = False
+    kv_offload_dir_size: Annotated[int | str, "Maximum size of the files in kv_offload_dir: bytes, or a text such as 64GiB."] = (
+        "16GiB"
+    )
+    gpu_memory_utilization: Annotated[float, "Fraction of GPU memory for weights, activations and KV cache."] = 0.9
+    enforce_eager: Annotated[bool, "Do not use CUDA graphs."] = False
     cudagraph_capture_sizes: Annotated[
-        Sequence[int] | None, "Batch sizes whose decode is captured in CUDA graphs. Default: up to max_num_seqs."
+        Sequence[int] | None, "Decode batch sizes to capture as CUDA graphs. Default: sizes up to max_num_seqs."
     ] = None
-    async_scheduling: Annotated[bool | None, "Launch a step before the last one is read. Default: on a GPU."] = None
+    async_scheduling: Annotated[bool | None, "Launch a step before the previous one is read. Default: True on a GPU."] = None
     speculate: Annotated[
-        str | None, "Guess tokens and verify several in a step, where that is faster: ngram, suffix, or a plugin's. Default: no."
+        str | None, "Speculative decoding, used while it is faster: ngram, suffix, or a plugin's proposer. Default: none."
     ] = None
-    num_speculative_tokens: Annotated[int, "Most guesses that a step verifies for a sequence, 1 to 7."] = 7
-    enable_lora: Annotated[bool, "Let requests name adapters of low rank (LoRA), several in one batch."] = False
-    max_loras: Annotated[int, "Most adapters that a step may use at a time; their memory is taken at the start."] = 1
-    max_lora_rank: Annotated[int, "The largest rank of an adapter."] = 16
-    max_cpu_loras: Annotated[
-        int | None, "Adapters kept in the host's memory when no request wants them. Default: as many as max_loras."
-    ] = None
-    deterministic: Annotated[bool, "Give a request the same bits alone and in any batch; slower."] = False
-    max_logprobs: Annotated[int, "Most log-probabilities of a token that a request may ask for; -1: of the whole vocabulary."] = (
+    num_speculative_tokens: Annotated[int, "Maximum number of draft tokens per sequence and step, 1 to 7."] = 7
+    enable_lora: Annotated[bool, "Let requests name LoRA adapters, several per batch."] = False
+    max_loras: Annotated[int, "Maximum number of adapters per step; their memory is allocated at the start."] = 1
+    max_lora_rank: Annotated[int, "Maximum rank of an adapter."] = 16
+    max_cpu_loras: Annotated[int | None, "Number of unused adapters cached in host memory. Default: max_loras."] = None
+    deterministic: Annotated[bool, "Give a request bitwise the same result in any batch; slower."] = False
+    max_logprobs: Annotated[int, "Maximum number of log-probabilities per token in a request. -1 means the whole vocabulary."] = (
         20
     )
-    seed: Annotated[int, "Seed of the requests that bring none of their own."] = 0
+    seed: Annotated[int, "Seed for requests without one."] = 0
 
     def __post_init__(self) -> None:
         """Check every option, and replace texts by their meaning. :raises ConfigError: a wrong type, range or combination."""
@@ -146,7 +147,7 @@ class EngineConfig:
             check_block_size(self.block_size)
 
     def _set(self, option: str, value: object) -> None:
-        """Replace an option's value, in the frozen object, by the value that was read from it."""
+        """Replace an option of the frozen object by its parsed value."""
         object.__setattr__(self, option, value)
 
     def _check_offload(self) -> None:
@@ -193,19 +194,19 @@ class EngineConfig:
 
     @property
     def backend_request(self) -> BackendRequest:
-        """The option `attn_backend`, parsed."""
+        """The parsed option `attn_backend`."""
         assert not isinstance(self.attn_backend, str)
         return self.attn_backend
 
     @property
     def state_request(self) -> BackendRequest:
-        """The option `state_backend`, parsed."""
+        """The parsed option `state_backend`."""
         assert not isinstance(self.state_backend, str)
         return self.state_backend
 
     @property
     def adapter_slots(self) -> AdapterSlots | None:
-        """Room for adapters; None: there is none."""
+        """Adapter slots. None without enable_lora."""
         return AdapterSlots(self.max_loras, self.max_lora_rank) if self.enable_lora else None
 
     @property
@@ -215,19 +216,19 @@ class EngineConfig:
 
     @property
     def offload_bytes(self) -> tuple[int, int]:
-        """`kv_offload_size`, 0 for none, and `kv_offload_dir_size`, in bytes."""
+        """`kv_offload_size` (0 for none) and `kv_offload_dir_size`, in bytes."""
         assert not isinstance(self.kv_offload_size, str)
         assert not isinstance(self.kv_offload_dir_size, str)
         return self.kv_offload_size or 0, self.kv_offload_dir_size
 
     @property
     def pool_bytes(self) -> int | None:
-        """`kv_cache_memory` in bytes; None: what the memory has room for."""
+        """`kv_cache_memory` in bytes. None means as much as fits."""
         assert not isinstance(self.kv_cache_memory, str)
         return self.kv_cache_memory
 
     def for_device(self, device: torch.device) -> EngineConfig:
-        """The same options, with those filled in that depend on the device."""
+        """Return the options with device-dependent defaults filled in."""
         gpu = device.type == "cuda"
         tokens, overlap = self.max_num_batched_tokens, self.async_scheduling
         return replace(
@@ -238,12 +239,13 @@ class EngineConfig:
 
     @property
     def step_tokens(self) -> int:
-        """`max_num_batched_tokens` as a number, which `for_device` has filled in."""
+        """`max_num_batched_tokens` as a number, after `for_device`."""
         assert self.max_num_batched_tokens is not None
         return self.max_num_batched_tokens
 
     def check_budget(self, max_model_len: int) -> None:
-        """Check that every prompt can be scheduled. :raises ConfigError: no chunked prefill, max_model_len over the budget."""
+        """Check that every prompt can be scheduled.
+        :raises ConfigError: if chunked prefill is off and max_model_len exceeds the token budget."""
         if not self.enable_chunked_prefill and self.step_tokens < max_model_len:
             raise ConfigError(
                 "max_num_batched_tokens",
@@ -254,14 +256,14 @@ class EngineConfig:
 
 
 _NEEDS: Final = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", NoneType: "None"}
-"""Type of an option -> what the error for another value says that it needs."""
-_WORD: Final = 2**63  # No count or size is as large, on any machine
+"""Type of an option -> its description in the error for a wrong value."""
+_WORD: Final = 2**63  # Maximum size of any number, on any machine
 
 
 @cache
 def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
-    """Return option -> what checks its values, and what it needs in words; options with a parser of their own are left out."""
-    from pydantic import ConfigDict, TypeAdapter  # here: the command line's help needs none of it
+    """Return option -> (its validator, description of valid values), without options that have their own parser."""
+    from pydantic import ConfigDict, TypeAdapter  # imported here: the command line's help does not need it
 
     later = dict.fromkeys(("Kernel", "BackendRequest", "Registry"), object)
     found = {}
@@ -273,7 +275,7 @@ def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
 
 
 def check_kinds(options: Any) -> None:
-    """Check options against a dataclass's annotations; paths become texts. :raises ConfigError: another type, or a bad number."""
+    """Check options against a dataclass's annotations; paths become strings. :raises ConfigError: if a type or number is bad."""
     from pydantic import ValidationError
 
     for name, (kind, need) in _plain_options(options.__class__).items():
@@ -292,15 +294,15 @@ def check_kinds(options: Any) -> None:
 
 
 def check_block_size(size: int, option: str = "block_size") -> None:
-    """Check a number of tokens in a cache block. :raises ConfigError: no kernel reads blocks of this size."""
+    """Check the number of tokens in a cache block. :raises ConfigError: if no kernel supports blocks of this size."""
     if size < 1 or size % BLOCK_MULTIPLE:
         near = max(BLOCK_MULTIPLE, round(size / BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
         raise ConfigError(option, f"a multiple of {BLOCK_MULTIPLE}", size, f"{near} is the nearest")
 
 
 def parse_bytes(what: str, value: object) -> int:
-    """Return a size in bytes from a number or a text such as "2GiB" (GB is 1000**3). what: the option.
-    :raises ConfigError: it is neither, or not positive."""
+    """Return a size in bytes from a number or a text such as "2GiB" (GB is 1000**3). what: name of the option.
+    :raises ConfigError: if the value is neither, or not positive."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:

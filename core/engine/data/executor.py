@@ -1,4 +1,4 @@
-"""What an executor tells the engine's loop: what it can hold, what of it sleeps, and that it is lost."""
+"""Facts that an executor reports to the engine's loop: its capacity, the names of its parts, and its loss."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from headway.core.engine.data.pool import PoolSize
 from headway.core.engine.data.state_slots import StateSlots
 
 WEIGHTS, CACHE = "weights", "kv_cache"
-"""What of an executor sleeps and wakes; vLLM's words."""
+"""Parts of an executor that can sleep and wake; the names are vLLM's."""
 
 
 class ExecutorLostError(HeadwayError):
-    """No step can run any more; the text says which rank failed, in which step, and why."""
+    """Error after which no step can run. The text says which rank failed, in which step, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an executor can hold."""
+    """Capacity of an executor."""
 
     pool: PoolSize
     max_num_seqs: int
-    """Sequences that may run at once; each has a row in the executor's buffers."""
+    """Maximum number of running sequences; each has a row in the executor's buffers."""
     max_model_len: int
-    """Tokens of the longest sequence, prompt and output."""
+    """Maximum length of prompt plus output, in tokens."""
     states: StateSlots | None = None
-    """Slots of the layers with a state; None: the model has none."""
+    """Slots of layers with a state. None if the model has no such layers."""

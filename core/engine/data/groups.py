@@ -1,4 +1,4 @@
-"""Cache groups: layers that share one block table, and the pages through which all groups share one memory."""
+"""Cache groups: layers that share one block table, and the page format through which all groups share one memory."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from headway.core.contract.state import CHECKPOINT_TOKENS
 log = logging.getLogger("headway")
 
 NULL_PAGE = 0
-"""Stands in a windowed group's table for the pages behind the window. No sequence holds it, and it stays zero."""
+"""Page that replaces those outside the window in a windowed group's table. No sequence holds it, and it stays zero."""
 _TYPICAL_LENGTHS = (1024, 8192)
-"""Lengths of the sequences for which a page's size is chosen: a large page is filled in part, a small one leaves a rest that no
-block fits."""
-_LARGEST_PAGE = 4  # Largest size of a page, in blocks of the group with the most layers
+"""Sequence lengths that the page size is optimized for: large pages are partially filled, small ones leave a remainder."""
+_LARGEST_PAGE = 4  # Maximum page size, in blocks of the group with the most layers
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers whose cache has one block table. The pool gives it pages of `page_size` tokens, each one or several blocks."""
+    """Layers whose caches share one block table. A page of the group has `page_size` tokens, in one or several blocks."""
 
     page_size: int
     window: int | None = None
-    """Keys that a query of these layers sees, itself included: pages behind them are given back. None: all, and no page is."""
+    """Number of keys that a query sees, itself included; earlier pages are freed. None means all, and pages are kept."""
     layers: tuple[int, ...] = ()
     blocks_per_page: int = 1
     page_stride: int = 1
@@ -39,22 +38,22 @@ class CacheGroup:
     """Distance from one block of a page to the next, in block numbers."""
 
     def blocks_of(self, pages: ArrayLike) -> NDArray[numpy.int32]:
-        """The blocks of these pages, as the block table lists them."""
+        """Return int32 block numbers of these pages, as the block table lists them."""
         first = numpy.asarray(pages, dtype=numpy.int32)[:, None] * self.page_stride
         blocks: NDArray[numpy.int32] = first + numpy.arange(self.blocks_per_page, dtype=numpy.int32) * self.block_stride
         return blocks.reshape(-1)
 
     def num_behind(self, position: int) -> int:
-        """Pages at the start of a sequence that no query from this position on sees."""
+        """Return the number of pages at the start of a sequence that no query from this position on sees."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // self.page_size
 
     def first_behind(self, count: int) -> int:
-        """The position from which on `count` pages lie behind the window."""
+        """Return the position from which `count` pages are outside the window."""
         assert self.window is not None
         return count * self.page_size + self.window - 1
 
     def most_pages(self, length: int, chunk: int) -> int:
-        """Pages that one sequence of `length` tokens holds at most, if a step computes up to `chunk` of them."""
+        """Return the maximum number of pages of one sequence of `length` tokens, if a step computes up to `chunk` of them."""
         whole = -(-length // self.page_size)
         if self.window is None:
             return whole
@@ -63,47 +62,47 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """How a model's layers share the memory of the pool.
+    """Division of the pool's memory among a model's layers.
 
-    With one group each layer has memory of its own, and a page is a block. With several, a page is a stretch of memory that any
-    group may take: as many blocks of the group as it has room for. The layers are dealt out to `columns`, pieces of memory of
-    equal structure, so that one layer's blocks lie closer together. In a column a page is a row of equal *cells*; a block of one
-    layer takes one cell, or a whole number of them, so that every layer's cache is an ordinary tensor over the same memory that
-    begins at another cell.
+    With one group, each layer has separate memory, and a page is a block. With several groups, a page is a stretch of memory that
+    any group may use, for as many of its blocks as fit. The layers are divided among `columns`, memory areas of equal structure,
+    so that the blocks of one layer are closer together. In a column, a page is a row of equal *cells*. A block of one layer takes
+    one or more whole cells, so every layer's cache is an ordinary tensor over the same memory that begins at another cell.
     """
 
     groups: tuple[CacheGroup, ...]
     block_size: int
     page_bytes: int
-    """Bytes of a page, over all layers; 0 if no layer has a cache: pages then only count and name tokens."""
+    """Bytes of a page, over all layers. 0 if no layer has a cache: pages then only count and name tokens."""
     columns: int = 1
     column_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of a page in one column, by the name of the tensor; empty: each layer has memory of its own."""
+    """Bytes of a page in one column, by name of the tensor. Empty if each layer has separate memory."""
 
     @property
     def reserved(self) -> int:
-        """Pages that are never handed out: the null page, where a group needs one."""
+        """Number of pages that are never allocated: the null page, if a group needs it."""
         return int(any(group.window is not None for group in self.groups))
 
     @property
     def checkpoint_interval(self) -> int:
-        """Tokens between places where states may be kept: where whole pages end in every group."""
+        """Tokens between places where states may be saved: where whole pages of every group end."""
         return math.lcm(*[CHECKPOINT_TOKENS, *(group.page_size for group in self.groups)])
 
     def pages_for(self, length: int, chunk: int) -> int:
-        """Pages that one sequence of `length` tokens needs, if its steps may be as small as `chunk` tokens."""
+        """Return the number of pages that a sequence of `length` tokens needs, if its steps may be as small as `chunk` tokens."""
         return sum(group.most_pages(length, chunk) for group in self.groups)
 
 
 def page_format(
     specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], block_size: int, max_model_len: int, give_back: bool = True
 ) -> PageFormat:
-    """Group the layers by window; one beyond max_model_len is none. give_back: False keeps every token, in one group."""
+    """Return the page format, with layers grouped by window. A window beyond max_model_len does not count.
+    give_back: False to keep every token, in one group."""
     bytes_of = [_block_bytes(spec, layout, block_size) for spec, layout in zip(specs, layouts, strict=True)]
     total = sum(sum(each.values()) for each in bytes_of)
     windows = [_window(spec, max_model_len) if give_back else None for spec in specs]
     whole = CacheGroup(block_size, None, tuple(range(len(specs))))
-    if not specs:  # pages take only the host's time: as few as prefix hits need, which end where checkpoints may lie
+    if not specs:  # pages cost only host time: as few as prefix hits need, which end where checkpoints may be
         blocks = math.lcm(block_size, CHECKPOINT_TOKENS) // block_size
         return PageFormat((CacheGroup(blocks * block_size, None, (), blocks, blocks),), block_size, 0)
     if len(set(windows)) == 1:
@@ -128,8 +127,8 @@ def _window(spec: AttentionSpec, max_model_len: int) -> int | None:
 
 
 def _obstacle(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], bytes_of: Sequence[Mapping[str, int]]) -> str:
-    """Why these layers cannot take turns in one memory; empty if they can."""
-    if len({spec.cache_dtype for spec in specs}) > 1:  # what one leaves could be a NaN to another
+    """Return why these layers cannot share memory. Empty if they can."""
+    if len({spec.cache_dtype for spec in specs}) > 1:  # data of one layer could be a NaN to another
         return "the layers' caches have several element types"
     if len(set(layouts)) > 1 or not layouts[0].contiguous_blocks:
         return f"blocks are not one piece of memory in one layout ({', '.join(sorted({each.name for each in layouts}))})"
@@ -142,11 +141,11 @@ def _obstacle(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], by
 def _shared(
     kinds: Mapping[tuple[int | None, int], list[int]], bytes_of: Sequence[Mapping[str, int]], block_size: int, max_model_len: int
 ) -> PageFormat:
-    """Make groups of layers that share pages. kinds: layers by their window and the bytes of a block's key."""
+    """Return a format whose groups share pages. kinds: layers by window and by bytes of a block's keys."""
     columns = math.gcd(*map(len, kinds.values()))
     unit = math.gcd(*(key for _, key in kinds))
-    widths = [key // unit for _, key in kinds]  # Cells that a block of one layer takes, for each kind
-    counts = [len(layers) // columns for layers in kinds.values()]  # Layers in a column, for each kind
+    widths = [key // unit for _, key in kinds]  # Cells per block of one layer, for each kind
+    counts = [len(layers) // columns for layers in kinds.values()]  # Layers per column, for each kind
     step, most = math.lcm(*widths), max(width * count for width, count in zip(widths, counts, strict=True))
 
     def groups(cells: int) -> tuple[CacheGroup, ...]:

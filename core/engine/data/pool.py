@@ -1,4 +1,4 @@
-"""The pool: the paged caches of all layers, sized from memory."""
+"""The pool: the paged KV caches of all layers, sized to the available memory."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from headway.core.engine.data.groups import CacheGroup, PageFormat
 
 GIB = 1024**3
 SMALLEST_CHUNK = 128
-"""Tokens to which a prompt's chunk is cut where the windowed groups have no room for all of it."""
-_LARGEST_SHARE = 0.4  # Largest share of the host's free memory that a CPU's cache takes by default
-_DEFAULT_BYTES = 1 * GIB  # Bytes that a CPU's cache takes by default, unless one sequence needs more
+"""Smallest chunk of a prompt, in tokens, if the windowed groups lack room for more."""
+_LARGEST_SHARE = 0.4  # Default maximum share of free host memory for a CPU's cache
+_DEFAULT_BYTES = 1 * GIB  # Default bytes of a CPU's cache, unless one sequence needs more
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The number and format of the pool's pages."""
+    """Number and format of the pool's pages."""
 
     num_pages: int
-    """All pages, those that are never handed out included."""
+    """Number of all pages, including reserved ones."""
     page_format: PageFormat
     smallest_chunk: int
-    """Tokens to which a step of a prompt must be cut where the windowed groups have no room for more of it."""
+    """Smallest chunk of a prompt, in tokens, if the windowed groups lack room for more."""
 
     @property
     def num_bytes(self) -> int:
@@ -39,17 +39,18 @@ class PoolSize:
         return self.num_pages * self.page_format.page_bytes
 
     def num_sequences(self, length: int) -> int:
-        """Sequences of `length` tokens that the pool holds at once, when all pages behind their windows are given back."""
+        """Return how many sequences of `length` tokens fit at once, once all pages outside their windows are freed."""
         return (self.num_pages - self.page_format.reserved) // self.page_format.pages_for(length, 1)
 
     def num_tokens(self, length: int) -> int:
-        """Tokens that the pool holds in sequences of this length."""
+        """Return how many tokens fit in sequences of this length."""
         return (self.num_pages - self.page_format.reserved) * length // self.page_format.pages_for(length, 1)
 
 
 def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, chunk: int, memory: int | None) -> PoolSize:
-    """Return the pages in `memory` bytes (None: a share of free memory) that sequences can fill. chunk: smallest step.
-    :raises ConfigError: not even one sequence of max_model_len fits."""
+    """Return the pool size that fits in `memory` bytes, without pages that sequences cannot fill.
+    memory: None means a share of free memory. chunk: smallest chunk of a prompt, in tokens.
+    :raises ConfigError: if not even one sequence of max_model_len fits."""
     page_bytes, reserved = page_format.page_bytes, page_format.reserved
     one = page_format.pages_for(max_model_len, chunk)
     most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs
@@ -67,7 +68,7 @@ def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, ch
 
 
 def longest_that_fits(page_format: PageFormat, chunk: int, memory: int | None, at_most: int) -> int:
-    """Length of the longest sequence, up to `at_most` tokens, that the pool has room for: the default of max_model_len."""
+    """Return the length of the longest sequence that fits, up to `at_most` tokens. This is the default of max_model_len."""
     reserved = page_format.reserved
     if not page_format.page_bytes:
         return at_most
@@ -78,7 +79,7 @@ def longest_that_fits(page_format: PageFormat, chunk: int, memory: int | None, a
 
 
 def allocate(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], size: PoolSize) -> list[LayerCache]:
-    """Allocate one cache for each layer. The layers of a group have the same blocks, so one block table serves them."""
+    """Allocate one cache per layer. The layers of a group have the same block numbers, so they share one block table."""
     shared = size.page_format
     if not shared.column_bytes:
         return allocate_layers(specs, layouts, size.num_pages, shared.block_size)
@@ -99,7 +100,7 @@ def allocate(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], siz
 def allocate_layers(
     specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], num_blocks: int, block_size: int
 ) -> list[LayerCache]:
-    """Allocate one cache for each layer, each with `num_blocks` blocks. Tensors of equal shape share one piece of memory."""
+    """Allocate one cache of `num_blocks` blocks per layer. Tensors of equal shape share one allocation."""
     geometries = [CacheGeometry.of(spec, num_blocks, block_size) for spec in specs]
     kinds: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, str]]] = {}
     for layer, (layout, geometry) in enumerate(zip(layouts, geometries, strict=True)):
@@ -117,7 +118,7 @@ def allocate_layers(
 
 
 def page_memory(caches: Sequence[LayerCache], size: PoolSize) -> list[Tensor]:
-    """Return the pool's memory as views uint8 [count, num_pages, bytes], a row per page. caches: of contiguous blocks."""
+    """Return the pool's memory as views uint8 [count, num_pages, bytes], a row per page. caches: need contiguous blocks."""
     views: dict[int, Tensor] = {}
     for cache in caches:
         assert cache.layout.contiguous_blocks, "blocks in pieces"
@@ -133,7 +134,7 @@ def page_memory(caches: Sequence[LayerCache], size: PoolSize) -> list[Tensor]:
 def _view(
     spec: AttentionSpec, layout: CacheLayout, memory: dict[str, Tensor], group: CacheGroup, place: int, size: PoolSize
 ) -> LayerCache:
-    """The cache of the layer that is the `place`-th of its group in a column: the column's memory, from its first cell on."""
+    """Return the cache of the `place`-th layer of a group in a column: a view of the column's memory from that cell on."""
     block_size = size.page_format.block_size
     num_blocks = (size.num_pages - 1) * group.page_stride + (group.blocks_per_page - 1) * group.block_stride + 1
     geometry = CacheGeometry.of(spec, num_blocks, block_size)
@@ -150,7 +151,7 @@ def _default_memory(one_sequence: int) -> int:
 
 
 def size_text(num_bytes: int, rounded: Callable[[float], int] = math.floor) -> str:
-    """Bytes in a readable unit; a need is rounded up, so that asking for what is printed is enough."""
+    """Return bytes as a readable text. rounded: math.ceil for a requirement, so that the printed number suffices."""
     unit, name = next(
         (unit, name) for unit, name in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB"), (1, "B")) if num_bytes >= unit / 10
     )

@@ -1,4 +1,4 @@
-"""The limits of an engine's requests, and the one check of a request against them."""
+"""Limits of an engine's requests, and the check of a request against them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _POLICY = 'scheduling_policy="priority" serves lower priorities first'
 
 
 class CheckedRequest(NamedTuple):
-    """A request that `RequestLimits.checked` has found good: `EngineLoop.add_request` takes nothing else, and checks no more."""
+    """A request that `RequestLimits.checked` has accepted. `EngineLoop.add_request` accepts only these, unchecked."""
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    """Complete: an engine knows no texts, so that bad words are token ids."""
+    """Complete parameters; bad words are token ids, because the engine has no tokenizer."""
     priority: int = 0
-    """Lower ones are served first."""
+    """Lower priorities run first."""
     prompt: str | None = None
-    """The prompt's text, for outputs; the engine reads the token ids alone."""
+    """Text of the prompt, for outputs. The engine reads only the token ids."""
     lora_request: LoRARequest | None = None
-    """The adapter; None: the model alone."""
+    """LoRA adapter. None means the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class RequestLimits:
     max_model_len: int
     vocab_size: int
     advice: str
-    """Hint for a prompt that is too long: only what would help."""
+    """Hint for a prompt that is too long, with only what would help."""
     max_logprobs: int = -1
-    """Most tokens whose log-probabilities a request may ask for at one place; -1: the whole vocabulary."""
+    """Maximum number of log-probabilities per token in a request. -1 means the whole vocabulary."""
     by_priority: bool = False
     embedding_size: int | None = None
-    """Elements of a row of a prompt that is given as embeddings; None: no prompt is."""
+    """Size of an embedding row. None if prompts cannot be embeddings."""
     takes_adapters: bool = False
 
     @classmethod
@@ -54,7 +54,7 @@ class RequestLimits:
         vocab_size: int,
         embedding_size: int | None = None,
     ) -> RequestLimits:
-        """The limits of an engine. max_position_embeddings: what the model was made for. embedding_size: of the model's rows."""
+        """Return the limits of an engine. max_position_embeddings: the model's maximum length. embedding_size: size of a row."""
         advice = "shorten it or raise kv_cache_memory"
         if max_model_len >= max_position_embeddings:
             advice = "shorten it; the model was made for no more"
@@ -73,9 +73,9 @@ class RequestLimits:
         prompt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> CheckedRequest:
-        """Check a request, once; its adapter's files are checked where the engine runs.
-        :raises PromptError: the prompt is empty, leaves no room for one token, or has ids outside the vocabulary.
-        :raises ConfigError: parameters, a priority or an adapter that this engine or its model does not take."""
+        """Return the checked request. The files of its adapter are checked later, by the engine.
+        :raises PromptError: if the prompt is empty, leaves no room for one token, or has ids outside the vocabulary.
+        :raises ConfigError: if the engine or its model does not support the parameters, the priority or the adapter."""
         if lora_request is not None:
             self.check_adapter(lora_request)
         self.check_prompt(prompt_token_ids)
@@ -89,21 +89,21 @@ class RequestLimits:
         return CheckedRequest(prompt_token_ids, params, priority, prompt, lora_request)
 
     def most_prompt_tokens(self, params: SamplingParams) -> int | None:
-        """Tokens that a request cuts its prompt to; None: it cuts none."""
+        """Return the number of tokens to which a request truncates its prompt."""
         kept, output = params.truncate_prompt_tokens, params.max_tokens or 1
         if kept != -1:
             return kept
-        return self.max_model_len - (output if output < self.max_model_len else 1)  # of any larger output there is what is left
+        return self.max_model_len - (output if output < self.max_model_len else 1)  # a larger output gets what is left
 
     def check_adapter(self, lora_request: object) -> None:
-        """Check that a request may name an adapter. :raises ConfigError: the engine has no slots for adapters, or it is none."""
+        """Check that a request may name an adapter. :raises ConfigError: if it is not one, or the engine has no adapter slots."""
         if not isinstance(lora_request, LoRARequest):
             raise ConfigError("lora_request", "a LoRARequest(name, id, path)", shown(lora_request))
         if not self.takes_adapters:
             raise ConfigError("lora_request", "an engine that was started with enable_lora=True", lora_request.lora_name)
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Check a prompt. :raises PromptError: it is empty, leaves no room for a token, or has ids outside the vocabulary."""
+        """Check a prompt. :raises PromptError: if it is empty, leaves no room for a token, or has ids outside the vocabulary."""
         if not prompt_token_ids:
             raise PromptError("prompt", "at least one token", "an empty prompt")
         if len(prompt_token_ids) >= self.max_model_len:
@@ -119,7 +119,7 @@ class RequestLimits:
             self.check_ids(prompt_token_ids)
 
     def check_embedded(self, prompt: EmbeddedPrompt) -> None:
-        """Check a prompt of embeddings. :raises PromptError: the engine takes none, or its model has other sizes."""
+        """Check a prompt of embeddings. :raises PromptError: if the engine does not accept them, or a size or value is wrong."""
         if self.embedding_size is None:
             need = "an engine with enable_prompt_embeds=True, whose model Headway's decoder computes"
             raise PromptError("prompt_embeds", need, "another")
@@ -129,13 +129,13 @@ class RequestLimits:
             raise PromptError("prompt_embeds", "finite numbers", "NaN or infinite ones")
 
     def check_ids(self, token_ids: Sequence[int], what: str = "prompt") -> None:
-        """Check token ids. what: the argument that brings them. :raises PromptError: an id is outside of the vocabulary."""
+        """Check token ids. what: name of the argument. :raises PromptError: if an id is outside the vocabulary."""
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self.vocab_size:
                 raise PromptError(what, f"token ids from 0 to {self.vocab_size - 1}", shown(token))
 
     def check_params(self, params: SamplingParams) -> None:
-        """Check parameters against the model. :raises ConfigError: unknown token ids, or more logprobs than max_logprobs."""
+        """Check parameters against the model. :raises ConfigError: for unknown token ids, or more logprobs than max_logprobs."""
         bad_words = [token for word in params.bad_words_token_ids or () for token in word]
         listed = {
             "logit_bias": list(params.logit_bias or ()),
@@ -155,7 +155,7 @@ class RequestLimits:
                 )
 
     def check_priority(self, priority: int) -> None:
-        """Check a priority. :raises ConfigError: it is not a whole number, or this engine serves first come, first served."""
+        """Check a priority. :raises ConfigError: if it is not an integer, or this engine runs requests in arrival order."""
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError("priority", "a whole number; lower ones are served first", repr(priority))
         if priority and not self.by_priority:

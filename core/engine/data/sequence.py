@@ -1,4 +1,4 @@
-"""One completion on its way: its tokens, how far the cache holds them, and why it ended."""
+"""Sequence: the engine's record of one completion, with its tokens, its cached length, and its finish reason."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class EmbeddedPrompt(list[int]):
-    """Token ids that are all 0, for rows given in place of embeddings, so that lengths, chunks and pages are counted as usual."""
+    """Token ids that are all 0, for a prompt of embedding rows, so that lengths, chunks and pages are counted as usual."""
 
     rows: Tensor
-    """[num_tokens, hidden_size], on the host."""
+    """[num_tokens, hidden_size]: embedding rows, on the host."""
     digest: bytes
-    """Tells these rows from others: keys and values in the cache are shared by prompts of equal rows alone."""
+    """Digest of the rows: only prompts with equal rows share cached keys and values."""
 
     @classmethod
     def of(cls, given: object) -> EmbeddedPrompt:
-        """Take rows [num_tokens, hidden_size], or one batch of them. :raises PromptError: anything else."""
+        """Return a prompt from rows [num_tokens, hidden_size], or from a batch of one. :raises PromptError: for anything else."""
         if not isinstance(given, Tensor) or given.is_nested:
             got = "a nested tensor" if isinstance(given, Tensor) else f"a {type(given).__name__}"
             raise PromptError("prompt_embeds", "a torch.Tensor [num_tokens, hidden_size]", got)
@@ -54,7 +54,7 @@ class EmbeddedPrompt(list[int]):
 
 
 class Status(Enum):
-    """How far a sequence has come."""
+    """State of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -63,15 +63,15 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class PageTable:
-    """Which pages hold a sequence's tokens in one group of layers."""
+    """Pages that hold a sequence's tokens in one cache group."""
 
     page_size: int
     pages: list[int] = field(default_factory=list)
-    """Pages in the order of the tokens; the null page stands for those that were given back."""
+    """Pages in token order; the null page replaces freed ones."""
     num_published: int = 0
-    """Pages whose names other sequences can find."""
+    """Number of pages whose names other sequences can find."""
     num_given_back: int = 0
-    """Pages at the start that lie behind the group's window, and are not held any more."""
+    """Number of pages at the start that left the group's window and were freed."""
 
     @property
     def held(self) -> list[int]:
@@ -86,11 +86,11 @@ class StepCount:
     taken: int = 0
 
 
-_NO_STEPS = StepCount()  # The count of every sequence that is not in a `DecodeBatch`: it stays 0
+_NO_STEPS = StepCount()  # Count of every sequence outside a `DecodeBatch`: it stays 0
 
 
 class PrefixCopy(NamedTuple):
-    """A copy of the first `num_tokens` tokens of another sequence's page into a sequence's own page."""
+    """A copy of the first `num_tokens` tokens of another sequence's page into a page of this sequence."""
 
     group: int
     source: int
@@ -104,51 +104,51 @@ TableChange = tuple[int, int, list[int]]
 class Sequence:
     """The engine's record of one completion.
 
-    The first `num_computed` tokens have their k and v in the pages of `tables`, or will have once the steps already launched have
-    run. `num_pending` tokens after `token_ids` are being sampled by those steps; the device knows them before the host does.
+    The keys and values of the first `num_computed` tokens are in the pages of `tables`, or will be once the launched steps have
+    run. Those steps are sampling `num_pending` tokens after `token_ids`, which the device knows before the host does.
 
     While the sequence is a member of a `DecodeBatch`, the batch counts its steps; see `join`.
     """
 
     index: int
-    """Which of the request's n completions."""
+    """Index of the completion within its request."""
     seed: int
-    """Seed of the random draws; seed and position of a token decide its draw, whatever runs beside the sequence."""
+    """Random seed. Only the seed and the position of a token decide its draw, not the rest of the batch."""
     turn: tuple[int, int] = (0, 0)
-    """The request's priority, and how many requests came before: where priorities count, lower turns are served first."""
+    """Priority and arrival number of the request. With priorities, lower turns run first."""
     max_len: int
-    """Tokens of prompt and output at which the sequence ends."""
+    """Maximum length of prompt plus output, in tokens."""
     in_decode_batch: bool = False
-    """Whether the sequence is a member of a `DecodeBatch`."""
+    """True if the sequence is a member of a `DecodeBatch`."""
     error: str | None = None
-    """What went wrong, where `finish_reason` is "error"."""
+    """Error text if `finish_reason` is "error"."""
     finish_reason: str | None = None
-    """"stop" or "length"; "abort" when the caller gave it up, "error" with the reason in `error`."""
+    """"stop", "length", "abort" (by the caller) or "error". None while the sequence is unfinished."""
     row: int | None = None
-    """The sequence's place in the executor's per-sequence buffers while it runs."""
+    """Row in the executor's per-sequence buffers while the sequence runs."""
     started: bool = False
-    """Whether the executor knows the sequence in its row."""
+    """True if the executor knows the sequence in its row."""
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache spared, at first admission."""
+    """Prompt tokens from the prefix cache, at first admission."""
     admitted_time: float | None = None
-    """When the sequence was first admitted, on the clock of time.perf_counter."""
+    """Time of first admission, on the clock of time.perf_counter."""
     prompt_logprobs: list[TokenLogprobs]
-    """Log-probabilities of the prompt's tokens from the second on, as far as they have come, where they are wanted."""
+    """Log-probabilities of the prompt's tokens from the second on, as far as computed, if requested."""
     draft_token_ids: list[int]
-    """A speculator's guesses of the tokens after `token_ids`, for the next step to verify."""
+    """Draft tokens after `token_ids`, for the next step to verify."""
     num_unverified: int = 0
-    """Drafts in `num_computed` whose verification has been launched and not been read."""
+    """Draft tokens in `num_computed` whose verification has been launched but not read."""
 
     embedded: EmbeddedPrompt | None
-    """The prompt's rows of embeddings, where its tokens have no ids."""
+    """The prompt's embedding rows. None if the prompt has token ids."""
     adapter: KnownAdapter | None
-    """What the model computes it with; None: the model alone."""
+    """LoRA adapter. None means the base model."""
     adapter_slot: int = NO_ADAPTER
-    """The slot of its adapter while it runs."""
+    """Slot of the adapter while the sequence runs."""
     prefix_root: bytes
-    """What stands before the first block in the names of its blocks: what tells equal token ids with other keys apart."""
+    """Prefix of the names of its blocks: distinguishes equal token ids whose keys differ."""
     num_passed: int = 0
-    """Sequences with other adapters that were admitted before it while no slot was free for its own."""
+    """Number of sequences with other adapters that overtook this one while it waited for an adapter slot."""
 
     status = Status.WAITING
     num_preemptions = 0
@@ -156,31 +156,31 @@ class Sequence:
     _num_computed = _num_pending = 0
     _newest_at = -1
 
-    # Kept by the block manager:
+    # Managed by the block manager:
     tables: list[PageTable]
-    """One for each cache group while the sequence holds pages."""
+    """One table per cache group while the sequence holds pages."""
     capacity: int = 0
-    """Tokens for which its pages have room, in every group."""
+    """Number of tokens that fit in its pages, in every group."""
     next_boundary: int = 0
-    """Known tokens from which on a page can be named or given back."""
+    """Number of known tokens at which a page can be published or freed."""
     prefix_copies: list[PrefixCopy]
-    """What the next step must copy before it computes the rest; the sequence holds the sources until that has been launched."""
+    """Copies that the next step must make first. The sequence holds the sources until the copies are launched."""
     table_changes: list[TableChange]
-    """Changes of its tables that the executor has not been told of."""
+    """Changes of its tables that have not been sent to the executor."""
     block_hashes: list[bytes]
     """Chained hash of each full block of `token_ids`, as far as computed."""
 
-    # Of a model whose layers keep states:
+    # For models whose layers keep states:
     state_index: int = 0
-    """Which slot of its row holds its state: not the first one where drafts have been verified."""
+    """Slot within its row that holds its state. Not 0 if drafts have been accepted."""
     restored_from: int | None = None
-    """The slot of a checkpoint that the next step must copy to the row before anything else."""
+    """Slot of the checkpoint that the next step must first copy to the row."""
     held_state: int | None = None
-    """The same slot, where it was taken before the sequence has a row: nothing may overwrite it until that step."""
+    """Slot of the checkpoint if it was held before the sequence got a row: nothing may overwrite it until the step."""
     junction: int = 0
-    """Tokens at which its prompt leaves another one that the cache holds: a state is worth keeping there."""
+    """Number of tokens after which its prompt diverges from a cached one: a state is worth saving there."""
     checkpoints: list[Checkpoint]
-    """What the next step must keep, in slots that are reserved for it."""
+    """States that the next step must save, with slots reserved for them."""
 
     def __init__(
         self,
@@ -215,12 +215,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output that the host knows."""
+        """Number of prompt and output tokens that the host knows."""
         return len(self.token_ids)
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose k and v the cache holds, or will hold; see the class."""
+        """Number of tokens whose keys and values are in the cache, or will be; see the class."""
         return self._num_computed + self._steps.taken
 
     @num_computed.setter
@@ -230,7 +230,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that launched steps are sampling."""
+        """Number of tokens that launched steps are sampling."""
         return self.num_computed + 1 - len(self.token_ids) if self.in_decode_batch else self._num_pending
 
     @num_pending.setter
@@ -240,7 +240,7 @@ class Sequence:
 
     @property
     def newest_at(self) -> int:
-        """Position in the sequence of the sampled token that the executor holds for this row; -1: none."""
+        """Position of the sampled token that the executor holds for this row. -1 if there is none."""
         return self._newest_at + self._steps.taken
 
     @newest_at.setter
@@ -267,28 +267,28 @@ class Sequence:
 
     @property
     def lasts_until(self) -> int:
-        """Computed tokens at which the sequence cannot go on decoding: its pages are full, or its last token is on its way."""
+        """Number of computed tokens at which decoding must pause: the pages are full, or the last token is pending."""
         return min(self.capacity, self.max_len - 1)
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens without k and v in the cache; 0 while the last token is on its way, or drafts are being verified."""
+        """Number of tokens not yet in the cache. 0 while the last token is pending, or drafts are being verified."""
         known = len(self.token_ids) + self.num_pending
         return known - self.num_computed if known < self.max_len and not self.num_unverified else 0
 
     def num_drafts(self, budget: int) -> int:
-        """Drafts that a step verifies beside the newest token, which the host must know. budget: tokens left in the step."""
+        """Return the number of drafts to verify after the newest token, which the host must know. budget: tokens left."""
         if self.num_pending or self.num_to_compute != 1:
             return 0
         return max(min(len(self.draft_token_ids), MAX_DRAFT_TOKENS, budget, self.max_len - self.num_tokens - 1), 0)
 
     @property
     def num_known(self) -> int:
-        """Computed tokens that the host has seen: not those that are still being sampled."""
+        """Number of computed tokens that the host has seen, without those still being sampled."""
         return min(self.num_computed, len(self.token_ids))
 
     def goes_on(self) -> bool:
-        """Whether the sequence decodes one token next, without drafts, and its pages have room for that token."""
+        """Return whether the sequence decodes one token next, without drafts, and its pages have room for the token."""
         computed, known = self.num_computed, len(self.token_ids) + self.num_pending
         return (
             known - computed == 1
@@ -300,7 +300,7 @@ class Sequence:
 
     @property
     def computes_whole_prompt(self) -> bool:
-        """Whether the logits after every token of the prompt are still wanted, so that none may be spared."""
+        """True if the logits of all prompt tokens are still needed, so that no token may come from the cache."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
@@ -315,25 +315,25 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether the sequence has ended."""
+        """True if the sequence has ended."""
         return self.status is Status.FINISHED
 
     def append(self, token: int) -> None:
-        """Add a sampled token, and end the sequence if the token does."""
+        """Append a sampled token. It ends the sequence if it is a stop token or the last allowed one."""
         self.token_ids.append(token)
         if token in self.stop_token_ids or len(self.token_ids) >= self.max_len:
             self.end()
 
     def end(self) -> None:
-        """End the sequence with its last token, which is a stop token or the last that it may have."""
+        """End the sequence with its last token, which is a stop token or the last allowed one."""
         self.finish("stop" if self.token_ids[-1] in self.stop_token_ids else "length")
 
     def fail(self, error: str) -> None:
-        """End the sequence for a fault that is not the caller's."""
+        """End the sequence because of an error that is not the caller's."""
         self.error = error
         self.finish("error")
 
     def finish(self, reason: str) -> None:
-        """End the sequence for this reason."""
+        """End the sequence with this finish reason."""
         self.status = Status.FINISHED
         self.finish_reason = reason

@@ -1,4 +1,4 @@
-"""Slots of the pool of states: those of the rows, in which sequences run, and after them those of checkpoints."""
+"""Slots in the pool of states: first the rows of running sequences, then checkpoints."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from headway.core.contract.model import StateLayer
 from headway.core.contract.state import StateCache, StateLayout
 from headway.core.engine.data.pool import size_text
 
-_CHECKPOINT_SHARE = 5  # Checkpoints take at most this fraction of the cache's memory: pages spare a hit more tokens
-_CHECKPOINTS_PER_ROW = 4  # Checkpoints for each row: more are seldom found again before they are the oldest
-_DEFAULT_BYTES = 256 * 2**20  # Bytes that checkpoints on a CPU take at most, where the cache has no size of its own
+_CHECKPOINT_SHARE = 5  # Checkpoints use at most 1/5 of the cache's memory: pages save a hit more tokens
+_CHECKPOINTS_PER_ROW = 4  # Checkpoints per row: with more, few would be hit before they are evicted
+_DEFAULT_BYTES = 256 * 2**20  # Maximum bytes of checkpoints on a CPU if no cache size is set
 
 
 class Checkpoint(NamedTuple):
-    """A state that a step is to leave beside the sequence's own."""
+    """A state that a step saves in addition to the sequence's own."""
 
     num_tokens: int
-    """New tokens of the step after which the state is kept."""
+    """Number of the step's new tokens after which the state is saved."""
     slot: int
     digest: bytes
-    """Name of the start of the sequence up to there."""
+    """Name of the sequence's prefix up to there."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """How many slots there are, and whose each is."""
+    """Number and ownership of the state slots."""
 
     num_rows: int
     per_row: int
-    """Slots of a row: one, and one more for each draft that a step may verify."""
+    """Slots per row: one, plus one for each draft that a step may verify."""
     num_checkpoints: int
     bytes_per_slot: int
 
     @property
     def first_checkpoint(self) -> int:
-        """The first slot of a checkpoint."""
+        """First slot of the checkpoints."""
         return self.num_rows * self.per_row
 
     @property
     def num_slots(self) -> int:
-        """All slots."""
+        """Number of all slots."""
         return self.first_checkpoint + self.num_checkpoints
 
     def of_row(self, row: int) -> range:
-        """The slots of a row."""
+        """Return the slots of a row."""
         return range(row * self.per_row, (row + 1) * self.per_row)
 
     @property
@@ -69,13 +69,11 @@ def plan_slots(
     checkpoints: bool,
     pages: bool = True,
 ) -> StateSlots | None:
-    """Plan the slots of a model's layers with a state; None: there are no such layers.
+    """Return the slots for a model's layers with a state, or None if there are none.
 
-    memory: bytes that states and pages share; None: what a CPU has to spare. checkpoints: whether there is a prefix cache.
-    pages: False if no layer has keys and values, so that states may take all of the memory.
-
-    :raises ConfigError: the states of max_num_seqs sequences leave less than half of the memory to pages, or do not fit.
-    """
+    memory: bytes that states and pages share. None means the default of a CPU. checkpoints: True if there is a prefix cache.
+    pages: False if no layer has keys and values, so that states may use all of the memory.
+    :raises ConfigError: if the states of max_num_seqs sequences leave less than half of the memory to pages, or do not fit."""
     if not layers:
         return None
     size = sum(layout.bytes_per_slot(layer.spec) for layer in layers)
@@ -96,16 +94,16 @@ def plan_slots(
 
 @dataclass(frozen=True)
 class StateMemory:
-    """The states of all layers. Tensors of equal shape share one piece of memory, so that a copy of slots is few launches."""
+    """States of all layers. Tensors of equal shape share one allocation, so that copying slots takes few launches."""
 
     caches: Sequence[StateCache]
     stacks: Sequence[Tensor]
-    """[layers, num_slots, ...]: each piece of memory."""
+    """[layers, num_slots, ...]: the allocations."""
     slots: StateSlots
 
     @classmethod
     def allocate(cls, layers: Sequence[StateLayer], layout: StateLayout, slots: StateSlots) -> StateMemory:
-        """Allocate zeroed states of every layer."""
+        """Allocate zeroed states for every layer."""
         kinds: dict[object, list[tuple[int, str]]] = {}
         for number, layer in enumerate(layers):
             for name, kind in layout.shapes(layer.spec, slots.num_slots).items():
@@ -123,7 +121,7 @@ class StateMemory:
         return cls(caches, stacks, slots)
 
     def views(self) -> list[Tensor]:
-        """The memory as views uint8 [layers, num_slots, bytes]: a slot's content is its row in each, as in `page_memory`."""
+        """Return the memory as views uint8 [layers, num_slots, bytes], a row per slot, as in `page_memory`."""
         return [stack.view(len(stack), self.slots.num_slots, -1).view(torch.uint8) for stack in self.stacks]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A step as plain data: what is scheduled, its input, its samples, and what clients are told of it."""
+"""A step as plain data: its schedule, its input, its samples, and the deltas for clients."""
 
 from __future__ import annotations
 
@@ -21,66 +21,65 @@ _NO_MEMBERS: NDArray[numpy.int32] = numpy.zeros((3, 0), dtype=numpy.int32)  # Th
 
 
 class DecodeBatch:
-    """The sequences that decode one token in every step, as arrays that advance for all members at once, instead of sequence by
-    sequence (after vLLM's persistent batch).
+    """The sequences that decode one token in every step, as arrays that advance for all members at once (after vLLM's persistent
+    batch).
 
-    A member has one token to compute, the one that the executor has sampled last, and no drafts. `Sequence.num_computed` and what
-    depends on it count the batch's steps, so a member can be read like any other sequence; before more of it than its pages is
-    changed, it must be taken out.
+    A member has one token to compute, the last one that the executor sampled, and no drafts. `Sequence.num_computed` and what
+    depends on it count the batch's steps, so a member can be read like any other sequence. Take a member out before changing
+    anything but its pages.
     """
 
     def __init__(self) -> None:
         self.members: list[Sequence] = []
-        """Members in the order of the arrays. The list is never changed in place: a step that was launched goes on holding it."""
+        """Members in the order of the arrays. The list is never changed in place, because launched steps keep it."""
         self.places: NDArray[numpy.int32] = _NO_MEMBERS
-        """[3, members]: `row`, `state_index` and `adapter_slot` of each, which stay while a sequence decodes without drafts. The
-        array is never changed in place either."""
+        """int32 [3, members]: `row`, `state_index` and `adapter_slot`, constant during plain decode. Never changed in place."""
         self._steps = StepCount()
         self._counts: NDArray[numpy.int64] = _NO_MEMBERS.astype(numpy.int64)
-        """[3, members]: computed tokens minus the steps counted; steps after which the pages are full or the last token is on its
-        way; steps after which a page may be named or given back."""
+        """int64 [3, members]: computed tokens minus counted steps; number of steps after which the pages are full or the last
+        token is pending; number of steps after which a page may be published or freed."""
         self._changed: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self.members)
 
     def context_lens(self) -> NDArray[numpy.int32]:
-        """int32 [members]: cached tokens of each before the next step."""
+        """Return int32 [members]: cached tokens of each member before the next step."""
         lens: NDArray[numpy.int32] = (self._counts[0] + self._steps.taken).astype(numpy.int32)
         return lens
 
     def due(self) -> list[int]:
-        """Indexes of the members that cannot take the next step as they are; see `Sequence.lasts_until`."""
+        """Return the indexes of members that need pages or must leave before the next step; see `Sequence.lasts_until`."""
         places: list[int] = numpy.flatnonzero(self._counts[1] <= self._steps.taken).tolist()
         return places
 
     def renew(self, place: int) -> None:
-        """Note that the member at this index has got pages."""
+        """Update the counts of the member at this index, which got pages."""
         seq = self.members[place]
         self._counts[1, place] = seq.lasts_until - self._counts[0, place]
         self._changed.append(seq)
 
     def step(self) -> list[int]:
-        """Count a step that has been launched. Returns the indexes of the members whose pages may have been filled."""
+        """Count a launched step. Returns the indexes of members whose pages may have been filled."""
         self._steps.taken += 1
         places: list[int] = numpy.flatnonzero(self._counts[2] <= self._steps.taken).tolist()
         return places
 
     def passed(self, place: int) -> None:
-        """Note that the filled pages of the member at this index have been named."""
+        """Note that the filled pages of the member at this index have been published."""
         seq = self.members[place]
         self._counts[2, place] = seq.next_boundary - self._counts[0, place]
         if seq.table_changes:
             self._changed.append(seq)
 
     def take_changed(self) -> list[Sequence]:
-        """The members whose tables have changed since the last call; some may have no change that the executor does not know."""
+        """Return the members whose tables changed since the last call. For some, the executor may know the change already."""
         changed = self._changed
         self._changed = []
         return changed
 
     def add(self, seqs: Items[Sequence]) -> None:
-        """Take in sequences that decode one token next; see the class."""
+        """Add sequences that decode one token next; see the class."""
         if not seqs:
             return
         taken = self._steps.taken
@@ -100,7 +99,7 @@ class DecodeBatch:
         self._counts = numpy.concatenate([self._counts, new], axis=1)
 
     def remove(self, leaving: Iterable[Sequence]) -> None:
-        """Take members out; others are left alone."""
+        """Remove members; sequences outside the batch are ignored."""
         gone = {seq for seq in leaving if seq.in_decode_batch}
         if not gone:
             return
@@ -113,34 +112,34 @@ class DecodeBatch:
             seq.leave()
 
     def clear(self) -> None:
-        """Take all members out."""
+        """Remove all members."""
         self.remove(self.members)
 
 
 class ScheduledSequence(NamedTuple):
-    """A sequence's part of a step, as the sequence was when scheduled: it moves on before the step has run."""
+    """A sequence's part of a step. A snapshot, because the sequence advances before the step has run."""
 
     seq: Sequence
     num_new_tokens: int
-    """Tokens that the step computes of it, drafts included."""
+    """Number of tokens that the step computes for the sequence, drafts included."""
     context_len: int
-    """Tokens of it that the cache holds before the step."""
+    """Number of the sequence's tokens in the cache before the step."""
     samples: bool
-    """Whether the logits of the last new token are wanted: not in the middle of a prompt."""
+    """True if the logits of the last new token are needed: not in the middle of a prompt."""
     num_draft_tokens: int = 0
-    """How many of the new tokens, the last ones, are guesses to be verified."""
+    """Number of draft tokens, which are the last of the new tokens."""
 
     @property
     def phase(self) -> Phase:
-        """The phase of these tokens."""
+        """Phase of these tokens."""
         return Phase.DECODE if self.num_draft_tokens else Phase.of(self.num_new_tokens, self.context_len)
 
 
 class ScheduledStep:
-    """A step: sequences that are scheduled individually, and after them the members of the decode batch."""
+    """A step: individually scheduled sequences, then the members of the decode batch."""
 
     def __init__(self, individual: list[ScheduledSequence], batch: DecodeBatch | None) -> None:
-        """individual: those that prefill or extend come first. batch: its members take the step; it moves on before that runs."""
+        """individual: prefill and extend first. batch: its current members take the step; it advances before the step runs."""
         self.individual = individual
         self.members: list[Sequence] = [] if batch is None else batch.members
         places = _NO_MEMBERS if batch is None else batch.places
@@ -149,9 +148,9 @@ class ScheduledStep:
         self.adapter_slots: NDArray[numpy.int32] = places[2]
         """int32 [members] each: row, slot of the row that holds the state, and slot of the adapter."""
         self.context_lens: NDArray[numpy.int32] = _NO_MEMBERS[0] if batch is None else batch.context_lens()
-        """int32 [members]: tokens that the cache holds before the step."""
+        """int32 [members]: tokens in the cache before the step."""
         self.changed: list[Sequence] = [] if batch is None else batch.take_changed()
-        """Members whose tables have changed since the step before."""
+        """Members whose tables changed since the previous step."""
 
     def __len__(self) -> int:
         return len(self.individual) + len(self.members)
@@ -163,30 +162,30 @@ class ScheduledStep:
 
     @property
     def seqs(self) -> list[Sequence]:
-        """Every sequence, in the step's order."""
+        """All sequences, in the step's order."""
         return [*(each.seq for each in self.individual), *self.members] if self.individual else self.members
 
     @property
     def sampling(self) -> list[Sequence]:
-        """The sequences whose next token the step samples."""
+        """Sequences whose next token the step samples."""
         return [*(each.seq for each in self.individual if each.samples), *self.members] if self.individual else self.members
 
 
 NEWEST = -1
-"""Stands for the token that the executor has sampled last in the same row; the host need not have seen that token."""
+"""Placeholder for the last token that the executor sampled in the row. The host need not have seen that token."""
 
 
 class StartedRow(NamedTuple):
-    """A sequence that begins, or begins again, in a row: what was known of the row before is void."""
+    """A sequence that starts or restarts in a row. It replaces all data of the row."""
 
     row: int
     params: SamplingParams
     seed: int
     token_ids: tuple[int, ...] = ()
-    """The tokens known so far, where the parameters ask for more than a draw (`row_needs.OF_TOKENS`)."""
+    """Known tokens, if sampling needs them (`row_needs.OF_TOKENS`)."""
     num_prompt_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that min_tokens keeps from coming."""
+    """Stop tokens that min_tokens suppresses."""
 
 
 class NewPages(NamedTuple):
@@ -199,7 +198,7 @@ class NewPages(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """A copy of the first `num_tokens` slots of a group's page into another one, before the step runs."""
+    """A copy of the first `num_tokens` slots of a group's page to another page, before the step runs."""
 
     group: int
     source: int
@@ -209,41 +208,41 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInput:
-    """Everything the device's side must know of a step, in order; rows and copies come first, copies read before any writes."""
+    """Complete input of a step for the device side. Row changes and copies come first; all copies read before any writes."""
 
     rows: NDArray[numpy.int32]
-    """[num_seqs]: each sequence's place in the executor's per-sequence buffers. Those that prefill or extend come first."""
+    """int32 [num_seqs]: row of each sequence in the executor's buffers. Prefill and extend come first."""
     query_lens: NDArray[numpy.int32]
-    """[num_seqs]: new tokens, drafts included."""
+    """int32 [num_seqs]: number of new tokens, drafts included."""
     context_lens: NDArray[numpy.int32]
-    """[num_seqs]: cached tokens before the step, hence the position of the first new one."""
+    """int32 [num_seqs]: cached tokens before the step, hence the position of the first new token."""
     num_draft_tokens: NDArray[numpy.int32]
-    """[num_seqs]: how many of the new tokens, the last ones, are guesses to be verified."""
+    """int32 [num_seqs]: number of draft tokens, which are the last of the new tokens."""
     samples: NDArray[numpy.bool_]
-    """[num_seqs]: whether the logits after the last token are wanted, and with drafts those before each of them too."""
+    """bool [num_seqs]: True if the logits of the last token are needed; with drafts, also those before each draft."""
     token_ids: NDArray[numpy.int64]
-    """[num_tokens]: the new tokens of all sequences, one sequence after the other; NEWEST for what only the device knows."""
+    """int64 [num_tokens]: new tokens of all sequences, concatenated. NEWEST if only the device knows the token."""
     goes_on: bool
-    """Whether every sequence has one new token, the one that was sampled last: what a captured decode runs."""
+    """True if every sequence has one new token, the last sampled one: the step of a captured decode graph."""
     verifies: bool = False
-    """Whether drafts are verified, and nothing else is done but to decode: what a captured verification runs."""
+    """True if the step verifies drafts and otherwise only decodes: the step of a captured verification graph."""
     started: tuple[StartedRow, ...] = ()
     new_pages: tuple[NewPages, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     state_indices: NDArray[numpy.int32] | None = None
-    """[num_seqs], where layers keep states: which slot of its row holds each sequence's."""
+    """int32 [num_seqs]: slot within the row that holds the state. None if no layer keeps states."""
     restored: tuple[tuple[int, int], ...] = ()
-    """(slot of a checkpoint, row): states to be copied before the step runs."""
+    """(slot of a checkpoint, row): states to copy before the step runs."""
     checkpoints: NDArray[numpy.int32] = field(default_factory=lambda: numpy.zeros((0, 3), dtype=numpy.int32))
-    """[num_checkpoints, 3]: see `StateMetadata.checkpoints`."""
+    """int32 [num_checkpoints, 3]: see `StateMetadata.checkpoints`."""
     embedded: tuple[tuple[int, Tensor], ...] = ()
-    """(index of a new token, rows): rows of embeddings on the host that this token and the next ones have in place of ids."""
+    """(index of a new token, rows): embedding rows on the host that replace the ids of this token and the next ones."""
     adapters: NDArray[numpy.int32] | None = None
-    """[num_seqs]: the slot of each sequence's adapter, NO_ADAPTER for one without; None: no sequence has any."""
+    """int32 [num_seqs]: slot of each sequence's adapter, or NO_ADAPTER. None if no sequence has an adapter."""
     adapter_loads: tuple[AdapterLoad, ...] = ()
-    """Adapters that slots are to hold before the step runs."""
+    """Adapters to load into slots before the step runs."""
     shows_logits: bool = False
-    """Whether somebody looks at the step's logits, so that all ranks put them together."""
+    """True if the step's logits are observed, so that all ranks gather them."""
 
     @classmethod
     def going_on(
@@ -253,7 +252,7 @@ class StepInput:
         new_pages: tuple[NewPages, ...] = (),
         state_indices: NDArray[numpy.int32] | None = None,
     ) -> StepInput:
-        """A step in which every sequence goes on with the token that was sampled last: what most steps are."""
+        """Return the input of a step in which every sequence decodes its last sampled token: the most common step."""
         count = len(rows)
         return cls(
             rows=rows,
@@ -269,47 +268,47 @@ class StepInput:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences in the step."""
+        """Number of sequences in the step."""
         return len(self.rows)
 
     @property
     def num_tokens(self) -> int:
-        """New tokens in the step."""
+        """Number of new tokens in the step."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledExtras:
-    """What a step has brought beside tokens."""
+    """Results of a step besides tokens."""
 
     errors: Mapping[int, str]
-    """Why a sampling sequence cannot go on, by its index among the sampling sequences."""
+    """Error of a sampling sequence, by its index among the sampling sequences."""
     logprobs: Mapping[int, list[TokenLogprobs]]
-    """Log-probabilities of a sampling sequence's tokens, refused drafts included, by the same index."""
+    """Log-probabilities of a sampling sequence's tokens, rejected drafts included, by the same index."""
     prompt_logprobs: Mapping[int, tuple[int, list[TokenLogprobs]]]
-    """Log-probabilities of prompt tokens, by the sequence's index in the step: position of the first, and an entry for each."""
+    """Log-probabilities of prompt tokens, by the sequence's index in the step: position of the first, and one entry per token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """The tokens of a step, for the sequences that sample, in the step's order."""
+    """Tokens of a step, for the sequences that sample, in the step's order."""
 
     tokens: NDArray[numpy.int64]
-    """[rows, drafts + 1]: the verified drafts and the token after them; NOT_A_TOKEN where the logits hold a NaN, and
-    NO_TOKEN_LEFT where nothing may come."""
+    """int64 [rows, drafts + 1]: accepted drafts and the next token. NOT_A_TOKEN for NaN logits, NO_TOKEN_LEFT if none is allowed.
+    """
     counts: NDArray[numpy.int64]
-    """[rows]: how many of the tokens hold: 1 without drafts."""
+    """int64 [rows]: number of valid tokens; 1 without drafts."""
     extras: SampledExtras | None = None
 
     def plain_tokens(self) -> list[int] | None:
-        """The token of each row, where a step has brought nothing else; else None."""
+        """Return the token of each row, or None if the step brought anything else."""
         if self.extras is not None or self.tokens.shape[1] != 1 or (self.tokens < 0).any():
             return None
         tokens: list[int] = self.tokens[:, 0].tolist()
         return tokens
 
     def token_lists(self) -> list[list[int]]:
-        """The tokens of each row that hold."""
+        """Return the valid tokens of each row."""
         if self.tokens.shape[1] == 1:
             rows: list[list[int]] = self.tokens.tolist()
             return rows
@@ -317,25 +316,25 @@ class Sampled:
 
 
 NO_TOKEN_LEFT: Final = "what the request forbids leaves no token"
-"""Part of the error of a completion that was ended by its own parameters, not by a fault."""
+"""Part of the error text of a completion that its own parameters ended."""
 
 
 class OutputDelta(NamedTuple):
-    """What a step has added to one completion of a request. Immutable; a request has ended when all its completions have."""
+    """New output of one completion of a request. Immutable. A request has ended when all its completions have."""
 
     request_id: str
     completion: int
     new_token_ids: tuple[int, ...]
-    """Sampled since the last delta; a stop token that ended the completion is the last."""
+    """Tokens sampled since the last delta; a stop token that ended the completion is the last."""
     finish_reason: str | None = None
-    """"stop" (end-of-text or stop token), "length" or "error"; None while the completion runs."""
+    """"stop" (end-of-text or stop token), "length" or "error". None while the completion runs."""
     error: str | None = None
-    """What went wrong, where finish_reason is "error"."""
+    """Error text if finish_reason is "error"."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose k and v were in the cache already when the sequence was admitted."""
+    """Prompt tokens whose keys and values were in the cache when the sequence was admitted."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One entry for each of new_token_ids, where they are wanted."""
+    """One entry for each of new_token_ids, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Entries of the prompt's tokens from the second on, where they are wanted: with the first token of completion 0."""
+    """Entries of the prompt's tokens from the second on, if requested; in the delta of completion 0's first token."""
     admitted_time: float | None = None
-    """When the sequence was first admitted (time.perf_counter): set with its first token, afterwards perhaps None."""
+    """Time when the sequence was first admitted (time.perf_counter). Set in the first token's delta, later maybe None."""

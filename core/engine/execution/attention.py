@@ -1,4 +1,4 @@
-"""The one function a model calls: `attention(layer, q, k, v) -> out`, a torch.library op so that compilers leave it alone."""
+"""The function that a model calls: `attention(layer, q, k, v) -> out`, a torch.library op, which compilers do not trace into."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from headway.core.system.logs import blame
 
 
 class HostBlockTables:
-    """The block tables of all rows, in host memory; each step brings them up to date."""
+    """Block tables of all rows in host memory, updated by each step."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int, groups: Sequence[CacheGroup]) -> None:
-        """max_blocks: of the longest sequence."""
+        """max_blocks: number of blocks of the longest sequence."""
         shape = max_num_seqs + 1, max_blocks
         self.tables: list[NDArray[numpy.int32]] = [numpy.zeros(shape, dtype=numpy.int32) for _ in groups]
-        """The block table of each row, per cache group, with old entries beyond its blocks; the last row is padding and zero."""
+        """int32 [rows, blocks] per cache group, with stale entries beyond a row's blocks. The last row is padding and zero."""
         self.num_updates = self.last_change = 0
-        """How many updates there have been, and the number of the last one that has changed a table."""
+        """Number of updates so far, and the number of the last one that changed a table."""
         self.updated: NDArray[numpy.int64] = numpy.zeros(max_num_seqs + 1, dtype=numpy.int64)
-        """[rows]: the number of the update that has changed each table last."""
+        """int64 [rows]: number of the update that last changed each table."""
         self._groups = tuple(groups)
 
     def update(self, step: StepInput) -> None:
-        """Take in the pages that a step gives to rows."""
+        """Add the pages that a step assigns to rows."""
         self.num_updates += 1
         if step.new_pages:
             self.last_change = self.num_updates
@@ -56,7 +56,7 @@ class HostBlockTables:
                 table[row, first : first + len(blocks)] = blocks[: table.shape[1] - first]
 
     def of_step(self, rows: NDArray[numpy.int32], seq_lens: NDArray[numpy.int32], block_size: int) -> list[NDArray[numpy.int32]]:
-        """The block tables of some rows, by group: [num_seqs, blocks of the longest], 0 past a sequence's own blocks."""
+        """Return the block tables of some rows, by group: [num_seqs, blocks of the longest], 0 beyond a sequence's blocks."""
         counts = -(-seq_lens // block_size)
         longest = int(counts.max())
         beyond = numpy.arange(longest) >= counts[:, None]
@@ -70,25 +70,26 @@ class HostBlockTables:
     def slots(
         self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32], block_size: int, group: int
     ) -> NDArray[numpy.int64]:
-        """Slots of one position of each row in the caches of a group: where its key and value are written."""
+        """Return the slot of one position per row in a group's caches, to which its key and value are written."""
         blocks = self.tables[group][rows, positions // block_size].astype(numpy.int64)
         slots: NDArray[numpy.int64] = blocks * block_size + positions % block_size
         return slots
 
 
 class MirroredTables:
-    """Block tables in a host buffer; only those that have changed since the last step are written again."""
+    """Block tables in a host buffer. Only tables that changed since the last step are written again."""
 
     def __init__(self, mirror: NDArray[numpy.int32]) -> None:
-        """mirror: [groups, batch, blocks], of the buffer; whatever it holds is void."""
+        """mirror: int32 [groups, batch, blocks] view of the buffer; its content is discarded."""
         mirror.fill(0)
         self._mirror = mirror
         self._rows: NDArray[numpy.int64] = numpy.full(mirror.shape[1], -1, dtype=numpy.int64)
-        """[batch]: the row whose block table each entry of the mirror holds; -1: none yet."""
-        self._num_updates = 0  # `HostBlockTables.num_updates` when the mirror was filled last
+        """int64 [batch]: row whose block table each entry of the mirror holds. -1 means none yet."""
+        self._num_updates = 0  # `HostBlockTables.num_updates` at the last fill of the mirror
 
     def fill(self, rows: NDArray[numpy.int64], tables: HostBlockTables) -> int:
-        """Write the block table of `rows[i]` to entry i of each group; return how many. tables: always the same object."""
+        """Write the block table of `rows[i]` to entry i of each group. Returns the number written. tables: always the same
+        object."""
         if tables.last_change <= self._num_updates and (self._rows == rows).all():
             return 0
         stale = numpy.flatnonzero((self._rows != rows) | (tables.updated[rows] > self._num_updates))
@@ -102,7 +103,7 @@ class MirroredTables:
 
 
 def copy_slots(caches: Sequence[LayerCache], groups: Sequence[CacheGroup], copies: Sequence[PageCopy]) -> None:
-    """Copy the first slots of pages in the groups' layers, in a few launches. No page is both source and target."""
+    """Copy the first slots of pages in all layers of the groups, in a few launches. No page may be both source and target."""
     for number, group in enumerate(groups):
         own = [copy[1:] for copy in copies if copy.group == number]
         if not own or not group.layers:
@@ -119,17 +120,17 @@ def copy_slots(caches: Sequence[LayerCache], groups: Sequence[CacheGroup], copie
             cache = caches[layer]
             for name in cache.tensors:
                 rows = cache.by_slot(name)
-                rows = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows  # torch cannot index fp8
+                rows = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows  # torch cannot index FP8
                 rows[target, slot] = rows[source, slot]
 
 
 Plans = dict[AttentionSpec, Plan]
 GroupMetadata = AttentionMetadata | Sequence[AttentionMetadata]
-"""A step, as all layers see it or, in the order of the cache groups, as the layers of each do."""
+"""Metadata of a step: one for all layers, or one per cache group, in the order of the groups."""
 
 
 class _Part(NamedTuple):
-    """A part of a step: the tokens that one backend serves in one phase. Its instances and plans are by kind of layer."""
+    """A part of a step: the tokens that one backend computes in one phase. Its instances and plans are by kind of layer."""
 
     phase: Phase
     tokens: slice
@@ -138,10 +139,10 @@ class _Part(NamedTuple):
 
 
 class PagedAttention:
-    """Cache and backends of all layers of one model. `begin` sets a step up, then each layer calls it once.
+    """Cache and backends of all layers in one model. `begin` sets a step up, then each layer is called once.
 
-    Layers with equal specs share one plan, and where the backend says so all layers of a kind (`Capabilities.shares_plans`):
-    planning is paid once a step, not per layer.
+    Layers with equal specs share one plan. If the backend sets `Capabilities.shares_plans`, all layers of a kind do. So planning
+    is paid once per step, not per layer.
     """
 
     def __init__(
@@ -154,12 +155,10 @@ class PagedAttention:
         gathering: Backends | None = None,
         states: LayersWithState | None = None,
     ) -> None:
-        """writer: of every layer's cache, or one for each, where their layouts differ.
-
-        groups: the cache groups of the layers, in the order in which a step's metadata come; none: one of all.
-        latents: the latent layers by their numbers; gathering: see `Selector.gathering`. states: the layers that keep a state,
-        whose step is set up apart; None: the model has none.
-        """
+        """writer: writer of every layer's cache, or one per layer if their layouts differ.
+        groups: cache groups of the layers, in the order of a step's metadata; empty means one group. latents: latent layers by
+            number. gathering: see `Selector.gathering`. states: layers with a state, whose steps are set up separately; None if
+            the model has none."""
         self.states = states
         specs = layers.cached
         assert len(specs) == len(caches)
@@ -171,24 +170,24 @@ class PagedAttention:
         self._kinds = layers.distinct
         alike = [spec.kind for spec in self._kinds]
         self._alike = [alike.index(each) for each in alike]
-        """For each distinct spec, which is the first of its kind: they differ in sinks and scales."""
-        self._kind_of = [self._kinds.index(spec) for spec in specs]  # Each layer's index in `_kinds`: a spec's hash takes longer
+        """Index of the first spec of the same kind, per distinct spec: such specs differ in sinks and scales."""
+        self._kind_of = [self._kinds.index(spec) for spec in specs]  # Index in `_kinds` per layer: hashing a spec takes longer
         self.caches = list(caches)
         self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.groups = [group_of.get(self.specs.index(spec), 0) for spec in self._kinds]
-        """Cache group of each distinct spec: what groups differ in, specs differ in."""
-        self._slots: list[Tensor] = []  # For each kind, where k and v of the step set up last go
+        """Cache group of each distinct spec. Layers of different groups have different specs."""
+        self._slots: list[Tensor] = []  # Slots to which the current step's k and v are written, per kind
         self._parts: list[_Part] = []
-        self._decode_writes: list[bool] = []  # For each kind, whether its backend writes k and v itself in the step set up last
+        self._decode_writes: list[bool] = []  # True, per kind, if the backend writes k and v itself in the current step
         self.debug = os.environ.get("HEADWAY_DEBUG") == "1"
         self.first_nan: str | None = None
-        """With HEADWAY_DEBUG=1: what made the first NaN of the last step."""
+        """With HEADWAY_DEBUG=1: source of the last step's first NaN."""
         self._handle = next(_HANDLES)
         _LIVE[self._handle] = self
 
     def begin(self, metadata: GroupMetadata, prefill: Backends, decode: Backends) -> None:
-        """Plan one step: `prefill` serves its first part (prefill and extend), `decode` the rest."""
+        """Plan one step: `prefill` runs its first part (prefill and extend), `decode` the rest."""
         step = self._set_up(metadata, decode)
         self.first_nan = None
         self._parts = []
@@ -215,7 +214,7 @@ class PagedAttention:
         backends: Backends,
         plan: Callable[[AttentionSpec, AttentionMetadata, Backends], Plan],
     ) -> Plans:
-        """The plans of all layers; views: for each distinct spec. plan: makes one."""
+        """Return the plans of all layers. views: metadata for each distinct spec. plan: makes one plan."""
         plans: Plans = {}
         for number, (spec, first, view) in enumerate(zip(self._kinds, self._alike, views, strict=True)):
             if first < number and backends[self.layers.in_phase(spec, view.phase)].capabilities.shares_plans:
@@ -231,25 +230,25 @@ class PagedAttention:
         return backends[self.layers.in_phase(spec, view.phase)].plan(view)
 
     def begin_graph(self, metadata: GroupMetadata, decode: Backends) -> Plans:
-        """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
+        """Plan a captured decode step. The plans are reused by its replays. See AttentionBackend.plan_for_capture."""
         views = self._views(metadata)
         plans = self._plan_all(views, decode, lambda spec, view, backends: backends[spec].plan_for_capture(view))
         self.resume_graph(metadata, decode, plans)
         return plans
 
     def begin_prefill_graph(self, metadata: GroupMetadata, prefill: Backends) -> Plans:
-        """Plan a step of prompts that is captured and replayed at the same lengths; see GraphLevel.UNIFORM."""
+        """Plan a captured step of prompts, which is replayed at the same lengths; see GraphLevel.UNIFORM."""
         plans = self._plan_all(self._views(metadata), prefill, self._plan)
         self.resume_graph(metadata, prefill, plans)
         return plans
 
     def resume_graph(self, metadata: GroupMetadata, backends: Backends, plans: Plans) -> None:
-        """Set up the step of `begin_graph` or `begin_prefill_graph` once more, after others."""
+        """Set up the step of `begin_graph` or `begin_prefill_graph` again, after other steps."""
         step = self._set_up(metadata, backends)
         self._parts = [self._part(first.phase, slice(0, first.num_tokens), backends, plans) for first in step[:1]]
 
     def num_blocks(self, group: CacheGroup) -> int:
-        """Number of blocks of a group's caches; 0 if no layer has a cache."""
+        """Return the number of blocks in a group's caches; 0 if no layer has a cache."""
         return self.caches[group.layers[0]].geometry.num_blocks if group.layers else 0
 
     def _views(self, metadata: GroupMetadata) -> list[AttentionMetadata]:
@@ -258,7 +257,7 @@ class PagedAttention:
         return [metadata[group] for group in self.groups]
 
     def _set_up(self, metadata: GroupMetadata, decode: Backends) -> list[AttentionMetadata]:
-        """Note where a step's k and v go, and who writes them. Returns the metadata of each kind; none if no layer attends."""
+        """Set the slots and the writers of a step's k and v. Returns the metadata per kind; empty if no layer attends."""
         step = self._views(metadata)
         self._slots = [each.slot_mapping for each in step]
         self._decode_writes = self._writing(step[0], decode) if step else []
@@ -269,44 +268,44 @@ class PagedAttention:
         return _Part(phase, tokens, serving, [plans[spec] for spec in self._kinds])
 
     def _writing(self, metadata: AttentionMetadata, decode: Backends) -> list[bool]:
-        """For each kind, whether its backend writes k and v itself: none in a step that is more than decode of one token each."""
+        """Return, per kind, whether its backend writes k and v itself. Only a decode of one token per sequence allows that."""
         plain = not metadata.num_prefills and metadata.max_query_len == 1
         return [plain and decode[spec].decode_writes for spec in self._kinds]
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """Names of the backends that serve the step set up last."""
+        """Names of the backends that run the current step."""
         firsts = [(part.backends[0], part.plans[0]) for part in self._parts]
         names = [(plan.backend if isinstance(plan, latent.Gathered) else backend).name for backend, plan in firsts]
         return tuple(dict.fromkeys(names))
 
     @property
     def step_kind(self) -> Hashable | None:
-        """The backends of the step set up last, where it is a decode of one token each: what else differs between two such steps
-        is in their plans. See `core.contract.model.WatchedAttention`."""
+        """Backends of the current step if it is a decode of one token per sequence, else None. Two such steps differ otherwise
+        only in their plans. See `core.contract.model.WatchedAttention`."""
         if len(self._parts) != 1 or self._parts[0].phase is not Phase.DECODE or not all(self._decode_writes) or self.debug:
             return None
         return self._handle, *map(id, self._parts[0].backends)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
+        """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache, and return the attention output of q."""
         out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
         torch.ops.headway.attention(q, k, v, out, self._handle, layer)
         return out
 
     def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same without the op, so that who watches torch's operations sees those of the backend."""
+        """Return the attention output like `__call__`, but without the op, so that torch sees the backend's operations."""
         out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
         self.run(layer, q, k, v, out)
         return out
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """See `Attention.state`."""
+        """Run a layer with a state; see `Attention.state`."""
         assert self.states is not None, "the model has no layers with a state"
         return self.states(layer, x, gates)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Body of the op `headway::attention`."""
+        """Run one layer: the body of the op `headway::attention`."""
         assert self._slots, "begin() a step first"
         cache, kind = self.caches[layer], self._kind_of[layer]
         if self.debug:
@@ -338,12 +337,12 @@ class PagedAttention:
             self._look_for_nan(layer, f"{' or '.join(self.serving)}, in", out)
 
     def _look_for_nan(self, layer: int, where: str, *tensors: Tensor) -> None:
-        """Remember where a step's first NaN came from; waits for the device."""
+        """Record the source of a step's first NaN. Waits for the device."""
         if self.first_nan is None and any(bool(tensor.isnan().any()) for tensor in tensors):
             self.first_nan = f"the first came from {where} attention layer {layer}"
 
 
-# torch's op registry is global, and an op takes tensors and numbers only: a number finds the live object again.
+# torch's op registry is global, and an op takes only tensors and numbers: the handle finds the live object.
 _HANDLES = count()
 _LIVE: WeakValueDictionary[int, PagedAttention] = WeakValueDictionary()
 

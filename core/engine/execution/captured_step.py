@@ -1,4 +1,4 @@
-"""Steps captured as CUDA graphs, with static inputs, one copy to fill them and one launch: decode, prefill and verification."""
+"""Steps captured as CUDA graphs with static inputs, filled by one copy, run by one launch: decode, prefill, verification."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from headway.core.select.selector import NO_ATTENTION
 
 
 class GraphRecorder(Protocol):
-    """Records what is launched between `begin` and `end`."""
+    """Records the kernels launched between `begin` and `end`."""
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Record `run()`; what is returned replays the recording."""
+        """Record `run()`. Returns a function that replays the recording."""
 
     def begin(self) -> None:
-        """Record the kernels that are launched from now on, without running them."""
+        """Record the kernels launched from now on, without running them."""
 
     def end(self) -> Callable[[], None]:
-        """End what `begin` began; what is returned replays the recording, over the same memory each time."""
+        """End the recording. Returns a function that replays it, over the same memory each time."""
 
 
 class CudaGraphRecorder:
@@ -70,7 +70,7 @@ class CudaGraphRecorder:
         return replay
 
     def begin(self) -> None:
-        # Not torch.cuda.graph, which collects Python's garbage before each capture: longer than the capture itself.
+        # Not torch.cuda.graph, which runs Python's garbage collector before each capture: that takes longer than the capture.
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.set_stream(self._stream)
         try:
@@ -95,7 +95,7 @@ class CudaGraphRecorder:
 
 @contextmanager
 def capturing(what: str) -> Iterator[None]:
-    """Raise errors within as one that names `what` cannot be captured and a way out, unless they say so themselves."""
+    """Raise a RuntimeError from within as a BackendError that names `what` and an option; Headway's own errors pass unchanged."""
     try:
         yield
     except (HeadwayError, torch.OutOfMemoryError):
@@ -105,7 +105,7 @@ def capturing(what: str) -> Iterator[None]:
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory without holding it, so that later recordings may reuse the memory."""
+    """Return a tensor over the same memory that does not own it, so that later recordings may reuse the memory."""
     if tensor.device.type != "cuda":
         return tensor
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -114,17 +114,17 @@ def borrowed(tensor: Tensor) -> Tensor:
 
 
 class _Memory:
-    """A stretch of device memory that torch can wrap in a tensor without a copy."""
+    """A range of device memory that torch can wrap in a tensor without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class CapturedStep(ABC):
-    """A step of one shape over static inputs as a CUDA graph; a second one filters and draws anew (ModelStep.filters)."""
+    """A step of one shape over static inputs, as a CUDA graph. A second graph filters and draws again (`ModelStep.filters`)."""
 
     description: str
-    """The step in words, for errors."""
+    """Text that describes the step in errors."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class CapturedStep(ABC):
         plans: Plans,
         states: list[StateStepPart] | None = None,
     ) -> None:
-        """fields: static inputs. size: sequences, or tokens of a prefill. metadata: per cache group. plans: of `PagedAttention`;
-        states: of `LayersWithState`, or None."""
+        """fields: static inputs. size: number of sequences, or tokens of a prefill. metadata: one per cache group.
+        plans: plans of `PagedAttention`. states: parts of `LayersWithState`, or None."""
         self._step = step
         self._fields = fields
         self.size = size
@@ -152,21 +152,21 @@ class CapturedStep(ABC):
         self._scales = fields.scales.view(-1)
         self._filters = fields.filters.view(len(fields.filters), -1)
         self.num_rows = len(self._scales)
-        """Rows of logits, padding included."""
+        """Number of rows of logits, padding included."""
         groups = zip(plans.items(), step.attention.groups, strict=True) if metadata[0].upper_bound_lens else ()
         replanned = {id(plan): (backends[spec], plan, group) for (spec, plan), group in groups}
-        nothing = AttentionBackend.plan_for_replay  # of a backend that has nothing to bring up to date
+        nothing = AttentionBackend.plan_for_replay  # a backend with this method has nothing to update
         self._replanned = [each for each in replanned.values() if type(each[0]).plan_for_replay is not nothing]
-        """Plans that every replay brings up to date; none where lengths are fixed. No dictionary of specs: hashing them takes
-        longer than the rest."""
-        # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
+        """Plans that every replay updates; none if lengths are fixed. A list, because hashing specs takes longer than the rest.
+        """
+        # Compiles missing kernels, and detects missing memory while that can still be handled.
         self.tokens = self.run()
         self._replay: Callable[[], None] | None = None
         self.filtered = self.filter() if step.filters else self.tokens
         self._replay_filter: Callable[[], None] | None = None
 
     def capture(self, recorder: GraphRecorder) -> None:
-        """Record the step. :raises BackendError: something in it cannot be captured."""
+        """Record the step. :raises BackendError: if a part of it cannot be captured."""
         with capturing(self.description):
             self._replay = recorder.record(self.run)
             if self._step.filters:
@@ -174,21 +174,21 @@ class CapturedStep(ABC):
 
     @abstractmethod
     def _hidden(self) -> Tensor:
-        """Run the model over the static inputs: hidden states of the rows that are sampled, [rows, hidden_size]."""
+        """Run the model over the static inputs. Returns hidden states of the sampled rows, [rows, hidden_size]."""
 
     def _logits_memory(self) -> Tensor | None:
         logits, rows = self._step.logits, self.num_rows
-        # The first and largest makes the buffer. A copy of logits that the model had put elsewhere would write them twice.
+        # The first and largest graph allocates the buffer. Copying logits from elsewhere would write them twice.
         return None if logits is None or len(logits) < rows else logits[:rows]
 
     def _finish(self, chosen: Tensor) -> Tensor:
-        """Write the chosen tokens to their rows of `newest`; returns what the step brings."""
+        """Write the chosen tokens to their rows of `newest`. Returns the step's result."""
         self._step.newest.index_copy_(0, self.rows, chosen)
         return chosen
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """Launch the step over the static inputs: logits into the memory of all graphs; returns the tokens."""
+        """Launch the step over the static inputs, with logits in the memory of all graphs. Returns the tokens."""
         step = self._step
         step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
         if self._states is not None and step.attention.states is not None:
@@ -207,14 +207,14 @@ class CapturedStep(ABC):
 
     @torch.inference_mode()
     def filter(self) -> Tensor:
-        """After `run`, choose the tokens of rows that filter; returns those of all rows, like `run`."""
+        """After `run`, choose tokens again for rows with filters. Returns the tokens of all rows, like `run`."""
         assert self._step.sampling.filter is not None, "no row asks for filters"
         chosen = self._step.sampling.filter(self._logits, self._chosen, self._keys, self._filters)
         self.filtered = self._finish(chosen)
         return self.filtered
 
     def _launch(self, draws: Draws | None, seq_lens: Tensor, tables: Tensor) -> Tensor:
-        """Replay what was recorded; returns the tokens. seq_lens, tables: of this step, in host memory."""
+        """Replay the recording. Returns the tokens. seq_lens, tables: values of this step, in host memory."""
         assert self._replay is not None, "capture() it first"
         for backend, plan, group in self._replanned:
             known = replace(self._metadata[group], seq_lens_cpu=seq_lens, block_table_cpu=tables[group], upper_bound_lens=False)
@@ -253,18 +253,19 @@ class DecodeGraph(CapturedStep):
         states: NDArray[numpy.int32] | None = None,
         adapters: NDArray[numpy.int32] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run a step (see DecodeInputs.fill); return logits [num_seqs, vocab_size] and tokens [num_seqs], which the next
-        overwrites. draws: how the tokens are chosen; None: greedily."""
+        """Run a step (see DecodeInputs.fill). Returns logits [num_seqs, vocab_size] and tokens [num_seqs], which the next replay
+        overwrites.
+        draws: parameters of the draws. None means greedy."""
         sent = self._inputs.fill(self._shapes, rows, positions, tables, draws, states, adapters)
         tokens = self._launch(draws, sent.seq_lens, sent.tables)
         return self._logits[: len(rows)], tokens[: len(rows)]
 
 
 class PrefillGraph(CapturedStep):
-    """A captured prompt of `size` tokens: what the first token of an idle engine takes.
+    """A captured prompt of `size` tokens, which gives an idle engine's first token.
 
-    Attention is causal, so no token sees those after it: a prompt is computed at the next larger captured length, and what the
-    padding after it computes is not read. So its attention has lengths that are fixed at the capture.
+    Attention is causal, so no token sees later ones. A prompt runs at the next larger captured length, and the results of the
+    padding are not read. The attention's lengths are therefore fixed at the capture.
     """
 
     def __init__(self, step: ModelStep, inputs: PrefillInputs, size: int, backends: Backends, positions: Tensor) -> None:
@@ -293,7 +294,7 @@ class PrefillGraph(CapturedStep):
 def decode_metadata(
     step: ModelStep, fields: StepFields[Tensor], size: int, width: int, context_lens: Tensor
 ) -> list[AttentionMetadata]:
-    """Metadata, for each cache group, of a decode of `size` sequences with `width` query tokens each, at the longest lengths."""
+    """Return metadata per cache group for a decode of `size` sequences with `width` query tokens each, at the maximum lengths."""
     starts = torch.arange(0, size * width + 1, width, dtype=torch.int32)
     first = AttentionMetadata(
         num_prefills=0,
@@ -323,7 +324,7 @@ def decode_metadata(
 def _begin_states(
     step: ModelStep, fields: StepFields[Tensor], lengths: AttentionMetadata, out_slots: Tensor, recomputed: Tensor | None = None
 ) -> list[StateStepPart] | None:
-    """Plan the layers with a state, if there are any, over the static inputs. The host knows no slot before a replay."""
+    """Plan the layers with a state, if any, over the static inputs. The host knows the slots only at a replay."""
     states = step.attention.states
     if states is None:
         return None
@@ -339,15 +340,15 @@ def _begin_states(
 
 
 def name_of(backends: Backends) -> str:
-    """The name of the backend whose instances these are; NO_ATTENTION if no layer has any."""
+    """Return the name of the backend of these instances. NO_ATTENTION if no layer has one."""
     return next((backend.name for backend in backends.values()), NO_ATTENTION)
 
 
 class VerifyGraph(CapturedStep):
-    """A captured verification by `size` sequences with `width` query tokens each; see VerifyInputs for narrower ones."""
+    """A captured verification for `size` sequences with `width` query tokens each; see VerifyInputs for fewer tokens."""
 
     def __init__(self, step: ModelStep, inputs: VerifyInputs, size: int, width: int, backends: Backends, logits: Tensor) -> None:
-        """logits: [at least size * width, vocab_size], where the graph computes its own into the first rows."""
+        """logits: [at least size * width, vocab_size], buffer into whose first rows the graph computes its logits."""
         self._inputs = inputs
         self._shapes = verify_shapes(step, size, width)
         self.width = width
@@ -357,7 +358,7 @@ class VerifyGraph(CapturedStep):
         metadata = decode_metadata(step, fields, size, width, context_lens=fields.context_lens)
         plans = step.attention.begin_graph(metadata, backends)
         states = _begin_states(step, fields, metadata[0], fields.out_states, fields.recomputed)
-        # All sequences become padding ones, so that kernels meet no lengths that no sequence has.
+        # Make all rows padding, so that kernels see only valid lengths.
         inputs.buffer.zero_()
         fields.slots.fill_(-1)
         fields.states.fill_(-1)
@@ -375,7 +376,7 @@ class VerifyGraph(CapturedStep):
         return self._memory
 
     def _finish(self, chosen: Tensor) -> Tensor:
-        """Compare the drafts with the chosen tokens: `Verified.tokens`."""
+        """Compare the drafts with the chosen tokens. Returns `Verified.tokens`."""
         step, fields = self._step, self._fields
         sampled = chosen.view(self.size, self.width)
         return step.sampling.accept_drafts(sampled, fields.ids, fields.recomputed, fields.rows, step.newest)
@@ -393,6 +394,6 @@ class VerifyGraph(CapturedStep):
         return self._launch(draws, sent.seq_lens, sent.tables)[: step.num_seqs]
 
     def logits_of(self, step: StepInput) -> Tensor:
-        """A copy of the logits [num_tokens, vocab_size] after each new token of the step that was replayed last."""
+        """Return a copy of the logits [num_tokens, vocab_size] after each new token of the last replayed step."""
         indices = torch.from_numpy(numpy.flatnonzero(new_tokens(step, self.width)))
         return self._logits.index_select(0, upload(indices, self._logits.device))

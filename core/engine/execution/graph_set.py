@@ -1,4 +1,4 @@
-"""CUDA graphs of an engine: decodes, prompts and verifications that are captured, piecewise graphs, and which one runs a step."""
+"""CUDA graphs of an engine: captured decodes, prompts and verifications, piecewise graphs, and the choice for a step."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from headway.core.speculation.proposers import MAX_VERIFIED, WIDTHS
 log = logging.getLogger("headway")
 
 MAX_TOKENS = 2048
-"""Tokens of the largest piecewise graph: a larger step keeps a GPU busy for longer than the host needs to launch it."""
+"""Tokens of the largest piecewise graph. A larger step keeps a GPU busy for longer than the host needs to launch it."""
 
 
 def piecewise_sizes(max_num_tokens: int) -> list[int]:
-    """Token counts worth a graph: 8, 16, 32, then steps of 32 to 128, of 64 to 512, of 128 to 1,024, of 256 to MAX_TOKENS."""
+    """Return the token counts to capture: 8, 16, 32; then every 32 to 128, 64 to 512, 128 to 1,024, 256 to MAX_TOKENS."""
     most = min(-(-max_num_tokens // 8) * 8, MAX_TOKENS)
     sizes = [8, 16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 1025, 128), *range(1280, MAX_TOKENS + 1, 256)]
     return sorted({*(size for size in sizes if size <= most), most})
@@ -61,7 +61,7 @@ def piecewise_sizes(max_num_tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionCall:
-    """An attention between two pieces. Its tensors have a row for each token that was recorded."""
+    """An attention call between two graph segments. Its tensors have a row for each recorded token."""
 
     layer: int
     q: Tensor
@@ -96,7 +96,7 @@ class _PiecewiseGraph:
     hidden: Tensor
 
     def run(self, attention: PagedAttention, count: int) -> Tensor:
-        """Hidden states of the first `count` tokens; the rows after them are padding, which attention never sees."""
+        """Return hidden states of the first `count` tokens. Later rows are padding, which attention never sees."""
         for call, graph in zip(self.calls, self.graphs[:-1], strict=True):
             graph()
             call.run(attention, count)
@@ -105,7 +105,7 @@ class _PiecewiseGraph:
 
 
 class PiecewiseGraphs:
-    """Piecewise graphs by number of tokens; a step takes the smallest that holds it."""
+    """Piecewise graphs by number of tokens. A step uses the smallest that holds it."""
 
     def __init__(
         self,
@@ -115,25 +115,25 @@ class PiecewiseGraphs:
         ranks: Ranks = ONE_RANK,
         adapters: ModelAdapters | None = None,
     ) -> None:
-        """adapters: the model's, where the graphs are of steps in which rows have some; None: none has any."""
+        """adapters: the model's adapters, for graphs of steps with adapters; None for steps without."""
         self._adapters = adapters
         self._slots = torch.zeros(0, dtype=torch.int32, device=device)  # Slots of the rows' adapters; padding has old ones
         self._model = model
         self._attention = attention
         self._device = device
         self._ranks = ranks
-        self._by_size: list[_PiecewiseGraph] = []  # The smallest first
+        self._by_size: list[_PiecewiseGraph] = []  # Smallest first
         self._inputs = torch.zeros(2, 0, dtype=torch.int64, device=device)  # Token ids and positions; padding has old, valid ones
-        self._outs: dict[tuple[int, ...], Tensor] = {}  # Memory for the output of one attention or state, by a token's shape
+        self._outs: dict[tuple[int, ...], Tensor] = {}  # Memory for the output of one attention or state call, by a token's shape
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest piecewise graph; 0: there is none."""
+        """Tokens of the largest piecewise graph. 0 if there is none."""
         return self._by_size[-1].size if self._by_size else 0
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], recorder: GraphRecorder) -> None:
-        """Record the model at these numbers of tokens, the largest first, so that the others find their memory in its pool."""
+        """Record the model at these token counts, largest first, so that smaller graphs reuse the memory of its pool."""
         started = time.perf_counter()
         self._inputs = torch.zeros(2, max(sizes), dtype=torch.int64, device=self._device)
         self._slots = torch.zeros(max(sizes), dtype=torch.int32, device=self._device)
@@ -143,13 +143,15 @@ class PiecewiseGraphs:
                 with rows_with(self._adapters, self._slots[:size]):
                     self._by_size.insert(0, self._record(size, recorder))
             except torch.OutOfMemoryError:
-                if self._ranks.size > 1:  # the others have the graph, and wait in it for this one
+                if self._ranks.size > 1:  # the other ranks have the graph, and would wait in it for this one
                     raise
                 torch.cuda.empty_cache()
                 too_large.append(size)
         if too_large:
-            log.warning("CUDA graphs: no memory for steps of %s tokens in pieces", ", ".join(map(str, too_large)))
-        log.info("CUDA graphs: steps of up to %d tokens in pieces, in %.1f s", self.largest, time.perf_counter() - started)
+            log.warning("CUDA graphs: too little memory for piecewise graphs of %s tokens", ", ".join(map(str, too_large)))
+        log.info(
+            "CUDA graphs: piecewise graphs of up to %d tokens captured in %.1f s", self.largest, time.perf_counter() - started
+        )
 
     def _record(self, size: int, recorder: GraphRecorder) -> _PiecewiseGraph:
         ids, positions = self._inputs[:, :size]
@@ -157,7 +159,7 @@ class PiecewiseGraphs:
         nothing = AttentionFunctions(
             lambda layer, q, k, v: self._out(layer, q), lambda layer, x, gates: self._state_out(layer, x)
         )
-        # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
+        # Compiles missing kernels, and detects missing memory while that can still be handled.
         self._model(ids, positions, nothing)
         calls: list[_AttentionCall | _StateCall] = []
         graphs: list[Callable[[], None]] = []
@@ -181,14 +183,14 @@ class PiecewiseGraphs:
             try:
                 hidden = self._model(ids, positions, AttentionFunctions(between, state_between))
             except BaseException:
-                with suppress(Exception):  # a recording that has failed may not end well, and the first fault is the one to tell
+                with suppress(Exception):  # a failed recording may not end well, and the first error is the one to report
                     recorder.end()
                 raise
         graphs.append(recorder.end())
         return _PiecewiseGraph(size, calls, graphs, borrowed(hidden))
 
     def _out(self, layer: int, q: Tensor) -> Tensor:
-        """Where a layer's attention writes: the same memory for all layers, since each reads before the next writes."""
+        """Return the output memory of a layer's attention: shared by all layers, since each reads before the next writes."""
         return self._room((q.shape[1], self._attention.value_head_dims[layer]), q)
 
     def _state_out(self, layer: int, x: Tensor) -> Tensor:
@@ -196,15 +198,16 @@ class PiecewiseGraphs:
         return self._room((self._attention.states.out_channels(layer),), x)
 
     def _room(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for an output of this shape for each of the tokens of `like`."""
+        """Return memory for an output of this shape for each token of `like`."""
         room = self._outs.get(shape)
-        if room is None:  # zeros: padding rows are computed with, and nobody reads what comes of them
+        if room is None:  # zeros: padding rows are computed too, and their results are never read
             room = self._outs[shape] = like.new_zeros((self._inputs.shape[1], *shape))
         return room[: like.shape[0]]
 
     def run(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor | None:
-        """Hidden states [num_tokens, hidden_size] of the step that attention was begun for, valid until the next step; None: no
-        graph has so many tokens. ids, positions: int64 [num_tokens]; slots: of the rows' adapters, int32 [num_tokens]."""
+        """Return hidden states [num_tokens, hidden_size] of the step that attention was begun for, valid until the next step.
+        None if no graph has this many tokens.
+        ids, positions: int64 [num_tokens]. slots: int32 [num_tokens], adapter slots of the rows."""
         count = len(ids)
         graph = next((each for each in self._by_size if each.size >= count), None)
         if graph is None:
@@ -218,18 +221,18 @@ class PiecewiseGraphs:
 
 Graph = TypeVar("Graph", bound=CapturedStep)
 
-_USUAL_LENGTH = 1024  # Tokens of a sequence for which the backend of a verification's graph is chosen
+_USUAL_LENGTH = 1024  # Sequence length for which the backend of a verification graph is chosen
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes worth a graph: 1, 2, 4, 8, then steps of 8 to 256, of 32 to 1,024 and of 128 from there to max_num_seqs."""
+    """Return the batch sizes to capture: 1, 2, 4, then every 8 to 256, every 32 to 1,024, every 128 to max_num_seqs."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32), *range(1152, max_num_seqs + 1, 128)]
     return sorted({*(size for size in sizes if size <= max_num_seqs), max_num_seqs})
 
 
 def as_run(shape: Shape, device_type: str) -> Shape:
-    """The shape, captured where an engine with the usual options replays a graph of it though tables hold the times of launches:
-    on a GPU one prompt alone that is not long."""
+    """Return the shape, marked as captured if an engine with default options replays it as a graph although tables hold launch
+    times: on a GPU, one prompt of at most MAX_TOKENS tokens without other sequences."""
     alone = shape.phase is Phase.PREFILL and shape.batch == 1 and shape.query_len <= MAX_TOKENS
     return replace(shape, captured=alone and device_type == "cuda")
 
@@ -247,8 +250,10 @@ class GraphSet:
     def capture(
         self, batch_sizes: Sequence[int], prompt_lengths: Sequence[int], max_decode_len: int, recorder: GraphRecorder
     ) -> None:
-        """Record decodes of these many sequences, prompts of these many tokens, and verifications where a decode may have
-        max_decode_len > 1 query tokens. Decodes come first, for their logits are the largest."""
+        """Record decodes of these batch sizes, prompts of these lengths, and verifications if max_decode_len > 1 query tokens.
+
+        Decodes come first, because their logits are the largest.
+        """
         selector = self._selector
 
         def candidates(size: int) -> list[Backends]:
@@ -259,7 +264,7 @@ class GraphSet:
 
         refused = "" if self._states is None else self._states.not_captured(GraphLevel.DECODE)
         if refused:
-            log.warning("CUDA graphs: state backend %s cannot be captured: steps are launched in pieces", refused)
+            log.warning("CUDA graphs: state backend %s cannot be captured: steps run as piecewise graphs", refused)
             return
         self._decodes.capture(batch_sizes, candidates, recorder)
         if self._states is None:  # scans of prompts depend on their lengths
@@ -267,8 +272,9 @@ class GraphSet:
         self._verifications.capture(max_decode_len, selector, recorder)
 
     def for_step(self, step: StepInput, prompt_logprobs: bool) -> tuple[CapturedStep | None, str]:
-        """The graph that runs a step, captured for its size and for the backend that is fastest at its lengths; or None and the
-        reason, in words that steps of the same kind share. prompt_logprobs: the step computes log-probabilities of a prompt."""
+        """Return the graph for a step's size and the fastest backend at its lengths; or None and the reason, equal for steps of a
+        kind.
+        prompt_logprobs: True if the step computes log-probabilities of a prompt."""
         if step.verifies or step.num_draft_tokens.any():
             return self._verifications.for_step(step)
         if prompt_logprobs:
@@ -281,22 +287,22 @@ class GraphSet:
 
 
 class DecodeGraphs:
-    """Graphs of one decode step each, by batch size; a step takes the smallest that holds it, and the rest is padding.
+    """Graphs of one decode step each, by batch size. A step uses the smallest that holds it; the remaining rows are padding.
 
-    A graph is captured at the longest context, where a backend fixes its grid, and the lengths that it reads on the device decide
-    what is computed.
+    A graph is captured at the longest context, for which a backend fixes its grid. The lengths on the device decide what is
+    computed.
     """
 
     def __init__(self, step: ModelStep) -> None:
         self._step = step
         self._graphs: dict[tuple[int, str], DecodeGraph] = {}
-        self._size_of: list[int] = []  # The captured batch size for each number of sequences
+        self._size_of: list[int] = []  # Captured batch size for each number of sequences
         self._warned = False
 
     def capture(self, sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: GraphRecorder) -> None:
-        """Capture the largest first, so that the others find their memory in its pool; log what it took.
-        candidates: for a batch size, the backends worth a graph. Where one cannot run in a graph, or memory does not suffice,
-        steps run as single launches, which the log says once."""
+        """Capture the batch sizes, largest first, so that smaller graphs reuse the memory of its pool, and log the result.
+        candidates: returns the backends to capture for a batch size. If a backend cannot run in a graph, or memory is short,
+            steps are launched kernel by kernel, which is logged once."""
         device, most = self._step.newest.device, self._step.padding_row
         wanted = {size: candidates(size) for size in sorted(sizes, reverse=True) if size <= most}
         inputs = DecodeInputs(self._step, [decode_shapes(self._step, max(wanted))])
@@ -319,13 +325,13 @@ class DecodeGraphs:
                     self._graphs[size, name] = graph
         if too_large:
             listed = ", ".join(map(str, too_large))
-            log.warning("CUDA graphs: no memory for batches of %s: those are launched kernel by kernel", listed)
+            log.warning("CUDA graphs: too little memory for batches of %s, which are launched kernel by kernel", listed)
         captured = sorted({size for size, _ in self._graphs})
         for size in captured:
             self._size_of += [size] * (size + 1 - len(self._size_of))
         if captured:
             log.info(
-                "CUDA graphs: %d of decode captured, %d batch sizes up to %d, in %.1f s and %.0f MB: %s",
+                "CUDA graphs: %d decode graphs captured, %d batch sizes up to %d, in %.1f s and %.0f MB: %s",
                 len(self._graphs),
                 len(captured),
                 captured[-1],
@@ -335,7 +341,7 @@ class DecodeGraphs:
             )
 
     def _explain(self, backends: Backends) -> None:
-        """Say why a backend has no graphs, and what a step costs without: the host's time to launch one, measured."""
+        """Log why a backend has no graphs, and the measured host time to launch a step kernel by kernel."""
         backend, refusal = next((each, found) for each in backends.values() if not (found := each.captures()))
         graph = DecodeGraph(self._step, DecodeInputs(self._step, [decode_shapes(self._step, 1)]), 1, backends)
         started = time.perf_counter()
@@ -348,7 +354,7 @@ class DecodeGraphs:
         )
 
     def for_step(self, step: StepInput, backends: Callable[[int], Backends]) -> tuple[DecodeGraph | None, str]:
-        """Return the graph that runs a step, or None and the reason. backends: the fastest for a captured batch size."""
+        """Return the graph that runs a step, or None and the reason. backends: returns the fastest for a captured batch size."""
         if not step.goes_on:
             decodes = (step.query_lens == 1) & (step.context_lens > 0)
             return None, "a token that the device does not hold" if decodes.all() else "a prompt in the step"
@@ -357,7 +363,7 @@ class DecodeGraphs:
             if largest and not self._warned:
                 self._warned = True
                 log.warning(
-                    "CUDA graphs: a decode step of %d sequences is launched kernel by kernel, for the largest captured batch is "
+                    "CUDA graphs: a decode step of %d sequences is launched kernel by kernel: the largest captured batch is "
                     "%d; a larger number in cudagraph_capture_sizes captures more",
                     step.num_seqs,
                     largest,
@@ -370,10 +376,10 @@ class DecodeGraphs:
 
 
 class PrefillGraphs:
-    """Graphs of one prompt each, by captured length; a prompt takes the smallest that holds it.
+    """Graphs of one prompt each, by captured length. A prompt uses the smallest that holds it.
 
-    A length is captured with the backend that is fastest there. A prompt takes that graph whichever backend is fastest at its own
-    length or serves at present: a replay spares more than backends that are about as fast differ by.
+    A length is captured with its fastest backend. A prompt uses that graph whichever backend is fastest at its own length or
+    selected at present: a replay saves more than the difference between similarly fast backends.
     """
 
     def __init__(self, step: ModelStep) -> None:
@@ -382,7 +388,7 @@ class PrefillGraphs:
         self._graphs: dict[int, PrefillGraph] = {}
 
     def capture(self, sizes: Sequence[int], backends: Callable[[int], Backends], recorder: GraphRecorder) -> None:
-        """Record prompts of these lengths, the longest first. backends: the fastest for a length; others take no part."""
+        """Record prompts of these lengths, longest first. backends: returns the fastest for a length; only these are captured."""
         started, refused, step = time.perf_counter(), set[str](), self._step
         self._sizes = sorted(size for size in set(sizes) if size <= step.max_model_len)
         if self._sizes:
@@ -393,19 +399,19 @@ class PrefillGraphs:
             name = name_of(fastest)
             if name in refused:
                 continue
-            # Deterministic mode wants a prompt's bits alone and in a batch to be the same, and no batch computes its padding.
+            # Deterministic mode needs equal bits for a prompt in any batch, and batches do not compute a graph's padding.
             if not all(backend.captures(size) and not spec.batch_invariant for spec, backend in fastest.items()):
                 refused.add(name)
                 continue
             graph = _captured(recorder, step.ranks, partial(PrefillGraph, step, inputs, size, fastest, positions))
             if graph is None:
-                log.warning("CUDA graphs: no memory for a prompt of %d tokens", size)
+                log.warning("CUDA graphs: too little memory for a prompt of %d tokens", size)
             else:
                 self._graphs[size] = graph
-        log.info("CUDA graphs: %d of one prompt captured, in %.1f s", len(self._graphs), time.perf_counter() - started)
+        log.info("CUDA graphs: %d prefill graphs captured in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     def for_step(self, step: StepInput) -> PrefillGraph | None:
-        """The graph that runs a step; None where it is not one whole prompt, or a longer one than was captured."""
+        """Return the graph that runs a step; None if the step is not one whole prompt, or is longer than the captured ones."""
         if step.num_seqs != 1 or step.context_lens[0] != 0 or not step.samples[0]:
             return None
         size = next((size for size in self._sizes if size >= step.num_tokens), 0)
@@ -413,10 +419,9 @@ class PrefillGraphs:
 
 
 class VerifyGraphs:
-    """Graphs of verification by width and number of sequences; a step takes the narrowest and smallest that holds it.
+    """Verification graphs by width and number of sequences. A step uses the narrowest and smallest that holds it.
 
-    They have at most MAX_VERIFIED tokens: in larger steps the model's products take longer with every token, and drafts gain
-    least.
+    They have at most MAX_VERIFIED tokens: in larger steps the model's GEMMs take longer with every token, and drafts gain least.
     """
 
     def __init__(self, step: ModelStep) -> None:
@@ -425,11 +430,11 @@ class VerifyGraphs:
         self._refused = ""
 
     def capture(self, max_decode_len: int, selector: Selector, recorder: GraphRecorder) -> None:
-        """Record each width up to max_decode_len at powers of two of sequences, largest first, by the fastest backend."""
+        """Record each width up to max_decode_len at powers of two of sequences, largest first, with the fastest backend."""
         started, step = time.perf_counter(), self._step
         longest, states = step.max_model_len - PADDING_CONTEXT, step.attention.states
         widths = [WIDTHS[0], *(wider for width, wider in pairwise(WIDTHS) if width < max_decode_len)]
-        if states is not None:  # whose backends claim to verify so many tokens and no more
+        if states is not None:  # the state backends support exactly this many tokens
             widths = list(dict.fromkeys(min(width, max_decode_len) for width in widths))
         sizes = [2**n for n in range(MAX_VERIFIED.bit_length()) if 2**n < 2 * step.padding_row]
         wanted = [(size, width) for width in widths for size in sizes if size * width <= MAX_VERIFIED and width <= longest]
@@ -438,7 +443,7 @@ class VerifyGraphs:
         refused = "" if states is None else states.not_captured(GraphLevel.UNIFORM)
         if refused:
             self._refused = f"state backend {refused}"
-            log.warning("CUDA graphs: %s cannot verify drafts in a graph: such steps are launched in pieces", self._refused)
+            log.warning("CUDA graphs: %s cannot verify drafts in a graph: such steps run as piecewise graphs", self._refused)
             return
         inputs = VerifyInputs(step, [verify_shapes(step, size, width) for size, width in wanted])
         tokens = max(size * width for size, width in wanted)
@@ -450,19 +455,21 @@ class VerifyGraphs:
             refusal = next((found for backend in fastest.values() if not (found := backend.captures(width))), None)
             if refusal is not None:
                 if not self._refused:
-                    log.warning("CUDA graphs: verification with %s is launched in pieces: %s", name_of(fastest), refusal.brief)
+                    log.warning("CUDA graphs: verification with %s runs as piecewise graphs: %s", name_of(fastest), refusal.brief)
                 self._refused = name_of(fastest)
                 continue
             graph = _captured(recorder, step.ranks, partial(VerifyGraph, step, inputs, size, width, fastest, logits))
             if graph is None:
-                log.warning("CUDA graphs: no memory for verification by %d sequences of %d tokens", size, width)
+                log.warning("CUDA graphs: too little memory for verification by %d sequences of %d tokens", size, width)
             else:
                 self._graphs[width, size] = graph
         took = time.perf_counter() - started
-        log.info("CUDA graphs: %d of verification captured, of up to %d tokens, in %.1f s", len(self._graphs), MAX_VERIFIED, took)
+        log.info(
+            "CUDA graphs: %d verification graphs of up to %d tokens captured in %.1f s", len(self._graphs), MAX_VERIFIED, took
+        )
 
     def for_step(self, step: StepInput) -> tuple[VerifyGraph | None, str]:
-        """The graph that runs a step with drafts, or None and the reason."""
+        """Return the graph that runs a step with drafts, or None and the reason."""
         if not self._graphs:
             refused = f": {self._refused} cannot be captured" if self._refused else ""
             return None, f"drafts to verify{refused}"
@@ -479,12 +486,12 @@ class VerifyGraphs:
 
 
 def _captured(recorder: GraphRecorder, ranks: Ranks, make: Callable[[], Graph]) -> Graph | None:
-    """A step that has been made and captured; None where memory does not suffice."""
+    """Return a new captured step; None if memory is short."""
     try:
         graph = make()
         graph.capture(recorder)
     except torch.OutOfMemoryError:
-        if ranks.size > 1:  # the others have the graph, and wait in it for this one
+        if ranks.size > 1:  # the other ranks have the graph, and would wait in it for this one
             raise
         torch.cuda.empty_cache()
         return None

@@ -1,4 +1,4 @@
-"""Steps between device and host: launched steps, and rows whose next logits need tokens that the host has seen."""
+"""Host side of steps: launched steps, and rows whose next logits need tokens that the host has seen."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from headway.core.sampling.params import LogitsProcessor, SamplingParams
 
 
 class HostResults:
-    """Copies tensors of int64 to the host. Making pinned memory and an event for each step would cost more than the copy."""
+    """Copies int64 tensors to the host, reusing pinned memory and events: making both per step would cost more than the copy."""
 
     def __init__(self, num_longs: int, device: torch.device) -> None:
-        """num_longs: numbers that most steps have; after a step with more there is room for as many in each."""
+        """num_longs: initial size of each buffer in numbers; a larger tensor raises the size."""
         self._num_longs = num_longs
         self._gpu = device.type == "cuda"
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
     def copy(self, tensor: Tensor) -> HostCopy:
-        """Begin to copy, after all that the current stream has been given."""
+        """Start copying a tensor, after all work queued on the current stream."""
         memory, done = self._take(tensor.numel())
         view = memory[: tensor.numel()].view(tensor.shape)
         view.copy_(tensor, non_blocking=True)
@@ -44,7 +44,7 @@ class HostResults:
 
     @property
     def num_free(self) -> int:
-        """Pieces of pinned memory that the next copies reuse."""
+        """Number of pinned buffers that the next copies reuse."""
         return len(self._free)
 
     def _take(self, length: int) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -57,23 +57,23 @@ class HostResults:
         return memory, torch.cuda.Event() if self._gpu else None
 
     def give_back(self, memory: Tensor, done: torch.cuda.Event | None) -> None:
-        """Take pinned memory back that nobody reads any more. Memory of a step that nobody waits for is never reused."""
+        """Take back pinned memory that is no longer read. Memory of a step whose result is never awaited is not reused."""
         if len(memory) == self._num_longs:
             self._free.append((memory, done))
 
 
 class HostCopy:
-    """A tensor on its way to the host."""
+    """A tensor that is being copied to the host."""
 
     def __init__(self, owner: HostResults, memory: Tensor, done: torch.cuda.Event | None, view: Tensor) -> None:
         self._owner = owner
         self._done = done
         self._view = view
         self.memory = memory
-        """The pinned memory that it goes to."""
+        """Pinned memory that receives the tensor."""
 
     def wait(self) -> NDArray[numpy.int64]:
-        """Return the tensor, once the device has done all work that was queued before the copy. May be called once."""
+        """Return the tensor, once the device has done all work queued before the copy. May be called once."""
         if self._done is not None:
             self._done.synchronize()
         found: NDArray[numpy.int64] = self._view.numpy().copy()
@@ -83,31 +83,31 @@ class HostCopy:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of some of a prompt's tokens."""
+    """Log-probabilities of a part of a prompt."""
 
     index: int
     first: int
-    """Position of the first of these tokens."""
+    """Position of the part's first token."""
     k: int
-    """Most likely tokens that each has beside it."""
+    """Number of most likely tokens listed with each token."""
     scores: Scores
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceExtras:
-    """Results of a step beyond tokens, with tensors in host memory that are valid once the step is done."""
+    """Results of a step besides tokens, with tensors in host memory that are valid once the step is done."""
 
     errors: Mapping[int, str]
-    """Why a sequence cannot go on, by its row of logits."""
+    """Error of a sequence, by its row of logits."""
     scores: Scores | None
     scored: Sequence[tuple[int, int]]
-    """For each entry of `scores` its row of logits, and how many of the most likely tokens it wants."""
+    """For each entry of `scores`: its row of logits, and the requested number of most likely tokens."""
     prompts: Sequence[PromptScores]
     owners: NDArray[numpy.int64]
-    """[rows of logits]: which of the step's sampling sequences each belongs to."""
+    """int64 [rows of logits]: index of the sampling sequence to which each row belongs."""
 
     def on_host(self) -> SampledExtras:
-        """The same as plain data, by sequence."""
+        """Return the results as plain data, by sequence."""
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for index, (row, k) in enumerate(self.scored):
             assert self.scores is not None
@@ -121,19 +121,19 @@ class DeviceExtras:
 
 @dataclass(slots=True)
 class Launched(LaunchFacts):
-    """A step that this process has launched, and whose tokens may still be on their way."""
+    """A step that this process has launched, whose tokens may not have arrived yet."""
 
     tokens: HostCopy
-    """The tokens, int64 [rows] in the order of `order`, or [rows, drafts + 2] as in `Verified`."""
+    """Tokens, int64 [rows] in the order of `order`, or [rows, drafts + 2] as in `Verified`."""
     order: NDArray[numpy.int64] | None
-    """Index of each row among the step's sampling sequences; None: rows are in their order."""
+    """Index of each row among the step's sampling sequences. None means in order."""
     extras: DeviceExtras | None = None
     check: Callable[[], None] | None = None
-    """Raises where what the step has left is void, though the device reports no fault: another rank has been lost."""
+    """Raises if another rank was lost, so that the results are invalid although the device reports no fault."""
     _sampled: Sampled | None = field(default=None, init=False)
 
     def wait(self) -> Sampled:
-        """Wait for the step's tokens; may be called again. A kernel's fault is raised here at the latest."""
+        """Return the step's tokens, waiting for them. May be called again. A kernel's fault is raised here at the latest."""
         if self._sampled is None:
             self._sampled = self._read()
         return self._sampled
@@ -146,7 +146,7 @@ class Launched(LaunchFacts):
             tokens, counts = tokens[:, :-1], tokens[:, -1]
         else:
             tokens, counts = tokens[:, None], numpy.ones(len(tokens), dtype=numpy.int64)
-        if self.order is not None:  # a graph's rows, and those have no drafts
+        if self.order is not None:  # rows of a graph, which have no drafts
             ordered = numpy.empty_like(tokens)
             ordered[self.order] = tokens
             tokens = ordered
@@ -164,17 +164,17 @@ class HostRow:
     processors: list[LogitsProcessor] = field(default_factory=list)
     """Functions of (prompt_token_ids, token_ids, logits)."""
     batched: bool = False
-    """Whether the engine's processors change its logits too."""
+    """True if the engine's processors change its logits too."""
     error: str | None = None
-    """Why the completion cannot go on."""
+    """Error that ends the completion, or None."""
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output."""
+        """Number of prompt and output tokens."""
         return len(self.prompt) + len(self.output)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Take in tokens that have come."""
+        """Append new output tokens, and advance the grammar."""
         self.output += tokens
         try:
             for token in tokens:
@@ -185,12 +185,13 @@ class HostRow:
 
 
 class HostRows:
-    """Compiles what requests need, follows their completions, and changes logits when a step's model is already under way."""
+    """Compiles grammars and loads processors for requests, follows their completions, and changes their logits."""
 
     def __init__(
         self, grammars: GrammarCompiler | None, processors: Mapping[str, LogitsProcessorInfo], batch: ProcessorBatch | None = None
     ) -> None:
-        """grammars: None without a tokenizer. processors: those that requests may name. batch: the engine's own; None if none."""
+        """grammars: None without a tokenizer. processors: registered ones by name. batch: the engine's own processors, or
+        None."""
         self._grammars = grammars
         self._infos = processors
         self._batch = batch
@@ -198,11 +199,11 @@ class HostRows:
         self._queue: GrammarQueue | None = None
         self._rows: dict[int, HostRow] = {}
         self._unread: list[tuple[Launched, list[tuple[int, HostRow]]]] = []
-        """Launched steps whose tokens have not been taken, and which of their sequences are in which row."""
+        """Launched steps whose tokens have not been read, with the index and the row of each followed sequence."""
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """Begin what a request needs before its first step, if anything; the future can be cancelled, or fail (GrammarError).
-        :raises ConfigError: a logits processor that is not registered, or forms cannot be compiled here."""
+        """Start what a request needs before its first step, if anything. The future can be cancelled, or fail with GrammarError.
+        :raises ConfigError: if a logits processor is not registered, or structured outputs cannot be compiled here."""
         for each in params.logits_processors or ():
             if isinstance(each, str) and each not in (ENGINE_PROCESSORS, *self._makers):
                 self._makers[each] = self._load(each)
@@ -223,7 +224,7 @@ class HostRows:
         return made_by(f"logits_processors: the maker of {name!r}", self._infos[name].load, "__call__")
 
     def start(self, started: StartedRow, wanted: bool) -> None:
-        """A sequence begins in a row. wanted: it has a grammar or logits processors."""
+        """Set up a row for a sequence that begins. wanted: True if it has a grammar or logits processors."""
         self._rows.pop(started.row, None)
         if not wanted:
             return
@@ -239,7 +240,7 @@ class HostRows:
                     continue
                 function = self._made(each, params) if isinstance(each, str) else each
                 row.processors.append(_with_prompt(function))
-        except (Exception, SystemExit) as error:  # a function's signature may be a property that raises what it likes
+        except (Exception, SystemExit) as error:  # a function's signature may be a property that raises anything
             row.error = str(error) if isinstance(error, (GrammarError, PluginError)) else _named(error)
         row.take(started.token_ids[started.num_prompt_tokens :])
 
@@ -247,18 +248,18 @@ class HostRows:
         return made_by(f"logits processor {name!r}", lambda: self._makers[name](params.extra_args or {}), "__call__")
 
     def refuse(self, started: StartedRow, why: str) -> None:
-        """A sequence begins in a row, and is to end with its first token, for this reason."""
+        """Set up a row for a sequence that must end with its first token, for the reason `why`."""
         self._rows[started.row] = HostRow(list(started.token_ids), started.params, error=why)
 
     def launched(self, step: Launched, rows: NDArray[numpy.int32]) -> None:
-        """A step was launched that samples in these rows, in its own order."""
+        """Record a launched step that samples in these rows, in the step's order."""
         if self._rows:
             members = [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
             if members:
                 self._unread.append((step, members))
 
     def catch_up(self) -> None:
-        """Take the tokens of all steps that were launched; waits for the device."""
+        """Read the tokens of all launched steps. Waits for the device."""
         while self._unread:
             step, members = self._unread[0]
             try:
@@ -274,8 +275,9 @@ class HostRows:
     def masks(
         self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]]
     ) -> tuple[list[int], NDArray[numpy.int32] | None]:
-        """Return indices of logits rows that a grammar masks, and the masks (see `GrammarCompiler.masks`). rows: the executor's.
-        lens: tokens before each. drafts: by executor's row, tokens that a step verifies; such a row appears several times."""
+        """Return the indices of logits rows that a grammar masks, and the masks (see `GrammarCompiler.masks`).
+        rows: the executor's rows. lens: number of tokens before each new one. drafts: drafts to verify, by executor row; such a
+            row appears several times."""
         which, grammars = [], []
         for number, (row, length) in enumerate(zip(rows, lens, strict=True)):
             own = self._rows[row]
@@ -283,7 +285,7 @@ class HostRows:
                 continue
             guessed = length - own.length
             grammar = own.grammar.ahead(drafts[row][:guessed]) if guessed else own.grammar
-            if grammar is not None:  # else the draft before will be refused, and this token is not read
+            if grammar is not None:  # else the previous draft will be rejected, and this token is not read
                 which.append(number)
                 grammars.append(grammar)
         if not which:
@@ -299,7 +301,8 @@ class HostRows:
     def process(
         self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]], logits: Tensor
     ) -> dict[int, str]:
-        """Apply processors to logits [rows, vocab_size] in place; return why some failed (NaN). rows, lens, drafts: `masks`."""
+        """Apply processors to logits [rows, vocab_size] in place. Returns the errors of failed rows, whose logits become NaN.
+        rows, lens, drafts: see `masks`."""
         failed = {}
         if self._batch is not None:
             self._process_batch(self._batch, [self._rows[row] for row in rows], logits)
@@ -315,7 +318,7 @@ class HostRows:
                     if changed.is_complex():
                         raise TypeError(f"it must return real numbers, not {changed.dtype}")
                     logits[number] = changed
-            except (Exception, SystemExit) as error:  # whatever a processor raises
+            except (Exception, SystemExit) as error:  # any error that a processor raises
                 own.error = _named(error)
             if own.error is not None:
                 logits[number] = torch.nan
@@ -323,13 +326,13 @@ class HostRows:
         return failed
 
     def _process_batch(self, batch: ProcessorBatch, rows: Sequence[HostRow], logits: Tensor) -> None:
-        """Let the engine's processors change rows of logits in place; what they raise ends all of these rows."""
+        """Apply the engine's processors to rows of logits in place. An error of theirs ends all of these rows."""
         at = [number for number, row in enumerate(rows) if row.batched and row.error is None]
         if not at:
             return
         try:
             logits[at] = batch.apply([rows[number] for number in at], logits[at])
-        except (Exception, SystemExit) as error:  # whatever a processor raises
+        except (Exception, SystemExit) as error:  # any error that a processor raises
             for number in at:
                 rows[number].error = _named(error)
 
@@ -337,7 +340,7 @@ class HostRows:
 def _with_prompt(function: Callable[..., Any]) -> LogitsProcessor:
     try:
         count = len(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # built in
+    except (TypeError, ValueError):  # a built-in function
         count = 2
     return function if count == 3 else lambda prompt, output, logits: function(output, logits)
 

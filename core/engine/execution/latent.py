@@ -1,4 +1,4 @@
-"""Attention of a latent layer, composed: the products around a backend that serves one of its specs (core.contract.model)."""
+"""Attention of a latent (MLA) layer: the GEMMs around a backend that supports one of its specs (core.contract.model)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from headway.core.contract.model import LatentLayer
 from headway.core.contract.spec import AttentionSpec
 
 GATHERED_BYTES = 2**29
-"""Most bytes of the expanded keys and values of one step's contexts, which lie in memory while one layer is computed."""
+"""Maximum bytes of the expanded keys and values of one step's contexts, which are in memory while one layer is computed."""
 FLOPS_PER_BYTE = 150
-"""Multiplications and additions that take as long as moving a byte: gathering moves memory where attention multiplies."""
+"""Multiply-adds that take as long as moving one byte. Gathering moves memory, attention multiplies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The plan of an EXTEND whose contexts are gathered and expanded, and the instance that attends to them."""
+    """Plan of an EXTEND with gathered and expanded contexts, and the backend instance that attends to them."""
 
     backend: AttentionBackend
     plan: Plan
     slots: Tensor
-    """int64 [blocks * block_size]: every slot of every block that the sequences hold, one block after the other."""
+    """int64 [blocks * block_size]: all slots of all blocks of the sequences, block after block."""
     new: Tensor
-    """int64 [n]: indices of this step's tokens among those slots."""
+    """int64 [n]: indices of this step's tokens in `slots`."""
 
 
 def attend(
@@ -43,11 +43,12 @@ def attend(
     slots: Tensor,
     writes: bool,
 ) -> None:
-    """Compute attention of a part of a step; latents are cached unless the backend `writes` them. q: [n, num_heads, expanded
-    head_dim]; latent: [n, 1, cached head_dim]; out: [n, num_heads, expanded v_head_dim]; slots: int64 [n] of the latents."""
+    """Compute attention for a part of a step. Caches the latents, unless the backend `writes` them.
+    q: [n, num_heads, expanded head_dim]; latent: [n, 1, cached head_dim]; out: [n, num_heads, expanded v_head_dim]; slots: int64
+        [n], cache slots of the latents."""
     q, latent, out = tensors
     if phase is Phase.PREFILL:
-        if cache.geometry.dtype != latent.dtype:  # as decode will read them, however a prompt is cut into chunks
+        if cache.geometry.dtype != latent.dtype:  # rounded as decode will read them, so that chunk boundaries do not matter
             latent = _cached(cache, slots.clamp_min(0), latent.dtype)
         k, v = heads.expand(latent)
         backend.prefill(q, k, v, cache, plan, out)
@@ -72,10 +73,10 @@ def attend(
 
 
 def gathers(view: AttentionMetadata, cached: AttentionSpec, expanded: AttentionSpec) -> bool:
-    """Whether an EXTEND is computed sooner with its contexts expanded than absorbed, and their keys and values find room.
+    """Return whether an EXTEND is faster with expanded than with absorbed contexts, and the expanded ones fit in memory.
 
-    Absorbed, a query and a key cost as many products as a latent is long; expanded, fewer, once each key was expanded: the more
-    new tokens, the better. Elements of the latent are those of the absorbed value.
+    Absorbed, a query-key pair costs as many multiplications as the latent has elements. Expanded, it costs fewer, after each key
+    was expanded once: more new tokens favour expanding. The latent is as long as the absorbed value.
     """
     heads, latent = expanded.num_heads, cached.v_head_dim
     elements = expanded.head_dim + expanded.v_head_dim
@@ -88,7 +89,7 @@ def gathers(view: AttentionMetadata, cached: AttentionSpec, expanded: AttentionS
 
 
 def plan_gathered(view: AttentionMetadata, backend: AttentionBackend) -> Gathered:
-    """The plan of a view whose sequences' blocks lie one after the other in memory of their own."""
+    """Return the plan of a view whose sequences' blocks are contiguous in separate memory."""
     size = view.block_size
     counts = [-(-kv_len // size) for kv_len in view.kv_lens]
     ends = numpy.cumsum(counts)
@@ -108,6 +109,6 @@ def plan_gathered(view: AttentionMetadata, backend: AttentionBackend) -> Gathere
 
 
 def _cached(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Latents [len(slots), 1, head_dim] as they are cached, in the layer's element type."""
+    """Return latents [len(slots), 1, head_dim] from the cache, in the layer's dtype."""
     rows, _ = cache.gather(slots)
     return rows if rows.dtype == dtype else (rows.float() * cache.k_scale).to(dtype)

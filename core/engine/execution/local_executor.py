@@ -1,4 +1,4 @@
-"""The executor of one process and one device: sets cache, backends and model up, and runs steps on them."""
+"""Executor of one process and one device: sets up cache, backends and model, and runs steps on them."""
 
 from __future__ import annotations
 
@@ -52,32 +52,32 @@ log = logging.getLogger("headway")
 
 
 class AdapterStore:
-    """Keeps adapters as a model's slots take them, by their content.
+    """LoRA adapters in host memory, in the format of a model's slots, by digest.
 
-    On rank 0 requests have them read before they run; another rank reads one when a step wants it in a slot.
+    On rank 0, adapters are read before their requests run. Another rank reads an adapter when a step needs it in a slot.
     """
 
     def __init__(self, adapters: ModelAdapters, most: int, follows: bool = False) -> None:
-        """most: adapters that stay when nobody wants them (max_cpu_loras). follows: the rank hears of adapters by steps alone."""
+        """most: number of unused adapters to keep (max_cpu_loras). follows: True on ranks above 0, which read on demand."""
         self.slots = adapters
         self._most = most
         self.num_slots = adapters.num_slots
         self._follows = follows
         self._kept: OrderedDict[bytes, HostAdapter] = OrderedDict()
-        """The one that was used last stands last."""
+        """Adapters by digest, most recently used last."""
 
     @classmethod
     def of(cls, model: object, most: int, follows: bool) -> AdapterStore | None:
-        """Make one for the slots of a model; None: it has none. most, follows: as of the class."""
+        """Return a store for the slots of a model, or None if the model has none. most, follows: see `__init__`."""
         slots = adapters_of(model)
         return None if slots is None else cls(slots, most, follows)
 
     def read(self, request: LoRARequest) -> HostAdapter:
-        """See `ModelAdapters.read`; any thread may call it."""
+        """Return the adapter of a request; see `ModelAdapters.read`. Any thread may call this."""
         return self.slots.read(request)
 
     def keep(self, request: LoRARequest, adapter: HostAdapter | None = None, digest: bytes | None = None) -> HostAdapter:
-        """See AdapterReader."""
+        """Return an adapter from host memory, from `adapter`, or from its files; see `AdapterReader.keep`."""
         found = adapter or (None if digest is None else self._kept.get(digest))
         if found is None:
             found = self.slots.read(request)
@@ -90,17 +90,15 @@ class AdapterStore:
         return found
 
     def trim(self, wanted: Iterable[bytes] = ()) -> None:
-        """See AdapterReader."""
+        """Evict the least recently used adapters beyond the limit, except `wanted`; see `AdapterReader.trim`."""
         must_stay = set(wanted)
         spare = [digest for digest in self._kept if digest not in must_stay]
         for digest in spare[: max(len(self._kept) - self._most, 0)]:
             del self._kept[digest]
 
     def put(self, loads: Iterable[AdapterLoad]) -> None:
-        """Copy adapters into slots, before the step that wants them there.
-
-        :raises HeadwayError: one has to be read again, and cannot be.
-        """
+        """Copy adapters into slots, before the step that needs them there.
+        :raises HeadwayError: if an adapter has to be read again, and cannot be."""
         for slot, request, digest in loads:
             self.slots.put(slot, self.keep(request, digest=digest))
         if self._follows:
@@ -108,55 +106,53 @@ class AdapterStore:
 
 
 _MOST_ROUNDS = 3
-"""Rounds of warm-up: the first compiles, the second finds nothing; a kernel that is compiled in every step would keep the warm-up
-from ending."""
+"""Maximum number of warm-up rounds. The first compiles and the second finds nothing, but a kernel that is compiled in every step
+would keep the warm-up from ending."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceParts:
-    """What the executor of one device is made from. All ranks of an engine make it from equal values, at the same time."""
+    """Parts from which the executor of one device is made. All ranks of an engine make it from equal values, at the same time."""
 
     model: Model
     source: Kernels
     """The registry of backends."""
     layers: LayerSpecs
     config: EngineConfig
-    """With its device's options filled in."""
+    """Options, complete for the device."""
     sampling: SamplingOps = TORCH_SAMPLING
-    """How tokens are chosen, if something does it faster than torch."""
+    """Sampling kernels, if there are faster ones than torch's."""
     costs: Mapping[AttentionSpec, CostTable] | None = None
-    """Measured times of each distinct layer, which `auto` uses; None: the order that plugins propose."""
+    """Measured times of each distinct layer, which `auto` uses. None means the order that plugins propose."""
     state_costs: Mapping[StateSpec, CostTable] | None = None
     """Measured times of layers with a state."""
     compile_ahead: CompileAhead | None = None
-    """Context in which the device's kernels are compiled before the engine is ready; None: nothing is compiled there."""
+    """Context in which the device's kernels are compiled ahead. None means that they are not."""
     max_decode_len: int = 1
-    """Query tokens of a decode, drafts included."""
+    """Maximum number of query tokens of a decode, drafts included."""
     hosts: HostRows | None = None
-    """Serves grammars and named logits processors; None: there are neither."""
+    """Runs grammars and named logits processors. None if there are none."""
     ranks: Ranks = ONE_RANK
-    """This rank and the others: what each can hold is what the least of them can."""
+    """This rank and the others. The rank with the least memory limits all of them."""
 
 
 class LocalExecutor:
-    """Runs steps on one device, in the order in which they are launched. Only here are model, backends and cache in one place."""
+    """Runs steps on one device, in the order in which they are launched. It owns model, backends and cache."""
 
     def __init__(self, parts: DeviceParts, make_mover: MakePageMover | None = None) -> None:
-        """make_mover: makes what keeps pages beyond the pool; None: nothing does.
-
-        :raises HeadwayError: options that cannot work together, with what would.
-        """
+        """make_mover: makes the page mover for offloading, or None.
+        :raises HeadwayError: if options conflict, with a fix."""
         model = parts.model
         layers = parts.layers
         config = parts.config
         self._parts = parts
         self._recorder: GraphRecorder | None = None
         self._released: dict[str, ReleasedMemory] = {}
-        """What sleeps."""
+        """Memory of the parts that sleep."""
         self._device = layers.device
         self.selector = _select(layers, parts.source, config, parts.costs, parts.compile_ahead)
         self.selection = self.selector.selection
-        """Which backend serves which phase, over which layout and block size."""
+        """The backend of each phase, with the layout and block size."""
         if config.deterministic:
             self.selection = replace(self.selection, why="deterministic: pinned")
         layouts = [self.selector.layout_of(spec) for spec in layers.cached]
@@ -164,10 +160,10 @@ class LocalExecutor:
         size, max_model_len, slots = plan_pool(model, layers, layouts, self.selector, states, config, parts.ranks)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)
-        """One cache for each layer."""
+        """One cache per layer."""
         kept = None if states is None or slots is None else states.allocate(slots)
         self.mover = None if make_mover is None else make_mover(self.caches, size, None if kept is None else kept.memory)
-        """Copies pages and states to memory beyond the device's."""
+        """Copies pages and states to memory outside the device. None without offloading."""
         _check_caches(self.selector, layers.cached, self.caches)
         writers = {layout.name: parts.source.layout(layout.name).writer(self._device) for layout in layouts}
         self.attention = PagedAttention(
@@ -179,10 +175,10 @@ class LocalExecutor:
             gathering=self.selector.gathering,
             states=kept,
         )
-        """What the model calls; outside of steps only its shapes may be asked for."""
+        """Attention as the model calls it. Outside of steps, only its shapes are valid."""
         self._hosts = parts.hosts or HostRows(None, {})
         self.adapters = AdapterStore.of(model, config.kept_adapters, follows=parts.ranks.rank > 0)
-        """Adapters in the host's memory; None: the model has no slots for any."""
+        """Adapters in host memory. None if the model has no adapter slots."""
         limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, parts.max_decode_len)
         self._runner = ModelRunner(
             model=model,
@@ -198,9 +194,9 @@ class LocalExecutor:
         _log_setup(self.selector, self.selection, layers, layouts, self.capacity)
 
     def capture(self, recorder: GraphRecorder | None = None) -> None:
-        """Compile what requests may need, and capture CUDA graphs, where the device has them and no option excludes them.
+        """Compile what requests may need, and capture CUDA graphs if the device and the options allow it.
 
-        Then the engine is ready. recorder: records in place of CUDA's, on any device.
+        Then the engine is ready. recorder: records graphs instead of CUDA's, on any device.
         """
         config, watch = self._parts.config, CompilationWatch()
         if self._parts.compile_ahead is not None:
@@ -209,12 +205,12 @@ class LocalExecutor:
                 self.warmup.run()
             log.info("warm-up: %d kernels compiled or loaded in %.1f s", len(watch.take()), time.perf_counter() - began)
         if self.attention.debug:
-            log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
+            log.warning("HEADWAY_DEBUG=1: every layer is checked for NaN, so CUDA graphs are off")
         elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
             self._recorder = recorder or CudaGraphRecorder()
             self._capture_graphs(self._recorder)
             if compiled := watch.take():
-                log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
+                log.info("CUDA graphs: kernels compiled during capture: %s", ", ".join(compiled))
         if self._parts.compile_ahead is not None:
             self._settle(watch)
         self._runner.compilations = watch
@@ -224,13 +220,11 @@ class LocalExecutor:
         self._runner.capture(sizes, piecewise_sizes(self._parts.config.step_tokens), recorder, self._parts.max_decode_len)
 
     def sleep(self, lost: Sequence[Tensor]) -> None:
-        """Give the memory of weights and cache back, between two steps; none may be launched until both have been woken.
+        """Free the memory of weights and cache between two steps. No step may be launched until both are awake.
 
-        Graphs hold addresses of both, and are captured anew then. lost: weights that are zero when they have woken, and are read
-        anew then; the others lie in the host's memory meanwhile.
-
-        :raises ConfigError: this executor cannot.
-        """
+        Graphs contain addresses of both, and are captured again after waking. lost: weights that are zero after waking and must
+        be read again; the others are saved in host memory.
+        :raises ConfigError: if this executor cannot sleep."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._runner.release_graphs()
@@ -244,7 +238,7 @@ class LocalExecutor:
             torch.cuda.empty_cache()
 
     def wake(self, part: str) -> None:
-        """Allocate the memory of WEIGHTS or of the CACHE again, which is empty then."""
+        """Allocate the memory of WEIGHTS or CACHE again. The cache is empty then."""
         self._released.pop(part).restore()
         if part == WEIGHTS and (adapters := adapters_of(self._parts.model)) is not None:
             adapters.arrange()
@@ -263,20 +257,20 @@ class LocalExecutor:
         log.warning("warm-up: %s compiled in every round: requests will wait for them", ", ".join(sorted(set(compiled))))
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
-        """Call a function in every step with the rows that sample, int32 [rows], and their logits, [rows, vocab_size].
+        """Call a function in every step with the sampling rows, int32 [rows], and their logits, [rows, vocab_size].
 
-        The next step overwrites the logits. None: call nothing any more.
+        The next step overwrites the logits. None stops the calls.
         """
         self._runner.observe = look
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """Begin what a request needs before its first step; see `HostRows.prepare`."""
+        """Start what a request needs before its first step; see `HostRows.prepare`."""
         return self._hosts.prepare(params)
 
     def launch(self, step: StepInput) -> Launched:
-        """Start a step; on a CPU it has run when this returns. Whatever a backend raises comes through.
+        """Start a step; on a CPU it has run when this returns. Raises whatever a backend raises.
 
-        What the step says about its rows holds even then.
+        The step's row changes take effect even then.
         """
         if self.mover is not None:
             self.mover.before(step)
@@ -285,20 +279,18 @@ class LocalExecutor:
         return self._runner.launch(step)
 
     def failed(self, error: Exception) -> None:
-        """Note what a step has raised, at its launch or at the wait for it. Where this returns, as here, other steps may run.
-
-        :raises ExecutorLostError: none can.
-        """
+        """Handle the error of a step, raised at its launch or at the wait for it. If this returns, as here, other steps may run.
+        :raises ExecutorLostError: if no other step can run."""
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
-        """Call a bound method when no step can run any more, in another thread and perhaps while none runs; here never."""
+        """Call a bound method, in any thread, when no step can run any more. Here it is never called."""
 
     def shutdown(self) -> None:
-        """End what runs beside this process, which here is nothing; no step may be launched afterwards."""
+        """Stop other processes; here there are none. No step may be launched afterwards."""
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What must be equal on all ranks, so that they run the same steps: memory, lengths and the choice of backends."""
+        """Values that must match on every rank: memory, lengths, chosen backends."""
         chosen, slots = self.selection, self.capacity.states
         served = tuple((phase.value, tuple(chosen.all_for(phase))) for phase in chosen.names)
         num_slots = 0 if slots is None else slots.num_slots
@@ -312,7 +304,7 @@ def _select(
     costs: Mapping[AttentionSpec, CostTable] | None,
     compile_ahead: CompileAhead | None,
 ) -> Selector:
-    """Choose the backends; what they compile when they are made is compiled together."""
+    """Return the selector of backends. The kernels of all backends are compiled together."""
     with compile_ahead() if compile_ahead is not None else nullcontext():
         return Selector(
             source,
@@ -333,7 +325,7 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
     """
     for backends in selector.instances.values():
         for spec, cache in zip(specs, caches, strict=True):
-            backend = backends.get(spec)  # a latent layer's prompts are served without a cache
+            backend = backends.get(spec)  # a latent layer's prompts are computed without a cache
             support = backend.accepts(cache) if backend is not None else YES
             if not support:
                 raise UnsupportedError(f"attention backend {name_of(backends)} (kv_layout={cache.layout.name})", support.reasons)

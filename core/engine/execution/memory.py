@@ -1,4 +1,4 @@
-"""Device memory: what the cache may take, the plan of the pool, and memory released while the engine sleeps."""
+"""Device memory: the cache's share, the plan of the pool, and memory released while the engine sleeps."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ from headway.core.select.selector import KernelSelector, Selector
 log = logging.getLogger("headway")
 
 _DONTNEED: Final = 4
-"""Linux's MADV_DONTNEED: pages go back to the system, and are zero when they are next touched."""
+"""Linux's MADV_DONTNEED: the system takes the pages back, and they are zero at the next access."""
 
 
 class _Released(NamedTuple):
     storage: UntypedStorage
     num_bytes: int
     kept: Tensor | None
-    """The bytes in the host's memory; None: they are lost."""
+    """Saved bytes in host memory. None if they are lost."""
 
 
 class ReleasedMemory:
-    """The memory of tensors on a device, released when this is made and there again after `restore`.
+    """Memory of tensors on a device, released by the constructor and allocated again by `restore`.
 
-    On a GPU the memory comes back at other addresses, which a CUDA graph does not know. On a CPU the addresses stay: pages are
-    handed to the system, and what is kept needs no other place.
+    On a GPU the addresses change, which CUDA graphs cannot follow. On a CPU the addresses stay: pages are returned to the system,
+    and saved contents stay in place.
     """
 
     def __init__(self, *, kept: Iterable[Tensor] = (), lost: Iterable[Tensor] = ()) -> None:
-        """kept: what they hold is there again afterwards. lost: they are zero then; a tensor that is in both is lost."""
+        """kept: tensors whose contents `restore` brings back. lost: tensors that are zero afterwards, even if also in `kept`."""
         self._released: list[_Released] = []
         empty = _storages(lost)
         for key, storage in {**_storages(kept), **empty}.items():
@@ -71,7 +71,7 @@ class ReleasedMemory:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Allocate the memory again, and put back into it what was kept."""
+        """Allocate the memory again, and copy saved contents back."""
         while self._released:
             storage, num_bytes, kept = self._released.pop()
             storage.resize_(num_bytes)
@@ -98,7 +98,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 @torch.inference_mode()
 def _empty_pages(storage: UntypedStorage) -> None:
-    """Make a CPU's memory zero; on Linux, by handing its whole pages to the system."""
+    """Set a CPU's memory to zero; on Linux, by returning its whole pages to the system."""
     memory, page = _bytes_of(storage), mmap.PAGESIZE
     begin = -storage.data_ptr() % page
     length = (storage.nbytes() - begin) // page * page
@@ -112,7 +112,7 @@ def _empty_pages(storage: UntypedStorage) -> None:
 
 
 _SPARE = 256 * 2**20
-"""Bytes left for what no trial shows: libraries' own workspaces, and graphs beside their activations."""
+"""Bytes reserved for what the trial does not measure: workspaces of libraries, and graphs without their activations."""
 
 
 def cache_memory(
@@ -124,13 +124,11 @@ def cache_memory(
     max_num_seqs: int,
     utilization: float,
 ) -> int:
-    """Bytes of a CUDA device that the cache may take, so that all of the process stays below `utilization` of its memory.
+    """Return the bytes of a CUDA device for the cache, so that the process stays below `utilization` of its memory.
 
-    The largest step is run once, with attention left out, and the most it held is set aside; so are the
-    backends' workspaces.
-
-    :raises ConfigError: the model alone takes more than the share.
-    """
+    The largest step runs once without attention to measure its peak memory, which is reserved together with the backends'
+    workspaces.
+    :raises ConfigError: if the model exceeds the share without a cache."""
     held = _most_held(model, layers, max_num_tokens, max_num_seqs)
     workspace = sum(backend.workspace_bytes(max_num_tokens, max_num_seqs) for by_spec in backends for backend in by_spec.values())
     free, total = torch.cuda.mem_get_info(layers.device)
@@ -147,7 +145,7 @@ def cache_memory(
 
 
 def _most_held(model: Model, layers: LayerSpecs, max_num_tokens: int, max_num_seqs: int) -> int:
-    """Most bytes that a step needs beside weights and cache."""
+    """Return the peak memory of a step in bytes, excluding weights and KV cache."""
     device = layers.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -161,11 +159,10 @@ def _most_held(model: Model, layers: LayerSpecs, max_num_tokens: int, max_num_se
 
 @torch.inference_mode()
 def run_trial(model: Model, layers: LayerSpecs, num_tokens: int, num_seqs: int) -> None:
-    """Run a step of num_tokens tokens, num_seqs of which are sampled, without attention but with the products of latent layers
-    around it.
+    """Run a step of num_tokens tokens that samples num_seqs of them, with the GEMMs of latent layers but without attention.
 
-    Sampling sorts, also where kernels filter without: its 42 bytes for each logit cover penalties, masks and
-    log-probabilities as well, which no trial shows.
+    Sampling sorts, even if kernels filter without sorting: its 42 bytes per logit also cover penalties, masks and
+    log-probabilities, which the trial does not run.
     """
     latents, states, device = latent_layers(model), state_layers(model), layers.device
 
@@ -183,11 +180,11 @@ def run_trial(model: Model, layers: LayerSpecs, num_tokens: int, num_seqs: int) 
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     positions = torch.arange(num_tokens, device=device) % model.max_position_embeddings
     count = min(num_seqs, num_tokens)
-    slots = torch.zeros(num_tokens, dtype=torch.int32, device=device)  # where there are any, rows with adapters take the most
+    slots = torch.zeros(num_tokens, dtype=torch.int32, device=device)  # with adapter slots, such rows use the most memory
     with rows_with(adapters_of(model), slots):
         hidden = model(ids, positions, AttentionFunctions(attention, state))
     logits = model.compute_logits(hidden[:count])
-    if logits.shape[1] < model.vocab_size:  # those of one rank, which may have to gather all
+    if logits.shape[1] < model.vocab_size:  # shard of one rank, which may have to gather all logits
         logits = logits.new_zeros(count, model.vocab_size)
     likely = keep_top(logits.float(), torch.zeros(count, device=device), torch.full((count,), 0.9, device=device))
     sample(likely, Draws(numpy.ones(count, dtype=numpy.float32), numpy.zeros(count, dtype=numpy.int64)))
@@ -195,16 +192,16 @@ def run_trial(model: Model, layers: LayerSpecs, num_tokens: int, num_seqs: int) 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """A model's layers with a state, and what serves them."""
+    """Layers with a state in a model, and their backends."""
 
     layers: Sequence[StateLayer]
     selector: KernelSelector[StateSpec, StateBackend, StateLayout]
     per_row: int
-    """Slots of a row."""
+    """Slots per row."""
     scan: StateBackends
-    """Serves sequences that prefill or extend."""
+    """Backends for sequences that prefill or extend."""
     step: StateBackends
-    """Serves sequences that decode."""
+    """Backends for sequences that decode."""
 
     @classmethod
     def of(
@@ -216,9 +213,7 @@ class StatePlan:
         max_decode_len: int,
     ) -> StatePlan | None:
         """Return the plan of a model's layers with a state; None if it has no such layers.
-
-        :raises HeadwayError: layers that nothing serves as the user asked, with every reason.
-        """
+        :raises HeadwayError: if no requested backend supports the layers, with every reason."""
         layers = state_layers(model)
         if not layers:
             return None
@@ -229,16 +224,16 @@ class StatePlan:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of a slot over all layers."""
+        """Bytes per slot over all layers."""
         return sum(self.selector.selection.layout.bytes_per_slot(layer.spec) for layer in self.layers)
 
     def slots(self, config: EngineConfig, memory: int | None, pages: bool) -> StateSlots | None:
-        """Plan the slots in what states and pages share. pages: False if no layer has keys and values."""
+        """Return the slots that fit in the memory that states and pages share. pages: False if no layer has keys and values."""
         layout, caching = self.selector.selection.layout, config.enable_prefix_caching
         return plan_slots(self.layers, layout, config.max_num_seqs, self.per_row, memory, caching, pages)
 
     def allocate(self, slots: StateSlots) -> LayersWithState:
-        """Allocate the states, and put them and their backends together."""
+        """Allocate the states, and return them with their backends."""
         selector = self.selector
         log.info("states: %s", selector.selection)
         log.info(
@@ -263,12 +258,10 @@ def plan_pool(
     config: EngineConfig,
     ranks: Ranks,
 ) -> tuple[PoolSize, int, StateSlots | None]:
-    """The size of the pool, tokens of the longest sequence, and the slots of states, which share one memory.
+    """Return the pool size, the maximum sequence length in tokens, and the state slots, which share one memory with the pool.
 
-    All ranks get the least that one of them has room for.
-
-    :raises ConfigError: memory, lengths and budgets that cannot work together.
-    """
+    All ranks use the minimum over ranks.
+    :raises ConfigError: if memory, lengths and budgets conflict."""
     memory = _pool_memory(model, layers, selector, states, config)
     if memory is not None:
         memory = min(gathered(ranks, [memory], layers.device)[0])
@@ -286,7 +279,7 @@ def plan_pool(
 
 
 def gathered(ranks: Ranks, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Return for each of a rank's numbers those of all ranks."""
+    """Return, for each number, the values of all ranks."""
     found: list[list[int]] = ranks.all_gather(torch.tensor(numbers, device=device)).T.tolist()
     return found
 
@@ -294,7 +287,7 @@ def gathered(ranks: Ranks, numbers: Sequence[int], device: torch.device) -> list
 def _pool_memory(
     model: Model, layers: LayerSpecs, selector: Selector, states: StatePlan | None, config: EngineConfig
 ) -> int | None:
-    """Bytes that the pool may take; None: what a CPU has to spare."""
+    """Return the bytes for the pool, or None for a CPU's default."""
     if config.pool_bytes is not None or layers.device.type != "cuda":
         return config.pool_bytes
     memory = cache_memory(
@@ -307,12 +300,12 @@ def _pool_memory(
     )
     if config.offload_bytes[0]:
         memory -= 2 * STAGING_BYTES + (0 if states is None else 2 * max(STAGING_BYTES, states.bytes_per_slot))
-    memory -= 2 * GATHERED_BYTES if selector.gathering else 0  # keys, values, and the product that they are taken from
+    memory -= 2 * GATHERED_BYTES if selector.gathering else 0  # keys, values, and the GEMM output from which they are split
     return memory
 
 
 def _longest(config: EngineConfig, model: Model) -> int:
-    """Tokens of the longest sequence that the config asks for, or that the model was made for."""
+    """Return the maximum sequence length in tokens, from the config or the model."""
     made_for = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > made_for:
         raise ConfigError("max_model_len", f"at most {made_for}, the positions the model was made for", config.max_model_len)
@@ -320,7 +313,7 @@ def _longest(config: EngineConfig, model: Model) -> int:
 
 
 _TABLE_BYTES = 1 << 30
-"""Most bytes of the block tables of all sequences. The pool alone is no bound: with windows it holds sequences of any length."""
+"""Maximum bytes of the block tables of all sequences. The pool sets no limit: with windows it fits sequences of any length."""
 
 
 def _max_model_len(config: EngineConfig, pages: PageFormat, chunk: int, memory: int | None, longest: int) -> int:
@@ -334,5 +327,5 @@ def _max_model_len(config: EngineConfig, pages: PageFormat, chunk: int, memory: 
     if not config.enable_chunked_prefill:
         fits = min(fits, config.step_tokens)
     if 0 < fits < longest:
-        log.info("max_model_len: %d, what the pool holds; the model was made for %d", fits, longest)
+        log.info("max_model_len: %d, limited by the size of the KV cache; the model supports %d", fits, longest)
     return max(fits, 1)

@@ -1,4 +1,4 @@
-"""The device's side of the engine: launches a step, and hands its tokens over when they have come."""
+"""Model runner: launches a step on the device, and returns its tokens when they have arrived."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ log = logging.getLogger("headway")
 
 
 class CompilationWatch:
-    """Collects the names of kernels that are compiled from now on by this process.
+    """Collects the names of kernels that this process compiles from now on.
 
-    Our own CUDA C++ announces its compilations (`core/contract/kernel.py`). Triton's are seen through its hook, which passes
-    them on to a hook that was there before, and only where Triton has been loaded: the engine imports no kernel library.
-    Libraries that compile by themselves are not seen.
+    Our CUDA C++ announces its compilations (`core/contract/kernel.py`). Triton's are seen through its hook, which also calls an
+    earlier hook, and only if Triton is loaded: the engine imports no kernel library. Libraries that compile by themselves are not
+    seen.
     """
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
@@ -71,7 +71,7 @@ class CompilationWatch:
         runtime.jit_post_compile_hook = hook
 
     def take(self) -> tuple[str, ...]:
-        """The names since the last call."""
+        """Return the names since the last call."""
         if not self._names:
             return ()
         names = tuple(self._names)
@@ -79,7 +79,7 @@ class CompilationWatch:
         return names
 
     def take_late(self) -> tuple[str, ...]:
-        """The names since the last call, after a step that should have found everything compiled; the log names them, too."""
+        """Return and log the names since the last call, after a step that should have needed no compilation."""
         names = self.take()
         for name in names:
             log.warning("compiled after the engine was ready: %s; a step waited for it", name)
@@ -97,14 +97,14 @@ def _name(compiled: dict[str, Any]) -> str:
 
 class _DeviceResults(NamedTuple):
     chosen: Chosen
-    tokens: Tensor  # The tokens, in the shape of `Launched.tokens`
-    owners: NDArray[numpy.int64]  # [rows of logits]: which of the step's sampling sequences each belongs to
+    tokens: Tensor  # Tokens, in the shape of `Launched.tokens`
+    owners: NDArray[numpy.int64]  # int64 [rows of logits]: index of the sampling sequence to which each row belongs
     prompts: Sequence[PromptScores] = ()
     piecewise: bool = False
 
 
 class ModelRunner:
-    """Runs steps that are plain data on one device, where sampled tokens stay as the next step's input, unseen by the host."""
+    """Runs steps, given as plain data, on one device. Sampled tokens stay there as the next step's input, unseen by the host."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ModelRunner:
         hosts: HostRows,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """groups: cache groups of the layers. ranks: this one and the others that run the same steps."""
+        """groups: cache groups of the layers. ranks: this rank and the others that run the same steps."""
         block_size = selector.selection.block_size
         max_num_seqs = limits.max_num_seqs
         max_model_len = limits.max_model_len
@@ -129,7 +129,7 @@ class ModelRunner:
         self._groups = groups
         self._num_blocks = [attention.num_blocks(group) for group in groups]
         self._device = attention.layers.device
-        self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
+        self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last row is for padding
         self._max_model_len = max_model_len
         self._tables = HostBlockTables(max_num_seqs, -(-max_model_len // block_size), groups)
         self._hosts = hosts
@@ -141,17 +141,17 @@ class ModelRunner:
         self._graphs: GraphSet | None = None
         self._adapters = adapters_of(model)
         self._piecewise = PiecewiseGraphs(model, attention, self._device, ranks)
-        self._adapted_graphs: GraphSet | None = None  # Graphs of steps with adapters; the others hold nothing of adapters
+        self._adapted_graphs: GraphSet | None = None  # Graphs of steps with adapters; the others compute no adapters
         self._adapted_pieces = PiecewiseGraphs(model, attention, self._device, ranks, self._adapters)
         self.compilations: CompilationWatch | None = None
-        """Names the kernels that were compiled for a step, with its results; None: nothing does."""
+        """Collects names of kernels compiled during a step. None before the engine is ready."""
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
-        """Called in every step with the sampling rows and their logits, until the next step; with ranks, of steps that say so."""
+        """Called in every step with the sampling rows and their logits, valid until the next step. None for nothing."""
 
     def capture(
         self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: GraphRecorder, max_decode_len: int = 1
     ) -> None:
-        """Capture CUDA graphs for these sequences of decodes and tokens of prompts. max_decode_len: query tokens with drafts."""
+        """Capture CUDA graphs for these batch sizes and prompt lengths. max_decode_len: maximum query tokens, with drafts."""
         self._piecewise.capture(token_counts, recorder)
         if self._adapters is not None:
             self._adapted_pieces.capture(token_counts, recorder)
@@ -173,20 +173,20 @@ class ModelRunner:
         self._graphs = graphs
 
     def release_graphs(self) -> None:
-        """Drop all graphs, and the memory that they hold; `capture` makes them again."""
+        """Drop all graphs and their memory; `capture` makes them again."""
         self._graphs = self._adapted_graphs = None
         self._piecewise = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks)
         self._adapted_pieces = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks, self._adapters)
 
     def forget_tokens(self) -> None:
-        """Start every row anew, after the steps of a warm-up."""
+        """Reset the last token of every row, after the steps of a warm-up."""
         self._newest.zero_()
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
         """Start a step. On a CPU it has run when this returns."""
         if self.compilations is not None:
-            self.compilations.take()  # for others in this process
+            self.compilations.take()  # of others in this process
         self._tables.update(step)
         self._sampler.update(step.started)
         self._prompt_scorer.update(step.started)
@@ -221,7 +221,7 @@ class ModelRunner:
         return launched
 
     def _replay(self, graph: CapturedStep, step: StepInput) -> _DeviceResults:
-        """Run a step as a graph, and choose those of its tokens that the graph has not chosen."""
+        """Run a step as a graph, and choose the tokens that the graph could not choose."""
         if isinstance(graph, VerifyGraph):
             return self._verify(graph, step)
         order: NDArray[numpy.int64] = numpy.argsort(-step.context_lens, kind="stable")
@@ -231,7 +231,7 @@ class ModelRunner:
             logits, best = graph.replay(step, self._tables, draws)
         else:
             assert isinstance(graph, DecodeGraph)
-            # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
+            # Kernels take rows in order: longest first, or the longest starts last and the rest of the GPU waits for it.
             rows, context_lens = step.rows[order], step.context_lens[order]
             positions = context_lens + 1
             draws = self._draws(graph, rows, positions)
@@ -240,28 +240,28 @@ class ModelRunner:
             logits, best = graph.replay(rows, context_lens, self._tables, draws, states, adapters)
         self._show(step, rows, logits)
         chosen = self._sampler.sample(logits, rows, positions, best, drawn=draws is not None)
-        if chosen.tokens is not best:  # those are in their rows already
+        if chosen.tokens is not best:  # those of the graph are in their rows already
             self._newest.index_copy_(0, graph.rows[: step.num_seqs], chosen.tokens)
         return _DeviceResults(chosen, chosen.tokens, order)
 
     def _state_slots(self, step: StepInput, order: NDArray[numpy.int64]) -> NDArray[numpy.int32] | None:
-        """The slots of a decode's states, its sequences in another order; None: the model has no layers with a state."""
+        """Return the slots of a decode's states, in the order of `order`; None if the model has no layers with a state."""
         if self._attention.states is None or step.state_indices is None:
             return None
         return self._attention.states.slots_of(step.rows[order], step.state_indices[order])
 
     def _launch(self, step: StepInput, sampling: NDArray[numpy.int32]) -> _DeviceResults:
-        """Run a step piecewise or as single launches. sampling: rows of the sequences that sample."""
+        """Run a step piecewise or kernel by kernel. sampling: rows of the sequences that sample."""
         hidden, piecewise = self._run(step)
         prompts = self._prompt_scorer.score(step, hidden)
         wanted = logit_indices(step)
-        if len(wanted) < len(hidden):  # none, in the middle of a prompt
+        if len(wanted) < len(hidden):  # none in the middle of a prompt
             hidden = hidden.index_select(0, upload(torch.from_numpy(wanted), self._device))
         logits = self._model.compute_logits(hidden)
         return self._choose(step, logits, sampling, prompts, piecewise)
 
     def _verify(self, graph: VerifyGraph, step: StepInput) -> _DeviceResults:
-        """Run a step as a graph that verifies; tokens that the graph cannot choose are chosen and verified after it."""
+        """Run a step as a verification graph. Tokens that the graph cannot choose are chosen and verified after it."""
         rows, positions = numpy.repeat(step.rows, step.query_lens), positions_of(step).astype(numpy.int32)
         draws = self._draws(graph, rows, positions + 1)
         tokens = graph.replay(step, rows, positions, self._tables, draws)
@@ -277,7 +277,7 @@ class ModelRunner:
         prompts: Sequence[PromptScores] = (),
         piecewise: bool = False,
     ) -> _DeviceResults:
-        """Choose the tokens of a step, and compare its drafts with them. sampling: rows of the sequences that sample."""
+        """Choose the tokens of a step, and verify its drafts. sampling: rows of the sequences that sample."""
         rows, positions = sampled_at(step)
         self._show(step, rows, logits)
         owners: NDArray[numpy.int64] = numpy.arange(len(sampling))
@@ -311,7 +311,7 @@ class ModelRunner:
         return host
 
     def _graph(self, step: StepInput) -> tuple[CapturedStep | None, str]:
-        """The graph that runs a step, or None and the reason; no reason before graphs are captured."""
+        """Return the graph that runs a step, or None and the reason. The reason is empty before graphs are captured."""
         graphs = self._graphs if step.adapters is None else self._adapted_graphs
         if graphs is None:
             return None, ""
@@ -320,7 +320,7 @@ class ModelRunner:
         return graphs.for_step(step, prompt_logprobs=self._prompt_scorer.wants(step))
 
     def _run(self, step: StepInput) -> tuple[Tensor, bool]:
-        """The model over a step, piecewise or as single launches: hidden states of all its tokens; whether piecewise."""
+        """Run the model over a step, piecewise or kernel by kernel. Returns hidden states of all tokens; True if piecewise."""
         metadata = AttentionMetadata.build_groups(
             step.query_lens,
             step.context_lens,
@@ -350,14 +350,14 @@ class ModelRunner:
             return self._model(input_ids, positions, self._attention), False
 
     def _backends(self, part: AttentionMetadata | None, phase: Phase) -> Backends:
-        """The backends that serve a part of the step; `phase` is that of a part without sequences."""
+        """Return the backends for a part of the step. phase: phase to use if the part has no sequences."""
         if part is None:
             return self._selector.backends_for(phase)
         shape = Shape.of(part.phase, part.query_lens, part.kv_lens)
         return self._selector.backends_of(shape)
 
     def _inputs(self, step: StepInput) -> tuple[Tensor, Tensor]:
-        """Token ids and positions [num_tokens] on the device; tokens that the host has not seen come from `_newest`."""
+        """Return token ids and positions [num_tokens] on the device; tokens unseen by the host come from `_newest`."""
         rows = numpy.repeat(step.rows, step.query_lens)
         numbers = numpy.empty((3, step.num_tokens), dtype=numpy.int64)
         numbers[0], numbers[1], numbers[2] = step.token_ids, positions_of(step), rows
@@ -367,7 +367,7 @@ class ModelRunner:
         return ids, positions
 
     def _draws(self, graph: CapturedStep, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws | None:
-        """How a graph chooses a step's tokens; None where it can choose the most likely ones alone."""
+        """Return the draws for a graph's tokens, or None if the graph can only choose the most likely ones."""
         if self._vocabulary.sampling.choose is None:
             return None
         draws = self._sampler.draws(rows, positions)

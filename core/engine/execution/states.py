@@ -1,4 +1,4 @@
-"""Layers with a state in a step: their caches, the backends that serve them, and the op that a model's call becomes."""
+"""Layers with a state in a step: their caches, their backends, and the op that a model's call becomes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.core.system.logs import blame
 
 
 class StateStepPart(NamedTuple):
-    """A part of a step: the tokens that one backend serves in one phase. Its instances and plans are by kind of layer."""
+    """A part of a step: the tokens that one backend computes in one phase. Its instances and plans are by kind of layer."""
 
     phase: Phase
     tokens: slice
@@ -32,10 +32,10 @@ class StateStepPart(NamedTuple):
 
 
 class LayersWithState:
-    """Memory and backends of all layers with a state of one model. `begin` sets a step up, then each layer calls it once."""
+    """Memory and backends of all layers with a state in one model. `begin` sets a step up, then each layer is called once."""
 
     def __init__(self, layers: Sequence[StateLayer], memory: StateMemory, scan: StateBackends, step: StateBackends) -> None:
-        """scan: serves sequences that prefill or extend; step: those that decode."""
+        """scan: backends for prefill and extend. step: backends for decode."""
         self._layers = layers
         self.memory = memory
         self.slots = memory.slots
@@ -49,7 +49,7 @@ class LayersWithState:
         _LIVE[self._handle] = self
 
     def not_captured(self, level: GraphLevel) -> str:
-        """The name of a backend whose `step` cannot run in a CUDA graph of this level; empty: all can."""
+        """Return the name of a backend whose `step` cannot run in a CUDA graph of this level. Empty if all can."""
         return next((each.name for each in self._step.values() if each.graph_level < level), "")
 
     def begin(self, metadata: StateMetadata) -> None:
@@ -70,18 +70,18 @@ class LayersWithState:
             start = tokens.stop
 
     def begin_graph(self, metadata: StateMetadata) -> list[StateStepPart]:
-        """Plan a decode or a verification that is captured; what is returned is kept for its replays, see `resume`."""
+        """Plan a decode or verification that is captured. Returns the parts for `resume` before replays."""
         serving = [self._step[kind] for kind in self.kinds]
         plans = [backend.plan_for_capture(metadata) for backend in serving]
         self._parts = [StateStepPart(Phase.DECODE, slice(0, metadata.step.num_tokens), serving, plans)]
         return self._parts
 
     def resume(self, parts: list[StateStepPart]) -> None:
-        """Set the step of `begin_graph` up once more, after others."""
+        """Set up the step of `begin_graph` again, after other steps."""
         self._parts = parts
 
     def out_channels(self, layer: int) -> int:
-        """Elements of one token's output of a layer."""
+        """Return the number of elements in a layer's output for one token."""
         return self._layers[layer].spec.out_channels
 
     def __call__(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
@@ -90,7 +90,7 @@ class LayersWithState:
         return out
 
     def run(self, layer: int, x: Tensor, gates: Sequence[Tensor], out: Tensor) -> None:
-        """Body of the op `headway::state`."""
+        """Run one layer: the body of the op `headway::state`."""
         assert self._parts, "begin() a step first"
         kind, parameters, cache = self._kind_of[layer], self._layers[layer].parameters, self.memory.caches[layer]
         mixed = len(self._parts) > 1
@@ -106,15 +106,15 @@ class LayersWithState:
                 ) from error
 
     def first_of(self, kind: StateSpec) -> int:
-        """The first layer of a kind."""
+        """Return the first layer of a kind."""
         return self._kind_of.index(self.kinds.index(kind))
 
     def serving_in(self, kind: StateSpec, phase: Phase) -> StateBackend:
-        """The backend that serves layers of a kind in a phase."""
+        """Return the backend for layers of a kind in a phase."""
         return (self._step if phase is Phase.DECODE else self._scan)[kind]
 
     def metadata_of_rows(self, lengths: AttentionMetadata, num_drafts: int) -> StateMetadata:
-        """The slots of a step of the first rows, for a warm-up. num_drafts: most drafts of a sequence."""
+        """Return the state slots for a warm-up step of the first rows. num_drafts: maximum number of drafts of a sequence."""
         first = torch.arange(lengths.num_seqs, dtype=torch.int32) * self.slots.per_row
         width = min(num_drafts, self.slots.per_row - 1) + 1
         out_slots = first[:, None] + torch.arange(width, dtype=torch.int32)
@@ -124,19 +124,19 @@ class LayersWithState:
         )
 
     def restore(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy checkpoints to rows: (slot, row) each."""
+        """Copy checkpoints to rows, given as (slot, row)."""
         sources = torch.tensor([slot for slot, _ in copies])
         targets = torch.tensor([row * self.slots.per_row for _, row in copies])
         device = self.memory.stacks[0].device
         self.memory.copy(upload(sources, device), upload(targets, device))
 
     def slots_of(self, rows: NDArray[numpy.int32], indices: NDArray[numpy.int32] | numpy.int32) -> NDArray[numpy.int32]:
-        """The slots that hold the states of sequences: each row's, at the index where the last step has left it."""
+        """Return int32 slots of the sequences' states: each row's slot at the index where the last step left the state."""
         slots: NDArray[numpy.int32] = rows * numpy.int32(self.slots.per_row) + indices
         return slots
 
     def slots_of_step(self, step: StepInput, width: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
-        """`StateMetadata.slots` [num_seqs] and `out_slots` [num_seqs, width] of a step; width: more than its most drafts."""
+        """Return `StateMetadata.slots` [num_seqs] and `out_slots` [num_seqs, width] of a step. width: above the most drafts."""
         assert step.state_indices is not None
         slots, first = self.slots_of(step.rows, step.state_indices), self.slots_of(step.rows, numpy.int32(0))
         verifies = (step.num_draft_tokens > 0)[:, None]
@@ -146,7 +146,7 @@ class LayersWithState:
         return slots, numpy.where(verifies, out_slots, in_place)
 
     def metadata(self, step: StepInput, lengths: AttentionMetadata) -> StateMetadata:
-        """The slots of a step. lengths: of the step, from any group of layers."""
+        """Return the state slots of a step. lengths: attention metadata of the step, from any cache group."""
         width = int(step.num_draft_tokens.max(initial=0)) + 1
         slots, out_slots = self.slots_of_step(step, width)
         num_checkpoints = len(step.checkpoints)
@@ -167,7 +167,7 @@ class LayersWithState:
         )
 
 
-# torch's op registry is global, and an op takes tensors and numbers only: a number finds the live object again.
+# torch's op registry is global, and an op takes only tensors and numbers: the handle finds the live object.
 _HANDLES = count()
 _LIVE: WeakValueDictionary[int, LayersWithState] = WeakValueDictionary()
 

@@ -1,4 +1,4 @@
-"""Inputs of captured steps (`ModelStep`): one device buffer, laid out for a decode, verification or prefill, one copy."""
+"""Static inputs of captured steps (`ModelStep`): one device buffer, laid out per kind of step and filled by one copy."""
 
 from __future__ import annotations
 
@@ -29,81 +29,81 @@ class ModelStep:
     attention: PagedAttention
     sampling: SamplingOps
     newest: Tensor
-    """int64 [max_num_seqs + 1]: the last sampled token of each row; the last row belongs to padding."""
+    """int64 [max_num_seqs + 1]: last sampled token of each row; the last row is for padding."""
     block_size: int
     max_model_len: int
     num_blocks: Sequence[int]
-    """Blocks of the pool, for each cache group."""
+    """Number of blocks of the pool, per cache group."""
     ranks: Ranks = ONE_RANK
     adapters: ModelAdapters | None = None
-    """The model's, where the graphs are of steps in which sequences have some; None: none has any."""
+    """The model's adapters, for graphs of steps with adapters. None for steps without."""
     logits: Tensor | None = None
-    """[largest batch, vocab_size]: every graph computes its own logits into its first rows."""
+    """[largest batch, vocab_size]: every graph computes its logits into the first rows."""
 
     @property
     def filters(self) -> bool:
-        """Return whether graphs have a second part for `Draws.filters`, a graph that steps without filters do not launch."""
+        """True if graphs have a second part for `Draws.filters`, which steps without filters do not launch."""
         return self.sampling.choose is not None and self.sampling.filter is not None
 
     @property
     def padding_row(self) -> int:
-        """The row of `newest` that belongs to no sequence."""
+        """Row of `newest` for padding."""
         return len(self.newest) - 1
 
 
-_ALIGN = 4  # Fields and planes begin at multiples of this many elements, 16 bytes or more, which kernels may rely on
+_ALIGN = 4  # Fields and planes begin at multiples of this many elements, 16 bytes or more, as kernels may assume
 PADDING_CONTEXT = 1
-"""Cached tokens of a padding sequence of a verification: legal lengths, the pool's first blocks, nothing written."""
+"""Cached tokens of a padding sequence in a verification: valid lengths, the pool's first blocks, nothing written."""
 
 Field = TypeVar("Field")
 _Ints = NDArray[numpy.int32]
 
 
 class StepFields(NamedTuple, Generic[Field]):
-    """Inputs of a captured step of n sequences in g cache groups, of w tokens each in a verification, or t of one prompt."""
+    """Inputs of a captured step: n sequences in g cache groups; w tokens each in a verification; t tokens of one prompt."""
 
     ids: Field
-    """int64 [n, w] or [t]; a decode finds its tokens on the device. Drafts are made from tokens that the host has read."""
+    """int64 [n, w] or [t]. A decode reads its tokens on the device. Drafts follow tokens that the host has read."""
     keys: Field
     """int64 [n], [n, w] or [1]: keys of the draws."""
     slots: Field
-    """int64 [g, n], [g, n, w] or [g, t]: where keys and values are written; -1: nowhere."""
+    """int64 [g, n], [g, n, w] or [g, t]: slots to which keys and values are written. -1 means none."""
     rows: Field
     """int64 [n]: each sequence's row in `ModelStep.newest`."""
     recomputed: Field
-    """int64 [n], verification: how many of a sequence's query tokens are computed once more, before its new ones."""
+    """int64 [n], verification: number of a sequence's query tokens that are recomputed, before its new ones."""
     last: Field
     """int64 [1], prefill: index of the prompt's last token."""
     positions: Field
-    """int32 [n] or [n, w]"""
+    """int32 [n] or [n, w]: positions of the query tokens."""
     scales: Field
-    """float32, in the shape of `keys`: 1 / temperature of the draws; 0: greedy."""
+    """float32, in the shape of `keys`: 1 / temperature of the draws. 0 means greedy."""
     filters: Field
-    """float32 [4, ...], in the shape of `keys`: a `TokenFilter` each."""
+    """float32 [4, ...], in the shape of `keys`: one `TokenFilter` each."""
     seq_lens: Field
-    """int32 [n]"""
+    """int32 [n]: sequence lengths, new tokens included."""
     context_lens: Field
-    """int32 [n], verification; those of a decode are its positions."""
+    """int32 [n], verification: cached tokens; a decode uses its positions instead."""
     tables: Field
-    """int32 [g, n, blocks]"""
+    """int32 [g, n, blocks]: block tables."""
     states: Field
-    """int32 [n], decode or verification of a model whose layers keep states: the slot of each sequence's; -1: padding"""
+    """int32 [n], decode or verification with layers that keep states: slot of each sequence's state. -1 for padding."""
     adapters: Field
-    """int32 [n], [n, w] or [t], where sequences may have adapters: the slot of each row's; NO_ADAPTER: none, and padding"""
+    """int32 [n], [n, w] or [t], if sequences may have adapters: slot of each token's adapter. NO_ADAPTER for none and padding."""
     out_states: Field
-    """int32 [n, w], verification of such a model: `StateMetadata.out_slots`; a decode moves each state on in its slot."""
+    """int32 [n, w], verification with such layers: `StateMetadata.out_slots`; a decode updates each state in its slot."""
 
 
 Shapes = StepFields[tuple[int, ...]]
 _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
 _DTYPES = StepFields(*[*[_LONG] * 6, _INT, _FLOAT, _FLOAT, *[_INT] * 6])
 _PLANES = StepFields(*[name in ("slots", "filters", "tables") for name in StepFields._fields])
-"""Fields whose first dimension is one of planes."""
+"""True for fields whose first dimension counts planes."""
 _EMPTY: Shapes = StepFields(*[(0,)] * len(_DTYPES))
 
 
 def _spans(shapes: Shapes) -> Iterator[tuple[slice, torch.dtype, int, int, tuple[int, ...]]]:
-    """For each field: its part of the buffer in int32 elements, its dtype, number of planes, their stride, and its shape."""
+    """Yield for each field: its span of the buffer in int32 elements, dtype, number of planes, their stride, and shape."""
     end = 0
     for dtype, planes, shape in zip(_DTYPES, _PLANES, shapes, strict=True):
         count = shape[0] if planes else 1
@@ -137,10 +137,10 @@ class HostInputs:
         self._flat = flat
         self._shapes: Shapes | None = None
         self._layouts: dict[Shapes, tuple[StepFields[Tensor], StepFields[NDArray[Any]], Tensor]] = {}
-        """Fields, arrays, and what is sent, of each layout so far: to make them takes longer than to fill them."""
+        """Fields, arrays and the part to send, per layout so far: making them takes longer than filling them."""
 
     def lay_out(self, shapes: Shapes) -> None:
-        """Become arrays of these shapes, unless that has been done."""
+        """Lay the memory out as arrays of these shapes, unless it is already."""
         if self._shapes == shapes:
             return
         self._shapes = shapes
@@ -152,7 +152,7 @@ class HostInputs:
 
 
 class StaticInputs:
-    """One device buffer for the inputs of a kind's graphs, and two in pinned memory: one to send while one is filled."""
+    """One device buffer for the inputs of a kind's graphs, and two pinned ones: one is sent while the other is filled."""
 
     def __init__(self, step: ModelStep, shapes: Iterable[Shapes]) -> None:
         device, length = step.newest.device, max(map(_length, shapes))
@@ -162,23 +162,23 @@ class StaticInputs:
         self._step = step
 
     def fields(self, shapes: Shapes) -> StepFields[Tensor]:
-        """The fields of the device's buffer."""
+        """Return the fields of the device buffer."""
         return _views(self.buffer, shapes)
 
     def _next(self, shapes: Shapes) -> HostInputs:
-        """The host buffer not in use: a step's copy is done before the step after next is launched."""
+        """Return the unused host buffer: a step's copy is done before the step after next is launched."""
         self._host.reverse()
         self._host[0].lay_out(shapes)
         return self._host[0]
 
     def _send(self, host: HostInputs) -> StepFields[Tensor]:
-        """Begin the copy to the device. Returns what is sent, in host memory."""
+        """Start the copy to the device. Returns the sent fields in host memory."""
         self.buffer[: len(host.sent)].copy_(host.sent, non_blocking=True)
         return host.fields
 
 
 def decode_shapes(step: ModelStep, size: int, *width: int) -> Shapes:
-    """The layout of a decode of `size` sequences. width: query tokens of each, in a verification."""
+    """Return the layout of a decode of `size` sequences. width: query tokens per sequence, in a verification."""
     groups, tokens = len(step.num_blocks), (size, *width)
     return _EMPTY._replace(
         keys=tokens,
@@ -207,8 +207,10 @@ class DecodeInputs(StaticInputs):
         states: _Ints | None = None,
         adapters: _Ints | None = None,
     ) -> StepFields[Tensor]:
-        """Send a step to the device; return it in host memory. rows, positions, states, adapters: int32 [num_seqs]; the rest is
-        padding: length 0, slots -1, and the padding row's token."""
+        """Send a step to the device. Returns its fields in host memory.
+
+        rows, positions, states, adapters: int32 [num_seqs]. Other rows are padding: length 0, slots -1, the padding row's token.
+        """
         host, count = self._next(shapes), len(rows)
         to = host.arrays
         to.rows[:count], to.rows[count:] = rows, self._step.padding_row
@@ -216,11 +218,11 @@ class DecodeInputs(StaticInputs):
         numpy.add(positions, 1, out=to.seq_lens[:count])
         to.seq_lens[count:] = 0
         if draws is None:
-            to.scales[:] = 0  # greedy
+            to.scales[:] = 0  # 0 is greedy
         else:
             to.scales[:count], to.keys[:count] = draws.scales, draws.keys
             to.scales[count:] = 0
-            if draws.filters is not None:  # else they are not looked at
+            if draws.filters is not None:  # else the graph does not read them
                 to.filters[:, :count], to.filters[:, count:] = draws.filters, 0
         for group, slots in enumerate(to.slots):
             slots[:count], slots[count:] = tables.slots(rows, positions, self._step.block_size, group), -1
@@ -233,7 +235,7 @@ class DecodeInputs(StaticInputs):
 
 
 def prefill_shapes(step: ModelStep, size: int) -> Shapes:
-    """The layout of one prompt of `size` tokens."""
+    """Return the layout of one prompt of `size` tokens."""
     groups = len(step.num_blocks)
     return _EMPTY._replace(
         ids=(size,),
@@ -252,7 +254,7 @@ class PrefillInputs(StaticInputs):
     """Inputs of single prompts."""
 
     def fill(self, shapes: Shapes, step: StepInput, tables: HostBlockTables, draws: Draws | None) -> StepFields[Tensor]:
-        """Send a prompt to the device. Padding has token 0, and slot -1. Returns what is sent, in host memory."""
+        """Send a prompt to the device. Padding has token 0 and slot -1. Returns the sent fields in host memory."""
         host, count, row = self._next(shapes), step.num_tokens, int(step.rows[0])
         to = host.arrays
         to.ids[:count], to.ids[count:] = step.token_ids, 0
@@ -261,7 +263,7 @@ class PrefillInputs(StaticInputs):
         to.rows[0], to.last[0], to.keys[0], to.scales[0] = row, count - 1, 0, 0  # a scale of 0 is greedy
         if draws is not None:
             to.keys[:], to.scales[:] = draws.keys, draws.scales
-            if draws.filters is not None:  # else they are not looked at
+            if draws.filters is not None:  # else the graph does not read them
                 to.filters[:] = draws.filters
         rows, positions = numpy.full(count, row, dtype=numpy.int32), numpy.arange(count, dtype=numpy.int32)
         for group, slots in enumerate(to.slots):
@@ -271,7 +273,7 @@ class PrefillInputs(StaticInputs):
 
 
 def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
-    """The layout of a verification by `size` sequences of `width` query tokens each."""
+    """Return the layout of a verification by `size` sequences of `width` query tokens each."""
     return decode_shapes(step, size, width)._replace(
         ids=(size, width),
         recomputed=(size,),
@@ -283,26 +285,27 @@ def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
 class VerifyInputs(StaticInputs):
     """Inputs of steps that verify drafts.
 
-    A sequence with fewer query tokens than the layout is wide is filled up *before* its new tokens: tokens that the cache holds
-    already are computed once more, written nowhere and never read. So lengths stay exact, no position lies past a sequence's
-    end, and no key outside the sequence is read; a sequence needs as many tokens as the layout is wide. Layers with a state pass
-    by them: `StateMetadata.recomputed`.
+    A sequence with fewer query tokens than the layout's width is filled up *before* its new tokens: cached tokens are recomputed,
+    written nowhere and never read. So lengths stay exact, no position is past a sequence's end, and no key outside the sequence
+    is read. A sequence needs at least as many tokens as the width. Layers with a state skip the recomputed tokens:
+    `StateMetadata.recomputed`.
     """
 
     def fill(
         self, shapes: Shapes, step: StepInput, rows: _Ints, positions: _Ints, tables: HostBlockTables, draws: Draws | None
     ) -> StepFields[Tensor]:
-        """Send a step to the device; return it in host memory. rows, positions: int32 [num_tokens]. draws: None for greedy."""
+        """Send a step to the device. Returns its fields in host memory. rows, positions: int32 [num_tokens]. draws: None is
+        greedy."""
         assert step.token_ids.min() >= 0, "drafts follow tokens that have been read"
         host, count, (size, width) = self._next(shapes), step.num_seqs, shapes.ids
         to = host.arrays
         new = None if step.num_tokens == size * width else new_tokens(step, width)
         if new is not None:
-            for array, nothing in ((to.ids, 0), (to.keys, 0), (to.scales, 0), (to.filters, 0), (to.slots, -1)):  # greedy
+            for array, nothing in ((to.ids, 0), (to.keys, 0), (to.scales, 0), (to.filters, 0), (to.slots, -1)):  # 0 is greedy
                 array.fill(nothing)
 
         def put(array: NDArray[Any], numbers: NDArray[Any]) -> None:
-            """Write the numbers of the new tokens into [size, width]."""
+            """Write the values of the new tokens into an array [size, width]."""
             if new is None:
                 array[:] = numbers.reshape(array.shape)
             else:
@@ -317,7 +320,7 @@ class VerifyInputs(StaticInputs):
         numpy.subtract(to.seq_lens, width, out=to.context_lens)
         numpy.add(to.context_lens[:, None], numpy.arange(width, dtype=numpy.int32), out=to.positions)
         if draws is None or not (draws.scales.any() or draws.filters is not None):
-            to.scales.fill(0)  # and the keys are not looked at
+            to.scales.fill(0)  # the keys are not read then
         else:
             put(to.keys, draws.keys)
             put(to.scales, draws.scales)
@@ -335,6 +338,6 @@ class VerifyInputs(StaticInputs):
 
 
 def new_tokens(step: StepInput, width: int) -> NDArray[numpy.bool_]:
-    """[num_seqs, width]: which query tokens of a verification are the step's own."""
+    """Return bool [num_seqs, width]: True for the step's new tokens among the query tokens of a verification."""
     new: NDArray[numpy.bool_] = numpy.arange(width) >= width - step.query_lens[:, None]
     return new

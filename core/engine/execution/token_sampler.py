@@ -1,4 +1,4 @@
-"""Sampling in a step: positions and tokens; prompts whose log-probabilities are wanted need logits after every token."""
+"""Sampling of a step's tokens, and scoring of prompts whose log-probabilities are requested."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from headway.core.sampling.sampler import (
 
 
 def positions_of(step: StepInput) -> NDArray[numpy.int64]:
-    """Position in its sequence of every new token: int64 [num_tokens]."""
+    """Return int64 [num_tokens]: position of every new token in its sequence."""
     starts = numpy.cumsum(step.query_lens, dtype=numpy.int64) - step.query_lens
     positions: NDArray[numpy.int64] = numpy.arange(step.num_tokens) + numpy.repeat(step.context_lens - starts, step.query_lens)
     return positions
 
 
 def logit_indices(step: StepInput) -> NDArray[numpy.int64]:
-    """Indices of the new tokens whose logits are sampled: a sampling sequence's last, and with d drafts the d before it."""
+    """Return int64 indices of new tokens whose logits are sampled: the last of a sampling sequence, and one more per draft."""
     counts = numpy.where(step.samples, step.num_draft_tokens + 1, 0)
     ends = numpy.cumsum(step.query_lens, dtype=numpy.int64)
     if not step.num_draft_tokens.any():
@@ -59,7 +59,7 @@ def logit_indices(step: StepInput) -> NDArray[numpy.int64]:
 
 
 def sampled_at(step: StepInput) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
-    """Row and position of every token that is sampled."""
+    """Return the row and the position of every sampled token, int32 each."""
     indices = logit_indices(step)
     if len(indices) == step.num_tokens == step.num_seqs:
         return step.rows, step.context_lens + 1
@@ -68,7 +68,7 @@ def sampled_at(step: StepInput) -> tuple[NDArray[numpy.int32], NDArray[numpy.int
 
 
 def drafts_by_row(step: StepInput) -> dict[int, list[int]]:
-    """The guesses that a step verifies, by row."""
+    """Return the draft tokens that a step verifies, by row."""
     ends, counts = numpy.cumsum(step.query_lens), step.num_draft_tokens
     return {
         int(step.rows[index]): step.token_ids[ends[index] - counts[index] : ends[index]].tolist()
@@ -79,34 +79,34 @@ def drafts_by_row(step: StepInput) -> dict[int, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The tokens of a step on the device, and what belongs to them."""
+    """The sampled tokens of a step on the device, with related facts."""
 
     tokens: Tensor
-    """int64 [rows of logits]."""
+    """int64 [rows of logits]: the sampled tokens."""
     after_model: tuple[str, ...] = ()
-    """Parameters of some rows that are served after the model, kernel by kernel."""
+    """Parameters of some rows that were applied after the model, kernel by kernel."""
     waited_for: tuple[str, ...] = ()
-    """Parameters of some rows that need the tokens of the step before on the host."""
+    """Parameters of some rows that need the previous step's tokens on the host."""
     wait_seconds: float = 0.0
-    """Seconds that the host waited for those tokens."""
+    """Seconds that the host waited for the previous step's tokens."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Why a sequence cannot go on, by its row of logits."""
+    """Error of a sequence, by its row of logits."""
     scores: Scores | None = None
-    """Log-probabilities of the rows that want them."""
+    """Log-probabilities of the rows that request them."""
     scored: Sequence[tuple[int, int]] = ()
-    """For each of those rows its row of logits, and how many of the most likely tokens it wants."""
+    """For each scored row: its row of logits, and the requested number of most likely tokens."""
 
 
 class TokenSampler:
-    """Keeps how the tokens of each row are chosen.
+    """Sampler with the parameters of each row.
 
-    What depends on a row's own numbers and on tokens that the device knows is done there, so that a step is launched before the
-    one before it is read. A grammar or a logits processor must see the token before: the host then waits for it between the
-    model's launch and the sampler's, and works while the device computes the model.
+    What depends only on a row's parameters and on tokens that the device knows is computed there, so that a step is launched
+    before the previous one is read. A grammar or a logits processor must see the previous token: the host waits for it between
+    the launch of the model and that of the sampler, while the device computes the model.
 
-    Of several ranks each chooses for itself, from the same numbers: seeds and positions are equal, and what a rank has of the
-    logits `vocabulary` puts together. Grammars and logits processors are on rank 0 alone, and the others take its tokens in steps
-    that have one.
+    With several ranks, each samples from the same numbers: seeds and positions are equal, and `vocabulary` gathers the rank's
+    shard of the logits. Grammars and logits processors run only on rank 0; in steps that need them, the other ranks use its
+    tokens.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class TokenSampler:
         ranks: Ranks = ONE_RANK,
     ) -> None:
         self.vocabulary = vocabulary_of(ops, vocab_size, ranks)
-        """What chooses from the logits that the model computes."""
+        """Samples from the logits that the model computes."""
         self._vocab_size = vocab_size
         self._device = device
         self._hosts = hosts or HostRows(None, {})
@@ -129,26 +129,26 @@ class TokenSampler:
         self._scales = numpy.zeros(max_num_seqs, dtype=numpy.float32)
         self._needs = numpy.zeros(max_num_seqs, dtype=numpy.int32)
         self._filters = numpy.tile(numpy.array(NO_FILTER, dtype=numpy.float32)[:, None], max_num_seqs)
-        """[4, max_num_seqs]: a `TokenFilter` for each row that filters."""
-        self._served = 0 if ops.filter is None else FILTERING  # Needs for which no logits change
-        self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)  # Prompt tokens and min_tokens: the shortest of a row
+        """float32 [4, max_num_seqs]: a `TokenFilter` for each row that filters."""
+        self._served = 0 if ops.filter is None else FILTERING  # Needs that are met without changing logits
+        self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)  # Prompt length plus min_tokens
         self._num_logprobs = numpy.zeros(max_num_seqs, dtype=numpy.int64)
 
     @property
     def _follows(self) -> bool:
-        """Whether rank 0 is another one, which has what requests need on the host."""
+        """True if rank 0 is another process, which has the grammars and logits processors."""
         return self._ranks.rank > 0
 
     def update(self, started: Sequence[StartedRow]) -> None:
-        """Sequences begin in rows. One whose parameters cannot be taken in ends alone, with its first token."""
+        """Set up rows for sequences that begin. One with unusable parameters fails with its first token; the others continue."""
         for each in started:
             try:
                 self._start(each)
-            except Exception as error:  # whatever its own parameters cause
+            except Exception as error:  # any error that its own parameters cause
                 self._scales[each.row] = self._least_len[each.row] = self._num_logprobs[each.row] = 0
                 self._needs[each.row] = Need.PROCESSOR
                 self._filters[:, each.row] = NO_FILTER
-                self._shaper.start_plain(each.row)  # what it holds of a row that never began is read like any other's
+                self._shaper.start_plain(each.row)  # the shaper reads the rows of failed sequences too
                 if not self._follows:
                     self._hosts.refuse(each, f"sampling_params: {type(error).__name__}: {error}")
 
@@ -165,7 +165,7 @@ class TokenSampler:
             self._hosts.start(each, bool(need & ON_HOST))
 
     def draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws:
-        """A graph's choice of tokens at these positions; a row whose logits change first is greedy there, at lower cost."""
+        """Return the draws for a graph at these positions. A row whose logits change later is greedy there, at lower cost."""
         scales, filters = self._scales[rows], None
         needs = self._needs_at(rows, positions)
         if needs.any():
@@ -179,11 +179,11 @@ class TokenSampler:
         return Draws(scales, self._keys(rows, positions) if drawn else numpy.zeros(len(rows), dtype=numpy.int64), filters)
 
     def plain(self, rows: NDArray[numpy.int32]) -> bool:
-        """Whether these rows want nothing but a draw from their logits."""
+        """Return whether these rows need only a draw from their logits."""
         return not (self._needs[rows] & ~self._served).any()
 
     def _needs_at(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> NDArray[numpy.int32]:
-        """What rows need for the tokens at these positions."""
+        """Return the needs of rows for the tokens at these positions."""
         needs = self._needs[rows]
         if needs.any():
             needs[positions >= self._least_len[rows]] &= ~Need.MIN_TOKENS
@@ -193,7 +193,7 @@ class TokenSampler:
         return keys_of(self._seeds[rows], positions).view(numpy.int64)
 
     def note_drafts(self, step: StepInput) -> None:
-        """Write a step's drafts down where penalties or bad words count them; those that are refused are overwritten."""
+        """Record a step's drafts for rows whose penalties or bad words count them; rejected drafts are overwritten later."""
         ends = numpy.cumsum(step.query_lens)
         for index in numpy.flatnonzero(step.num_draft_tokens):
             row, count = int(step.rows[index]), int(step.num_draft_tokens[index])
@@ -211,12 +211,9 @@ class TokenSampler:
         drawn: bool = False,
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> Chosen:
-        """Choose a token for each row of logits, [rows, vocab_size] or a rank's part of it.
-
-        rows, positions: the sequence of each, and where in it the token will stand. best: tokens that a graph has chosen: as
-        `draws` says if drawn, else greedily. drafts: by row, the guesses that a step verifies, for whose logits a row stands more
-        than once.
-        """
+        """Choose a token for each row of logits, [rows, vocab_size] or a rank's shard of it.
+        rows, positions: the row of each sequence, and the position of the new token in it. best: tokens that a graph has chosen,
+        with `draws` if drawn, else greedily. drafts: drafts to verify, by row; such a row appears several times in the logits."""
         needs = self._needs_at(rows, positions) & ~self._served
         tokens = best if drawn and best is not None else self.vocabulary.sample(logits, self.draws(rows, positions), best=best)
         if not needs.any():
@@ -247,7 +244,7 @@ class TokenSampler:
         )
 
     def _shape(self, logits: Tensor, shaped: Shaped, drafts: Mapping[int, Sequence[int]]) -> tuple[Tensor, float, dict[int, str]]:
-        """The changed logits; how long the host waited for them; and why some of their rows cannot go on."""
+        """Return the changed logits, the seconds that the host waited, and errors by row."""
         hosted = shaped.having(ON_HOST)
         if not len(hosted) or self._follows:
             return self._shaper.shape(logits, shaped, None, None), 0.0, {}
@@ -269,8 +266,8 @@ class TokenSampler:
         return self._shaper.shape(logits, shaped, bits, process), waited, errors
 
     def _choose(self, changed: Tensor, tokens: Tensor, shaped: Shaped) -> Tensor:
-        """The tokens, with those of rows whose logits have changed chosen anew."""
-        scales = (self._scales[shaped.rows] > 0).astype(numpy.float32)  # the temperature is in the logits already
+        """Return the tokens, with new choices for rows whose logits have changed."""
+        scales = (self._scales[shaped.rows] > 0).astype(numpy.float32)  # the logits are divided by the temperature already
         filters = self._filters[:, shaped.rows] if self._served else None
         if filters is not None and filters[0].any():
             filters[0] = filters[0] > 0
@@ -303,11 +300,11 @@ class TokenSampler:
         return upload(torch.from_numpy(numbers), self._device)
 
 
-_AT_ONCE = 64  # Tokens whose logits are in memory together: those of a long prompt would take more than the cache leaves
+_AT_ONCE = 64  # Tokens whose logits are in memory together: a long prompt's would exceed the memory left besides the cache
 
 
 class PromptScorer:
-    """Scores the tokens of prompts, for the rows that want log-probabilities of them."""
+    """Scores prompt tokens, for rows that request log-probabilities of them."""
 
     def __init__(self, model: Model, vocabulary: Vocabulary, device: torch.device) -> None:
         self._model = model
@@ -316,7 +313,7 @@ class PromptScorer:
         self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # Each row's prompt, and its number of log-probabilities
 
     def update(self, started: Sequence[StartedRow]) -> None:
-        """Sequences begin in rows."""
+        """Set up rows for sequences that begin."""
         for each in started:
             self._prompts.pop(each.row, None)
             wanted = each.params.prompt_logprobs
@@ -325,11 +322,11 @@ class PromptScorer:
                 self._prompts[each.row] = each.token_ids[: each.num_prompt_tokens], k
 
     def wants(self, step: StepInput) -> bool:
-        """Whether a step computes a part of a prompt that wants log-probabilities."""
+        """Return whether a step computes part of a prompt whose log-probabilities are requested."""
         return bool(self._prompts) and any(self._parts(step))
 
     def _parts(self, step: StepInput) -> list[tuple[int, int, int, int]]:
-        """Parts of prompts to score: (sequence of the step, index of its first new token, its position, tokens to score)."""
+        """Return prompt parts to score: (sequence in the step, index of its first new token, its position, tokens to score)."""
         parts = []
         starts = numpy.cumsum(step.query_lens) - step.query_lens
         for index, row in enumerate(step.rows.tolist()):

@@ -1,4 +1,4 @@
-"""Every kind of step, run once before the first request, so that none of them waits for a compiler."""
+"""Warm-up: runs every kind of step once before the first request, so that no request waits for a compiler."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _SAMPLED = (
     SamplingParams(temperature=0.0, repetition_penalty=1.1, logprobs=1),
     SamplingParams(temperature=0.7, top_p=0.9, presence_penalty=0.1),
 )
-"""Ways in which tokens are chosen; sequences of a step take them in turn."""
-_SMALL = 2048  # Tokens of a step up to which products are chosen by their number; a larger one takes the kernels of the largest
-_CONTEXT = 32  # Cached tokens of a sequence in a whole step, where attention's own choices are not the question
+"""Sampling parameters that exercise all sampling kernels; the sequences of a step alternate among them."""
+_SMALL = 2048  # Number of tokens up to which GEMM kernels depend on the number; larger steps use the kernels of the largest
+_CONTEXT = 32  # Cached tokens per sequence in a whole step, where the choice of attention kernels is not tested
 
 
 class WarmUp:
-    """Runs steps of its own along the engine's path: whole ones for the model and the sampler, and attention alone, on one layer
-    of each kind, for all shapes that its backends choose kernels by.
+    """Runs warm-up steps along the engine's path: whole steps for the model and the sampler, and attention of one layer of each
+    kind for all shapes by which its backends choose kernels.
 
     All sequences share the first pages of the pool, which must be empty; `run` leaves zeros in them.
     """
@@ -71,14 +71,14 @@ class WarmUp:
         self._num_pages = size.num_pages
         self._adapters = adapters_of(model)
         self._failed: set[str] = set()
-        self._in_flight: Launched | None = None  # The step that was launched last
+        self._in_flight: Launched | None = None  # The last launched step
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Run all steps once, to the end. The log names a backend that raises: its first such step will raise again."""
+        """Run all steps once, and wait for them. Backends that raise are logged; their next such step will raise again."""
         self._in_flight = None
         one_of = {spec.kind: spec for spec in self._attention.layers.distinct}
-        for spec in one_of.values():  # kernels are compiled for a kind of layer, and first, since theirs take longest
+        for spec in one_of.values():  # kernels are compiled per kind of layer; first, since attention kernels take longest
             self._attend(spec)
         if self._attention.states is not None:
             self._run_states(self._attention.states)
@@ -97,7 +97,7 @@ class WarmUp:
                     logical[: pages * group.page_stride].zero_()
 
     def _steps(self) -> Iterator[StepInput]:
-        """Prompts of all token counts that kernels are chosen by, then decodes, mixed steps and verifications."""
+        """Yield prompts of all token counts by which kernels are chosen, then decodes, mixed steps and verifications."""
         limits = self._limits
         small = min(limits.max_num_tokens, _SMALL)
         numbers = {*powers(small), *(3 * 2**n for n in range(32) if 3 * 2**n <= small), limits.max_num_tokens}
@@ -115,13 +115,13 @@ class WarmUp:
         if limits.max_num_seqs > 1:
             yield self._step([1, 1], [0, context])
         longest = min(limits.max_decode_len, limits.max_model_len - 1)
-        for width in sorted({min(each, longest) for each in WIDTHS} - {0, 1}):  # or the first that verify would look slow
+        for width in sorted({min(each, longest) for each in WIDTHS} - {0, 1}):  # else the first verifications look slow
             context = min(_CONTEXT, limits.max_model_len - width)
             for num_seqs in powers(min(limits.max_num_seqs, limits.max_num_tokens // width, MAX_VERIFIED // width)):
                 yield self._step([width] * num_seqs, [context] * num_seqs, num_drafts=width - 1)
 
     def _step(self, query_lens: Sequence[int], context_lens: Sequence[int], first: int = 0, num_drafts: int = 0) -> StepInput:
-        """A step of token 0 only. first: which of `_SAMPLED` its first sequence takes. num_drafts: of each sequence."""
+        """Return a step of token 0 only. first: index in `_SAMPLED` for its first sequence. num_drafts: drafts per sequence."""
         rows = numpy.arange(len(query_lens), dtype=numpy.int32)
         ends = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
         return StepInput(
@@ -143,13 +143,13 @@ class WarmUp:
         )
 
     def _attend(self, spec: AttentionSpec) -> None:
-        """Attention of one layer of a kind, by each backend in each phase for which auto may choose the backend."""
+        """Run attention of one layer of a kind, with each backend that auto may choose in each phase."""
         layer = self._attention.specs.index(spec)
         q, k, v = self.layer_inputs(layer)
         group = next(group for group in self._groups if layer in group.layers)
         selection = self._selector.selection
         for phase in Phase:
-            laid_out: dict[tuple[Lengths, ...], AttentionMetadata] = {}  # most steps are asked for by several backends
+            laid_out: dict[tuple[Lengths, ...], AttentionMetadata] = {}  # several backends share most steps
             for name in (selection.names[phase], *selection.others.get(phase, ())):
                 backends = self._selector.instances[name]
                 for step in self._steps_of(spec, phase, backends):
@@ -161,7 +161,7 @@ class WarmUp:
                             self._attend_once(layer, laid_out[key], backends, (q, k, v))
 
     def _run_states(self, states: LayersWithState) -> None:
-        """One layer of each kind with a state, for the steps by which its backends choose kernels."""
+        """Run one layer of each kind with a state, for the steps by which its backends choose kernels."""
         for kind in states.kinds:
             layer = states.first_of(kind)
             x, *gates = self.state_inputs(layer)
@@ -177,7 +177,7 @@ class WarmUp:
                         self._note(f"states in {phase}", error)
 
     def _steps_of(self, spec: AttentionSpec, phase: Phase, backends: Backends) -> Iterator[Sequence[Lengths]]:
-        """The steps by which the backends of a phase choose kernels. spec: of a layer's cache."""
+        """Yield the steps by which the backends of a phase choose kernels. spec: spec of a layer's cache."""
         yield from backends[self._attention.layers.in_phase(spec, phase)].warmup_steps(phase, self._limits)
         if phase is Phase.EXTEND and spec in self._selector.gathering:
             yield from self._selector.gathering[spec].warmup_steps(phase, self._limits)
@@ -205,7 +205,7 @@ class WarmUp:
             self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
 
     def _launch(self, step: StepInput) -> None:
-        """Launch a step and wait for the one before it, as the loop does: graphs have memory for the inputs of two."""
+        """Launch a step and wait for the previous one, as the loop does, because graphs have memory for the inputs of two."""
         try:
             launched = self._runner.launch(step)
             if self._in_flight is not None:
@@ -215,7 +215,7 @@ class WarmUp:
             self._note("step", error)
 
     def _note(self, where: str, error: Exception) -> None:
-        """Log a failure that no request can end with, once; with several ranks it is raised, since the others are in the step."""
+        """Log a failure once, since no request can report it. With several ranks raise it, since the others are in the step."""
         if self._ranks.size > 1:
             raise error
         if where not in self._failed:
@@ -225,7 +225,7 @@ class WarmUp:
             torch.cuda.empty_cache()
 
     def layer_inputs(self, wanted: int) -> list[Tensor]:
-        """q, k and v of a layer for the largest step: zeros, with the strides that the model gives them."""
+        """Return q, k and v of a layer for the largest step: zeros, with the strides that the model uses."""
         seen: list[Tensor] = []
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -239,12 +239,12 @@ class WarmUp:
             assert self._attention.states is not None
             return x.new_zeros(x.shape[0], self._attention.states.out_channels(layer))
 
-        # As a graph of decode hands positions over:
+        # int32 positions, as a decode graph passes them:
         self._model(few, few.int(), AttentionFunctions(attention, state))
         return self._lengthened(seen)
 
     def state_inputs(self, wanted: int) -> list[Tensor]:
-        """The input and the gates of a layer with a state for the largest step: zeros, with the strides that the model gives."""
+        """Return the input and gates of a layer with a state for the largest step: zeros, with the model's strides."""
         seen: list[Tensor] = []
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -261,17 +261,17 @@ class WarmUp:
         return self._lengthened(seen)
 
     def _lengthened(self, seen: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the largest step, in memory that views of one piece share as these do."""
+        """Return the tensors lengthened to the largest step; views of one allocation share memory as before."""
         memory: dict[int, Tensor] = {}
         found = []
         for tensor in seen:
             storage = tensor.untyped_storage().data_ptr()
-            if storage not in memory:  # of all views of it: as long as the largest step's
+            if storage not in memory:  # shared by all views: large enough for the largest step
                 memory[storage] = tensor.new_zeros((self._limits.max_num_tokens + 1) * max(each.stride(0) for each in seen))
             shape = (self._limits.max_num_tokens, *tensor.shape[1:])
             found.append(memory[storage].as_strided(shape, tensor.stride(), tensor.storage_offset()))
         return found
 
     def _pages(self, length: int, group: CacheGroup) -> list[int]:
-        """The first pages; a windowed group may have fewer than a whole sequence would fill."""
+        """Return the first pages of the pool; they repeat if the pool has fewer than a whole sequence would fill."""
         return [page % self._num_pages for page in range(-(-length // group.page_size))]

@@ -1,4 +1,4 @@
-"""What offloading costs: seconds of copies over the host link, seconds of computing tokens again, and pages that were lost."""
+"""Costs of offloading: seconds of copies over the host link, seconds of recomputing tokens, and lost pages."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from headway.core.engine.data.stats import EngineStats
 log = logging.getLogger("headway")
 
 _RATE = 0.2  # Weight of the newest time in a running mean
-_OUTLIER = 3.0  # Largest multiple of the mean that the time of one step counts as: what took longer was something else
-_FEWEST = 32  # Fewest tokens of a prompt in a step whose time tells what a token costs
-_LATENCY = 200e-6  # Seconds of delay beyond the copy: the host sees the end of a copy only between steps
+_OUTLIER = 3.0  # Maximum of a step's time, as a multiple of the mean: a longer step was delayed by something else
+_FEWEST = 32  # Minimum number of prompt tokens in a step whose time measures the cost per token
+_LATENCY = 200e-6  # Seconds of delay in addition to the copy: the host sees the end of a copy only between steps
 
 
 @dataclass(slots=True)
 class OffloadCosts:
-    """Estimates seconds of copies from the link's rates, and of recomputing from the times that steps of prompts have taken."""
+    """Estimates seconds of copies from link rates, and seconds of recomputing from measured times of prompt steps."""
 
     rates: LinkRates
     page_bytes: int
     step_tokens: int
-    """Most tokens of one step: a longer prompt takes several steps."""
+    """Maximum number of tokens per step; a longer prompt takes several steps."""
     state_bytes: int = 0
-    _seconds: dict[int, float] = field(default_factory=dict)  # Octave of a step's prompt tokens -> seconds per token
+    _seconds: dict[int, float] = field(default_factory=dict)  # log2 of a step's prompt tokens, rounded -> seconds per token
 
     def note_step(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        """Note how long a step took that computed this many prompt tokens beside this many decodes."""
+        """Record the time of a step with this many prompt tokens and this many decodes."""
         if num_prompt_tokens < max(_FEWEST, 4 * num_decodes):
             return
         octave, each = _octave(num_prompt_tokens), seconds / num_prompt_tokens
@@ -43,7 +43,7 @@ class OffloadCosts:
             self._seconds[octave] = mean + _RATE * (min(each, _OUTLIER * mean) - mean)
 
     def recompute(self, num_tokens: int) -> float | None:
-        """Seconds of computing this many tokens of a prompt; None: no step of a prompt has been measured."""
+        """Return the seconds to compute this many prompt tokens, or None if no prompt step has been measured."""
         if not self._seconds or num_tokens <= 0:
             return None if not self._seconds else 0.0
         wanted = _octave(min(num_tokens, self.step_tokens))
@@ -51,16 +51,16 @@ class OffloadCosts:
         return self._seconds[nearest] * num_tokens
 
     def bytes_of(self, names: Sequence[PageName]) -> int:
-        """Bytes of pages and states."""
+        """Return the bytes of pages and states."""
         num_states = sum(group == STATES for group, _ in names)
         return num_states * self.state_bytes + (len(names) - num_states) * self.page_bytes
 
     def copy_out(self, names: Sequence[PageName]) -> float:
-        """Seconds of copying pages and states to the host."""
+        """Return the seconds to copy pages and states to the host."""
         return self.bytes_of(names) / self.rates.out
 
     def copy_back(self, names: Sequence[PageName]) -> float:
-        """Seconds until pages and states that are copied back can be used."""
+        """Return the seconds until pages and states that are copied back can be used."""
         return _LATENCY + self.bytes_of(names) / self.rates.back
 
 
@@ -69,25 +69,25 @@ def _octave(count: int) -> int:
 
 
 class PrefillTimer:
-    """Times steps for `OffloadCosts`: from the later of its launch and the previous step's end to its own end, on the host."""
+    """Times steps for `OffloadCosts` on the host, from the later of launch and the previous step's end, to the step's end."""
 
     def __init__(self, costs: OffloadCosts, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
-        """stats: counts every step that is launched. now: the time in seconds."""
+        """stats: counts every launched step. now: returns the time in seconds."""
         self._costs = costs
         self._stats = stats
         self._now = now
-        self._counted = 0, 0  # Prompt tokens and decodes that were launched before the newest step
+        self._counted = 0, 0  # Prompt tokens and decodes launched before the newest step
         self._launched: deque[tuple[float, int, int]] = deque()  # Steps in flight: launch time, prompt tokens and decodes
-        self._last = 0.0  # When the last step ended
+        self._last = 0.0  # End time of the last step
 
     def launched(self, began: float) -> None:
-        """Note a step that has been launched and counted. began: when its launch began."""
+        """Note a step that has been launched and counted. began: start time of its launch."""
         before = self._counted
         self._counted = (self._stats.num_prefill_tokens, self._stats.num_decode_tokens)
         self._launched.append((began, self._counted[0] - before[0], self._counted[1] - before[1]))
 
     def forget(self) -> None:
-        """Forget the steps in flight, which have failed."""
+        """Forget the steps in flight, because they failed."""
         self._launched.clear()
 
     def read(self) -> None:
@@ -99,14 +99,14 @@ class PrefillTimer:
 
 
 class OffloadFailures:
-    """Counts pages in `EngineStats.offload_failures` by what failed for them, and logs the first error of each kind."""
+    """Counts pages in `EngineStats.offload_failures` by kind of failure, and logs the first error of each kind."""
 
     def __init__(self, stats: EngineStats) -> None:
         self._counts = stats.offload_failures
         self._logged: set[str] = set()
 
     def count(self, what: str, num_pages: int, error: Exception | None = None) -> None:
-        """Count pages for which `what` is true. error: why; the engine goes on without the pages, whatever it is."""
+        """Count failed pages. what: kind of failure. error: its cause; the engine continues without the pages."""
         self._counts[what] += num_pages
         if error is not None and what not in self._logged:
             self._logged.add(what)

@@ -1,4 +1,4 @@
-"""Pages on disk: which there are and which are to be written (`DiskTier`), and their files (`DiskStore`)."""
+"""Pages on disk: which exist and which are to be written (`DiskTier`), and their files (`DiskStore`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from headway.core.system.files import make_private, write_whole
 
 
 class DiskTier:
-    """Names of the pages on disk, least recently used first. Every page that enters the host tier is written to disk too.
+    """Names of the pages on disk, least recently used first. Every page that enters the host tier is also written to disk.
 
-    A page is written once the steps that computed it have been read without a fault, and its slot is locked until then. A page
-    that the disk refuses or returns damaged is forgotten and counted.
+    A page is written once the steps that computed it have been read without an error; its slot is locked until then. A page that
+    cannot be written, or is damaged when read, is forgotten and counted.
     """
 
     def __init__(self, mover: PageMover, tier: HostTiers, stats: EngineStats, failures: OffloadFailures) -> None:
@@ -33,11 +33,11 @@ class DiskTier:
         self._stats = stats
         self._failures = failures
         self._names: OrderedDict[PageName, None] = OrderedDict.fromkeys(mover.stored)
-        self._unread: list[KeptPage] = []  # Copied out since the last flush: the step that computed them may not have been read
+        self._unread: list[KeptPage] = []  # Copied out since the last flush: the step that computed them may be unread
         self._unwritten: list[KeptPage] = []
         self._storing: list[tuple[Pending[frozenset[PageName]], list[PageName]]] = []
         self._fetching: list[tuple[Pending[frozenset[PageName]], list[PageName]]] = []
-        self._abandoned: set[PageName] = set()  # Pages that are still being fetched although no sequence waits for them any more
+        self._abandoned: set[PageName] = set()  # Pages that are being fetched although no sequence waits for them any more
 
     def __len__(self) -> int:
         return len(self._names)
@@ -46,11 +46,11 @@ class DiskTier:
         return name in self._names
 
     def is_abandoned(self, name: PageName) -> bool:
-        """Whether a page is on its way from the disk and no sequence waits for it."""
+        """Return whether a page is being read from disk without a sequence that waits for it."""
         return name in self._abandoned
 
     def keep(self, page: KeptPage) -> None:
-        """Write a page to disk later, which is being copied into its slot now."""
+        """Schedule a page, which is being copied into its slot, for writing to disk."""
         if not self._mover.max_stored or page.name in self._names:
             return
         tier = self._tier.of(page.name)
@@ -61,7 +61,7 @@ class DiskTier:
         self._unread.append(page)
 
     def forget_lost(self, names: Iterable[PageName]) -> None:
-        """Write none of these pages, whose copies into their slots have failed."""
+        """Cancel the writes of pages whose copies into their slots failed."""
         gone = set(names)
         waiting = [page.name for page in (*self._unread, *self._unwritten) if page.name in gone]
         self._unread = [page for page in self._unread if page.name not in gone]
@@ -69,24 +69,24 @@ class DiskTier:
         self._tier.unlock(waiting)
 
     def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
-        """Begin to read pages into their slots, which stay locked until the read has ended. What the mover raises is raised."""
+        """Start reading pages into their slots, which stay locked until the read has ended. Raises what the mover raises."""
         names = [page.name for page in pages]
         pending = self._mover.fetch(pages)
         self._tier.lock(names)
         for name in names:
             if name in self._names:
-                self._names.move_to_end(name)  # used last
+                self._names.move_to_end(name)  # most recently used
         self._fetching.append((pending, names))
         return pending
 
     def abandon(self, fetching: Pending[frozenset[PageName]]) -> None:
-        """Note that no sequence waits any more for the pages of a fetch."""
+        """Note that no sequence waits for the pages of a fetch any more."""
         for pending, names in self._fetching:
             if pending is fetching:
                 self._abandoned.update(names)
 
     def end_fetch(self, fetching: Pending[frozenset[PageName]]) -> frozenset[PageName]:
-        """End a fetch; returns the pages that did not come."""
+        """End a fetch. Returns the pages that could not be read."""
         failed: list[PageName] = []
         for pending, names in list(self._fetching):
             if pending is fetching:
@@ -100,7 +100,7 @@ class DiskTier:
         return frozenset(failed)
 
     def flush(self, idle: bool) -> None:
-        """Write the pages whose steps have been read. idle: every step has been read."""
+        """Write the pages whose steps have been read. idle: True if every step has been read."""
         for pending, names in list(self._storing):
             if pending.done():
                 self._storing.remove((pending, names))
@@ -125,7 +125,7 @@ class DiskTier:
         self._discard(surplus)
 
     def _result(self, pending: Pending[frozenset[PageName]], names: list[PageName], what: str) -> list[PageName]:
-        """The pages of a transfer that failed, counted as `what`."""
+        """Return the pages of a transfer that failed, and count them under `what`."""
         error = None
         try:
             result = pending.result()
@@ -137,7 +137,7 @@ class DiskTier:
         return failed
 
     def _forget(self, names: list[PageName]) -> None:
-        """Forget pages that have not been written or read, and delete their files: a later attempt may have written them."""
+        """Forget pages that could not be written or read, and delete their files, which a later attempt may have written."""
         for name in names:
             self._names.pop(name, None)
         self._discard(names)
@@ -155,7 +155,7 @@ class DiskTier:
         self._stats.blocks_stored += len(names) - len(failed)
 
     def forget_unwritten(self) -> None:
-        """Write no page that has not been written yet: a step has failed."""
+        """Cancel all pending writes, because a step has failed."""
         self._tier.unlock(page.name for page in (*self._unread, *self._unwritten))
         self._unread = []
         self._unwritten = []
@@ -175,11 +175,10 @@ _NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.page")
 
 
 class DiskStore:
-    """A folder of pages for each salt, in which a file is written whole or not at all.
+    """A folder of page files per salt. Each file is written completely or not at all.
 
-    A page that is read is what was written for these tokens by this model; any other file is refused. One thread does everything,
-    in the order of the calls. A file that cannot be written, read or believed costs its page alone, and the log names each kind
-    of fault once.
+    A page is read only if its file was written for the same tokens by the same model. One thread does all work, in the order of
+    the calls. A file that cannot be written or read, or is invalid, costs only its page, and each kind of fault is logged once.
     """
 
     def __init__(
@@ -191,7 +190,8 @@ class DiskStore:
         parts: Callable[[int], Sequence[memoryview]],
         wait_for_slot: Callable[[int], None],
     ) -> None:
-        """salt: digest of all that gives a page its meaning. parts: a slot's memory. :raises ConfigError: an unusable folder."""
+        """salt: digest of everything that gives a page its meaning. parts: returns a slot's memory.
+        :raises ConfigError: if the folder is unusable."""
         self._folder = folder / salt
         self._parts = parts
         self._wait = wait_for_slot
@@ -203,20 +203,20 @@ class DiskStore:
         except OSError as error:
             raise ConfigError("kv_offload_dir", "a folder that can be written", f"{folder}: {error}") from error
         self.stored: list[PageName] = [_name_of(name) for _, name in sorted(found)]
-        """Pages in the folder, the one used longest ago first."""
+        """Pages in the folder, least recently used first."""
         self.max_stored = max((max_bytes - others) // (page_bytes + _HEADER.size), 1)
         self._thread = ThreadPoolExecutor(1, "headway-offload")
 
     def store(self, pages: Sequence[KeptPage]) -> Future[frozenset[PageName]]:
-        """See `PageMover.store`."""
+        """Write slots to disk; see `PageMover.store`."""
         return self._thread.submit(self._each, pages, self._write, "written")
 
     def fetch(self, pages: Sequence[KeptPage]) -> Future[frozenset[PageName]]:
-        """See `PageMover.fetch`."""
+        """Read slots from disk; see `PageMover.fetch`."""
         return self._thread.submit(self._each, pages, self._read, "read")
 
     def discard(self, names: Sequence[PageName]) -> None:
-        """See `PageMover.discard`."""
+        """Delete pages from disk; see `PageMover.discard`."""
 
         def unlink() -> None:
             for name in names:
@@ -236,7 +236,7 @@ class DiskStore:
             try:
                 self._wait(page.slot)
                 work(page)
-            except Exception as error:  # whatever it is, the engine goes on without the page
+            except Exception as error:  # any error: the engine continues without the page
                 failed.add(page.name)
                 self._warn(f"not {what}: {error.strerror if isinstance(error, OSError) else error}", page.name)
         return frozenset(failed)
@@ -249,7 +249,7 @@ class DiskStore:
     def _write(self, page: KeptPage) -> None:
         parts = self._parts(page.slot)
         header = _HEADER.pack(_MAGIC, len(page.tokens), sum(map(len, parts)), _checksum(page, parts))
-        write_whole(self._path(page.name), header, page.tokens, *parts, private=True)  # it holds a prompt's tokens
+        write_whole(self._path(page.name), header, page.tokens, *parts, private=True)  # contains a prompt's tokens
 
     def _read(self, page: KeptPage) -> None:
         path, parts = self._path(page.name), self._parts(page.slot)
@@ -267,11 +267,11 @@ class DiskStore:
         except ValueError:
             path.unlink(missing_ok=True)
             raise
-        os.utime(path)  # used last
+        os.utime(path)  # marks it as most recently used
 
 
 def _make_folders(folder: Path, own: Path) -> None:
-    """Make the folder of all models and this model's private one. :raises OSError: impossible, or it belongs to another user."""
+    """Make the folder of all models and this model's private one. :raises OSError: if it fails, or another user owns it."""
     if not folder.exists():
         make_private(folder)
     elif folder.stat().st_uid not in (os.geteuid(), 0):
@@ -298,7 +298,7 @@ def _name_of(file_name: str) -> PageName:
 
 
 def _trim(folder: Path, max_bytes: int, own: Path) -> int:
-    """Delete the pages used longest ago, whoever wrote them, until the rest fits; returns the bytes of what is not in `own`."""
+    """Delete the least recently used pages of all models until the rest fits. Returns the bytes of pages outside `own`."""
     found = [(path.stat(), path) for path in folder.glob("*/*.page") if _NAME.fullmatch(path.name)]
     total = sum(stat.st_size for stat, _ in found)
     others = sum(stat.st_size for stat, path in found if path.parent != own)

@@ -1,4 +1,4 @@
-"""The host's memory for pages and states: which slot holds which (`HostTier`), and the slots' bytes (`HostSlots`)."""
+"""Host memory for pages and states: the assignment of slots (`HostTier`), and the bytes of the slots (`HostSlots`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from headway.core.engine.data.page_mover import STATES, PageName
 
 
 class HostTier:
-    """Maps names of one kind, pages or states, to slots, least recently used first. It never touches their bytes.
+    """Maps names of pages, or of states, to slots, least recently used first. It never accesses the slots' bytes.
 
-    A name may be locked, whether it has a slot or not: a locked page keeps its slot once it has one, because it is being copied,
-    or belongs to a sequence that was preempted.
+    A name may be locked, with or without a slot. A locked page keeps its slot, because it is being copied, or belongs to a
+    preempted sequence.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -25,7 +25,7 @@ class HostTier:
         self._slots: OrderedDict[PageName, int] = OrderedDict()
         self._free = list(range(num_slots - 1, -1, -1))
         self._locks: Counter[PageName] = Counter()
-        self._orphans: dict[PageName, list[int]] = {}  # Slots of names that were forgotten while they were locked
+        self._orphans: dict[PageName, list[int]] = {}  # Slots of names that were forgotten while locked
 
     def __contains__(self, name: PageName) -> bool:
         return name in self._slots
@@ -38,18 +38,18 @@ class HostTier:
 
     @property
     def num_unlocked(self) -> int:
-        """Slots that no locked name has or will need."""
+        """Number of slots left after reserving one for every locked name."""
         return self.num_slots - len(self._locks) - sum(map(len, self._orphans.values()))
 
     def find(self, name: PageName) -> int | None:
-        """The slot of a name, which becomes the most recently used."""
+        """Return the slot of a name, or None, and mark the name as most recently used."""
         slot = self._slots.get(name)
         if slot is not None:
             self._slots.move_to_end(name)
         return slot
 
     def put(self, name: PageName) -> int | None:
-        """A slot for a name that has none; the least recently used name makes room. None: all are locked."""
+        """Assign a slot to a name without one, evicting the least recently used name. Returns None if all are locked."""
         assert name not in self._slots
         if not self._free:
             oldest = next((held for held in self._slots if held not in self._locks), None)
@@ -75,7 +75,7 @@ class HostTier:
             self.drop(name)
 
     def lock(self, names: Iterable[PageName]) -> None:
-        """Lock names once more."""
+        """Lock each name once more."""
         self._locks.update(names)
 
     def unlock(self, names: Iterable[PageName]) -> None:
@@ -87,7 +87,7 @@ class HostTier:
                 self._free += self._orphans.pop(name, ())
 
     def check_integrity(self, idle: bool) -> None:
-        """Assert that every slot is free or has one name; idle: that no name is locked."""
+        """Assert that every slot is free or has one name. idle: True to assert too that no name is locked."""
         orphans = [slot for slots in self._orphans.values() for slot in slots]
         slots = sorted([*self._free, *self._slots.values(), *orphans])
         assert slots == list(range(self.num_slots)), "a slot leaked or has two names"
@@ -95,7 +95,7 @@ class HostTier:
 
 
 class HostTiers:
-    """The tiers of pages and of states, between which the kind of a name decides."""
+    """The tiers of pages and of states, selected by the kind of a name."""
 
     def __init__(self, num_slots: int, num_state_slots: int = 0) -> None:
         self.pages = HostTier(num_slots)
@@ -108,50 +108,50 @@ class HostTiers:
         return len(self.pages) + len(self.states)
 
     def of(self, name: PageName) -> HostTier:
-        """The tier of a name."""
+        """Return the tier of a name."""
         return self.states if name[0] == STATES else self.pages
 
     @property
     def overbooked(self) -> bool:
-        """Whether more names of a kind are locked than there are slots."""
+        """True if more names of a kind are locked than there are slots."""
         return self.pages.num_unlocked < 0 or self.states.num_unlocked < 0
 
     def have_room(self, names: Sequence[PageName]) -> bool:
-        """Whether these names could be locked beside all that are."""
+        """Return whether these names could be locked in addition to all locked ones."""
         pages, states = _by_kind(names)
         return len(pages) <= self.pages.num_unlocked and len(states) <= self.states.num_unlocked
 
     def find(self, name: PageName) -> int | None:
-        """See HostTier."""
+        """Return the slot of a name, or None; see `HostTier.find`."""
         return self.of(name).find(name)
 
     def put(self, name: PageName) -> int | None:
-        """See `HostTier.put`."""
+        """Assign a slot to a name; see `HostTier.put`."""
         return self.of(name).put(name)
 
     def drop(self, name: PageName) -> None:
-        """See HostTier."""
+        """Forget a name."""
         self.of(name).drop(name)
 
     def lock(self, names: Iterable[PageName]) -> None:
-        """See HostTier."""
+        """Lock each name once more."""
         pages, states = _by_kind(names)
         self.pages.lock(pages)
         self.states.lock(states)
 
     def unlock(self, names: Iterable[PageName]) -> None:
-        """See HostTier."""
+        """Undo one `lock` of each name."""
         pages, states = _by_kind(names)
         self.pages.unlock(pages)
         self.states.unlock(states)
 
     def clear(self) -> None:
-        """See HostTier."""
+        """Forget every name."""
         self.pages.clear()
         self.states.clear()
 
     def check_integrity(self, idle: bool) -> None:
-        """See HostTier."""
+        """Assert that both tiers are consistent; see `HostTier.check_integrity`."""
         self.pages.check_integrity(idle)
         self.states.check_integrity(idle)
 
@@ -162,14 +162,14 @@ def _by_kind(names: Iterable[PageName]) -> tuple[list[PageName], list[PageName]]
     return [name for name in every if name[0] != STATES] if states else every, states
 
 
-_LARGEST_SLAB = 256 * 2**20  # Bytes of memory allocated at once: torch pins a power of two
+_LARGEST_SLAB = 256 * 2**20  # Bytes per allocation: torch pins a power of two
 
 
 class HostSlots:
-    """Memory of the host with room for one page, or one state, in each slot; pinned where a GPU copies to it."""
+    """Host memory with room for one page, or one state, per slot. Pinned if a GPU copies to it."""
 
     def __init__(self, memory: Sequence[Tensor], num_slots: int) -> None:
-        """memory: see `page_memory` and `StateMemory.views`. :raises ConfigError: the host has not as much memory."""
+        """memory: see `page_memory` and `StateMemory.views`. :raises ConfigError: if the host lacks this much memory."""
         self.num_slots = num_slots
         page_bytes = sum(view[:, 0].nbytes for view in memory)
         free = psutil.virtual_memory().available
@@ -179,7 +179,7 @@ class HostSlots:
             )
         pinned = memory[0].device.type == "cuda"
         self._per_slab = max(_LARGEST_SLAB // page_bytes, 1)
-        self._slabs: list[list[Tensor]] = []  # For each view of the memory: uint8 [slots of a slab, count, bytes]
+        self._slabs: list[list[Tensor]] = []  # For each view of the memory: uint8 [slots per slab, count, bytes]
         try:
             for view in memory:
                 shape = view.shape[0], view.shape[2]
@@ -203,12 +203,12 @@ class HostSlots:
                 staged[at : at + count].copy_(slabs[number][first : first + count].view(staged.dtype), non_blocking=True)
 
     def parts(self, slot: int) -> list[memoryview]:
-        """The bytes of a slot, to be read or written by the host."""
+        """Return the bytes of a slot, for the host to read or write."""
         number, place = divmod(slot, self._per_slab)
         return [slabs[number][place].numpy().data.cast("B") for slabs in self._slabs]
 
     def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """Runs of consecutive slots: number of the slab, first slot in it, first index into `slots`, and length."""
+        """Yield runs of consecutive slots: number of the slab, first slot in it, first index into `slots`, and length."""
         at = 0
         while at < len(slots):
             number, first = divmod(slots[at], self._per_slab)

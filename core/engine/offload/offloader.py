@@ -1,4 +1,4 @@
-"""Decides which pages and states are copied to the host's memory, and which are brought back for a sequence."""
+"""KV cache offloading: decides which pages and states are copied to host memory, and which are restored for a sequence."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 
 
 class _Swapped(NamedTuple):
-    length: int  # Tokens that it holds: pages and, where layers keep states, a state
+    length: int  # Number of tokens held by the pages and, if layers keep states, by the state
     names: list[PageName]
 
 
 class Offloader:
-    """Keeps named pages in the host's memory, and perhaps on disk, beyond their time in the pool.
+    """Keeps copies of named pages in host memory, and optionally on disk, after the pool evicts them.
 
-    A free page that is named and not kept is *dirty*. Dirty pages are copied out, those freed longest ago first, as soon as fewer
-    than `lookahead` pages could be handed out without losing anything, so that a step seldom waits for a copy; a page that is
-    handed out earlier is copied then. A waiting sequence whose start is kept gets pages, and waits beside the queue until its
-    start has come back. A preempted sequence is *swapped* by the same means: its pages stay in the pool until they are needed,
-    are copied out, locked, and brought back; only the tokens of its last page, if it is not full, are computed again.
+    A free page is *dirty* if it has a name and no copy. Dirty pages are copied out, least recently freed first, once fewer than
+    `lookahead` pages could be allocated without loss, so that a step seldom waits for a copy. A dirty page that is allocated
+    earlier is copied then. A waiting sequence with a saved prefix gets pages, and waits outside the queue until the prefix is
+    restored. A preempted sequence is *swapped* in the same way: its pages stay in the pool until they are needed, are then copied
+    out, locked, and restored. Only the tokens of a partial last page are recomputed.
 
-    Where layers keep states, a start comes back with the state at its end, a checkpoint, which is copied out when it loses its
-    slot of the device. The state of a preempted sequence cannot go back to where a page ends: it is copied out at once, as is the
-    last page, and the sequence goes on where it was.
+    If layers keep states, a prefix is restored together with the state at its end, a checkpoint, which is copied out when the
+    device evicts it. The state of a preempted sequence cannot be rewound to the end of a page. It is copied out at once, as is
+    the last page, and the sequence continues from that state.
     """
 
     def __init__(
@@ -54,25 +54,25 @@ class Offloader:
         lookahead: int,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """mode: of preemption, AUTO, RECOMPUTE or SWAP. lookahead: pages that one step may take. now: the time in seconds."""
+        """mode: preemption mode AUTO, RECOMPUTE or SWAP. lookahead: maximum number of pages per step. now: returns seconds."""
         self._blocks = blocks
         self._mover = mover
         self._stats = stats
         self.costs = costs
-        """What decides between copying and computing again."""
+        """Estimates by which copying and recomputing are compared."""
         self.timer = PrefillTimer(costs, stats, now)
-        """Must be told of every step."""
+        """Timer that must be notified of every step."""
         self.tier = HostTiers(mover.num_slots, mover.num_state_slots)
         self._failures = OffloadFailures(stats)
         self._disk = DiskTier(mover, self.tier, stats, self._failures)
         self._mode = mode
         self._lookahead = blocks.num_pages if mover.max_stored else lookahead
-        self._dirty: OrderedDict[int, int] = OrderedDict()  # Free pages to be copied out, in the order freed -> cache group
+        self._dirty: OrderedDict[int, int] = OrderedDict()  # Free pages to copy out, in the order freed -> cache group
         self._out: dict[PageName, tuple[int, int]] = {}
-        """What is to be copied out before the next step: page of the pool, or slot of the device, and slot of the tier."""
-        self._copying: list[tuple[Pending[object], list[PageName]]] = []  # Copies under way into slots of the tier
+        """Copies to make before the next step: (page of the pool or slot of the device, slot of the tier)."""
+        self._copying: list[tuple[Pending[object], list[PageName]]] = []  # Pending copies into slots of the tier
         self.restores = PendingRestores(blocks, self.tier, self._disk, stats, self._failures)
-        """Sequences that wait for pages, beside the scheduler's queues."""
+        """Sequences that wait for pages outside the scheduler's queues."""
         self._swapped: dict[Sequence, _Swapped] = {}
         blocks.keeper = self
         if blocks.checkpoints is not None:
@@ -94,7 +94,7 @@ class Offloader:
             self._keep(page, group)
 
     def forgotten(self, everywhere: bool) -> None:
-        """See PageKeeper. What is on disk may stay: it was written after its step had been read without a fault."""
+        """Forget every content; see `PageKeeper`. Pages on disk may stay: their steps were read without an error."""
         self.restores.cancel_all()
         self._dirty.clear()
         self._out = {}
@@ -106,7 +106,7 @@ class Offloader:
     # Calls of the scheduler.
 
     def preempt(self, seq: Sequence) -> str:
-        """Take the pages of a sequence that is to wait; returns how it will get them again, SWAP or RECOMPUTE."""
+        """Release the pages of a sequence to preempt. Returns how its tokens will be restored, SWAP or RECOMPUTE."""
         length = self._length_to_swap(seq)
         names = self._names(seq, length)
         held = [page for table in seq.tables for page in table.held]
@@ -119,12 +119,12 @@ class Offloader:
                 self._put_state(seq, length)
         self._blocks.release(seq)
         if kind == RECOMPUTE:
-            for page in held:  # computing them again is cheaper than copying them
+            for page in held:  # recomputing is cheaper than copying
                 self._dirty.pop(page, None)
         return kind
 
     def restore(self, seq: Sequence) -> bool:
-        """Begin to bring back the start of a sequence that is next in the queue and holds nothing; False: it need not wait."""
+        """Start restoring the prefix of the next queued sequence, which holds no pages. Returns False if it need not wait."""
         if seq.tables or not (self.tier or self._disk) or seq.computes_whole_prompt or seq in self.restores.failed:
             return False
         if self._mode == RECOMPUTE and seq.num_preemptions:
@@ -143,19 +143,19 @@ class Offloader:
         return self.restores.begin(seq, length, spared, names)
 
     def take_returned(self) -> list[Sequence]:
-        """The sequences that have stopped waiting for pages since the last call."""
+        """Return the sequences that have stopped waiting for pages since the last call."""
         self._finish_copies()
         self.restores.update({name for _, names in self._copying for name in names})
         return self.restores.take_returned()
 
     def remove_finished(self) -> None:
-        """Forget sequences that have ended."""
+        """Forget finished sequences."""
         self.restores.remove_finished()
         for seq in [seq for seq in self._swapped if seq.finished]:
             self.started(seq)
 
     def started(self, seq: Sequence) -> None:
-        """Stop keeping pages for a sequence, which runs now, or has ended."""
+        """Unlock the pages of a sequence that runs now or has ended."""
         swapped = self._swapped.pop(seq, None)
         if swapped is not None:
             self.tier.unlock(swapped.names)
@@ -164,9 +164,10 @@ class Offloader:
     # Calls of the loop.
 
     def flush(self, idle: bool = False, wait: bool = False) -> None:
-        """Start the copies due before the next step. idle: no step is left to read. wait: wait for pages that come back."""
+        """Start the copies that are due before the next step.
+        idle: True if no step is left to read. wait: True to wait for pages being restored."""
         ready = self._blocks.num_free - len(self._dirty)
-        if ready < self._lookahead:  # then enough for some steps: one move of many pages costs the host less than many moves
+        if ready < self._lookahead:  # enough for some steps: one move of many pages costs the host less than many moves
             for _ in range(min(self._lookahead - ready + self._lookahead // 4, len(self._dirty))):
                 self._keep(*self._dirty.popitem(last=False))
         self._finish_copies()
@@ -200,7 +201,7 @@ class Offloader:
                 self._forget_lost(names, error)
 
     def _forget_lost(self, names: list[PageName], error: Exception) -> None:
-        """Forget pages that have not come into their slots, so that none is found there."""
+        """Forget pages whose copies into their slots failed, so that no lookup finds them."""
         self._failures.count("not copied out", len(names), error)
         self.restores.forget_lost(names)
         self._disk.forget_lost(names)
@@ -210,35 +211,35 @@ class Offloader:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the host's memory holds."""
+        """Number of blocks in host memory."""
         return self._count_blocks(self.tier.pages)
 
     @property
     def num_states(self) -> int:
-        """States that the host's memory holds."""
+        """Number of states in host memory."""
         return len(self.tier.states)
 
     def _count_blocks(self, names: Iterable[PageName]) -> int:
         return sum(self._blocks.groups[number].blocks_per_page for number, _ in names if number != STATES)
 
     def _length_to_swap(self, seq: Sequence) -> int:
-        """Tokens that a sequence is to hold when it has been swapped; 0: it cannot be."""
+        """Return the number of tokens that a swapped sequence keeps. 0 if it cannot be swapped."""
         if self._blocks.checkpoints is None:
             whole = math.lcm(*(group.page_size for group in self._blocks.groups))
             return seq.num_known // whole * whole
-        # Its row has the state after all that was launched, which must be known; and nothing that a failed launch was to do.
+        # The row's state is after all launched tokens, which must be known; and no failed launch may have left work.
         stands = seq.num_computed == seq.num_known and not (seq.num_unverified or seq.checkpoints)
         return seq.num_computed if stands and seq.restored_from is None and seq.row is not None else 0
 
     def _swapped_length(self, seq: Sequence) -> int:
-        """Tokens of a swapped sequence that can come back with the state that it had; 0: it had none, or a part is lost."""
+        """Return the number of tokens that a swapped sequence can restore with its state. 0 if it has none, or a part is lost."""
         swapped = self._swapped.get(seq)
         if swapped is None or self._blocks.checkpoints is None:
             return 0
         return swapped.length if all(self._pool_holds(name) or self._keeps(*name) for name in swapped.names) else 0
 
     def _put_state(self, seq: Sequence, length: int) -> None:
-        """Copy out, into locked room, what no name finds in the pool: a sequence's state and its last, partly filled pages."""
+        """Copy out a sequence's state and its partial last pages, which no prefix lookup finds, into locked slots."""
         kept = self._blocks.checkpoints
         assert kept is not None
         assert seq.row is not None
@@ -269,7 +270,7 @@ class Offloader:
         return (name in self.tier or name in self._disk) and not self._disk.is_abandoned(name)
 
     def _names(self, seq: Sequence, length: int) -> list[PageName]:
-        """The pages that hold the start of a sequence, and its state where layers keep one, in the order of `attach_pages`."""
+        """Return the names of the pages and the state of a sequence's first `length` tokens, in the order of `attach_pages`."""
         names: list[PageName] = []
         for number, (group, prefixes) in enumerate(zip(self._blocks.groups, self._blocks.prefixes, strict=True)):
             whole = length // group.page_size
@@ -289,7 +290,7 @@ class Offloader:
             self._disk.keep(KeptPage((group, digest), index.tokens_of(page), slot))
 
     def _put(self, name: PageName, page: int) -> int | None:
-        """Copy a page, or the state in a slot, out before the next step, unless the tier has it; returns the slot of the tier."""
+        """Copy a page, or the state in a slot, out before the next step. Returns the tier's slot, or None without a new copy."""
         if name in self.tier:
             return None
         slot = self.tier.put(name)
@@ -310,7 +311,7 @@ def offloader_of(
     stats: EngineStats,
     now: Callable[[], float] = time.perf_counter,
 ) -> Offloader | None:
-    """The offloader that the options ask for; None: no page is kept beyond the pool. mover: the executor's."""
+    """Return the offloader for the options, or None without offloading. mover: the executor's page mover."""
     if mover is None:
         return None
     state_bytes = 0 if blocks.checkpoints is None else blocks.checkpoints.slots.bytes_per_slot

@@ -1,4 +1,4 @@
-"""Copies pages and states between the device, the host's memory and a folder: the `PageMover` of one process."""
+"""Page copier: the `PageMover` of one process, which copies pages and states between device, host memory and a folder."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class _State(Enum):
 def _state_of(event: torch.cuda.Event) -> _State:
     try:
         return _State.MADE if event.query() else _State.UNDER_WAY
-    except RuntimeError:  # raised where the event is waited for
+    except RuntimeError:  # raised again when the event is waited for
         return _State.FAILED
 
 
 class CopyInFlight:
-    """Copies that have been begun; see `Pending`."""
+    """Copies that have begun; see `Pending`."""
 
     def __init__(self, *events: torch.cuda.Event | None) -> None:
         self._events = [event for event in events if event is not None]
 
     def done(self) -> bool:
-        """Whether the copies have been made, or have failed."""
+        """Return whether the copies have finished or failed."""
         return all(_state_of(event) is not _State.UNDER_WAY for event in self._events)
 
     def result(self) -> None:
@@ -62,7 +62,7 @@ class _Copied(NamedTuple):
 
 
 class CopyEvents:
-    """The events of copies that may be under way, by the pages and slots that they touch."""
+    """Events of pending copies, by the pages and slots that they touch."""
 
     def __init__(self) -> None:
         self._under_way: deque[_Copied] = deque()
@@ -70,27 +70,27 @@ class CopyEvents:
         self._of_slot: dict[int, torch.cuda.Event] = {}
 
     def add(self, event: torch.cuda.Event, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Note copies between these pages and slots, which have been made once the event has happened."""
+        """Record copies between these pages and slots, which are complete once the event has occurred."""
         self._under_way.append(_Copied(event, pages, slots))
         self._of_page.update(dict.fromkeys(pages, event))
         self._of_slot.update(dict.fromkeys(slots, event))
 
     def of_pages(self, pages: Iterable[int]) -> list[torch.cuda.Event]:
-        """The events of the last copies that touch these pages, each once."""
+        """Return the events of the last copies that touch these pages, each once."""
         return _distinct(map(self._of_page.get, pages)) if self._of_page else []
 
     def of_copies(self, pages: Iterable[int], slots: Iterable[int]) -> list[torch.cuda.Event]:
-        """The events of the last copies that touch these pages or slots, each once."""
+        """Return the events of the last copies that touch these pages or slots, each once."""
         return _distinct([*map(self._of_page.get, pages), *map(self._of_slot.get, slots)])
 
     def wait_for_slot(self, slot: int) -> None:
-        """Wait, on the host, until copies into and out of a slot have ended. :raises RuntimeError: the last copy has failed."""
+        """Block the host until copies into and out of a slot have ended. :raises RuntimeError: if the last copy failed."""
         event = self._of_slot.get(slot)
         if event is not None:
             event.synchronize()
 
     def forget_done(self) -> None:
-        """Forget copies that have ended; a failed one stays known for its slots, where the failure is yet to be raised."""
+        """Forget finished copies. A failed one stays recorded for its slots, until its error has been raised."""
         for _ in range(len(self._under_way)):
             copied = self._under_way.popleft()
             state = _state_of(copied.event)
@@ -110,10 +110,10 @@ def _distinct(events: Iterable[torch.cuda.Event | None]) -> list[torch.cuda.Even
 
 
 class Transfers:
-    """Moves pages on a side stream for each direction; on a CPU at once. States move like pages: a slot of the device is a page.
+    """Moves pages on one side stream per direction; synchronously on a CPU. States move like pages: a device slot is a page.
 
     Events keep the order that `PageMover` promises: copies begin after the steps launched before them, copies that touch the same
-    page or slot follow each other, and a step waits for the copies of its new pages, and for no others.
+    page or slot run in order, and a step waits only for the copies of its new pages.
     """
 
     def __init__(self, memory: Sequence[Tensor], slots: HostSlots) -> None:
@@ -132,15 +132,15 @@ class Transfers:
         self.wait_for_slot = self._events.wait_for_slot
 
     def move_out(self, moves: Sequence[tuple[int, int]]) -> torch.cuda.Event | None:
-        """Begin to copy pages, given as (page, slot); returns what happens at the end, None where that has been."""
+        """Start copying out pages, given as (page, slot). Returns the event of the end, or None if the copies are done."""
         return self._copy(self._out, moves, True)
 
     def move_back(self, moves: Sequence[tuple[int, int]]) -> torch.cuda.Event | None:
-        """Begin to copy pages back, given as (slot, page); returns what `move_out` does."""
+        """Start copying back pages, given as (slot, page). Returns the event of the end, or None if the copies are done."""
         return self._copy(self._back, [(page, slot) for slot, page in moves], False)
 
     def before(self, pages: Iterable[int]) -> None:
-        """Have the step that is launched next wait for the copies of these pages, which it uses or overwrites first."""
+        """Make the next launched step wait for the copies of these pages, which it uses or overwrites."""
         for event in self._events.of_pages(pages):
             torch.cuda.current_stream(self._device).wait_event(event)
 
@@ -173,7 +173,7 @@ class Transfers:
         return event
 
     def measure(self) -> LinkRates:
-        """Measure the link by copying some pages out and back unchanged, twice: the first time is slower."""
+        """Measure the link by copying pages out and back unchanged, twice, because the first time is slower."""
         moves = [(number, number) for number in range(self._chunk)]
         seconds = [0.0, 0.0]
         for _ in range(2):
@@ -187,7 +187,7 @@ class Transfers:
 
 
 class _Lane:
-    """The stream of one direction (None on a CPU), and its staging memory."""
+    """Stream of one direction (None on a CPU), and its staging memory."""
 
     def __init__(self, pages: Sequence[Tensor], chunk: int, gpu: bool) -> None:
         self.stream = torch.cuda.Stream(pages[0].device) if gpu else None
@@ -204,17 +204,17 @@ class _Lane:
             view.index_copy_(0, index, staged[: len(index)])
 
 
-_VERSION = 1  # Counts changes of what a page's bytes on disk mean
+_VERSION = 1  # Format version of a page's bytes on disk
 
 
 class PageCopier:
-    """Keeps pages and states in the host's memory, and in a folder where the options name one; see `PageMover`."""
+    """Saves pages and states in host memory, and in a folder if the options name one; see `PageMover`."""
 
     def __init__(
         self, caches: Sequence[LayerCache], size: PoolSize, states: StateMemory | None, config: EngineConfig, weights: str
     ) -> None:
-        """states: of layers that keep them. weights: digest of the model's weights, for a folder.
-        :raises ConfigError: caches whose blocks are not one piece of memory, or a tier that the host has no room for."""
+        """states: state memory, or None. weights: digest of the model's weights, for a folder.
+        :raises ConfigError: if the cache's blocks are not contiguous, or the host has too little memory."""
         scattered = {cache.layout.name for cache in caches if not cache.layout.contiguous_blocks}
         if scattered:
             raise ConfigError(
@@ -248,7 +248,7 @@ class PageCopier:
         self.max_stored = self._disk.max_stored if self._disk is not None else 0
 
     def before(self, step: StepInput) -> None:
-        """Must be called before a step is launched; see `Transfers.before`."""
+        """Make a step wait for its copies; see `Transfers.before`. Must be called before the step is launched."""
         if step.new_pages:
             self._transfers.before(page for new in step.new_pages for page in new.pages)
         if self._states is not None and self._state_slots is not None and (step.started or len(step.checkpoints)):
@@ -278,7 +278,7 @@ class PageCopier:
 
 
 def _shares(num_bytes: int, size: PoolSize, states: StateSlots | None) -> tuple[int, int]:
-    """Divide host memory into pages and states in the device's ratio. :raises ConfigError: no room for one of each."""
+    """Divide host memory among pages and states in the device's ratio. :raises ConfigError: if one of each does not fit."""
     page_bytes = size.page_format.page_bytes
     if states is None:
         if num_bytes < page_bytes:
@@ -304,7 +304,7 @@ def _transfers_of(states: StateMemory, num_slots: int) -> Transfers:
 
 
 def _salt(caches: Sequence[LayerCache], size: PoolSize, weights: str) -> str:
-    """A digest of everything that gives a page's bytes their meaning."""
+    """Return a digest of everything that gives a page's bytes their meaning."""
     layers = [
         (
             sorted(cache.layout.tensors.items()),

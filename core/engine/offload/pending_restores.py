@@ -1,4 +1,4 @@
-"""Sequences whose start is being brought back into the pool."""
+"""Pending restores: sequences whose prefix is being copied back into the pool."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from headway.core.engine.offload.host_tier import HostTiers
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """A sequence whose pages are coming back; its tables hold all of them."""
+    """A sequence whose pages are being restored; its tables hold all of them."""
 
     seq: Sequence
     length: int
-    """Tokens that its pages will hold."""
+    """Number of tokens that its pages will hold."""
     spared: int
-    """Tokens among them that the pool did not hold."""
+    """Number of those tokens that the pool did not hold."""
     moves: list[tuple[int, int]]
-    """Slot of the host tier and page of the pool, for each page that comes back."""
+    """(slot of the host tier, page of the pool) for each restored page."""
     states: list[tuple[int, int]]
-    """Slot of the host tier and slot of the device, for the state, if one comes back."""
+    """(slot of the host tier, slot of the device) for the state, if one is restored."""
     names: list[PageName]
-    """The same pages and the state by name, locked until the restore ends."""
+    """Names of the restored pages and state, locked until the restore ends."""
     to_fetch: list[KeptPage]
-    """Pages to be read from the disk, after the step's copies, since a slot may be one that a page is yet copied into."""
+    """Pages to read from disk. Read after the step's copies, because such a copy may still target the same slot."""
     fetching: Pending[frozenset[PageName]] | None = None
-    """The read from the disk, while it is under way."""
+    """The pending disk read, if any."""
     moving: Pending[object] | None = None
-    """The copies from the host's memory, which begin after it."""
+    """The pending copies from host memory, which begin after the disk read."""
     followers: list[Sequence] = field(default_factory=list)
-    """Sequences that wait for some of the same pages, and hold none."""
+    """Waiting sequences that need some of these pages, and hold none."""
 
 
 class PendingRestores:
-    """The restores under way, the oldest first."""
+    """The pending restores, oldest first."""
 
     def __init__(
         self, blocks: BlockManager, tier: HostTiers, disk: DiskTier, stats: EngineStats, failures: OffloadFailures
@@ -53,22 +53,23 @@ class PendingRestores:
         self._stats = stats
         self._failures = failures
         self._restores: list[Restore] = []
-        self._returned: list[Sequence] = []  # Sequences that have stopped waiting since they were last asked for
+        self._returned: list[Sequence] = []  # Sequences that have stopped waiting since the last `take_returned`
         self.failed: set[Sequence] = set()
         """Sequences whose restore failed; they are recomputed, and leave the set when they run."""
 
     @property
     def pending(self) -> bool:
-        """Whether a sequence is here that the scheduler's queues do not hold."""
+        """True if a sequence is here that is not in the scheduler's queues."""
         return bool(self._restores or self._returned)
 
     @property
     def holders(self) -> list[Sequence]:
-        """Sequences that hold pages while these come back."""
+        """Sequences that hold pages whose content is being restored."""
         return [restore.seq for restore in self._restores]
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
-        """Restore pages and the state `names` of a sequence's first `length` tokens; False: no room. spared: see Restore."""
+        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False without room. spared: see
+        Restore."""
         kept = self._blocks.checkpoints
         if kept is not None and not kept.has_slot_for(self._blocks.name_of_start(seq, length)):
             self._failures.count("without a free slot for their state", len(names))
@@ -92,7 +93,7 @@ class PendingRestores:
         return True
 
     def join(self, seq: Sequence, names: list[PageName]) -> bool:
-        """Have a sequence wait for pages that come back for another one; False: none of its pages does."""
+        """Let a sequence wait for pages that are being restored for another one. Returns False if none of its pages is."""
         wanted = set(names)
         coming = next((restore for restore in self._restores if not wanted.isdisjoint(restore.names)), None)
         if coming is not None:
@@ -100,7 +101,7 @@ class PendingRestores:
         return coming is not None
 
     def move(self, mover: PageMover) -> list[PageName]:
-        """Begin to copy back what is in the host's memory; returns the names."""
+        """Start copying back what is in host memory. Returns the names."""
         begun = [each for each in self._restores if not each.to_fetch and each.fetching is None and each.moving is None]
         if not begun:
             return []
@@ -117,7 +118,7 @@ class PendingRestores:
         return [name for restore in begun for name in restore.names]
 
     def fetch(self) -> None:
-        """Begin to read pages from the disk."""
+        """Start reading pages from disk."""
         for restore in [restore for restore in self._restores if restore.to_fetch]:
             try:
                 restore.fetching = self._disk.fetch(restore.to_fetch)
@@ -126,7 +127,7 @@ class PendingRestores:
                 self._fail(restore, "not read from disk", len(restore.to_fetch), error)
 
     def update(self, copying: Set[PageName]) -> None:
-        """Note the pages that have come back. copying: pages whose copies have not ended, so their slots cannot be judged yet."""
+        """Process finished reads and copies. copying: pages still being copied out, whose slots may be incomplete."""
         for restore in list(self._restores):
             if restore.fetching is not None and restore.fetching.done():
                 if self._disk.end_fetch(restore.fetching):
@@ -155,13 +156,13 @@ class PendingRestores:
         self._end(restore)
 
     def take_returned(self) -> list[Sequence]:
-        """Sequences that have stopped waiting: with the pages that came for them, or with none where something failed."""
+        """Return the sequences that have stopped waiting, with restored pages, or with none after a failure."""
         returned = self._returned
         self._returned = []
         return returned
 
     def wait(self) -> None:
-        """Wait until the oldest restore has come a step further; `update` takes note of it."""
+        """Wait until the oldest restore has advanced by a read or a copy; `update` then processes it."""
         if self._restores and not self._returned:
             restore = self._restores[0]
             pending = restore.moving if restore.fetching is None else restore.fetching
@@ -170,14 +171,14 @@ class PendingRestores:
                 pending.result()
 
     def give_up(self) -> bool:
-        """Cancel the newest restore, because a running sequence needs its pages; False: there is none."""
+        """Cancel the newest restore, because a running sequence needs its pages. Returns False if there is none."""
         if not self._restores:
             return False
         self._cancel(self._restores[-1])
         return True
 
     def forget_lost(self, names: Iterable[PageName]) -> None:
-        """Cancel the restores that read slots which do not hold these pages."""
+        """Cancel the restores that read slots of these lost pages."""
         lost = set(names)
         for restore in [restore for restore in self._restores if not lost.isdisjoint(restore.names)]:
             self._cancel(restore)
@@ -188,7 +189,7 @@ class PendingRestores:
             self._cancel(restore)
 
     def remove_finished(self) -> None:
-        """Forget sequences that have ended."""
+        """Forget finished sequences."""
         for restore in list(self._restores):
             restore.followers = [seq for seq in restore.followers if not seq.finished]
             if restore.seq.finished:
@@ -202,7 +203,7 @@ class PendingRestores:
         return slot
 
     def _fail(self, restore: Restore, what: str, num_pages: int, error: Exception) -> None:
-        """End a restore whose copies fail, and would fail again."""
+        """End a restore whose copies failed and would fail again."""
         self._failures.count(what, num_pages, error)
         self.failed.add(restore.seq)
         self._release(restore)
@@ -211,7 +212,7 @@ class PendingRestores:
         if restore.moving is not None and restore.moving.done():
             try:
                 restore.moving.result()
-            except Exception as error:  # which `update` has not seen yet
+            except Exception as error:  # an error that `update` has not seen yet
                 self._fail(restore, "not copied back", len(restore.names), error)
                 return
         self._release(restore)

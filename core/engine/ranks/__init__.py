@@ -1,1 +1,1 @@
-"""Several ranks under one engine: what they hand each other, the executor that leads them, and what a rank does that follows."""
+"""Ranks of one engine: their messages, the leading executor, and the loop of a following rank."""

@@ -1,4 +1,4 @@
-"""The process of a rank that follows rank 0: it makes its executor, and then runs the steps that come through the ring."""
+"""Process of a rank above 0: makes its executor, then runs the steps that arrive through the ring."""
 
 from __future__ import annotations
 
@@ -29,23 +29,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-_BEAT: Final = 0.5  # Seconds between two signs of life
-_SPIN: Final = {"cuda": 0.005, "cpu": 0.0002}  # Seconds that a rank polls before it sleeps: on a CPU others need the core
-_AHEAD: Final = 1  # Launched steps not done when another one is launched, as in the engine's loop: graphs have memory for two
+_BEAT: Final = 0.5  # Seconds between two heartbeats
+_SPIN: Final = {
+    "cuda": 0.005,
+    "cpu": 0.0002,
+}  # Seconds of polling before a rank sleeps: short on a CPU, where others need the core
+_AHEAD: Final = 1  # Unfinished steps when another one is launched, as in the engine's loop: graphs have memory for two
 
 
 def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], None], stepped: Callable[[], None]) -> None:
-    """Run a rank until rank 0 closes the wire or ends. wire_fd, memory_fd, wake_fd: the wire, the ring, the reader's pipe.
+    """Run a rank until rank 0 closes the wire or ends.
+    wire_fd, memory_fd, wake_fd: the wire, the ring, and the pipe that wakes the reader.
     ready: called when the executor is made. stepped: called after each step."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a service manager signals rank 0, too, which ends this process
+        signal.signal(number, signal.SIG_IGN)  # a service manager signals rank 0 too, which ends this process
     open_closed_streams()
     escape_unencodable(sys.stdout, sys.stderr)
     parent = os.getppid()
     wire = Wire(socket.socket(fileno=wire_fd))
     try:
         start: StartRank = wire.receive()
-    except (EOFError, OSError):  # rank 0 has refused an option
+    except (EOFError, OSError):  # rank 0 has rejected an option
         return
     log_to_stderr(start.log_level, f"headway rank {start.rank}")
     spin = _SPIN[start.device.split(":")[0]]
@@ -62,11 +66,11 @@ def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], Non
         with suppress(OSError):
             wire.send(_failed(error))
         wire.close()
-        os._exit(1)  # threads of torch may hang in calls in which ranks meet
+        os._exit(1)  # threads of torch may hang in collective calls
 
 
 def follow(executor: LocalExecutor, reader: RingReader, stepped: Callable[[], None]) -> None:
-    """Run the steps that come through the ring, for ever. stepped: called after each."""
+    """Run the steps that arrive through the ring, forever. stepped: called after each."""
     from headway.core.engine.ranks.rank_messages import decode
 
     launched: deque[Launched] = deque()
@@ -81,7 +85,7 @@ def follow(executor: LocalExecutor, reader: RingReader, stepped: Callable[[], No
 
 
 def _make(start: StartRank, wire: Wire, progress: LifeSigns, choices: Callable[[], Any]) -> LocalExecutor:
-    """Meet the other ranks, and make this one's executor, ready for steps."""
+    """Join the other ranks and make this rank's executor, ready for steps."""
     import torch
 
     from headway.core.engine.ranks.torch_ranks import TorchRanks, find_store
@@ -103,11 +107,11 @@ def _listen(wire: Wire, choices: SimpleQueue[Any]) -> None:
         while True:
             message: RankChoices = wire.receive()
             choices.put(message.choices)
-    os._exit(0)  # rank 0 has closed the wire, or has ended
+    os._exit(0)  # rank 0 has closed the wire or ended
 
 
 def _beat(progress: LifeSigns, parent: int) -> None:
-    while os.getppid() == parent:  # another process may hold rank 0's end of the wire, a child that it has forked
+    while os.getppid() == parent:  # a child that rank 0 forked may keep rank 0's end of the wire open
         progress.beat()
         time.sleep(_BEAT)
     os._exit(0)

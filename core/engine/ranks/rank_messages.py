@@ -1,4 +1,4 @@
-"""Messages between ranks: how they start and join, and steps as bytes."""
+"""Messages between ranks: start, joining, and steps encoded as bytes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from headway.core.engine.ranks.torch_ranks import TorchRanks
 
 _DECODE: Final = 1
-_PICKLED: Final = 2  # First number of a message: which kind it is
-_ELSEWHERE: Final = "rank 0 has it"  # Stands for logits processors, which rank 0 alone calls; they need not be picklable
+_PICKLED: Final = 2  # First byte of a message: its kind
+_ELSEWHERE: Final = "rank 0 has it"  # Replaces logits processors, which only rank 0 calls; they need not be picklable
 
 
 def encode(step: StepInput) -> bytes:
-    """Turn a step's input into bytes. 64 sequences that decode take about 600."""
+    """Encode a step's input as bytes. A decode of 64 sequences takes about 600."""
     rows = step.started or step.copies or step.restored or len(step.checkpoints) or not step.samples.all() or step.embedded
     if not step.goes_on or rows or step.shows_logits or step.adapters is not None or step.adapter_loads:
         return bytes((_PICKLED,)) + pickle.dumps(_portable(step), pickle.HIGHEST_PROTOCOL)
@@ -41,11 +41,11 @@ def encode(step: StepInput) -> bytes:
 
 
 def decode(message: bytes) -> StepInput:
-    """Turn what `encode` has made back into a step's input."""
+    """Decode the bytes of `encode` into a step's input."""
     if message[0] == _PICKLED:
         step: StepInput = pickle.loads(memoryview(message)[1:])
         return step
-    numbers = numpy.frombuffer(message, dtype=numpy.int32, offset=1).copy()  # the offset leaves them unaligned
+    numbers = numpy.frombuffer(message, dtype=numpy.int32, offset=1).copy()  # the offset leaves the numbers unaligned
     count, states, num_pages = numbers[:3].tolist()
     arrays = numbers[3 : 3 + (2 + states) * count].reshape(2 + states, count)
     pages = numbers[len(numbers) - num_pages :].tolist()
@@ -62,7 +62,7 @@ def _pages_of(numbers: list[int]) -> tuple[NewPages, ...]:
 
 
 def _portable(step: StepInput) -> StepInput:
-    """The step with parameters that another process can read."""
+    """Return the step with parameters that another process can unpickle."""
     if not any(each.params.logits_processors or each.params.extra_args for each in step.started):
         return step
     return replace(step, started=tuple(StartedRow(*each)._replace(params=_portable_params(each.params)) for each in step.started))
@@ -74,59 +74,59 @@ def _portable_params(params: SamplingParams) -> SamplingParams:
 
 
 class RankStart(NamedTuple):
-    """The ranks as the maker of one rank's executor sees them."""
+    """Arguments with which a `MakeRank` makes one rank's executor."""
 
     ranks: TorchRanks
     device: str
     choices: Callable[[], Any]
-    """Waits for what rank 0 has chosen for all, and returns it."""
+    """Waits for rank 0's choices for all ranks, and returns them."""
 
 
 MakeRank = Callable[[RankStart], "LocalExecutor"]
-"""Loads a rank's part of the model and makes the executor for it."""
+"""Loads a rank's shard of the model and makes its executor."""
 
 
 class StartRank(NamedTuple):
     """Rank 0's first message."""
 
     make: bytes
-    """A `MakeRank`, pickled by itself: one that cannot be read spoils no other message."""
+    """A separately pickled `MakeRank`: one that cannot be unpickled leaves the message readable."""
     rank: int
     ring: RingSize
     port: int
-    """The port of rank 0's store."""
+    """Port of rank 0's store."""
     device: str
     num_threads: int | None
-    """torch's threads; None: as many as torch takes."""
+    """Number of torch threads. None means torch's default."""
     log_level: int
 
 
 class RankChoices(NamedTuple):
-    """Rank 0 has chosen what all ranks must agree in."""
+    """Rank 0's choices for all ranks."""
 
     choices: Any
 
 
 class RankJoins(NamedTuple):
-    """The rank has imported what it needs and is about to meet the others."""
+    """Message that the rank has finished its imports and is about to join the group."""
 
 
 class RankReady(NamedTuple):
-    """The rank waits for steps."""
+    """Message that the rank waits for steps."""
 
     facts: Any
-    """What must be equal on all ranks; see `facts_of`."""
+    """Values that must match on all ranks; see `LocalExecutor.facts`."""
 
 
 class RankFailed(NamedTuple):
-    """The rank has raised, and ends."""
+    """Message that the rank has raised an error, and ends."""
 
     text: str
     of_another: bool
-    """Whether it has noticed that another rank is gone, as a rule."""
+    """True if the error is a failed collective call, which usually means that another rank is gone."""
     traceback: str
 
 
 def pickled(make: MakeRank) -> bytes:
-    """Pickle a maker. :raises pickle.PicklingError, AttributeError, TypeError: it cannot be handed to another process."""
+    """Pickle a maker. :raises pickle.PicklingError, AttributeError, TypeError: if it cannot be passed to another process."""
     return pickle.dumps(make, pickle.HIGHEST_PROTOCOL)

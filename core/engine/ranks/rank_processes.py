@@ -1,4 +1,4 @@
-"""The processes of the other ranks, and the watchdog that stops all of them when one fails."""
+"""Processes of the other ranks, and the watchdog that stops all of them when one fails."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ log = logging.getLogger("headway")
 Result = TypeVar("Result")
 
 SILENT_SECONDS: Final = 6.0
-"""Seconds without a sign of life, or at one place while rank 0 waits, after which a rank counts as stuck."""
+"""Seconds without a heartbeat, or without progress while rank 0 waits, after which a rank counts as stuck."""
 START_SILENT_SECONDS: Final = 60.0
-"""Seconds without a sign of life after which a rank that starts counts as stuck: a library may keep Python's lock for long."""
-_TICK: Final = 0.25  # Seconds between two looks at the signs of life
-_GRACE: Final = 1.0  # Seconds in which a rank that has ended may show up as the reason for which another one has failed
-_END_SECONDS: Final = 2.0  # Seconds for a rank to end by itself when its wire is closed
+"""Seconds without a heartbeat after which a starting rank counts as stuck: a library may hold the GIL for long."""
+_TICK: Final = 0.25  # Seconds between two checks of the heartbeats
+_GRACE: Final = 1.0  # Seconds to wait for the end of another rank, which may be the cause of a failure
+_END_SECONDS: Final = 2.0  # Seconds for a rank to exit after its wire is closed
 
 _WAS_ENDED: Final = "the ranks were ended"
 _AT_START: Final = "at its start"
 
 
 class RankProcess(NamedTuple):
-    """The process of one rank."""
+    """Process of one rank."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -59,47 +59,45 @@ class _Fault(NamedTuple):
 
 
 class RankWatch:
-    """Hears what ranks say and looks for their signs of life, in threads, until it is ended or a rank is lost."""
+    """Watchdog that receives the ranks' messages and checks their heartbeats, in threads, until it is stopped or one is lost."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
-        """ranks: all but rank 0. own: rank 0's signs of life."""
+        """ranks: all except rank 0. own: rank 0's heartbeat and progress."""
         self._ranks = ranks
         self._own = own
         self._heard: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # (rank, message), with None for the end of a rank's wire
-        self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()  # What the start waits for; None: a rank is lost
+        self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()  # Messages for the start; None if a rank is lost
         self._guard = Lock()
         self._lost: str | None = None
-        self._settled = Event()  # Set when a fault has been told, or the ranks were ended
+        self._settled = Event()  # Set when a fault has been reported or the ranks have been stopped
         self._ended = False
         self._tell: list[Callable[[ExecutorLostError], None]] = []
         self.abort: Callable[[], None] | None = None
-        """Makes rank 0's calls fail that wait for the others."""
+        """Makes rank 0's waiting collective calls fail."""
         self.ready = False
-        """Whether the ranks wait for steps, so that rank 0 and the others should never be apart for long."""
+        """True once the ranks wait for steps; from then on rank 0 and the others should never be far apart for long."""
         for each in ranks:
             Thread(target=self._listen, args=(each,), name=f"headway-rank-{each.rank}", daemon=True).start()
         Thread(target=self._watch, name="headway-ranks", daemon=True).start()
 
     @property
     def lost(self) -> ExecutorLostError | None:
-        """Why no step can run any more; None while all ranks live. A new object each time, which holds no frames of others."""
+        """Error why no step can run any more. None while all ranks live. A new object each time, so that it holds no frames."""
         return None if self._lost is None else ExecutorLostError(self._lost)
 
     def next_message(self) -> tuple[int, Any]:
-        """Wait for the next message of a rank's start. :raises ExecutorLostError: a rank has ended or failed."""
+        """Return the next message of a starting rank, waiting for it. :raises ExecutorLostError: if a rank ended or failed."""
         found = self._messages.get()
         if found is None:
             raise self.lost or ExecutorLostError(_WAS_ENDED)
         return found
 
     def unless_lost(self, meet: Callable[[], Result]) -> Result:
-        """Return what a call returns in which the ranks of a start meet.
+        """Return the result of a collective call during the start.
 
-        It runs in a thread of its own, which is left behind where a rank is lost: until the group is made, nothing can end a
+        The call runs in its own thread, which is abandoned if a rank is lost: until the group is made, nothing can end a
         library's wait for a process that is gone.
-
-        :raises ExecutorLostError: a rank has ended or failed.
-        """
+        :raises ExecutorLostError: if a rank has ended or failed."""
         outcome: Future[Result] = Future()
 
         def run() -> None:
@@ -114,7 +112,7 @@ class RankWatch:
         return outcome.result()
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
-        """Call a function, in a thread of the watch, when a rank is lost; at once if one is."""
+        """Call a function, in a watchdog thread, when a rank is lost; at once if one is lost already."""
         with self._guard:
             self._tell.append(tell)
             lost = self.lost
@@ -122,13 +120,14 @@ class RankWatch:
             tell(lost)
 
     def explain(self, error: BaseException, of_another: bool) -> ExecutorLostError:
-        """End the ranks after a failure of rank 0; return the first cause. of_another: `error` says that another rank is gone."""
+        """Stop the ranks after a failure of rank 0, and return the first cause.
+        of_another: True if `error` means that another rank is gone."""
         self._settled.wait(_GRACE + _END_SECONDS if of_another else _TICK)
         self._lose(_Fault(0, self._where(self._own), f"{type(error).__name__}: {error}"))
         return self.lost or ExecutorLostError(_WAS_ENDED)
 
     def end(self) -> None:
-        """End all ranks, and wait for that."""
+        """Stop all ranks, and wait until they have exited."""
         with self._guard:
             self._ended = True
         self._settled.set()
@@ -165,7 +164,7 @@ class RankWatch:
                 self._lose(self._reason(rank, None))
 
     def _reason(self, rank: int, message: RankFailed | None) -> _Fault:
-        """The fault that a rank's failure or end shows. Whether another rank's end was the reason shows a moment later."""
+        """Return the fault that caused a rank's failure or exit. Waits a moment, because another rank's exit may be the cause."""
         noticed: dict[int, _Fault] = {}
         until = time.monotonic() + _GRACE
         while True:
@@ -197,20 +196,20 @@ class RankWatch:
         return next(each for each in self._ranks if each.rank == rank)
 
     def _lose(self, fault: _Fault) -> None:
-        """End all ranks, and tell everybody why."""
+        """Record a fault, stop all ranks, and notify every listener."""
         with self._guard:
             if self._ended or self._lost is not None:
                 return
             text = f"rank {fault.rank} of {len(self._ranks) + 1} failed {fault.where}: {fault.cause}"
             self._lost = f"{text}; all ranks have been ended, and the engine with them"
             tell = list(self._tell)
-        if self.ready:  # before, whoever starts the ranks tells of it
+        if self.ready:  # before that, the caller that starts the ranks reports it
             log.error("%s", text)
         if fault.traceback:
             log.info("rank %d raised:\n%s", fault.rank, fault.traceback)
         self._kill()
         if self.abort is not None:
-            with suppress(Exception):  # whatever torch thinks of a group whose other ranks are gone
+            with suppress(Exception):  # torch may raise anything for a group whose other ranks are gone
                 self.abort()
         self._messages.put(None)
         self._settled.set()
@@ -227,7 +226,7 @@ class RankWatch:
 
 
 class _Silence:
-    """Ticks of the watch since each rank's last sign of life or progress behind rank 0; a stopped machine counts none."""
+    """Seconds since each rank's last heartbeat, and since its progress if rank 0 is ahead. Suspended time does not count."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         self._ranks = ranks
@@ -237,7 +236,7 @@ class _Silence:
         self._looked = time.monotonic()
 
     def look(self, ready: bool) -> _Fault | None:
-        """The fault of a rank that is stuck. ready: whether all ranks wait for steps."""
+        """Return the fault of a stuck rank, or None. ready: True if all ranks wait for steps."""
         limit = SILENT_SECONDS if ready else START_SILENT_SECONDS
         now = time.monotonic()
         passed = min(now - self._looked, 2 * _TICK)
@@ -262,18 +261,17 @@ class _Silence:
 class RankProcesses:
     """Ranks 1 and above of an engine whose rank 0 is in this process.
 
-    Started, they import what they need. Then rank 0 calls `join`, makes its own executor, hands out with `choose` what all must
-    agree in, and with `wait_ready` lets the others come. They end with this object, with this process, and with one another.
+    The processes start and import their modules. Then rank 0 calls `join`, makes its own executor, sends the common choices with
+    `choose`, and waits for the others with `wait_ready`. The processes end with this object, with this process, and with one
+    another.
     """
 
     def __init__(self, size: int, module: str, devices: list[str], num_threads: int | None = None) -> None:
         """Start the processes.
 
-        size: ranks, rank 0 among them. module: what each process runs, with the arguments of `rank_loop.run_rank`.
-        devices: of each rank. num_threads: torch's threads of each; None: torch's own number.
-
-        :raises OSError: the system starts no more processes.
-        """
+        size: number of ranks, rank 0 included. module: module that each process runs, with the arguments of `rank_loop.run_rank`.
+        devices: device of each rank. num_threads: torch threads per process. None means torch's default.
+        :raises OSError: if the system starts no more processes."""
         self.size = size
         self._devices = devices
         self._num_threads = num_threads
@@ -297,7 +295,7 @@ class RankProcesses:
         finally:
             os.close(memory)
         self.progress = self._ring.progress_of(-1)
-        """Signs of life of rank 0."""
+        """Heartbeat and progress of rank 0."""
         listed = [
             RankProcess(number, process, wire, self._ring.progress_of(number - 1))
             for number, (process, wire) in enumerate(started, start=1)
@@ -308,8 +306,9 @@ class RankProcesses:
         self._end = weakref.finalize(self, _end, self._watch, wake_pipes)
 
     def join(self, make: MakeRank) -> TorchRanks:
-        """Make each process's executor and meet them. make: picklable.
-        :raises ConfigError: `make` cannot be handed to another process. :raises ExecutorLostError: a rank has ended or failed."""
+        """Start making each process's executor, and join the ranks in a group. make: picklable.
+        :raises ConfigError: if `make` cannot be passed to another process.
+        :raises ExecutorLostError: if a rank has ended or failed."""
         try:
             made = pickled(make)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -317,11 +316,11 @@ class RankProcesses:
             raise ConfigError(f"tensor_parallel_size={self.size}", need, str(error)) from error
         try:
             return self._meet(made)
-        except RuntimeError as error:  # of torch, where a rank has ended while it met the others
+        except RuntimeError as error:  # raised by torch if a rank ended while joining
             self.fail(error)
 
     def _meet(self, made: bytes) -> TorchRanks:
-        """Hand the processes what they need, and make the group with them. made: a pickled `MakeRank`."""
+        """Send the processes their start messages, and make the group with them. made: a pickled `MakeRank`."""
         import torch
 
         from headway.core.engine.ranks.torch_ranks import TorchRanks, make_store
@@ -330,23 +329,24 @@ class RankProcesses:
         for number, wire in enumerate(self._wires, start=1):
             level = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else max(log.getEffectiveLevel(), logging.WARNING)
             start = StartRank(made, number, self._shape, store.port, self._devices[number], self._num_threads, level)
-            with suppress(OSError):  # it has ended, which the watch tells of
+            with suppress(OSError):  # the rank has ended, which the watchdog reports
                 wire.send(start)
         self._await(RankJoins)
         device = torch.device(self._devices[0])
         ranks: TorchRanks = self._watch.unless_lost(lambda: TorchRanks(store, 0, self.size, device, self.progress))
         self._watch.abort = ranks.abort
-        self.check()  # a rank that was lost before that has ended nothing here
+        self.check()  # a rank lost before `abort` was set is reported here
         return ranks
 
     def choose(self, choices: object) -> None:
-        """Hand the ranks what rank 0 has chosen for all."""
+        """Send the ranks the choices of rank 0."""
         for wire in self._wires:
-            with suppress(OSError):  # as above
+            with suppress(OSError):  # the rank has ended, which the watchdog reports
                 wire.send(RankChoices(choices))
 
     def wait_ready(self, facts: object) -> None:
-        """Wait until every rank is ready with equal `facts`, then watch it. :raises HeadwayError: a rank ended or differs."""
+        """Wait until every rank is ready with equal `facts`, then start the checks for progress.
+        :raises HeadwayError: if a rank ended or differs."""
         for rank, ready in self._await(RankReady).items():
             if ready.facts != facts:
                 raise HeadwayError(f"rank {rank} differs from rank 0: {ready.facts}, not {facts}; this is a fault of Headway")
@@ -362,22 +362,23 @@ class RankProcesses:
 
     @property
     def are_ready(self) -> bool:
-        """Whether all ranks wait for steps."""
+        """True if all ranks wait for steps."""
         return self._watch.ready
 
     def send(self, step: bytes) -> None:
-        """Hand all ranks a step. :raises ExecutorLostError: a rank is lost."""
+        """Send a step to all ranks. :raises ExecutorLostError: if a rank is lost."""
         self.check()
         self._ring.write(step, self.check)
 
     def check(self) -> None:
-        """:raises ExecutorLostError: a rank is lost."""
+        """Check that no rank is lost. :raises ExecutorLostError: if a rank is lost."""
         lost = self._watch.lost
         if lost is not None:
             raise lost
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks after a failure of rank 0. :raises ExecutorLostError: always; the first failure's rank and cause."""
+        """Stop all ranks after a failure of rank 0. :raises ExecutorLostError: always, with the first failed rank and the
+        cause."""
         from headway.core.engine.ranks.torch_ranks import MeetingError
 
         if isinstance(error, ExecutorLostError):
@@ -385,7 +386,7 @@ class RankProcesses:
         raise self._watch.explain(error, isinstance(error, MeetingError)) from error
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
-        """Call a bound method, in a thread of the watch, when a rank is lost, unless its object is gone by then."""
+        """Call a bound method, in a watchdog thread, when a rank is lost, unless its object no longer exists."""
         method = weakref.WeakMethod(tell)
 
         def tell_if_there(lost: ExecutorLostError) -> None:
@@ -396,12 +397,12 @@ class RankProcesses:
         self._watch.call_when_lost(tell_if_there)
 
     def end(self) -> None:
-        """End all ranks, and wait for that."""
+        """Stop all ranks, and wait until they have exited."""
         self._end()
 
 
 def _spawn(module: str, memory: int, num_threads: int | None) -> tuple[subprocess.Popen[bytes], Wire, int]:
-    """Start one rank's process; returns it, its wire, and the end of a pipe that wakes it."""
+    """Start one rank's process. Returns the process, its wire, and the pipe end that wakes it."""
     near, far = socket.socketpair()
     asleep, wake = os.pipe()
     os.set_blocking(wake, False)

@@ -1,4 +1,4 @@
-"""The executor of several ranks: hands each step to the others and runs it on rank 0, in this process."""
+"""Executor for several ranks: sends each step to the other ranks and runs it on rank 0, in this process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from headway.core.engine.ranks.rank_processes import RankProcesses
 
 
 class RankedExecutor(LocalExecutor):
-    """The executor of rank 0, which hands each step to the others too. All get equal steps in equal order, and sample equal
-    tokens.
+    """Executor of rank 0, which also sends each step to the other ranks. All ranks run equal steps in equal order, and sample
+    equal tokens.
 
-    A step that fails on one rank leaves the others in the middle of it: it is the engine's last. Blocks beyond the pool are
-    refused where the options are checked.
+    A step that fails on one rank leaves the others in the middle of it, so it is the engine's last. KV cache offloading with
+    several ranks is refused when the options are checked.
     """
 
     def __init__(self, parts: DeviceParts, processes: RankProcesses) -> None:
@@ -43,12 +43,12 @@ class RankedExecutor(LocalExecutor):
         self._processes.wait_ready(self.facts)
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
-        """Show logits as one device does; all ranks put those of every step together."""
+        """Observe logits as with one device. All ranks gather the logits of every step."""
         self._shows_logits = look is not None
         super().observe(look)
 
     def launch(self, step: StepInput) -> Launched:
-        """Start a step on all ranks. :raises ExecutorLostError: a rank is lost, or this one has failed."""
+        """Start a step on all ranks. :raises ExecutorLostError: if a rank is lost, or this one has failed."""
         if self._shows_logits:
             step = replace(step, shows_logits=True)
         progress = self._processes.progress
@@ -58,7 +58,7 @@ class RankedExecutor(LocalExecutor):
             launched = super().launch(step)
         except Exception as error:
             self._processes.fail(error)
-        except BaseException as error:  # a second Ctrl-C: the others wait in the middle of the step
+        except BaseException as error:  # a second Ctrl-C: the other ranks wait in the middle of the step
             with suppress(ExecutorLostError):
                 self._processes.fail(error)
             raise
@@ -67,12 +67,12 @@ class RankedExecutor(LocalExecutor):
         return launched
 
     def sleep(self, lost: Sequence[Tensor]) -> None:
-        """:raises ConfigError: always; several ranks do not sleep."""
+        """:raises ConfigError: always, because several ranks cannot sleep."""
         size = len(self._processes.pids) + 1
         raise ConfigError("sleep", "tensor_parallel_size=1", size, "del llm frees the devices' memory")
 
     def failed(self, error: Exception) -> None:
-        """:raises ExecutorLostError: always; every failure is the last."""
+        """:raises ExecutorLostError: always, because every failure ends the engine."""
         self._processes.fail(error)
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:

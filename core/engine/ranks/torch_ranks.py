@@ -1,4 +1,4 @@
-"""Ranks over a process group of torch: gloo on CPUs, NCCL on CUDA devices."""
+"""Ranks over a torch process group: gloo on CPUs, NCCL on CUDA devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 SIZES: Final = tuple(2**n for n in range(10, 24))
-"""Bytes of tensors that are measured; any other takes the nearest one's choice, by ratio."""
+"""Tensor sizes in bytes that are measured. Another size uses the choice for the nearest one, by ratio."""
 BYTES: Final = CountAxis("bytes", SIZES, nearest=True)
 
 
@@ -36,15 +36,15 @@ def describe_sums(times: AxisTimes) -> str:
 
 
 LOOPBACK: Final = "127.0.0.1"
-_FOREVER: Final = timedelta(days=7)  # The group's own limit of a call: none, since logits processors may be slow, hangs are found
+_FOREVER: Final = timedelta(days=7)  # Timeout of a call: long, since logits processors may be slow; the watchdog finds hangs
 _NCCL: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Environment variables unless they are set: torch leaves it to the engine to end a process whose other ranks are gone, and NCCL
-asks for no multicast of NVLink, which not every machine's fabric lets a process have."""
-_JOIN: Final = timedelta(seconds=60)  # The longest that ranks wait for one another when the group is made
+"""Environment variables, set unless they are set already. torch must not end a process whose other ranks are gone: the engine
+does. NCCL must not use NVLink multicast, which the fabric of some machines does not give to a process."""
+_JOIN: Final = timedelta(seconds=60)  # Longest wait of ranks for one another when the group is made
 
 
 class MeetingError(HeadwayError):
-    """A call in which all ranks meet has failed: as a rule another rank has ended."""
+    """Failure of a collective call, usually because another rank has ended."""
 
 
 class GroupAllReduce(AllReduceKernel):
@@ -81,11 +81,11 @@ class Nccl(GroupAllReduce):
 
 
 class TorchRanks:
-    """`Ranks` over a process group that is this engine's own: another group of the process, or another engine, is left alone."""
+    """`Ranks` over a process group of this engine, separate from other groups of the process."""
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, progress: LifeSigns) -> None:
         """Join the group of all ranks. store: a `torch.distributed.TCPStore` on rank 0. device: gloo for a CPU, NCCL for a GPU.
-        progress: counts this rank's collective calls. :raises RuntimeError: a rank has not come."""
+        progress: counts this rank's collective calls. :raises RuntimeError: if a rank does not join."""
         self.rank = rank
         self.size = size
         self._device = device
@@ -99,7 +99,7 @@ class TorchRanks:
         self._chosen: dict[tuple[int, torch.dtype], AllReduceKernel] = {}
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See `Ranks`; x is overwritten."""
+        """Sum a tensor over all ranks; see `Ranks`. Overwrites x."""
         self._progress.call()
         kind = x.nbytes, x.dtype
         kernel = self._chosen.get(kind)
@@ -131,7 +131,7 @@ class TorchRanks:
         return x
 
     def abort(self) -> None:
-        """Have calls that wait for other ranks fail; any thread may do so."""
+        """Make calls that wait for other ranks fail. Any thread may call this."""
         for each in self.sums:
             each.abort()
 
@@ -144,14 +144,14 @@ def _meet(call: Callable[[], Any]) -> None:
 
 
 def make_store(size: int) -> Any:
-    """Make rank 0's store, at which the ranks find one another: a TCPStore on a free port of the loopback."""
+    """Return rank 0's store, through which the ranks find one another: a TCPStore on a free loopback port."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(LOOPBACK, 0, size, is_master=True, timeout=_JOIN, wait_for_workers=False)
 
 
 def find_store(port: int, size: int) -> Any:
-    """Connect to the store of rank 0."""
+    """Return a connection to rank 0's store."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(LOOPBACK, port, size, is_master=False, timeout=_JOIN, wait_for_workers=False)
@@ -167,7 +167,7 @@ def _joined(store: Store, rank: int, size: int, device: torch.device) -> Any:
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = _FOREVER
         group: Any = dist.ProcessGroupNCCL(store, rank, size, nccl)
-        group.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks, and waits for ever for one that is gone
+        group.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks, and waits forever for one that is gone
         torch.cuda.synchronize(device)
         return group
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

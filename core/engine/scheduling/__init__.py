@@ -1,1 +1,1 @@
-"""What runs in the next step, and what a step has brought."""
+"""Scheduling: the choice of the next step, and the handling of its results."""

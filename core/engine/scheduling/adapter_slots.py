@@ -1,4 +1,4 @@
-"""The adapters of an engine: which it knows, which of them its slots hold, and which must stay for requests that run."""
+"""LoRA adapters of an engine: those registered, those in slots, and those in use."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from headway.core.engine.data.adapters import AdapterLoad, AdapterReader, KnownA
 class AdapterTable:
     """Adapters by number, and the slots that hold them.
 
-    A sequence that runs has its adapter in a slot, which is not given to another meanwhile; so a step has as many adapters as
-    there are slots, at most. An adapter that nobody runs stays in its slot until another needs the place: the one that was used
-    longest ago goes first. Adapters of unfinished requests stay in host memory, so that no step reads a file.
+    The adapter of a running sequence stays in its slot, so a step has at most as many adapters as there are slots. An unused
+    adapter stays in its slot until another needs it; the least recently used is evicted first. Adapters of unfinished requests
+    stay in host memory, so that no step reads a file.
     """
 
     def __init__(self, reader: AdapterReader) -> None:
         self.reader = reader
         self._by_id: dict[int, KnownAdapter] = {}
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # Digest of each adapter in a slot -> the slot; the last used last
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # Digest of each adapter in a slot -> the slot; last used last
         self._free = list(range(reader.num_slots))
         self._running: dict[bytes, int] = {}  # Digest -> sequences that run with it
-        self._unfinished: Counter[bytes] = Counter()  # Digest -> unfinished sequences that want it, also of replaced adapters
+        self._unfinished: Counter[bytes] = Counter()  # Digest -> unfinished sequences that use it, replaced adapters included
         self._loads: list[AdapterLoad] = []
 
     @property
     def known(self) -> Sequence[LoRARequest]:
-        """The adapters that requests may name by their number alone."""
+        """Adapters that requests may name by their number only."""
         return [each.request for each in self._by_id.values() if not each.leaving]
 
     @property
     def num_in_slots(self) -> int:
-        """Adapters that slots hold."""
+        """Number of adapters in slots."""
         return len(self._slot_of)
 
     def add(self, request: LoRARequest, adapter: HostAdapter | None = None) -> KnownAdapter:
-        """Register an adapter. adapter: contents; None: read it. :raises ConfigError: a taken number, or an unsupported one."""
+        """Register an adapter and return it. adapter: its contents, or None to read them.
+        :raises ConfigError: if the number is taken or the adapter is not supported."""
         known = self._find(request) or self._remember(request, adapter)
         self._trim()
         return known
 
     def claim(self, request: LoRARequest, count: int) -> KnownAdapter:
-        """Return the adapter of a request of so many sequences, which must be released; raises as `add`."""
+        """Return the adapter for a request of `count` sequences, each of which must `release` it. Raises as `add`."""
         known = self._find(request)
         if known is None:
             known = self._remember(request)
@@ -82,7 +83,7 @@ class AdapterTable:
             self._trim()
 
     def remove(self, adapter_id: int) -> bool:
-        """Forget an adapter; requests that have begun go on with it. False: none has this number."""
+        """Forget an adapter; requests that have begun continue with it. Returns False if the number is unknown."""
         known = self._by_id.get(adapter_id)
         if known is None or known.leaving:
             return False
@@ -93,7 +94,7 @@ class AdapterTable:
         return True
 
     def occupy(self, adapter: KnownAdapter) -> int | None:
-        """Let one more sequence run with an adapter; returns the slot. None: all slots are other sequences' that run."""
+        """Note that one more sequence runs with an adapter. Returns its slot, or None if running sequences use all slots."""
         digest = adapter.digest
         slot = self._slot_of.get(digest)
         if slot is None:
@@ -107,17 +108,17 @@ class AdapterTable:
         return slot
 
     def has_slot_for(self, adapter: KnownAdapter) -> bool:
-        """Whether `occupy` would find a slot."""
+        """Return whether `occupy` would find a slot."""
         return adapter.digest in self._slot_of or bool(self._free) or len(self._running) < len(self._slot_of)
 
     def vacate(self, adapter: KnownAdapter) -> None:
-        """Note that a sequence runs no more."""
+        """Note that a sequence no longer runs."""
         self._running[adapter.digest] -= 1
         if not self._running[adapter.digest]:
             del self._running[adapter.digest]
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
-        """What slots must be given before the next step runs."""
+        """Return the adapters to load into slots before the next step runs, and clear the list."""
         loads = self._loads
         self._loads = []
         return tuple(loads)
@@ -132,7 +133,7 @@ class AdapterTable:
         self.reader.trim(self._unfinished)
 
     def check_integrity(self) -> None:
-        """Assert that slots and adapters are one to one, and that what runs has a slot."""
+        """Assert that slots and adapters are one to one, and that every running adapter has a slot."""
         slots = [*self._slot_of.values(), *self._free]
         assert len(set(slots)) == len(slots), "a slot stands in two places"
         assert set(self._running) <= set(self._slot_of), "an adapter runs without a slot"

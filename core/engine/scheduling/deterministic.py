@@ -1,7 +1,7 @@
-"""Deterministic mode: the bits of a request's logits depend on the request only, not on what else is in its batch.
+"""Deterministic mode: a request's logits depend, bit for bit, only on the request, not on the rest of its batch.
 
-What else depends on the batch is fixed here: the backend (one, pinned, and asked to be batch invariant), where a prompt is split
-into steps, preemption, and prefix hits. A model does its share if its layers' specs ask to be batch invariant.
+This module fixes what else depends on the batch: the backend (one, pinned and batch-invariant), the boundaries of prompt chunks,
+preemption, and prefix hits. The model does its share if its layers' specs are batch-invariant.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[Sta
         need = "a model that keeps its rows' bits, and whose attention layers ask for the same"
         raise ConfigError("deterministic", need, layers.cached[0], "make it with batch_invariant=True, as LLM does")
     pinned = pin(source, layers, config)
-    log.info("deterministic: attention pinned to %s; no prefix cache, no preemption, prompts cut at fixed places", pinned)
+    log.info("deterministic: attention pinned to %s; no prefix cache, no preemption, prompts split at fixed positions", pinned)
     return replace(config, attn_backend=pinned, enable_prefix_caching=False)
 
 
 def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendRequest:
     """--attn-backend with each auto replaced by one backend, the first by rank in decode that declares to be batch invariant.
 
-    PREFILL and EXTEND always get the same one: whether a step of prompts counts as the one or the other depends on what else is
-    in the step. Where no backend will do, the request stays as it is: the selector's refusal has the reasons.
+    PREFILL and EXTEND always get the same one, because the phase of a step of prompts depends on the rest of the step. If no
+    backend is suitable, the request is returned unchanged, and the selector's error gives the reasons.
     """
     asked = config.backend_request
     if not asked.auto_phases or not layers.cached:
@@ -63,9 +63,9 @@ def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendReq
 class IndependentScheduler(Scheduler):
     """Takes every sequence through the same steps, whatever other sequences run.
 
-    A prompt's chunks have a fixed size, half the budget, so that decodes have room beside one; a chunk that does not fit waits
-    whole. A sequence is admitted once the pool has room for all of it: nothing is preempted, because a preempted sequence would
-    recompute as a prompt what it decoded before, with other bits.
+    A prompt's chunks have a fixed size, half the token budget, which leaves room for decodes; a chunk that does not fit waits as
+    a whole. A sequence is admitted once the pool has room for all of it. Nothing is preempted, because a preempted sequence would
+    recompute decoded tokens as a prompt, with other bits.
     """
 
     def _num_tokens(self, seq: Sequence, budget: int) -> int:

@@ -1,4 +1,4 @@
-"""Decides whether the next step verifies drafts, and how many: the number that gives the most tokens per second."""
+"""Speculation: decides whether the next step verifies drafts, and how many, to maximize tokens per second."""
 
 from __future__ import annotations
 
@@ -18,71 +18,72 @@ from headway.core.speculation.proposers import PLAIN, UNGUESSED, WIDTHS, StepTim
 log = logging.getLogger("headway")
 
 FIRST_ACCEPTANCE = 0.8
-"""Share of guesses expected to hold before any was verified: so high that some are verified, since only these teach anything."""
-_HOPE = 0.5  # Share of guesses expected to hold, at least, in a trial after a rest
+"""Assumed acceptance rate before any draft was verified. High, so that some are verified, because only these are measured."""
+_HOPE = 0.5  # Minimum acceptance rate assumed in a trial after a rest
 _PRIOR, _MEMORY, _LONG_MEMORY = 4, 20, 50
-"""Number of its own guesses that count as much for a sequence as the mean of all sequences; guesses that the running mean of a
-sequence reaches back, and that of all sequences: enough that chance alone seldom makes good guesses look bad."""
+"""Weight of the mean over all sequences, in draft tokens; memory of a sequence's running mean, and of the mean over all
+sequences. Long enough that good drafts seldom look bad by chance."""
 _SHORT_REST, _LONG_REST = 4, 64
-"""Steps without guesses after which guesses are tried again: the first number, doubled up to the second while they do not pay. A
-trial expects half of its guesses to hold, so it takes at most twice as long as a step without: one in 64 costs less than 2 %."""
-_REFUSED = 32  # Trials refused because of the times of steps, after which these times are measured anew
+"""Steps without drafts before the next trial: the first number, doubled up to the second while drafts do not pay. A trial assumes
+that half of its drafts are accepted, so it takes at most twice as long as a plain step: one in 64 costs less than 2 %."""
+_REFUSED = 32  # Trials refused because of step times, after which these times are measured anew
 
 COSTLY, NO_GUESS, MEASURING = "costs more than it gains", "no guess", "measuring steps without"
 
 
 @dataclass(slots=True)
 class _GuessRecord:
-    proposer: SequenceProposer | None  # The proposer of this sequence; None: it has raised
-    share: float = 0.0  # Running mean of how often a guess holds after held ones; one not found counts as not holding
-    seen: int = 0  # Guesses in that mean
+    proposer: SequenceProposer | None  # The proposer of this sequence. None if it has raised
+    share: float = 0.0  # Running mean of acceptance after accepted drafts; a draft not found counts as rejected
+    seen: int = 0  # Draft tokens in that mean
 
     def acceptance(self, of_all: float) -> float:
-        """Probability that a guess holds: from the sequence's own guesses, and while these are few, from those of all."""
+        """Return the acceptance probability: the sequence's own, weighted with that of all sequences while its drafts are few."""
         return (self.seen * self.share + _PRIOR * of_all) / (self.seen + _PRIOR)
 
 
 class Drafting:
-    """Has tokens guessed for the running sequences, where that pays.
+    """Proposes draft tokens for the running sequences if that is faster.
 
-    A step in which k guesses are verified for each of n sequences writes n + sum(a + a^2 + ... + a^k) tokens, where a is a
-    sequence's measured acceptance; it takes longer than a step without. Both are measured as steps run (`StepTimes`). Where no
-    width gives more tokens per second than none, drafting rests: the host runs ahead of the device again, and a step is as fast
-    as without speculation. After a rest guesses are tried once more.
+    A step that verifies k drafts for each of n sequences writes n + sum(a + a^2 + ... + a^k) tokens, where a is a sequence's
+    measured acceptance, but takes longer than a plain step. Both are measured as steps run (`StepTimes`). If no width gives more
+    tokens per second than a plain step, drafting rests: the host runs ahead of the device again, and steps are as fast as without
+    speculation. After a rest, drafts are tried once more.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, most: int = MAX_DRAFT_TOKENS, times: StepTimes | None = None) -> None:
-        """most: guesses per sequence and step. times: None: every guess is verified, whatever it costs."""
+        """most: maximum drafts per sequence and step. times: measured step times. None means that every draft is verified."""
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._times = times
-        self._at_once = proposer if isinstance(proposer, BatchProposer) else None  # asking costs every step 10 us
+        self._at_once = proposer if isinstance(proposer, BatchProposer) else None  # an isinstance check in every step costs 10 us
         self._widths = sorted({*(width for width in WIDTHS if width <= most), most + 1})
         self._known: dict[Sequence, _GuessRecord] = {}
         self._acceptance = FIRST_ACCEPTANCE
-        self._seen = _PRIOR  # Acceptance over all sequences, expected of a new one; and the guesses in that mean
+        self._seen = _PRIOR  # Acceptance over all sequences, assumed for a new one; and the draft tokens in that mean
         self._resting = 0
         self._rest = _SHORT_REST
         self._rest_class = -1
         self._trial = False
         self._measuring = False
         self._refused = 0
-        """Whether the next step may try guesses after a rest; whether it does so to measure, which takes several in a row, for a
-        step after a rest takes longer than one after its like; and the trials that the times of steps have refused."""
+        """`_trial`: True if the next step may try drafts after a rest. `_measuring`: True if the trial measures, which takes
+        several steps in a row, because a step after a rest takes longer than one after its like. `_refused`: trials refused
+        because of step times."""
         self._reason = ""
         self._rest_reason = COSTLY
         self._last: tuple[float, int, int] | None = None  # The last step's launch time, number of sequences, and width
 
     @property
     def rests(self) -> bool:
-        """Whether the next step will not want guesses either, so that the host may run ahead."""
+        """True if the next step needs no drafts either, so that the host may run ahead."""
         return self._resting > 0
 
     def plan(self, running: Items[Sequence]) -> bool:
-        """Set the next step's drafts; return whether there are any. running: sequences that may get drafts; none in flight."""
+        """Set the next step's drafts; return whether there are any. running: candidates for drafts, none of them in flight."""
         ready = [seq for seq in running if not seq.num_pending and seq.num_to_compute == 1 and seq.num_computed]
         if self._resting and ready and size_class(len(ready)) != self._rest_class:
-            self._resting = 0  # guesses that did not pay may pay at another number of sequences
+            self._resting = 0  # drafts that did not pay may pay at another number of sequences
         if self._resting or not ready:
             self._resting = max(self._resting - 1, 0)
             self._trial = not self._resting
@@ -96,7 +97,7 @@ class Drafting:
         return not self._reason
 
     def _draft(self, ready: list[Sequence]) -> str:
-        """Give sequences their drafts; returns the reason why none gets any, or an empty string."""
+        """Set the drafts of sequences. Returns the reason why none gets any, or an empty string."""
         times, count = self._times, len(ready)
         known = [self._of(seq) for seq in ready]
         hope = _HOPE if self._trial else 0.0
@@ -123,21 +124,21 @@ class Drafting:
             return NO_GUESS
         if times is not None:
             if self._measuring:
-                if times.is_measured(count, width_of(max(map(len, guesses)) + 1)):  # too few guesses for the unknown width
+                if times.is_measured(count, width_of(max(map(len, guesses)) + 1)):  # too few drafts for the unknown width
                     self._refuse(times, count)
                     most = 0
             elif any(len(guess) < most for guess in guesses):
                 most = self._best(seconds, likely, [len(guess) for guess in guesses]) - 1
             if most < 1:
                 return self._start_rest(count, COSTLY)
-            if not self._trial:  # a trial has still to show that guesses hold
+            if not self._trial:  # a trial has yet to show that drafts are accepted
                 self._rest = _SHORT_REST
         for seq, guess in zip(ready, guesses, strict=True):
             seq.draft_token_ids = guess[:most]
         return ""
 
     def _best(self, seconds: Mapping[int, float], likely: list[float], most: list[int]) -> int:
-        """The width with the most tokens per second, out of PLAIN and others. most: guesses that each sequence can have."""
+        """Return the width with the highest rate of tokens, PLAIN included. most: maximum number of drafts of each sequence."""
 
         def rate(width: int) -> float:
             written = sum(expected(share, min(k, width - 1)) for share, k in zip(likely, most, strict=True))
@@ -146,7 +147,8 @@ class Drafting:
         return max(seconds, key=rate)
 
     def _trial_width(self, times: StepTimes, seconds: dict[int, float], likely: list[float]) -> int:
-        """The width of a trial that the times speak against: PLAIN, unless some are estimates, which only a step can refute."""
+        """Return the width of a trial that looks too slow: PLAIN, unless some times are estimates, which the trial can
+        correct."""
         count = len(likely)
         unknown = {width: seconds[width] for width in self._widths if not times.is_measured(count, width)}
         if unknown:
@@ -155,7 +157,7 @@ class Drafting:
         return PLAIN
 
     def _refuse(self, times: StepTimes, count: int) -> None:
-        """Count a trial that measured times refuse, and have them measured anew after many."""
+        """Count a trial that measured times refuse, and measure these times anew after many."""
         self._refused += 1
         if self._refused % _REFUSED == 0:
             times.forget(count)
@@ -188,7 +190,7 @@ class Drafting:
         return self._at_once.propose_batch([seq.token_ids for seq in ready], counts)
 
     def _guess(self, seq: Sequence, known: _GuessRecord, most: int) -> list[int]:
-        """Ask the proposer; one that raises, or guesses what is not a token, is not asked for this sequence again."""
+        """Return the proposer's drafts. A proposer that raises or returns invalid ids is not called for this sequence again."""
         most = min(most, seq.max_len - seq.num_tokens - 1)
         if known.proposer is None or most < 1:
             return []
@@ -196,17 +198,17 @@ class Drafting:
             guess = list(known.proposer.propose(seq.token_ids, most))[:most]
             if not all(0 <= token < self._vocab_size for token in guess):
                 raise ValueError(f"token ids from 0 to {self._vocab_size - 1} are needed, got {guess}")
-        except (Exception, SystemExit) as error:  # whatever a plugin raises
+        except (Exception, SystemExit) as error:  # any error of a plugin
             known.proposer = None
             self._failed(seq, error)
             return []
         return guess
 
     def _failed(self, seq: Sequence, error: BaseException) -> None:
-        log.warning("speculation: request %s goes on without guesses, for its proposer raised %r", seq.request_id, error)
+        log.warning("speculation: request %s continues without drafts, because its proposer raised %r", seq.request_id, error)
 
     def verified(self, seq: Sequence, drafts: int, accepted: int) -> None:
-        """Note that a step has verified the drafts of a sequence, of which the first `accepted` held."""
+        """Note that a step verified a sequence's drafts and accepted the first `accepted`."""
         known = self._known.get(seq)
         if known is not None:
             self._learn(known, accepted, int(accepted < drafts))
@@ -219,9 +221,9 @@ class Drafting:
             self._acceptance += (hit - self._acceptance) / self._seen
 
     def stepped(self, step: ScheduledStep, read: bool, stats: EngineStats) -> None:
-        """Note a step that was launched. read: it has been read too; else the step before it was, since the last call of this."""
+        """Note that a step was launched. read: True if it has been read too; else the previous step was, since the last call."""
         now = time.perf_counter()
-        drafts = max((each.num_draft_tokens for each in step.individual), default=0)  # the batch's members have none
+        drafts = max((each.num_draft_tokens for each in step.individual), default=0)  # members of the decode batch have no drafts
         reason = self._reason
         self._reason = ""
         width = width_of(drafts + 1) if drafts else UNGUESSED if reason is NO_GUESS else PLAIN
@@ -236,14 +238,14 @@ class Drafting:
         if self._times is not None and self._last is not None:
             began, *before = self._last
             count, timed = (len(step), width) if read else before
-            # Between the two calls the host has waited for that step. A step without guesses counts only after another
-            # one: then it takes as long as where the host runs ahead before and after it.
+            # Between the two calls the host waited for the step to time. A plain step is timed only after another plain step:
+            # then it takes as long as where the host runs ahead before and after it.
             if timed != PLAIN or width == before[1] == PLAIN:
                 self._times.note(count, timed, now - began)
         self._last = now, len(step), width
 
     def finish(self, seq: Sequence) -> None:
-        """Tell the proposer that a sequence has ended, and forget the sequence."""
+        """Notify the proposer that a sequence has ended, and forget the sequence."""
         known = self._known.pop(seq, None)
         try:
             if known is not None and known.proposer is not None:
@@ -253,5 +255,5 @@ class Drafting:
 
 
 def expected(acceptance: float, drafts: int) -> float:
-    """Tokens that a step with this many drafts is expected to give a sequence: 1 + a + a^2 + ... (Leviathan et al. 2023)."""
+    """Return the expected tokens per sequence of a step with this many drafts: 1 + a + a^2 + ... (Leviathan et al. 2023)."""
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)

@@ -1,4 +1,4 @@
-"""Scheduling: which sequences get how many tokens in the next step, and requests on their way in."""
+"""Scheduling: the number of tokens of each sequence in the next step, and the admission of requests."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from headway.core.engine.scheduling.drafting import Drafting
 log = logging.getLogger("headway")
 
 _turn = attrgetter("turn")
-_FARTHEST = 1024  # Waiting sequences that are looked at, where those before them find no slot for their adapters
+_FARTHEST = 1024  # Maximum number of waiting sequences examined if earlier ones lack adapter slots
 
 
 @dataclass(slots=True)
 class _StepPlan:
     budget: int  # Tokens that may still be added
-    has_members: bool  # Whether the decode batch has members, which take a token each of this step
-    prompts: list[ScheduledSequence] = field(default_factory=list)  # Prefill or extend, first come, first served; so the next two
+    has_members: bool  # True if the decode batch has members, which take one token each of this step
+    prompts: list[ScheduledSequence] = field(default_factory=list)  # Prefill or extend in arrival order; so the next two
     decodes: list[ScheduledSequence] = field(default_factory=list)
     joining: list[Sequence] = field(default_factory=list)  # Sequences that become members of the decode batch with this step
-    admits: bool = True  # Whether waiting sequences may be admitted: not after a preemption or a shortened chunk
+    admits: bool = True  # True if waiting sequences may be admitted: not after a preemption or a shortened chunk
 
     @property
     def empty(self) -> bool:
@@ -47,16 +47,16 @@ class _StepPlan:
 
 
 class Scheduler:
-    """Continuous batching with a token budget: running sequences go on, then waiting ones are admitted, first come, first served.
+    """Continuous batching with a token budget: running sequences first, then waiting ones in arrival order.
 
-    A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi), once the pool has room for all
-    of it: a part of a prompt would only take pages from running sequences, to be preempted for them. When the pool runs dry, the
-    youngest running sequence gives its pages back and waits at the head of the queue, to be computed again (vLLM's recompute)
-    or brought back by the offloader (vLLM's swap). Sequences whose pages the offloader brings back wait beside the queue.
-    Where priorities count, the youngest sequence of the lowest priority is preempted; none is preempted for a waiting one.
+    A prompt that exceeds the remaining budget is split into chunks (Agrawal et al. 2023, Sarathi), but only once the pool has
+    room for all of it: a partial prompt would take pages from running sequences and then be preempted for them. When the pool is
+    full, the scheduler preempts the youngest running sequence. That sequence waits at the head of the queue, to be recomputed
+    (vLLM's recompute) or restored by the offloader (vLLM's swap). Sequences with a pending restore wait outside the queue. With
+    priorities, the youngest sequence of the lowest priority is preempted; none is preempted for a waiting one.
 
-    `schedule` may be called while earlier steps are still running on the device: tokens those will sample count as pending. What
-    it frees may be handed out at once, because the device runs steps in order.
+    `schedule` may be called while earlier steps run on the device: tokens that they will sample count as pending. Pages that it
+    frees may be reused at once, because the device runs steps in order.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Scheduler:
         stats: EngineStats | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """by_priority: order by `Sequence.turn`, else arrival. offloader: keeps pages beyond the pool. stats: of admissions and
-        preemptions. adapters: those that sequences may run with; None: there are none."""
+        """by_priority: True to order by `Sequence.turn`, else by arrival. offloader: saves pages outside the pool. stats: counts
+        admissions and preemptions. adapters: adapters that sequences may use, or None."""
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
@@ -82,19 +82,19 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.drafting: Drafting | None = None
-        """Has tokens guessed for running sequences; None: nothing does."""
+        """Proposes draft tokens for running sequences. None means no speculation."""
         self._by_priority = by_priority
-        self._free_rows = list(range(max_num_seqs))  # a heap: rows that follow one another keep their states side by side
+        self._free_rows = list(range(max_num_seqs))  # a heap: contiguous rows keep their states next to each other
         self._batch = DecodeBatch()
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any sequence is queued, runs, or waits for its pages to come back."""
+        """True if any sequence is queued, runs, or waits for its pages to be restored."""
         return bool(self.waiting or self.running) or self.restoring
 
     @property
     def restoring(self) -> bool:
-        """Whether sequences wait beside the queue for their pages to come back."""
+        """True if sequences wait outside the queue for their pages to be restored."""
         return self.offloader is not None and self.offloader.restores.pending
 
     @property
@@ -108,7 +108,7 @@ class Scheduler:
         self._insert(self.waiting, seq)
 
     def add_first(self, seqs: list[Sequence]) -> None:
-        """Queue sequences before all others that wait; where priorities count, before all others of the same priority."""
+        """Queue sequences before all others that wait; with priorities, before all others of the same priority."""
         if self._by_priority:
             for seq in seqs:
                 insort(self.waiting, seq, key=_turn)
@@ -122,11 +122,11 @@ class Scheduler:
             queue.append(seq)
 
     def dissolve_batch(self) -> None:
-        """Schedule every running sequence by itself in the next step, as where some have drafts."""
+        """Schedule every running sequence individually in the next step, for example because some have drafts."""
         self._batch.clear()
 
     def schedule(self, all_read: bool = True) -> ScheduledStep:
-        """Choose the next step: prefill and extend first, then decode; empty if all only wait. all_read: no step is in flight."""
+        """Return the next step: prefill and extend, then decode; empty if all wait. all_read: True if no step is in flight."""
         if self.drafting is not None and self.drafting.plan(self.running if all_read else ()):
             self.dissolve_batch()
         if self.offloader is not None:
@@ -141,11 +141,11 @@ class Scheduler:
         return step
 
     def _extend_members(self) -> bool:
-        """Give the batch's members pages for their next tokens; False if there are too few."""
+        """Reserve pages for the next tokens of the batch's members. Returns False if there are too few."""
         last = []
         for place in self._batch.due():
             seq = self._batch.members[place]
-            if seq.num_computed >= seq.max_len - 1:  # its last token is on its way
+            if seq.num_computed >= seq.max_len - 1:  # its last token is pending
                 last.append(seq)
             elif self.blocks.reserve(seq, self._tokens_to_hold(seq, 1)):
                 self._batch.renew(place)
@@ -155,8 +155,9 @@ class Scheduler:
         return True
 
     def _fill_step(self, batching: bool) -> ScheduledStep | None:
-        """Fill a step up to the token budget: running sequences, then waiting ones. batching: decodes form the batch; None if
-        that leaves another one without pages, because the sequence to be preempted for it may be a member."""
+        """Fill a step up to the token budget: running sequences, then waiting ones.
+        batching: True to decode in the batch. Returns None if another sequence then lacks pages, because the one to preempt may
+            be a member."""
         plan = _StepPlan(self.max_num_batched_tokens - len(self._batch), bool(self._batch.members))
         if len(self._batch) < len(self.running) and not self._continue_running(plan, batching):
             return None
@@ -168,7 +169,7 @@ class Scheduler:
         return ScheduledStep(plan.prompts + plan.decodes, self._batch)
 
     def _continue_running(self, plan: _StepPlan, batching: bool) -> bool:
-        """Give running sequences their next tokens; False if one lacks pages while batching."""
+        """Schedule the next tokens of running sequences. Returns False if one lacks pages while batching."""
         position = 0
         while position < len(self.running) and plan.budget > 0:
             seq = self.running[position]
@@ -192,13 +193,14 @@ class Scheduler:
         return True
 
     def _make_room(self, plan: _StepPlan, seq: Sequence, count: int, batching: bool) -> ScheduledSequence | None:
-        """Reserve pages for `count` tokens of a running sequence, preempting others unless batching; drafts if there is room.
-        None: no pages; without batching the sequence itself was preempted."""
+        """Reserve pages for `count` tokens of a running sequence, preempting others unless batching; drafts only if there is
+        room.
+        Returns None without free pages; without batching, the sequence itself was preempted."""
         drafts = seq.num_drafts(plan.budget - count) if seq.draft_token_ids else 0
         while not self.blocks.reserve(seq, self._tokens_to_hold(seq, count + drafts)):
             if drafts:
                 drafts = 0
-                seq.draft_token_ids = []  # guesses are not worth anybody's pages
+                seq.draft_token_ids = []  # drafts must not evict other sequences
             elif batching:
                 return None
             elif not self._take_pages_of_waiting():
@@ -229,11 +231,11 @@ class Scheduler:
             elif self.running or self.restoring or not self._take_pages_of_waiting():
                 return
             else:
-                took_pages = True  # so that what was freed is not taken to restore anything
+                took_pages = True  # so that the freed pages are not used for a restore
 
     def _admit(self, seq: Sequence, budget: int) -> int:
-        """Reserve pages for a waiting sequence beyond its cached prefix; return its tokens in this step, 0 if there is none."""
-        for partly in (True, False):  # what is copied is held beside the copy: perhaps there is room without
+        """Reserve pages for a waiting sequence beyond its cached prefix. Returns its tokens in this step, 0 if not admitted."""
+        for partly in (True, False):  # a copy needs the source's page as well: there may be room without it
             spared = seq.num_computed if seq.tables else self.blocks.attach_prefix(seq, partly)
             count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
             able = count == wanted or (self.enable_chunked_prefill and self.blocks.has_room(seq, wanted))
@@ -251,8 +253,9 @@ class Scheduler:
         return 0
 
     def _has_slot(self, seq: Sequence, passed: Sequence | None) -> bool:
-        """Return whether a sequence's adapter has or finds a slot. passed: the first waiting one without; a batch of others may
-        go before it; from then on only those without an adapter may, so that a slot becomes free."""
+        """Return whether a sequence's adapter has or finds a slot.
+        passed: the first waiting sequence without a slot. A batch of others may overtake it; then only those without an adapter
+            may, so that a slot becomes free."""
         assert self.adapters is not None
         assert seq.adapter is not None
         return (passed is None or passed.num_passed < self.max_num_seqs) and self.adapters.has_slot_for(seq.adapter)
@@ -275,16 +278,16 @@ class Scheduler:
         return self.blocks.whole_chunk(seq, self.blocks.fitting(seq, min(seq.num_to_compute, budget)))
 
     def _fit_uncut_prompt(self, plan: _StepPlan, seq: Sequence) -> None:
-        """Let a prompt that must not be cut have a step to itself, even if lack of memory has left smaller steps than that."""
+        """Raise the budget for a prompt that must not be split if the step is empty, even if steps shrank for lack of memory."""
         if not self.enable_chunked_prefill and plan.empty:
             plan.budget = max(plan.budget, seq.num_to_compute)
 
     def _tokens_to_hold(self, seq: Sequence, count: int) -> int:
-        """Number of tokens, from the next on, for which a sequence must hold pages when a step computes `count` of them."""
+        """Return how many tokens, from the next on, a sequence must hold pages for when a step computes `count` of them."""
         return count
 
     def _take_pages_of_waiting(self) -> bool:
-        """Free the pages of one sequence that does not run yet; False: none has any."""
+        """Free the pages of one waiting sequence. Returns False if none has any."""
         if self.offloader is None:
             return False
         holder = next((seq for seq in reversed(self.waiting) if seq.tables), None)
@@ -299,7 +302,7 @@ class Scheduler:
         return seq
 
     def compute_again(self, seqs: list[Sequence]) -> None:
-        """Let those of the sequences that run begin anew: a step that failed half way may have moved their states on."""
+        """Restart the running ones among `seqs`: a step that failed half way may have advanced their states."""
         self.dissolve_batch()
         for seq in reversed([each for each in self.running if each in seqs]):
             self._preempt(seq, RECOMPUTE)
@@ -325,7 +328,7 @@ class Scheduler:
             seq.row = None
 
     def launched(self, step: ScheduledStep) -> None:
-        """Account for a step the device has been given: its tokens count as computed, and those it samples as pending."""
+        """Account for a launched step: its tokens count as computed, and those it samples as pending."""
         for seq, count, context_len, samples, drafts in step.individual:
             seq.num_computed += count
             seq.num_unverified = drafts
@@ -348,14 +351,16 @@ class Scheduler:
                     self._batch.passed(place)
 
     def append_sampled(self, seq: Sequence, tokens: list[int]) -> list[int]:
-        """Append a step's verified drafts and next token; return them, fewer if one ends the sequence. The k and v of refused
-        drafts count as not computed; the next step overwrites them."""
+        """Append a step's accepted drafts and next token. Returns them, fewer if one ends the sequence.
+
+        The keys and values of rejected drafts count as not computed; the next step overwrites them.
+        """
         if not seq.in_decode_batch:
             seq.num_pending -= 1
-        if seq.num_unverified:  # else there were no drafts, or the sequence was preempted meanwhile and is computed again
+        if seq.num_unverified:  # else there were no drafts, or the sequence was preempted meanwhile and is recomputed
             seq.num_computed -= seq.num_unverified + 1 - len(tokens)
             seq.newest_at = seq.num_computed
-            seq.state_index = max(len(tokens) - 1, 0)  # a step with drafts keeps the state after each of its tokens
+            seq.state_index = max(len(tokens) - 1, 0)  # a step with drafts saves the state after each of its tokens
             seq.num_unverified = 0
         for count, token in enumerate(tokens, start=1):
             seq.append(token)
@@ -364,7 +369,7 @@ class Scheduler:
         return tokens
 
     def remove_finished(self) -> None:
-        """Free what finished sequences held."""
+        """Free the pages and rows of finished sequences."""
         self._batch.remove(seq for seq in self._batch.members if seq.finished)
         for seq in (*self.running, *self.waiting):
             if seq.finished:
@@ -375,18 +380,18 @@ class Scheduler:
         self.waiting = deque(seq for seq in self.waiting if not seq.finished)
 
 
-_LONGEST_WAIT = 0.02  # Seconds that an idle engine waits for a request's preparation before it looks for new requests again
+_LONGEST_WAIT = 0.02  # Seconds that an idle engine waits for a request's preparation before it checks for new requests
 
 
 class AdmissionQueue:
-    """Holds sequences back that cannot run yet, or had better wait.
+    """Queue of sequences that cannot run yet or should wait.
 
-    The first completion of a request goes ahead; the others follow once its prompt is under way, and find it in the prefix cache:
-    whole blocks are shared, and the part of a block is copied, so that the prompt is computed once.
+    The first completion of a request starts first. The others follow once its prompt is under way and find the prompt in the
+    prefix cache: whole blocks are shared and a partial block is copied, so the prompt is computed once.
     """
 
     def __init__(self, scheduler: Scheduler, shares_prompts: bool) -> None:
-        """shares_prompts: whether there is a prefix cache."""
+        """shares_prompts: True if there is a prefix cache."""
         self._scheduler = scheduler
         self._shares = shares_prompts
         self._preparing: list[tuple[Future[None], list[Sequence]]] = []
@@ -394,16 +399,16 @@ class AdmissionQueue:
 
     @property
     def occupied(self) -> bool:
-        """Whether any sequence is held back."""
+        """True if any sequence is held back."""
         return bool(self._preparing or self._siblings)
 
     @property
     def num_waiting(self) -> int:
-        """Completions that are held back."""
+        """Number of completions that are held back."""
         return sum(len(seqs) for _, seqs in self._preparing) + sum(map(len, self._siblings.values()))
 
     def add(self, seqs: list[Sequence], ready: Future[None] | None) -> None:
-        """Take the completions of a request. ready: ends when the request has been prepared; None: nothing was to be prepared."""
+        """Add the completions of a request. ready: done when the request is prepared. None means that it needs no preparation."""
         if ready is not None:
             self._preparing.append((ready, seqs))
             return
@@ -414,7 +419,7 @@ class AdmissionQueue:
             self._siblings[seqs[0].request_id] = seqs[ahead:]
 
     def poll(self, idle: bool) -> list[tuple[list[Sequence], str]]:
-        """Hand prepared requests on; return those that cannot be prepared, with reasons. idle: wait a moment for the first."""
+        """Pass on prepared requests; return failed ones with reasons. idle: True to wait briefly for the first."""
         if not self._preparing:
             return []
         if idle:
@@ -431,21 +436,21 @@ class AdmissionQueue:
         return failed
 
     def launched(self, step: ScheduledStep) -> None:
-        """Hand on the siblings of sequences whose whole prompt this step computes."""
+        """Pass on the siblings of sequences whose whole prompt this step computes."""
         if not self._siblings:
             return
-        for seq, _, _, samples, _ in step.individual:  # the batch's members had their prompts computed before
+        for seq, _, _, samples, _ in step.individual:  # members of the batch had their prompts computed before
             if samples and seq.request_id in self._siblings:
                 self._scheduler.add_first(self._siblings.pop(seq.request_id))
 
     def ended(self, seqs: Items[Sequence]) -> None:
-        """Forget sequences that ended, and hand on siblings that waited for one of them."""
+        """Forget ended sequences, and pass on siblings that waited for one of them."""
         if not self.occupied:
             return
         kept = [(ready, [seq for seq in waiting if not seq.finished]) for ready, waiting in self._preparing]
         for ready, waiting in kept:
             if not waiting:
-                ready.cancel()  # nobody waits for the request's preparation any more
+                ready.cancel()  # the preparation is no longer needed
         self._preparing = [each for each in kept if each[1]]
         for seq in seqs:
             waiting = [other for other in self._siblings.pop(seq.request_id, ()) if not other.finished]

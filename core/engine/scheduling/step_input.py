@@ -1,4 +1,4 @@
-"""A step's way out and back: live sequences to plain data, and sampled tokens to sequences."""
+"""Conversion of a scheduled step into plain data for the executor, and of its sampled tokens into deltas."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from headway.core.sampling.sampler import NOT_A_TOKEN, OF_TOKENS, need_of
 log = logging.getLogger("headway")
 
 _delta: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, OutputDelta)
-"""An OutputDelta of all its fields, without the call in Python that its constructor makes: every token comes in one."""
+"""Makes an OutputDelta from a tuple of its fields. Skips the Python call of the constructor, which would run for every token."""
 
 
 class StepResults:
-    """Appends what steps have sampled to their sequences, and makes the deltas that clients get."""
+    """Appends sampled tokens to their sequences, and makes the deltas for clients."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -51,7 +51,7 @@ class StepResults:
     def take(
         self, step: Items[Sequence], sampling: Items[Sequence], sampled: Sampled, first_nan: str | None
     ) -> tuple[list[OutputDelta], list[Sequence]]:
-        """Append a step's tokens to its sequences; return deltas and ended sequences. first_nan: layer of the first NaN."""
+        """Append a step's tokens to its sequences; return deltas and ended sequences. first_nan: the first layer with a NaN."""
         if sampled.extras is not None:
             _keep_prompt_logprobs(step, sampled.extras)
         plain = sampled.plain_tokens()
@@ -64,7 +64,7 @@ class StepResults:
         return deltas, ended
 
     def _take_plain(self, sampling: Items[Sequence], tokens: Items[int]) -> tuple[list[OutputDelta], list[Sequence]]:
-        """Append one token to each sequence that has not ended: what most steps bring, with no more work for each than needed."""
+        """Append one token to each unfinished sequence. This is the fast path of most steps."""
         deltas: list[OutputDelta] = []
         ended: list[Sequence] = []
         add, append_sampled = deltas.append, self._scheduler.append_sampled
@@ -82,7 +82,7 @@ class StepResults:
                 continue
             else:
                 delta = delta_of(seq, append_sampled(seq, [token]))
-            if seq.prompt_logprobs:  # the step that computed the prompt's end may have found none of them
+            if seq.prompt_logprobs:  # the step that computed the prompt's end may have sampled no token
                 delta = _with_logprobs(delta, seq, (), len(seq.token_ids) - 1)
             add(delta)
             if seq.finish_reason is not None:
@@ -92,7 +92,7 @@ class StepResults:
     def _take_sampled(
         self, sampling: Items[Sequence], sampled: Sampled, first_nan: str | None
     ) -> tuple[list[OutputDelta], list[Sequence]]:
-        """Append whatever a step has brought to each sequence that has not ended: drafts that held, log-probabilities, faults."""
+        """Append each unfinished sequence's tokens: accepted drafts, log-probabilities, faults."""
         deltas: list[OutputDelta] = []
         ended: list[Sequence] = []
         errors, logprobs = ({}, {}) if sampled.extras is None else (sampled.extras.errors, sampled.extras.logprobs)
@@ -117,7 +117,7 @@ class StepResults:
 
 
 def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
-    """The delta of a sequence that has got these tokens, or ended without any."""
+    """Return the delta of a sequence that got these tokens, or ended without any."""
     fields = (
         seq.request_id,
         seq.index,
@@ -133,13 +133,13 @@ def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
 
 
 def _with_logprobs(delta: OutputDelta, seq: Sequence, logprobs: Items[TokenLogprobs], known: int) -> OutputDelta:
-    """Add log-probabilities of a delta's tokens, and of the prompt where these are the first. known: tokens before them."""
+    """Add log-probabilities of a delta's tokens, and of the prompt if these are the first. known: number of earlier tokens."""
     prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
     return delta._replace(logprobs=tuple(logprobs[: len(delta.new_token_ids)]), prompt_logprobs=prompt)
 
 
 def _reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:
-    """Why a sequence has no next token. fault: what stands in the token's place. error: what the sampler reports about it."""
+    """Return why a sequence has no next token. fault: the negative value instead of a token. error: the sampler's message."""
     if error is not None:
         return error
     if fault == NOT_A_TOKEN:
@@ -149,7 +149,7 @@ def _reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | N
 
 
 def _keep_prompt_logprobs(step: Items[Sequence], extras: SampledExtras) -> None:
-    """Append a step's log-probabilities of prompt tokens; a prompt that is computed again brings nothing new."""
+    """Append a step's log-probabilities of prompt tokens. A recomputed prompt adds nothing."""
     for index, (position, entries) in extras.prompt_logprobs.items():
         seq = step[index]
         known = len(seq.prompt_logprobs)
@@ -166,8 +166,8 @@ def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bo
     torch.cuda.empty_cache()
     smaller = max(tokens // 2, smallest)
     log.warning(
-        "out of memory in a step of %d tokens: steps have at most %d from now on; a lower max_num_batched_tokens or "
-        "gpu_memory_utilization leaves room from the start",
+        "out of memory in a step of %d tokens: limiting steps to %d tokens; lower max_num_batched_tokens or "
+        "gpu_memory_utilization to leave room from the start",
         tokens,
         smaller,
     )
@@ -177,7 +177,8 @@ def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bo
 def prepare(
     step: ScheduledStep, groups: Items[CacheGroup], states: bool = False, adapters: AdapterTable | None = None
 ) -> StepInput:
-    """Return the executor's input of a step, which must be launched: page changes are reported once. states: layers keep some."""
+    """Return the executor's input for a step. The step must be launched, because page changes are reported once.
+    states: True if layers keep states."""
     found = _without_states(step, groups)
     if adapters is not None:
         slots = _joined([each.seq.adapter_slot for each in step.individual], step.adapter_slots)
@@ -199,7 +200,7 @@ def prepare(
 
 
 def _without_states(step: ScheduledStep, groups: Items[CacheGroup]) -> StepInput:
-    """The step as layers with keys and values see it."""
+    """Return the step's input without states and adapters."""
     started: list[StartedRow] = []
     new_pages: list[NewPages] = []
     for seq in step.changed:
@@ -239,10 +240,10 @@ def _with_members(
     new_pages: tuple[NewPages, ...],
     copies: tuple[PageCopy, ...],
 ) -> StepInput:
-    """The individual sequences of a step, and after them the members of the batch. token_ids: of the former."""
+    """Return the input of a step: the individual sequences, then the members of the batch. token_ids: tokens of the former."""
     seqs, counts, contexts, samples, drafts = zip(*step.individual, strict=True)
     members = StepInput.going_on(step.rows, step.context_lens)
-    # Where drafts are made all tokens have been read, and a graph that verifies takes none from the device.
+    # With drafts all tokens have been read, and a graph that verifies takes none from the device.
     drafting = any(drafts)
     newest = numpy.array([seq.token_ids[-1] for seq in step.members], dtype=numpy.int64) if drafting else members.token_ids
     decodes = all(samples) and all(contexts) and all(one == own + 1 for one, own in zip(counts, drafts, strict=True))

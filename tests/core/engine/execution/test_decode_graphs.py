@@ -167,7 +167,7 @@ def test_reason_for_a_step_without_graph_is_named(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("WARNING", "headway"):
         assert [why(step_of(*[decode] * 3, goes_on=True)) for _ in range(2)] == ["more than 2 sequences"] * 2
     (record,) = caplog.records
-    assert "a decode step of 3 sequences is launched kernel by kernel, for the largest captured batch is 2" in record.message
+    assert "a decode step of 3 sequences is launched kernel by kernel: the largest captured batch is 2" in record.message
 
 
 def engine(**options: object) -> EngineLoop:
@@ -224,8 +224,8 @@ def test_sizes_for_which_memory_is_short_are_named_in_one_line(caplog: pytest.Lo
     with caplog.at_level("INFO", "headway"):
         captured.capture([1, 2, 4, 6, 8], lambda size: [backends], Short())
     assert [re.sub(r"in \d+\.\d s", "in 0.0 s", record.message.split(":", 1)[1]) for record in caplog.records] == [
-        " no memory for batches of 8, 6: those are launched kernel by kernel",
-        " 3 of decode captured, 3 batch sizes up to 4, in 0.0 s and 0 MB: walk",
+        " too little memory for batches of 8, 6, which are launched kernel by kernel",
+        " 3 decode graphs captured, 3 batch sizes up to 4, in 0.0 s and 0 MB: walk",
     ]
     sizes = [captured.for_step(step_of(*[(1, 8)] * n, goes_on=True), lambda size: backends)[0] for n in (1, 2, 3, 4, 5)]
     assert [graph and graph.size for graph in sizes] == [1, 2, 4, 4, None]
@@ -373,8 +373,8 @@ def test_prompts_whose_graph_does_not_fit_run_piecewise(caplog: pytest.LogCaptur
     recorder = Counting(fits=16)
     with caplog.at_level("INFO", "headway"):
         made.executor.capture(recorder)
-    assert "no memory for a prompt of 40 tokens" in caplog.text
-    assert "2 of one prompt captured" in caplog.text
+    assert "too little memory for a prompt of 40 tokens" in caplog.text
+    assert "2 prefill graphs captured" in caplog.text
     generate(made, [[1] * 20], SamplingParams(max_tokens=1, ignore_eos=True))
     assert made.stats.steps_in_pieces.total() == 1
 
@@ -440,8 +440,8 @@ def test_sizes_that_do_not_fit_are_named_and_the_others_serve(caplog: pytest.Log
     with caplog.at_level("INFO", "headway"):
         pieces.capture([8, 16, 32, 64], Tape())
     assert pieces.largest == 16
-    assert "no memory for steps of 64, 32 tokens in pieces" in caplog.text
-    assert re.search(r"steps of up to 16 tokens in pieces, in \d+\.\d s", caplog.text)
+    assert "too little memory for piecewise graphs of 64, 32 tokens" in caplog.text
+    assert re.search(r"piecewise graphs of up to 16 tokens captured in \d+\.\d s", caplog.text)
 
 
 def test_a_model_that_cannot_be_captured_is_an_error_with_a_way_out() -> None:

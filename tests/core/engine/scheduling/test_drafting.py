@@ -181,7 +181,7 @@ def test_a_broken_proposer_costs_no_request(registry: Registry, proposer: Told, 
     with caplog.at_level("WARNING", "headway"):
         assert tokens_of(generate(engine, PROMPTS, GREEDY)) == plain
     assert len(caplog.records) == len(PROMPTS)
-    assert "goes on without guesses, for its proposer raised" in caplog.records[0].message
+    assert "continues without drafts, because its proposer raised" in caplog.records[0].message
     assert engine.stats.num_draft_tokens == 0
 
 
