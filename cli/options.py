@@ -129,7 +129,7 @@ Command = Callable[..., None]
 def with_flags(
     command: Command, place: str, flags: Sequence[inspect.Parameter], take: Callable[[dict[str, Any]], object]
 ) -> Command:
-    """Replace a command's parameter `place` by flags, in the order of the help; `take` makes the argument from their values."""
+    """Replace a command's parameter `place` by options, in the order of the help. take: makes the argument from their values."""
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(command, eval_str=True).parameters.values():
         parameters += flags if each.name == place else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]

@@ -147,7 +147,7 @@ def serve(
     raise_file_limit()
     if most_connections() < options.max_connections:
         log.warning(
-            "max_connections=%d, but the system allows this process only %d more open files: further connections are closed  "
+            "max_connections=%d, but the system allows this process only %d more open files: further connections are closed "
             "without a response; raise the limit (ulimit -n)",
             options.max_connections,
             most_connections(),
@@ -171,7 +171,7 @@ def ready_lines(url: str, llm: AsyncLLM | AsyncPooling, options: ServerOptions) 
         return lines
     here = f"http://{host}:{port}"
     if isinstance(llm, AsyncLLM):
-        lines.append(f"web UI:  {here}/")
+        lines.append(f"web UI: {here}/")
     if options.api_key is None:
         lines.append(f"API docs: {here}/docs")
     path, fields = _first_call(llm, options)

@@ -222,7 +222,7 @@ def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> Non
     for target in exports:
         export(shown, target)
     if path is None:
-        console.print(Text("not kept: without every backend, phase and length it is no table for auto; --output FILE keeps it"))
+        console.print(Text("not saved: auto needs a table with every backend, phase and length; --output FILE saves it"))
     for target in [*([path] if path else []), *exports]:
         console.print(Text(f"written to {target}"), soft_wrap=True)
 

@@ -149,7 +149,7 @@ def _search(model: str, kind: GpuKind, num_gpus: int, demand: Demand, tables: Se
 
 def print_report(report: PlanReport, console: Terminal) -> None:
     """Print a report: the request, the table, the command, why other layouts are slower, and the sources of the times."""
-    load = "all that it can serve" if report.rate is None else f"{report.rate:g} requests/s"
+    load = "maximum load" if report.rate is None else f"{report.rate:g} requests/s"
     lengths = f"{report.input_len:,} tokens in, {report.output_len:,} out"
     console.print(Text(f"{report.model} on {report.num_gpus:,} x {report.gpu}; {lengths}; {load}"))
     limits = [
@@ -160,10 +160,10 @@ def print_report(report: PlanReport, console: Terminal) -> None:
     console.print(Text(f"limits for {report.percentile:g} % of the requests: {', '.join(limits) or 'none'}; all times predicted"))
     console.print(_table(report.plans))
     best = report.plans[0]
-    console.print(Text("start each replica of the first by"))
+    console.print(Text("command for each replica of the first plan"))
     console.print(Text(f"  {best.command or 'the same with a checkpoint in that format'}"), soft_wrap=True)
     _print_reasons(report, console)
-    console.print(Text("where the times come from"))
+    console.print(Text("sources of the times"))
     for line in report.sources:
         _print_point(line, console)
 
@@ -172,7 +172,7 @@ def _print_reasons(report: PlanReport, console: Terminal) -> None:
     reasons = [(_name(row), row.reason) for row in report.plans[1:]]
     reasons += [(each.layout, each.reason) for each in report.refused]
     if reasons:
-        console.print(Text("why the others lose"))
+        console.print(Text("why the other layouts rank lower"))
     for name, reason in reasons:
         _print_point(f"{name}: {reason}", console)
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _MAX_TOKENS: Final = 1024
 _HELP: Final = """\
 /reset   forget the conversation
-/stats   what the engine has done: tokens a second, prompts found in the cache, backends
-/help    these lines
-/exit    leave, as does Ctrl-D
-Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
+/stats   engine statistics: tokens per second, prefix cache hits, backends
+/help    show these lines
+/exit    leave; Ctrl-D also leaves
+Ctrl-C stops an answer. A line that ends with \\ continues on the next."""
 
 
 @takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))

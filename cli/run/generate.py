@@ -163,8 +163,8 @@ def _guesses(llm: LLM) -> str:
     """Return a sentence on speculation: accepted draft tokens, and steps without drafts."""
     stats = llm.engine.stats
     without = ", ".join(f"{count} {reason}" for reason, count in stats.steps_without_drafts.most_common())
-    held = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses held in {stats.num_draft_steps} steps"
-    return f"{held}; steps without: {without or 'none'}"
+    held = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens accepted in {stats.num_draft_steps} steps"
+    return f"{held}; steps without drafts: {without or 'none'}"
 
 
 def _seconds(output: RequestOutput) -> float:

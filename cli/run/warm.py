@@ -76,7 +76,7 @@ def build(
     print(f"{backend}: {len(variants)} kernels for {target} with {compiler.name} ({compiler.version})")
     for number, (variant, built) in enumerate(build_all(variants, target, compiler, os.cpu_count() or 1), 1):
         print(f"[{number}/{len(variants)}] {variant}: {built.seconds:.1f} s", flush=True)
-    print(f"kept in {built.path.parent}" if built.path else "kept nowhere: the folder cannot be written")
+    print(f"saved in {built.path.parent}" if built.path else "not saved: the folder is not writable")
 
 
 @takes_engine_options(
