@@ -44,9 +44,7 @@ Series = Mapping[str, Sequence[float | None]]
 
 def new_figure(width: float, height: float, otherwise: str = "") -> Any:
     """Return an empty white figure. width, height: inches. otherwise: alternative to suggest without matplotlib.
-
-    :raises ConfigError: if matplotlib is not installed.
-    """
+    :raises ConfigError: if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -82,12 +80,9 @@ def bare(axis: Any) -> None:
 def bars(
     title: str, groups: Sequence[str], series: Series, ylabel: str, xlabel: str, line: tuple[float, str] | None = None
 ) -> bytes:
-    """Return grouped bars as a PNG, each with its value above it, or "not measured".
-
-    line: a height at which to draw a line, and its label.
-
-    :raises ConfigError: if matplotlib is not installed.
-    """
+    """Return grouped bars as a PNG, each with its value above it, or "not measured". line: a height at which to draw a line, and
+    its label.
+    :raises ConfigError: if matplotlib is not installed."""
     figure = new_figure(max(7.5, 1.15 * len(groups) * max(len(series), 2) ** 0.6 + 1.5), 4.6)
     axis = figure.subplots()
     width = 0.82 / len(series)

@@ -125,8 +125,7 @@ def _add_groups(app: typer.Typer) -> None:
 
 
 def command_for(arguments: Sequence[str]) -> Any:
-    """Return the command line for typer, with only the first named command: importing all of them takes a tenth of the start
-    time."""
+    """Return the command line for typer, with only the first named command: importing all takes a tenth of the start."""
     named = bool(arguments) and arguments[0] in _COMMANDS
     return typer.main.get_command(make_app(arguments[:1], groups=False) if named else make_app())
 

@@ -78,8 +78,7 @@ _FORMS: Final = (
 
 
 def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Command], Command]:
-    """Replace a command's parameter `sampling` by options. without: fields to leave out. defaults: default values of this
-    command."""
+    """Replace a command's parameter `sampling` by options. without: fields to leave out. defaults: this command's defaults."""
     flags = [
         flag._replace(default=False, switch=True)
         if flag.kind is bool
@@ -92,8 +91,7 @@ def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Comma
 
 
 def _sampling(flags: Sequence[_Flag], words: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `SamplingParams` from options. :raises ConfigError: if a structured output is invalid or
-    repeated."""
+    """Return the arguments of `SamplingParams` from options. :raises ConfigError: if a structured output is invalid."""
     from headway.core.sampling.structured import StructuredOutputsParams
 
     given = [(flag, words[flag.word]) for flag in flags]
@@ -140,8 +138,7 @@ _USES: Final = {
 
 
 def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command], Command]:
-    """Replace a command's parameter `engine` by options. names: fields of `EngineArgs`; none means all. defaults: default
-    values."""
+    """Replace a command's parameter `engine` by options. names: fields; none means all. defaults: default values."""
     flags = [_flag(name, defaults) for name in names or help_texts() if name not in _PYTHON_ONLY]
     added = [*flags, *([_NO_AUTOTUNE] if any(flag.field == "autotune_budget" for flag in flags) else [])]
 

@@ -100,8 +100,7 @@ _SECONDS_BETWEEN_LINES = 2.0  # Seconds between two lines if stderr is not a ter
 
 
 class LiveStats:
-    """Display of an engine's state on stderr: in the terminal's last row, outside the scrolling region (DECSTBM), or as plain
-    lines."""
+    """Display of an engine's state on stderr: in the terminal's last row, outside the scroll region (DECSTBM), or as lines."""
 
     def __init__(self, stats: Callable[[], EngineSnapshot], shown: bool = True, out: TextIO | None = None) -> None:
         """stats: returns the engine's statistics. shown: False disables the display."""

@@ -29,8 +29,7 @@ _SCALARS = (str, bool, int, float)
 
 
 def _take(context: typer.Context, path: Path | None) -> Path | None:
-    """Use the values in the file as the command's defaults. :raises ConfigError: if an option is unknown or a value is
-    impossible."""
+    """Use the values in the file as the command's defaults. :raises ConfigError: if an option or a value is invalid."""
     if path is not None:
         context.default_map = {**(context.default_map or {}), **defaults_of(path, _names(context))}
     return path
@@ -74,8 +73,7 @@ def _word(option: str) -> str:
 
 
 def defaults_of(path: Path, names: dict[str, _Named]) -> dict[str, Any]:
-    """Return parameter -> value from a file. names: see `_names`. :raises ConfigError: if the file is not a mapping of known
-    options."""
+    """Return parameter -> value from a file. names: see `_names`. :raises ConfigError: if an option is unknown."""
     try:
         found = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
@@ -164,8 +162,7 @@ def requests_of(text: str | None) -> list[str] | None:
 
 
 def adapters_of(texts: Sequence[str], enabled: bool) -> list[LoRARequest]:
-    """Return the adapters of --lora-modules, in either of vLLM's two forms, numbered from 1. enabled: the engine's
-    enable_lora.
+    """Return the adapters of --lora-modules, in either of vLLM's two forms, numbered from 1. enabled: the engine's enable_lora.
     :raises ConfigError: if a text has another form, a name repeats, or LoRA is disabled."""
     found: list[LoRARequest] = []
     for text in texts:
@@ -204,8 +201,7 @@ def on_command_line(context: typer.Context, name: str) -> bool:
 
 
 def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:
-    """Return the numbers in a comma-separated text, each at least `least`; None if empty. :raises ConfigError: if the form
-    differs."""
+    """Return the numbers in a comma-separated text, at least `least`; None if empty. :raises ConfigError: if the form differs."""
     names = names_of(text)
     if names is None:
         return None
@@ -235,8 +231,7 @@ def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dty
 
 
 def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
-    """Return backend -> option -> value from texts NAME.key=value (NAME may have dots). :raises ConfigError: if the form
-    differs."""
+    """Return backend -> option -> value from texts NAME.key=value (NAME may have dots). :raises ConfigError: if malformed."""
     options: dict[str, dict[str, str]] = {}
     for text in texts:
         target, equals, value = text.partition("=")

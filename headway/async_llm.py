@@ -58,19 +58,15 @@ class AsyncLLM:
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and start its engine (seconds to minutes). Options are those of `LLM`. :raises HeadwayError: if one is
-        invalid."""
+        """Load a model and start its engine (seconds to minutes). Options as in `LLM`. :raises HeadwayError: if one is bad."""
         self._start(EngineThread(driver_of(EngineArgs.of(*model, **options))))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, own_process: bool = False, **_: object) -> Self:
-        """Return an AsyncLLM with these options.
-
-        own_process: run the engine in its own process, as `headway serve` does. Its steps then do not compete for the GIL
-        with per-token work here, and this process survives a crash of the engine. Options and parameters must be picklable;
-        `engine`, `driver` and functions as logits processors need a thread. Other keywords, for vLLM's processes and reports,
-        are ignored.
-        """
+        """Return an AsyncLLM with these options. own_process: run the engine in its own process, as `headway serve` does. Its
+        steps then do not compete for the GIL with per-token work here, and this process survives a crash of the engine. Options
+        and parameters must be picklable; `engine`, `driver` and functions as logits processors need a thread. Other keywords, for
+        vLLM's processes and reports, are ignored."""
         return cls.over(EngineProcess(partial(driver_of, engine_args)) if own_process else EngineThread(driver_of(engine_args)))
 
     @classmethod
@@ -107,10 +103,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt. Yield the output so far, or what SamplingParams.output_kind says.
 
-        The request ends with the iterator and with the task that reads it, so that a caller who stops reading need not abort
-        it. prompt, sampling_params, lora_request: see LLM.generate. request_id: an id that no unfinished request has; None
-        generates one. priority: see scheduling_policy. others: keywords of vLLM; unsupported ones are rejected.
-
+        The request ends with the iterator and with the task that reads it, so that a caller who stops reading need not abort it.
+        prompt, sampling_params, lora_request: see LLM.generate. request_id: an id that no unfinished request has; None generates
+        one. priority: see scheduling_policy. others: keywords of vLLM; unsupported ones are rejected.
         :raises PromptError: if the prompt is empty or too long, before the first item.
         :raises ConfigError: if a parameter is invalid, before the first item.
         :raises EngineDeadError: if the engine has ended.
@@ -153,8 +148,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         split_special_tokens: bool = False,
     ) -> Prompt:
-        """Render and tokenize a conversation in a thread; see LLM.chat. :raises HeadwayError: if there is no template, or bad
-        messages."""
+        """Render and tokenize a conversation in a thread; see LLM.chat. :raises HeadwayError: if messages are invalid."""
         render = partial(
             self.host.validator.chat_prompt,
             messages,
@@ -168,14 +162,12 @@ class AsyncLLM:
         return await self.in_thread(render)
 
     async def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
-        """Return a tokenized text, with control token names as text. add_special_tokens: add the tokenizer's own, such as
-        BOS.
+        """Return a tokenized text, with control token names as text. add_special_tokens: add the tokenizer's own, such as BOS.
         :raises HeadwayError: if the tokenizer does not support this."""
         return await self.in_thread(partial(self.host.validator.text_prompt, text, add_special_tokens))
 
     async def infill_prompt(self, prefix: str, suffix: str, *, split_special_tokens: bool = False) -> Prompt:
-        """Return the fill-in-the-middle prompt for the gap between two texts. split_special_tokens: control token names are
-        text.
+        """Return the fill-in-the-middle prompt for the gap between two texts. split_special_tokens: control token names are text.
         :raises ConfigError: if the model has no fill-in-the-middle tokens."""
         return await self.in_thread(partial(self.host.validator.infill_prompt, prefix, suffix, split_special_tokens))
 
@@ -187,8 +179,7 @@ class AsyncLLM:
         priority: int | Sequence[int] = 0,
         lora_request: LoRARequest | None = None,
     ) -> list[CheckedRequest]:
-        """Tokenize and check prompts for `submit`, in a thread unless they are few and short token ids.
-        :raises HeadwayError: as `generate`."""
+        """Tokenize and check prompts for `submit`, in a thread unless few and short. :raises HeadwayError: as `generate`."""
         asked = partial(self.host.validator.check, lora_request=lora_request, streamed=True)
         check = partial(asked, prompts, sampling_params, priority)
         return check() if quickly_checked(prompts) else await self.in_thread(check)
@@ -197,7 +188,6 @@ class AsyncLLM:
         """Queue a request that `check` returned. Return the stream of its outputs. Must be called on an event loop.
 
         The caller must read the stream to its end or close it, as `generate` does.
-
         :raises ConfigError: if the id is in use, or the call comes from a step of the engine and would wait for itself.
         :raises EngineDeadError: if the engine has ended or is being drained.
         """
@@ -223,8 +213,7 @@ class AsyncLLM:
         await asyncio.sleep(0)  # the mailboxes run in the next iteration of the loop
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Reject new requests and wait for running ones to end. Return whether all ended. timeout: seconds; None means no
-        limit."""
+        """Reject new requests and wait until running ones end. Return whether all did. timeout: seconds; None means no limit."""
         self._draining = True
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         while self.num_unfinished_requests and self.is_running:
@@ -261,8 +250,7 @@ class AsyncLLM:
         return await self.query(EngineLoop.snapshot)
 
     async def query(self, function: Callable[[EngineLoop], T]) -> T:
-        """Call a picklable function with the engine between steps. Return its result. :raises EngineDeadError: if the engine
-        has ended."""
+        """Call a picklable function with the engine between steps; return its result. :raises EngineDeadError: if it ended."""
         return await self.run_task(query(function))
 
     async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:
@@ -292,8 +280,7 @@ class AsyncLLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a function or method of the worker (LLM.collective_rpc); it must be picklable for another process. timeout:
-        seconds."""
+        """Call a function or method of the worker (LLM.collective_rpc); picklable for another process. timeout: seconds."""
         call = self.run_task(partial(live_model.collective_rpc, method=method, args=args, kwargs=kwargs))
         return await asyncio.wait_for(call, timeout)
 

@@ -127,8 +127,7 @@ def search(searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], 
 
 
 def next_tokens(searches: Sequence[BeamSearch]) -> tuple[list[list[int]], SamplingParams] | None:
-    """Return prompts of token ids for each beam's next token and their parameters; None if all ended. beam_width must be
-    equal."""
+    """Return prompts of token ids for each beam's next token and their parameters; None if all ended. Equal beam_width."""
     going = [each for each in searches if each.goes_on]
     if not going:
         return None

@@ -29,8 +29,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class EngineArgs(EngineConfig):
-    """Options for loading and running a model; None selects the default. `headway.compat.vllm.EngineArgs` also accepts vLLM's
-    options."""
+    """Options for loading and running a model; None selects the default. `headway.compat.vllm.EngineArgs` also takes vLLM's."""
 
     model: Annotated[str, "smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id."] = "smollm2"
     _: dataclasses.KW_ONLY
@@ -41,7 +40,7 @@ class EngineArgs(EngineConfig):
     download_dir: Annotated[str | None, "Folder for files downloaded from a hub. Default: huggingface_hub's own."] = None
     hf_overrides: Annotated[
         Mapping[str, Any] | None,
-        "Values that replace those in the model's config.json; a value for text_config is merged into it.",
+        "Values to use instead of config.json's; a value for text_config is merged into it.",
     ] = None
     generation_config: Annotated[
         str, "Default sampling parameters: auto, the model's recommendation, or vllm, vLLM's defaults."
@@ -64,7 +63,7 @@ class EngineArgs(EngineConfig):
     ] = "auto"
     quantization: Annotated[
         str | None,
-        "fp8: quantize linear layers to FP8 while loading, with one scale per output row. Default: the checkpoint's format.",
+        "fp8: quantize linear layers while loading, one scale per row. Default: the checkpoint's format.",
     ] = None
     speculative_model: Annotated[
         str | None, "Draft model for speculative decoding: a smaller model with the same vocabulary, given like the model."
@@ -74,7 +73,7 @@ class EngineArgs(EngineConfig):
     ] = "auto"
     torch_compile: Annotated[
         bool | None,
-        "Compile the layers of a transformers implementation with torch.compile. Default: on a GPU without enforce_eager.",
+        "Apply torch.compile to a transformers implementation. Default: on a GPU without enforce_eager.",
     ] = None
     runner: Annotated[
         str, "Model runner: generate (texts), pooling (embeddings and scores), or auto, detected from the model's files."
@@ -161,15 +160,13 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def of(cls, *model: object, **options: Any) -> EngineArgs:
-        """Return the options in a call's arguments. :raises ConfigError: if an option is unknown (the error names the
-        nearest) or invalid."""
+        """Return the options in a call's arguments. :raises ConfigError: if an option is unknown or invalid."""
         refuse_unknown("LLM", options, [each.name for each in dataclasses.fields(cls)], FLAGS)
         check_model(model)
         return cls(*model, **options)  # type: ignore[arg-type]
 
     def compiles_on(self, device_type: str) -> bool | None:
-        """Return `torch_compile`. If it is not set: None (compile if possible) for device_type cuda without enforce_eager,
-        else False."""
+        """Return `torch_compile`. Default: None (if possible) for device_type cuda without enforce_eager, else False."""
         tried = device_type == "cuda" and not self.enforce_eager
         return self.torch_compile if self.torch_compile is not None or tried else False
 
@@ -179,8 +176,7 @@ class EngineArgs(EngineConfig):
         return ModelOrigin(self.revision, self.download_dir, self.hf_overrides)
 
     def make_registry(self) -> Registry:
-        """Return the given `registry`, or a new one with `plugins` and `backends`. :raises HeadwayError: if one of them is
-        invalid."""
+        """Return the given `registry`, or a new one with `plugins` and `backends`. :raises HeadwayError: if one is invalid."""
         from headway.tuning.isolated.trial import create_registry
 
         if self.registry is not None:
@@ -207,8 +203,7 @@ class PoolingModel(NamedTuple):
 
 
 def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
-    """Return the model if it is a pooling model, else None. Reads only small files. :raises HeadwayError: if there is no such
-    model."""
+    """Return the model if it is a pooling model, else None. Reads small files. :raises HeadwayError: if it does not exist."""
     asked = args.runner != "auto" or args.task != "auto"
     if args.model in ALIASES and not asked:
         return None
@@ -236,8 +231,7 @@ def help_texts() -> Mapping[str, str]:
 
 
 def takes_arguments_of(args: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Return a decorator that gives an `__init__` the parameters of `args`, for type checkers, editors, help() and error
-    messages."""
+    """Return a decorator that gives an `__init__` the parameters of `args`, for type checkers, editors, help() and errors."""
 
     def decorate(function: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

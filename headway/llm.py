@@ -36,13 +36,11 @@ from headway.requests.request_state import OutputProcessor, Progress, RequestSta
 
 
 class LLM(EngineAccess):
-    """A model ready to generate, embed or score, with vLLM's argument names. Threads may share it; their requests share the
-    batch."""
+    """Model ready to generate, embed or score, with vLLM's argument names. Threads may share it and so its batch."""
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model. Options are those of `EngineArgs` (docs/options.md). :raises HeadwayError: if an option or the model
-        is invalid."""
+        """Load a model. Options: see `EngineArgs` (docs/options.md). :raises HeadwayError: if one is invalid."""
         args = EngineArgs.of(*model, **options)
         self._driver: EngineDriver | None = None
         self._pooling: PoolingClient | None = None
@@ -71,8 +69,7 @@ class LLM(EngineAccess):
 
     @property
     def driver(self) -> EngineDriver:
-        """The driver, shared with each AsyncLLM of the same engine (AsyncLLM.from_llm). :raises ConfigError: if it is a
-        pooling model."""
+        """The driver, shared with AsyncLLMs of the same engine (from_llm). :raises ConfigError: if it is a pooling model."""
         if self._driver is None:
             raise self.pooling.generates_not()
         return self._driver
@@ -110,15 +107,14 @@ class LLM(EngineAccess):
     ) -> list[RequestOutput]:
         """Complete prompts. Return one output per prompt, in order.
 
-        prompts: a text, token ids (also an array), {"prompt": text}, {"prompt_token_ids": ids}, a tokenizer's output, or a
-        list of these. sampling_params: one for all or one per prompt; None means `get_default_sampling_params`. priority: one
-        for all or one per prompt; see scheduling_policy. lora_request: an adapter for all or one per prompt, None meaning the
-        base model; see docs/lora.md. prompt_token_ids: prompts, under vLLM's older name. others: keywords of vLLM;
-        unsupported ones are rejected.
+        prompts: a text, token ids (also an array), {"prompt": text}, {"prompt_token_ids": ids}, a tokenizer's output, or a list
+        of these. sampling_params: one for all or one per prompt; None means `get_default_sampling_params`. priority: one for all
+        or one per prompt; see scheduling_policy. lora_request: an adapter for all or one per prompt, None meaning the base model;
+        see docs/lora.md. prompt_token_ids: prompts, under vLLM's older name. others: keywords of vLLM; unsupported ones are
+        rejected.
 
         If a request's schema cannot be compiled or its logits processor raises, only this request ends, with finish_reason
         "error".
-
         :raises PromptError: if a prompt is empty or too long; checked before any request runs.
         :raises ConfigError: if a keyword, parameter or adapter is invalid; checked before any request runs.
         """
@@ -164,10 +160,9 @@ class LLM(EngineAccess):
     ) -> Iterator[tuple[str | int, RequestOutput]]:
         """Complete one prompt or several at once. Yield an output whenever a step has added tokens to a prompt's completions.
 
-        Yields (new text of completion 0, output) for one prompt, and (index of the prompt, output) for a list. An output
-        holds all completions so far, or what SamplingParams.output_kind says. Requests end when the iterator is closed, or by
-        `abort` from any thread.
-
+        Yields (new text of completion 0, output) for one prompt, and (index of the prompt, output) for a list. An output holds
+        all completions so far, or what SamplingParams.output_kind says. Requests end when the iterator is closed, or by `abort`
+        from any thread.
         :raises ConfigError: if best_of is larger than n, since the best completions are only known at the end.
         """
         requests, progress = self._add(prompts, sampling_params, priority, lora_request, streamed=True)
@@ -210,12 +205,9 @@ class LLM(EngineAccess):
         **others: object,
     ) -> list[RequestOutput]:
         """Answer one or several conversations, using the model's chat template. Return one output per conversation, in order.
-
         messages: a list of {"role": ..., "content": ...}, or a list of such lists. lora_request: see `generate`.
         continue_final_message: continue the last message instead of answering it. chat_template: replaces the model's. tools,
-        chat_template_kwargs: variables for the template. split_special_tokens: treat names of control tokens in messages as
-        text.
-
+        chat_template_kwargs: variables for the template. split_special_tokens: treat names of control tokens in messages as text.
         :raises HeadwayError: if the model has no chat template or a message is invalid.
         """
         template: dict[str, Any] = {
@@ -240,13 +232,10 @@ class LLM(EngineAccess):
         use_tqdm: bool = False,
         **others: object,
     ) -> list[BeamSearchOutput]:
-        """Find the most likely continuations of prompts by beam search. Return one output per prompt, in order.
-
-        prompts, lora_request, others: as in `generate`, with one adapter for all.
-
+        """Find the most likely continuations of prompts by beam search. Return one output per prompt, in order. prompts,
+        lora_request, others: as in `generate`, with one adapter for all.
         :raises PromptError: if a prompt is empty or too long.
-        :raises ConfigError: if a keyword is invalid, or twice the beam_width exceeds max_logprobs.
-        """
+        :raises ConfigError: if a keyword is invalid, or twice the beam_width exceeds max_logprobs."""
         check_keywords("LLM.beam_search", others, ("prompts", "params", "use_tqdm", "concurrency_limit"))
         driver, limits = self.driver, self.driver.validator.limits
         wanted = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width)
@@ -266,12 +255,9 @@ class LLM(EngineAccess):
         pooling_params: PoolingParams | None = None,
         **others: object,
     ) -> list[EmbeddingRequestOutput]:
-        """Return one embedding per prompt, in order.
-
-        prompts: as in `generate`. dimensions: number of elements to keep, if the model was trained for it.
-        truncate_prompt_tokens: maximum number of tokens of a prompt, -1 for the model's limit; None rejects longer prompts.
-        pooling_params: both of these, instead of the keywords. others: see `generate`.
-
+        """Return one embedding per prompt, in order. prompts: as in `generate`. dimensions: number of elements to keep, if the
+        model was trained for it. truncate_prompt_tokens: maximum number of tokens of a prompt, -1 for the model's limit; None
+        rejects longer prompts. pooling_params: both of these, instead of the keywords. others: see `generate`.
         :raises PromptError: if a prompt is empty or too long; checked before any prompt runs.
         :raises ConfigError: if the model generates or scores, or a parameter is invalid.
         """
@@ -289,12 +275,9 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         **others: object,
     ) -> list[ScoringRequestOutput]:
-        """Score documents for queries. Return one output per document.
-
-        data_1: a query for all documents, or one per document. data_2: a document or several. A classifier with one label
-        reads both texts; for an embedding model the score is the cosine of the embeddings. truncate_prompt_tokens, others:
-        see `embed`.
-
+        """Score documents for queries. Return one output per document. data_1: a query for all documents, or one per document.
+        data_2: a document or several. A classifier with one label reads both texts; for an embedding model the score is the
+        cosine of the embeddings. truncate_prompt_tokens, others: see `embed`.
         :raises PromptError: if two texts together are too long.
         :raises ConfigError: if the model generates, or a parameter is invalid.
         """
@@ -327,9 +310,7 @@ class LLM(EngineAccess):
     ) -> list[PoolingRequestOutput]:
         """Return the results of a reward model or a token classifier for each token or step of a prompt.
 
-        Each output's data is float32 [tokens, labels], or [steps, labels] for a model that rewards steps. Arguments: see
-        `embed`.
-
+        Each output's data is float32 [tokens, labels], or [steps, labels] for a model that rewards steps. Arguments: see `embed`.
         :raises PromptError: if a prompt is empty or too long; checked before any prompt runs.
         :raises ConfigError: if the model does not reward tokens.
         """
@@ -347,8 +328,7 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[PoolingRequestOutput]:
-        """Return `embed`, `classify`, `reward` or token-embedding results as tensors. pooling_task: vLLM's; None means the
-        model's."""
+        """Return `embed`, `classify`, `reward` or token embeddings as tensors. pooling_task: vLLM's; None means the model's."""
         task = self.pooling.jobs.pooling_task(pooling_task)
         if task == "token_embed":
             check_keywords("LLM.encode", others, ("prompts", "use_tqdm", "pooling_params", "pooling_task"))

@@ -76,13 +76,11 @@ class EngineAccess(ABC):
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of weights and KV cache until `wake_up`; meanwhile requests are rejected.
-
-        level: 1 copies the weights to host memory, 2 reads them again from the model's files on waking. Cached prompts are
-        forgotten. On a GPU, waking captures CUDA graphs again; on a CPU, level 1 leaves the weights in place.
-
+        """Free the memory of weights and KV cache until `wake_up`; meanwhile requests are rejected. level: 1 copies the weights
+        to host memory, 2 reads them again from the model's files on waking. Cached prompts are forgotten. On a GPU, waking
+        captures CUDA graphs again; on a CPU, level 1 leaves the weights in place.
         :raises ConfigError: if a request is unfinished, the engine has several ranks, or level 2 has quantized weights or
-            experts.
+        experts.
         """
         with self.driver.lock:
             live_model.sleep(self.driver, level)
@@ -106,9 +104,8 @@ class EngineAccess(ABC):
         """Call a function with the engine's worker, or a worker's method by name, between two steps. Return a list of its one
         result.
 
-        The worker has `model_runner.model.load_weights(pairs of name and tensor)`, `device`, `rank`, `reload_weights`, and
-        the methods of worker_extension_cls. timeout is ignored: the call runs in this process.
-
+        The worker has `model_runner.model.load_weights(pairs of name and tensor)`, `device`, `rank`, `reload_weights`, and the
+        methods of worker_extension_cls. timeout is ignored: the call runs in this process.
         :raises ConfigError: if the engine has several ranks or the worker does not have the method.
         """
         with self.driver.lock:
@@ -166,8 +163,7 @@ class LLMEngine(EngineAccess):
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and set up its engine. Options are those of `LLM`. :raises HeadwayError: if an option or the model is
-        invalid."""
+        """Load a model and set up its engine. Options: see `LLM`. :raises HeadwayError: if an option is invalid."""
         self._start(driver_of(EngineArgs.of(*model, **options)))
 
     @classmethod
@@ -205,14 +201,10 @@ class LLMEngine(EngineAccess):
         prompt_text: str | None = None,
         **others: object,
     ) -> str:
-        """Queue a request, whose outputs `step` returns. Return its id.
-
-        prompt, params, lora_request: see LLM.generate. priority: see scheduling_policy. arrival_time: ignored. others,
-        positional: arguments of vLLM; unsupported ones are rejected.
-
+        """Queue a request, whose outputs `step` returns. Return its id. prompt, params, lora_request: see LLM.generate. priority:
+        see scheduling_policy. arrival_time: ignored. others, positional: arguments of vLLM; unsupported ones are rejected.
         :raises PromptError: if the prompt is empty or too long.
-        :raises ConfigError: if the id is in use, or a parameter or keyword is invalid.
-        """
+        :raises ConfigError: if the id is in use, or a parameter or keyword is invalid."""
         adapters = [each for each in positional if isinstance(each, LoRARequest)]  # vLLM has it after arrival_time
         lora_request = lora_request or next(iter(adapters), None)
         if any(each is not None and not isinstance(each, float | LoRARequest) for each in positional):

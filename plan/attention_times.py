@@ -97,8 +97,7 @@ class AttentionTimes:
         return self._known[spec]
 
     def _most_similar(self, spec: AttentionSpec) -> MeasuredLayer | None:
-        """Return the measured layer of equal head size with the nearest number of KV heads, then of query heads; None if there is
-        none."""
+        """Return the measured layer of equal head size with the nearest number of KV heads, then query heads; None if none."""
 
         def distance(other: AttentionSpec) -> tuple[float, float]:
             keys = abs(math.log(other.num_kv_heads / spec.num_kv_heads))

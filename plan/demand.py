@@ -52,7 +52,7 @@ class Demand:
 
     @classmethod
     def of_file(cls, path: Path, limits: LatencyLimits, routing: Routing = "round-robin") -> Demand:
-        """Return the demand of JSON lines {"arrival": seconds, "input_len": tokens, "output_len": tokens}. :raises ConfigError:
+        """Return the demand of lines {"arrival": seconds, "input_len": tokens, "output_len": tokens}. :raises ConfigError:
         if a line is bad."""
         need = '{"arrival": seconds, "input_len": tokens, "output_len": tokens} in each line'
         try:

@@ -85,8 +85,7 @@ class AllReduceTimes:
     """Number of ranks -> microseconds at each size of MESSAGE_BYTES."""
 
     def us(self, ranks: int, num_bytes: float) -> float:
-        """Return microseconds: log-linear between measured sizes and ranks, constant below, proportional above. ranks: at most
-        the measured."""
+        """Return microseconds: log-linear between measured sizes and ranks, constant below, proportional above."""
         if ranks == 1:
             return 0.0
         known = sorted(self.by_ranks)

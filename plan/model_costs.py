@@ -38,8 +38,7 @@ _SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_attention_heads": (),
     "vocab_size": (),
 }
-"""Required sizes under transformers' names -> possible substitutes. A missing size would become transformers' default, which is
-wrong."""
+"""Required sizes under transformers' names -> possible substitutes. Transformers' defaults would be wrong."""
 
 
 class PlannedModel(NamedTuple):
@@ -146,8 +145,7 @@ class RankExperts:
     count: int
 
     def touched(self, tokens: int) -> float:
-        """Return the mean number of experts whose weights a rank reads for a number of tokens, with uneven selection
-        (UNEVENNESS)."""
+        """Return the mean number of experts that a rank reads for a number of tokens, with uneven selection (UNEVENNESS)."""
         missed = [(1 - chance) ** tokens for chance in self.chances]
         return len(missed) - sum(missed)
 
@@ -219,8 +217,7 @@ class RankCosts:
         return sum(KEY_VALUE.bytes_per_slot(spec) for spec in self.layers.states)
 
     def largest_step_bytes(self, tokens: int, rows: int) -> float:
-        """Return the approximate activation bytes of a step. rows: sampled rows; filtering logits needs at most 42 bytes per
-        logit."""
+        """Return the approximate activation bytes of a step. rows: sampled rows, with at most 42 bytes per logit to filter."""
         widest = max((each.rows + each.columns for each in self.products), default=0)
         return tokens * self.itemsize * (6 * self.config.hidden_size + 2 * widest) + rows * self.config.vocab_size * 44
 
@@ -315,8 +312,7 @@ def _mlp_products(own: DecoderConfig) -> list[ProductShape]:
 
 
 def check_cache_dtype(config: DecoderConfig, name: str) -> str:
-    """Return why a model's KV cache cannot have this element type, or "" if it can. :raises ConfigError: if the name is
-    unknown."""
+    """Return why a model's KV cache cannot have this element type, or "" if it can. :raises ConfigError: if it is unknown."""
     if name not in ("auto", *KV_DTYPES):
         raise ConfigError("--kv-cache-dtype", f"auto, {', '.join(KV_DTYPES)}", repr(name))
     integer = name != "auto" and not KV_DTYPES[name].is_floating_point
@@ -360,8 +356,7 @@ class EngineMemory:
 
 
 def engine_memory(gpu: GpuKind, costs: RankCosts, limits: EngineLimits) -> EngineMemory:
-    """Size states and pages for the memory left on one GPU. :raises ConfigError: if one sequence of max_model_len does not
-    fit."""
+    """Size states and pages for the memory left on one GPU. :raises ConfigError: if not even one sequence fits."""
     usable = gpu.memory_bytes * limits.gpu_memory_utilization
     taken = SPARE_BYTES + (GROUP_BYTES if costs.size > 1 else 0)
     activations = costs.largest_step_bytes(limits.max_num_batched_tokens, limits.max_num_seqs)

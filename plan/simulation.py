@@ -1,5 +1,4 @@
-"""Simulation of one replica under load: arriving requests, the engine's own scheduler and block manager, and predicted step
-times."""
+"""Simulation of one replica under load: arriving requests, the engine's scheduler and block manager, and predicted times."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ class _Times:
 
 @dataclass
 class Replica:
-    """One engine: its `Scheduler` decides, `StepPredictor` predicts times, nothing is computed. Steps launch ahead as in
-    `EngineLoop`."""
+    """One engine: its `Scheduler` decides, `StepPredictor` predicts times. Steps launch ahead as in `EngineLoop`."""
 
     times: StepPredictor
     memory: EngineMemory
@@ -119,12 +117,10 @@ class Replica:
     def run(
         self, requests: Iterable[SimulatedRequest], concurrency: int | None = None, measured: range | None = None
     ) -> Latencies:
-        """Run requests until all measured ones have ended. Return their latencies.
-
-        requests: in order of arrival. concurrency: a request arrives when an earlier one ends, so that this many run at any
-        time; arrival times are ignored. measured: indices of the requests to measure; None means all. If not all are
-        measured, tokens are counted from the arrival of the first measured request to that of the last.
-        """
+        """Run requests until all measured ones have ended. Return their latencies. requests: in order of arrival. concurrency: a
+        request arrives when an earlier one ends, so that this many run at any time; arrival times are ignored. measured: indices
+        of the requests to measure; None means all. If not all are measured, tokens are counted from the arrival of the first
+        measured request to that of the last."""
         coming = deque(requests)
         measured = range(len(coming)) if measured is None else measured
         begin = coming[0].arrival if coming and concurrency is None else 0.0

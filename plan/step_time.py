@@ -116,8 +116,7 @@ class StepPredictor:
         )
 
     def _launches_of_a_layer(self, work: StepWork) -> float:
-        """Return host microseconds per layer: 0 for steps with one CUDA graph (decode, short prefill), else the cost of
-        launches."""
+        """Return host microseconds per layer: 0 for steps with one CUDA graph (decode, short prefill), else the launches."""
         if not work.query_lens:
             return 0.0
         if work.num_decodes:
@@ -145,8 +144,7 @@ class StepPredictor:
         return experts.count * (self._reached.expert_us + math.hypot(read, compute))
 
     def _sums(self, tokens: int, rows: int) -> float:
-        """Return the microseconds of all-reduces, and of the exchange between ranks for each row that is sampled without a
-        filter."""
+        """Return the microseconds of all-reduces, and of the exchange between ranks per row sampled without a filter."""
         costs, size = self.costs, self.costs.size
         if size == 1:
             return 0.0

@@ -145,8 +145,7 @@ class MessagesRequest(TokenCountRequest):
 
 
 def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield path, type and fields of each block; a text is one block. :raises PromptError: if content is not text or such a
-    list."""
+    """Yield path, type and fields of each block; a text is one block. :raises PromptError: if content is neither."""
     if isinstance(content, str):
         yield place, "text", {"text": content}
         return

@@ -65,8 +65,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
 
 
 def batch_concurrency(options: ServerOptions, most: int) -> int:
-    """Return the number of concurrent lines of a batch, which leaves room for other requests. most: maximum sequences per
-    step."""
+    """Return the number of concurrent lines of a batch, leaving room for other requests. most: maximum sequences per step."""
     return options.batch_concurrency or max(min(most, options.max_queue) // 2, 1)
 
 

@@ -46,8 +46,7 @@ _WITHOUT_EFFECT: Final = frozenset(
         "spaces_between_special_tokens",
     )
 )
-"""Fields that do not affect the answer here: the caller's identity, billing and storage, and parameters of an unused beam
-search."""
+"""Fields that do not affect the answer here: the caller's identity, billing and storage, and unused beam search parameters."""
 
 
 class Fields(BaseModel):

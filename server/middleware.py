@@ -26,8 +26,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def request_name(request: Request, given: str | None = None) -> str:
-    """Return the client's part of an answer's id: the header X-Request-Id, else `given`, else "". :raises ApiError: see
-    `check_id`."""
+    """Return the client's part of an answer's id: X-Request-Id, else `given`, else "". :raises ApiError: see `check_id`."""
     header = request.headers.get(HEADER)
     check_id("the header X-Request-Id", header, None)
     check_id("request_id", given, "request_id")
@@ -182,8 +181,7 @@ PROBES: Final = frozenset(("/health", "/ping"))
 
 
 def host_check(allowed: Collection[str]) -> Check:
-    """Return a check of the Host header, against DNS rebinding. allowed: names without ports; "*.example.org" allows
-    subdomains."""
+    """Return a check of the Host header, against DNS rebinding. allowed: names without ports, or "*.example.org"."""
     names = frozenset((f"[{name}]" if ":" in name and name[0] != "[" else name).lower() for name in allowed)
     ends = tuple(name[1:] for name in names if name.startswith("*."))
 

@@ -84,12 +84,10 @@ class ServerOptions:
     ] = None
     reasoning_parser: Annotated[
         str | None,
-        _CHAT(help="Format of the model's reasoning; none leaves it in the content. Default: detected from its chat template."),
+        _CHAT(help="Format of the model's reasoning; none: as content. Default: detected from its chat template."),
     ] = None
     enable_auto_tool_choice: Annotated[bool, _CHAT(help="Parse tool calls for requests with tool_choice auto.")] = True
-    max_queue: Annotated[
-        int, _LIMIT(min=1, help="Maximum number of requests waiting for a first token; further requests get 429.")
-    ] = 1024
+    max_queue: Annotated[int, _LIMIT(min=1, help="Maximum requests waiting for a first token; others get 429.")] = 1024
     max_body_bytes: Annotated[int, _LIMIT("--max-body", min=1, help="Maximum size of a request body in bytes.")] = 16 * 2**20
     max_connections: Annotated[int, _LIMIT(min=1, help="Maximum number of connections; further ones get 503.")] = 4096
     otlp_traces_endpoint: Annotated[
@@ -104,27 +102,19 @@ class ServerOptions:
     files_dir: Annotated[
         Path | None, _SERVER(help="Let clients store files and run batches. The folder keeps both across restarts.")
     ] = None
-    max_file_bytes: Annotated[int, _LIMIT("--max-file", min=1, help="Maximum size of a file in bytes, with --files-dir.")] = (
-        200 * 2**20
-    )
+    max_file_bytes: Annotated[int, _LIMIT("--max-file", min=1, help="Maximum bytes of a file, with --files-dir.")] = 200 * 2**20
     batch_concurrency: Annotated[
         int | None,
-        _LIMIT(min=1, help="Maximum number of concurrent lines of a batch. Default: half of the engine's --max-num-seqs."),
+        _LIMIT(min=1, help="Maximum concurrent lines of a batch. Default: half of --max-num-seqs."),
     ] = None
     max_stored_responses: Annotated[
         int, _LIMIT(min=0, help="Number of responses of /v1/responses to keep in memory, so that they can be continued by id.")
     ] = 1000
     request_timeout: Annotated[float | None, _LIMIT(min=0.001, help="Maximum seconds per request. Default: no limit.")] = None
     read_timeout: Annotated[float, _LIMIT(min=0.001, help="Maximum seconds for a client to send a request.")] = 30.0
-    write_timeout: Annotated[float, _LIMIT(min=0.001, help="Maximum seconds for which a client may leave an answer unread.")] = (
-        60.0
-    )
-    shutdown_timeout: Annotated[float, _LIMIT(min=0, help="Seconds for which running requests may continue after SIGTERM.")] = (
-        30.0
-    )
-    step_timeout: Annotated[float, _LIMIT(min=0.001, help="Seconds without a finished step after which /health returns 503.")] = (
-        300.0
-    )
+    write_timeout: Annotated[float, _LIMIT(min=0.001, help="Maximum seconds in which a client reads nothing.")] = 60.0
+    shutdown_timeout: Annotated[float, _LIMIT(min=0, help="Seconds for running requests to finish after SIGTERM.")] = 30.0
+    step_timeout: Annotated[float, _LIMIT(min=0.001, help="Seconds without a finished step until /health gives 503.")] = 300.0
     chat_parsers: Sequence[ChatParserInfo] = ()
 
     @cached_property
@@ -170,8 +160,7 @@ class ServerOptions:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound but not listening, before a model is loaded. :raises ConfigError: if the address is taken or not
-    local."""
+    """Return a socket bound but not listening, before a model is loaded. :raises ConfigError: if the address is unusable."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

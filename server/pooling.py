@@ -288,8 +288,7 @@ OPEN_PATHS = frozenset(("/health", "/ping", "/metrics"))
 
 
 def create_pooling_app(pooling: AsyncPooling, options: ServerOptions | None = None) -> FastAPI:
-    """Return an ASGI application for a pooling model. It does not shut down the engine. `app.state.routes` are its
-    PoolingRoutes."""
+    """Return an ASGI application for a pooling model. It does not stop the engine. `app.state.routes` are its PoolingRoutes."""
     options = options or ServerOptions()
     app = FastAPI(title="Headway", version=__version__)
     routes = PoolingRoutes(pooling, options)

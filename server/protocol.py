@@ -30,9 +30,8 @@ _FIRST_PAUSE: Final = 0.2
 class ClientProbe:
     """Detector of whether a client that has closed its sending side still reads.
 
-    A client that waits for its answer (`nc -N`, `shutdown(SHUT_WR)`) and one that has gone look the same until bytes are
-    sent: only then does the system report an error. The first bytes, equal for all responses, are therefore sent early, one
-    by one.
+    A client that waits for its answer (`nc -N`, `shutdown(SHUT_WR)`) and one that has gone look the same until bytes are sent:
+    only then does the system report an error. The first bytes, equal for all responses, are therefore sent early, one by one.
     """
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop, begun: bool, gone: Callable[[], None]) -> None:
@@ -80,8 +79,7 @@ _AT_ONCE: Final = 8  # Requests to start per iteration of the event loop: 2 ms o
 
 
 class PacedStarts:
-    """Starter of requests, a few per iteration of the event loop, so that many requests do not delay new connections and
-    probes."""
+    """Starter of requests, a few per iteration of the event loop, so that crowds do not delay new connections and probes."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -117,8 +115,7 @@ _BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))  # H
 _MOST_PIPELINED: Final = 64  # Maximum number of requests of one connection that wait for earlier responses
 _READ_GRACE: Final = 0.02  # Seconds for the event loop to read bytes that have arrived
 LINGER: Final = 1.0
-"""Seconds for a rejected client to send, read and close. Closing with unread bytes resets the connection and may lose the
-response."""
+"""Seconds for a rejected client to send, read and close. Closing earlier resets the connection and may lose the response."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -138,9 +135,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _surplus = _refused = False
     _owes_body = False  # True if the parser will not parse the current request's body because the request asks for an upgrade
     _told_again = False  # True while a new parser is fed the known head of a request
-    _answering: RequestResponseCycle | None = (
-        None  # The request that is being or was last answered; `cycle` is the newest request
-    )
+    _answering: RequestResponseCycle | None = None  # The current or last answered one; `cycle` is the newest
     _probe: ClientProbe | None = None  # Detector for a client that has closed its sending side
     _last_words: ApiError | None = None  # Error for a rejected client, sent after the responses to its earlier requests
 
@@ -169,8 +164,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes. Unlike uvicorn's version, invalid HTTP is rejected only after the responses to earlier
-        requests."""
+        """Parse received bytes. Unlike uvicorn's version, invalid HTTP is rejected after the responses to earlier requests."""
         self._unset_keepalive_if_required()
         self._unparsed += len(data)
         while data and not self._refused:
@@ -191,8 +185,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(self.options.read_timeout, self._give_up)  # empty lines, or the rest of a body that was already answered
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep answering complete requests after the client's EOF; reject incomplete ones. Return False if nothing is left to
-        do."""
+        """Keep answering complete requests after the client's EOF; reject incomplete ones. Return False if nothing is left."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_complete:
             self._refuse(ApiError(400, "the body: needs as many bytes as its head says, got fewer"))
@@ -307,8 +300,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Stop with the server: complete requests continue, incomplete ones are rejected, and sent responses may still be
-        read."""
+        """Stop with the server: complete requests continue, incomplete ones are rejected, and sent responses can be read."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self._refuse(ApiError(503, "the server is shutting down", retry_after=1))
@@ -334,8 +326,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return found is not None and not (found.response_complete or found.disconnected)
 
     def _wait_for_reading(self, otherwise: Callable[[], None]) -> None:
-        """Wait a little longer after a timeout: bytes may be unread because the server was busy, not because the client is
-        slow."""
+        """Wait a little longer after a timeout: bytes may be unread because the server was busy, not the client slow."""
         self._read_timer = self.loop.call_later(_READ_GRACE, otherwise)
 
     def _cancel_read_timer(self) -> None:
@@ -365,9 +356,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._refused = True
         broken = self.cycle
-        if (
-            broken is not None and broken.more_body and not broken.response_started
-        ):  # its body is incomplete: the error is its response
+        if broken is not None and broken.more_body and not broken.response_started:  # incomplete body: the error answers it
             _end(broken)
             if self.pipeline and self.pipeline[0][0] is broken:
                 self.pipeline.popleft()
@@ -427,7 +416,6 @@ def _end(cycle: RequestResponseCycle) -> None:
 
 def limited_protocol(options: ServerOptions, most_open: int, refused: Counter[str]) -> type[LimitedProtocol]:
     """Return the protocol class of a server with these options. most_open: maximum number of connections for the file
-    descriptors.
-    refused: status -> number of error responses, which the protocol counts."""
+    descriptors. refused: status -> number of error responses, which the protocol counts."""
     own = {"options": options, "most_open": most_open, "refused": refused, "starts": PacedStarts()}
     return type("LimitedProtocol", (LimitedProtocol,), own)

@@ -48,8 +48,7 @@ class DirectMiddleware:
     def __init__(
         self, app: App, endpoints: Mapping[str, Endpoint], refuse: Callable[[Request, Exception], Awaitable[Response]]
     ) -> None:
-        """endpoints: path -> endpoint for POST. FastAPI has them too, for its schema and for applications mounted at other
-        paths.
+        """endpoints: path -> endpoint for POST. FastAPI has them too, for its schema and for applications mounted at other paths.
         refuse: returns the response for a request whose endpoint has raised."""
         self._app = app
         self._endpoints = endpoints
@@ -194,8 +193,7 @@ async def read_body(request: Request, kind: type[Body], options: ServerOptions) 
 
 
 async def read_text(request: Request, options: ServerOptions) -> bytes:
-    """Return the body, read within `max_body_bytes` and `read_timeout`. :raises ApiError: if it is too large, slow or
-    incomplete."""
+    """Return the body, read within `max_body_bytes` and `read_timeout`. :raises ApiError: if too large, slow or incomplete."""
     most = options.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:

@@ -66,8 +66,7 @@ class Service(Admission):
         self.token_bytes = TokenBytes(llm.get_tokenizer())
         own = options.template_text
         self.template_end = None if own is None else token_after_answer(llm.get_tokenizer(), own)
-        """Token that the server's own chat template writes after an answer. The engine already knows the token of the model's
-        template."""
+        """Token that the server's own chat template writes after an answer. The engine knows the one of the model's template."""
         self.running: dict[str, RunningAnswer] = {}
         """Key of an answer -> the answer, for each request in the engine."""
         self._resumed: asyncio.Event | None = None
@@ -78,8 +77,7 @@ class Service(Admission):
         """Number of requests that are being tokenized and not yet in the engine."""
 
     def default_params(self) -> SamplingParams:
-        """Return the default parameters of requests, as `generation_config` says. :raises ConfigError: if a value in its file is
-        invalid."""
+        """Return requests' default parameters by `generation_config`. :raises ConfigError: if a value in its file is invalid."""
         where = self.options.generation_config
         if where == "auto":
             return self.llm.get_default_sampling_params()

@@ -83,9 +83,7 @@ def cases(batches: Sequence[int], lens: Sequence[int]) -> list[str]:
 
 def run_engine_level(options: EngineOptions, registry: Registry, console: Console | None = None) -> CrossoverTable:
     """Generate every case with every backend. Failures are recorded in the table; Ctrl-C keeps finished cells.
-
-    :raises HeadwayError: if a backend is unknown, a case is not a generation, or no backend could start.
-    """
+    :raises HeadwayError: if a backend is unknown, a case is not a generation, or no backend could start."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     names = list(dict.fromkeys(options.backends)) if options.backends else [*_available(registry, options.device), AUTO]
     for name in names:
@@ -115,10 +113,7 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
 
 def _old_table(options: EngineOptions) -> CrossoverTable | None:
     """Return the table to resume, or None.
-
-    :raises ConfigError: if there is no output file.
-    :raises UnsupportedError: if it is for another machine, level or model.
-    """
+    :raises ConfigError: if there is no output file. :raises UnsupportedError: if it is for another machine, level or model."""
     if not options.resume:
         return None
     if options.output is None:
@@ -155,9 +150,7 @@ def _available(registry: Registry, device: torch.device) -> list[str]:
 
 def _point(case: str) -> Point:
     """Return a generation as a point, with mean lengths if its requests differ.
-
-    :raises ConfigError: if the case is invalid or has no output.
-    """
+    :raises ConfigError: if the case is invalid or has no output."""
     requests = parse_case(case)
     if any(total <= query_len for query_len, total in requests):
         raise ConfigError("generation", "groups such as 8q512s1024: 512 tokens in, 512 out", repr(case))

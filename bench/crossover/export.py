@@ -63,9 +63,7 @@ FORMS: dict[str, Callable[[View, Path], None]] = {
 
 def check_target(path: Path, table: Path | None) -> None:
     """Check a file name before the slow work. table: file of the table to show.
-
-    :raises ConfigError: if the format is unknown or the file is the table's own, whose cells would be lost.
-    """
+    :raises ConfigError: if the format is unknown or the file is the table's own, whose cells would be lost."""
     if table is not None and path.resolve() == table.resolve():
         raise ConfigError("--export", "another file than the table's", str(path))
     check_suffix(path)
@@ -79,10 +77,8 @@ def check_suffix(path: Path) -> None:
 
 def export(view: View, path: Path) -> None:
     """Write the view atomically.
-
     :raises ConfigError: if the format is unknown or unsupported for this table, a library is missing, or the folder is not
-        writable.
-    """
+    writable."""
     check_suffix(path)
     if view.table.kind != "attention" and path.suffix.lower() in (".html", ".png"):
         raise ConfigError("--export", f"a table of attention for {path.suffix}", f"one of kind {view.table.kind}")

@@ -33,9 +33,7 @@ LENGTHS: dict[PhaseName, str] = {
 def to_png(view: View) -> bytes:
     """Return a PNG with one panel per phase: rows are batch sizes, columns lengths, each cell has its winner's color and
     speed-up.
-
-    :raises ConfigError: if matplotlib is not installed or the table has no points.
-    """
+    :raises ConfigError: if matplotlib is not installed or the table has no points."""
     if not view.blocks:
         raise ConfigError("a picture of the winners", "a table with points", "one without any")
     panels = [(phase, list(blocks)) for phase, blocks in groupby(view.blocks, key=lambda block: block.phase)]
@@ -129,9 +127,8 @@ class Panel:
 def to_curves(view: View, phases: Sequence[str] = ()) -> bytes:
     """Return a PNG with a row of panels per phase; both axes are logarithmic.
 
-    Decode and prefill have a panel for each of three batch sizes, extend for each of three numbers of new tokens. phases:
-    phases to draw; empty means decode, prefill and extend, as far as measured.
-
+    Decode and prefill have a panel for each of three batch sizes, extend for each of three numbers of new tokens. phases: phases
+    to draw; empty means decode, prefill and extend, as far as measured.
     :raises ConfigError: if matplotlib is not installed or the view has no times at several lengths.
     """
     wanted = phases or _PHASES

@@ -122,11 +122,10 @@ def measure_regret(
 ) -> RegretReport:
     """Measure `count` random points per seed, within the grid's range but off the grid, in the order drawn.
 
-    They are steps of one engine: hysteresis within the noise applies, and steps that would replay a graph are chosen and
-    timed as such. Candidates are timed in rounds, for the layout and block size that `auto` chooses for the workload.
-    anywhere: also for all others of the table. others: further layouts and block sizes to time, for `judge_again` with other
-    tables. until: time.perf_counter() after which nothing more is measured; the next point is reported as untimed.
-
+    They are steps of one engine: hysteresis within the noise applies, and steps that would replay a graph are chosen and timed as
+    such. Candidates are timed in rounds, for the layout and block size that `auto` chooses for the workload. anywhere: also for
+    all others of the table. others: further layouts and block sizes to time, for `judge_again` with other tables. until:
+    time.perf_counter() after which nothing more is measured; the next point is reported as untimed.
     :raises ConfigError: if the table has no times for any layout, so that there is no choice to evaluate.
     """
     spec = table.attention.to_spec(device)
@@ -170,12 +169,9 @@ def measure_regret(
 
 
 def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload) -> RegretReport:
-    """Evaluate the choices with a table, using the times of an earlier report. Measures nothing and runs on any machine.
-
-    report: from `measure_regret` with `anywhere`, since otherwise the layout and block size chosen now may have no times.
-
-    :raises ConfigError: if the table is for another layer than the times, or has no times for any layout.
-    """
+    """Evaluate the choices with a table, using the times of an earlier report. Measures nothing and runs on any machine. report:
+    from `measure_regret` with `anywhere`, since otherwise the layout and block size chosen now may have no times.
+    :raises ConfigError: if the table is for another layer than the times, or has no times for any layout."""
     if report.spec.key != table.spec.key:
         need = f"times of the table's layer, {table.spec}"
         raise ConfigError("--trials", need, f"those of {report.spec}", "--output of headway table regret on such a table")
@@ -217,7 +213,6 @@ def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
 
     Uses the layout and block size with the lowest time. Points outside the range of the others are left out, since only the
     nearest edge is known there. A grid without the point is coarser, so the actual regret is lower.
-
     :raises ConfigError: if the table is for whole generations.
     """
     if table.level != "kernel":

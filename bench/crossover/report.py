@@ -133,9 +133,7 @@ def pairs_of(table: CrossoverTable) -> list[PairName]:
 
 def view(table: CrossoverTable, layout: str | None = None, block_size: int | None = None) -> View:
     """Return the table for a layout and block size. Unspecified ones are chosen by the lowest time over all points.
-
-    :raises ConfigError: if no matching layout and block size was measured.
-    """
+    :raises ConfigError: if no matching layout and block size was measured."""
     pairs = pairs_of(table)
     fitting = [pair for pair in pairs if layout in (None, pair[0]) and block_size in (None, pair[1])]
     if not fitting:
@@ -219,10 +217,9 @@ _MARKS: Final = {
 def print_view(view: View, console: Console, all_backends: bool = False) -> None:
     """Print a summary, a block per batch size, the meaning of marks, and notes.
 
-    A block has a column for each backend, the winner, and its speed-up over the runner-up. If the terminal is too narrow,
-    each row has only the winner and the runner-up with their times.
-
-    all_backends: also print why backends could not run where the table was measured.
+    A block has a column for each backend, the winner, and its speed-up over the runner-up. If the terminal is too narrow, each
+    row has only the winner and the runner-up with their times. all_backends: also print why backends could not run where the
+    table was measured.
     """
     table = view.table
     console.print(Text("CROSSOVER ANALYSIS", "bold"), Text(table.title))

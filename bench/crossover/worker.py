@@ -53,13 +53,9 @@ def main() -> None:
 
 
 def _measure(llm: LLM, requests: Sequence[tuple[int, int]], repeat: int, seed: int, tell: Tell) -> list[float]:
-    """Return microseconds of each pass with all requests sent at once. A short pass first warms everything up.
-
-    requests: (input length, input plus output length) of each. repeat: minimum number of passes; short ones are repeated more
-    often.
-
-    :raises RuntimeError: if a request ended early.
-    """
+    """Return microseconds of each pass with all requests sent at once. A short pass first warms everything up. requests: (input
+    length, input plus output length) of each. repeat: minimum number of passes; short ones are repeated more often.
+    :raises RuntimeError: if a request ended early."""
     draw = random.Random(seed)
     vocabulary = llm.model.decoder.vocab_size
     prompts = [[draw.randrange(vocabulary) for _ in range(query_len)] for query_len, _ in requests]

@@ -246,9 +246,7 @@ _SMALLEST = 1e-9
 
 def to_png(report: DiffReport) -> bytes:
     """Return a PNG with a panel per phase: relative error by layer, the range over heads, and the declared tolerance.
-
-    :raises ConfigError: if matplotlib is not installed.
-    """
+    :raises ConfigError: if matplotlib is not installed."""
     figure = new_figure(8.0, 1.5 + 2.2 * len(report.phases))
     axes = figure.subplots(len(report.phases), 1, squeeze=False, sharex=True)[:, 0]
     for axis, phase in zip(axes, report.phases, strict=True):

@@ -178,11 +178,9 @@ def compare(
     advance: Callable[[], None] = lambda: None,
     model_a: Model | None = None,
 ) -> list[PhaseDiff]:
-    """Compare A with B on the prompts and on B's `max_tokens` greedy tokens after each, for each phase that occurs.
-
-    model_a: A's model for its own run, of the same shape with other weights; None means `model`. extend: split prompts of at
-    least three tokens in two, so that the second chunk has a cached context.
-
+    """Compare A with B on the prompts and on B's `max_tokens` greedy tokens after each, for each phase that occurs. model_a: A's
+    model for its own run, of the same shape with other weights; None means `model`. extend: split prompts of at least three
+    tokens in two, so that the second chunk has a cached context.
     :raises ConfigError: if the model has state layers.
     :raises PromptError: if a prompt is empty or too long.
     :raises BackendError: if a backend raised.

@@ -49,14 +49,9 @@ class DiffModels:
 def load_models(
     name: str, dtype: str, device: torch.device, load_format: str, model_impl: str, quantization: str | None
 ) -> DiffModels:
-    """Load the sides' models.
-
-    quantization: None uses one model for both. A name in ON_LOADING quantizes A's weights, and B keeps the plain ones.
-    "checkpoint" uses the checkpoint's quantized weights for A and dequantized ones for B.
-
-    :raises ConfigError: if the weights do not suit `quantization`.
-    :raises ModelError: as `load_model`.
-    """
+    """Load the sides' models. quantization: None uses one model for both. A name in ON_LOADING quantizes A's weights, and B keeps
+    the plain ones. "checkpoint" uses the checkpoint's quantized weights for A and dequantized ones for B.
+    :raises ConfigError: if the weights do not suit `quantization`. :raises ModelError: as `load_model`."""
     load = partial(load_model, name, dtype, device, load_format, model_impl=model_impl)
     if quantization is None:
         both = load()
@@ -162,18 +157,14 @@ class Side(Protocol):
 
 def make_side(name: str, source: BackendSource, specs: Sequence[AttentionSpec], options: SideOptions) -> Side:
     """Return a side by the user's name: "reference", or any value of --attn-backend.
-
-    :raises HeadwayError: if the name is unknown or the backend does not support the model, with reasons.
-    """
+    :raises HeadwayError: if the name is unknown or the backend does not support the model, with reasons."""
     make = _BESIDE_BACKENDS.get(name, BackendSide)
     return make(name, source, specs, options)
 
 
 def check_side(name: str, source: BackendSource, options: SideOptions) -> None:
     """Check the names before loading a model.
-
-    :raises HeadwayError: if a backend, layout or an option's backend is not registered.
-    """
+    :raises HeadwayError: if a backend, layout or an option's backend is not registered."""
     request = ALL_AUTO if name in _BESIDE_BACKENDS else BackendRequest.parse(name)
     check_names(source, {ATTENTION: [*request.names, *(options.options or {})]}, options.kv_layout)
 
@@ -201,17 +192,21 @@ class BackendSide:
         self.block_size = self._selector.selection.block_size
 
     def backend(self, phase: Phase) -> str:
+        """Return the name of the backend for a phase."""
         return self._selector.selection.names[phase]
 
     def kernel(self, phase: Phase) -> str:
+        """Return the name of the kernel for the first layer."""
         kernel: str = self._kernels.backend(self.backend(phase)).kernel(self._specs[0], phase)
         return kernel
 
     def tolerance(self, phase: Phase) -> float:
+        """Return the backend's declared tolerance for the model's dtype."""
         tolerance: float = self._kernels.backend(self.backend(phase)).tolerance[self._specs[0].dtype]
         return tolerance
 
     def open(self, max_lens: Sequence[int]) -> SideRun:
+        """Allocate caches, written by the layout's writer and read by new backend instances."""
         blocks = _Blocks(max_lens, self.block_size)
         writer = self._source.layout(self.layout.name).writer(self._specs[0].device)
         caches = blocks.allocate(self._specs, self.layout)
@@ -229,15 +224,19 @@ class ReferenceSide:
         self._specs = specs
 
     def backend(self, phase: Phase) -> str:
+        """Return the side's own name."""
         return self.name
 
     def kernel(self, phase: Phase) -> str:
+        """Return a description of the computation."""
         return "explicit softmax in float64 (torch)"
 
     def tolerance(self, phase: Phase) -> float:
+        """Return 0: float64 attention is the reference."""
         return 0.0
 
     def open(self, max_lens: Sequence[int]) -> SideRun:
+        """Allocate caches."""
         blocks = _Blocks(max_lens, self.block_size)
         return _ReferenceRun(self._specs, blocks.allocate(self._specs, self.layout), blocks)
 

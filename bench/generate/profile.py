@@ -43,10 +43,8 @@ class Window:
         temperature: float,
         adapters: Sequence[LoRARequest | None] = (None,),
     ) -> None:
-        """Queue each sequence as it is halfway, and run until only decode steps are left.
-
-        adapters: adapters of the sequences, in turn.
-        """
+        """Queue each sequence as it is halfway, and run until only decode steps are left. adapters: adapters of the sequences, in
+        turn."""
         self._engine = engine
         self._device = device
         self.num_steps = min(MAX_STEPS, min(requests.output_lens) // 8)
@@ -69,8 +67,7 @@ class Window:
         return self.num_steps > 0 and self._engine.has_unfinished
 
     def gpu_idle_share(self) -> float | None:
-        """Return 1 - busy / wall: the union of kernels and copies per profiled step, divided by the step time without
-        profiler.
+        """Return 1 - busy / wall: the union of kernels and copies per profiled step, divided by the step time without profiler.
 
         None on a CPU, or without steps to profile.
         """
@@ -93,9 +90,7 @@ class Window:
     def write_trace(self, path: Path) -> None:
         """Write a Chrome trace of the steps (chrome://tracing, https://ui.perfetto.dev); studies/step_trace.py sums up its
         kernels.
-
-        :raises ConfigError: if there are no steps to profile or the file cannot be written.
-        """
+        :raises ConfigError: if there are no steps to profile or the file cannot be written."""
         if not self.open:
             raise ConfigError(
                 "--profile", "outputs of at least 16 tokens, and a pool that holds them", "too few steps to look at"

@@ -67,11 +67,8 @@ class Roofline:
     def __init__(
         self, config: DecoderConfig, specs: Sequence[AttentionSpec], ranks: int = 1, held: ElementBytes | None = None
     ) -> None:
-        """config: the whole model's. specs: one rank's. ranks: number of devices that read and compute a shard each, in
-        parallel.
-
-        held: bytes per element of each kind of weight. None means the model's element size.
-        """
+        """config: the whole model's. specs: one rank's. ranks: number of devices that read and compute a shard each, in parallel.
+        held: bytes per element of each kind of weight. None means the model's element size."""
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size * (3 if config.gated else 2)
         layers = config.layers

@@ -63,12 +63,8 @@ def run_offline(
     command: str,
     advance: Callable[[str], None] = lambda _: None,
 ) -> OfflineReport:
-    """Run the workloads one after the other.
-
-    advance: called after each pass with the workload's label.
-
-    :raises HeadwayError: if a request cannot be sent or has not generated all of its tokens.
-    """
+    """Run the workloads one after the other. advance: called after each pass with the workload's label.
+    :raises HeadwayError: if a request cannot be sent or has not generated all of its tokens."""
     device = describe_device(llm.device, llm.model.decoder.dtype, Timer())
     rates = Rates(measure_read_gbps(llm.device, Timer()), device.matrix_tflops)
     cells, busy, adapters = [], crowding(), _drawn_adapters(llm, options.adapters)
@@ -124,9 +120,7 @@ def settings(llm: LLM) -> dict[str, str]:
 
 def _drawn_adapters(llm: LLM, count: int) -> list[LoRARequest]:
     """Return random adapters, registered with the engine as if loaded.
-
-    :raises ConfigError: if the engine has no adapter slots.
-    """
+    :raises ConfigError: if the engine has no adapter slots."""
     made = [LoRARequest(f"drawn {number}", number, "no folder") for number in range(1, count + 1)]
     decoder = llm.model.decoder
     bank = decoder.adapters if isinstance(decoder, Decoder) else None

@@ -93,10 +93,8 @@ class _Pass:
 def run_throughput(
     llm: LLM, workload: TextWorkload, compare: bool, command: str, advance: Callable[[str], None] = lambda _: None
 ) -> ThroughputReport:
-    """Run the workload with Headway and, if `compare`, with transformers using the same weights, dtype and threads.
-
-    advance: called after each generation with the engine's name.
-    """
+    """Run the workload with Headway and, if `compare`, with transformers using the same weights, dtype and threads. advance:
+    called after each generation with the engine's name."""
     prompts = take_prompts(workload.num_prompts)
     ids = [llm.tokenizer(prompt)["input_ids"] for prompt in prompts]
     runners: list[tuple[str, dict[str, str], Callable[[], _Pass]]] = [

@@ -123,7 +123,6 @@ def random_workloads(batch_size: str, input_len: str, output_len: str | None, te
 
     Input and output lengths are paired in order; a single one is paired with all of the other. None means outputs as long as
     inputs.
-
     :raises ConfigError: if a text is invalid or the lists have different lengths.
     """
     batches, inputs = parse_sizes("--batch-size", batch_size), parse_sizes("--input-len", input_len)
@@ -140,10 +139,7 @@ _MOST: Final = 1 << 20
 
 
 def parse_sizes(option: str, text: str) -> list[int]:
-    """Return integers from a text such as "1,16,64".
-
-    :raises ConfigError: if the text has another form.
-    """
+    """Return integers from a text such as "1,16,64". :raises ConfigError: if the text has another form."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 8 and 0 < int(part) <= _MOST for part in parts):
         raise ConfigError(option, f"whole numbers from 1 to {_MOST:,}, such as 16 or 1,16,64", repr(text))

@@ -55,7 +55,6 @@ def entrants(
     """Return all contenders, with reasons for unavailable ones, and a function that makes the rows of one workload.
 
     A backend requested by name gets a row with the reason even if it cannot run; others are then only listed.
-
     :raises UnknownBackendError: if a backend is not registered.
     :raises ConfigError: if backends are named but the phase does not call any.
     """

@@ -30,9 +30,7 @@ def compare(cells: Sequence[KernelCell], than: str, most: float) -> SpeedCompari
 
 def check_request(most: float | None, than: str | None, phase: str) -> None:
     """Check `--fail-if-slower` and `--than`.
-
-    :raises ConfigError: if only one is given, the factor is invalid, or the phase has no backends.
-    """
+    :raises ConfigError: if only one is given, the factor is invalid, or the phase has no backends."""
     if (most is None) != (than is None):
         given, missing = ("--fail-if-slower", "--than NAME") if than is None else ("--than", "--fail-if-slower FACTOR")
         raise ConfigError(given, f"{missing} beside it", f"{given} alone", "both together say what is too slow")
@@ -77,10 +75,8 @@ def step_bytes(spec: StateSpec, batch: int, query_len: int) -> int:
 
 
 def print_state_report(table: CrossoverTable, spec: StateSpec, peak: DevicePeak, copy_gbps: float, console: Console) -> None:
-    """Print the layer, tables of steps and scans, and reasons for missing times.
-
-    peak: the device's. If its bandwidth is unknown, rates are shares of the measured copy rate.
-    """
+    """Print the layer, tables of steps and scans, and reasons for missing times. peak: the device's. If its bandwidth is unknown,
+    rates are shares of the measured copy rate."""
     most = peak.gbps or copy_gbps
     of = f"{most:,.0f} GB/s, " + (f"the peak ({peak.source})" if peak.gbps else "the measured rate of a large copy")
     console.print(Text(f"{table.device.name}, {table.spec}"), soft_wrap=True)

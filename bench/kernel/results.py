@@ -50,10 +50,8 @@ def peak_of(
     bandwidth: float | None = None,
     flops: float | None = None,
 ) -> DevicePeak:
-    """Return a device's peaks by the name that its driver reports.
-
-    dtype: element type of the run. bandwidth, flops: the user's GB/s and TFLOP/s, which take precedence over data sheets.
-    """
+    """Return a device's peaks by the name that its driver reports. dtype: element type of the run. bandwidth, flops: the user's
+    GB/s and TFLOP/s, which take precedence over data sheets."""
     names = [name for name in _SHEETS if device_name == name or device_name.startswith((f"{name} ", f"{name}-"))]
     gbps, half, single = _SHEETS[max(names, key=len)] if names else (None, None, None)
     tflops = single if dtype == "float32" else half

@@ -84,13 +84,9 @@ class KernelOptions:
 
 
 def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, console: Console | None = None) -> KernelReport:
-    """Measure every contender on every workload. Failures are recorded in the report, never raised.
-
-    registry: None creates one with every installed plugin. console: shows the progress bar; None shows none.
-
-    :raises ConfigError: if a layout, case or dtype is unknown.
-    :raises UnknownBackendError: if a backend is unknown.
-    """
+    """Measure every contender on every workload. Failures are recorded in the report, never raised. registry: None creates one
+    with every installed plugin. console: shows the progress bar; None shows none.
+    :raises ConfigError: if a layout, case or dtype is unknown. :raises UnknownBackendError: if a backend is unknown."""
     registry = registry or create_registry()
     date = datetime.now(UTC).isoformat(timespec="seconds")
     dtype = options.dtype or (torch.float32 if options.device.type == "cpu" else torch.bfloat16)

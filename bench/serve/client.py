@@ -97,10 +97,7 @@ class Client:
     """Client for one server."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
-        """timeout: seconds per request.
-
-        :raises ConfigError: if the URL is invalid.
-        """
+        """timeout: seconds per request. :raises ConfigError: if the URL is invalid."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname, parts.port
@@ -152,10 +149,7 @@ class Client:
             return runner.run(work)
 
     async def model(self) -> str:
-        """Return the first model name that the server lists.
-
-        :raises ConfigError: if the server does not answer or lists none.
-        """
+        """Return the first model name that the server lists. :raises ConfigError: if the server does not answer or lists none."""
         answer = await self.ask("/v1/models")
         try:
             return str(parse_json(answer.text, "/v1/models")["data"][0]["id"])

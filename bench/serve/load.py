@@ -29,9 +29,7 @@ class Length:
 
 def parse_mix(text: str) -> list[Length]:
     """Return request kinds from a text such as "512/128" or "128/64:3,4096/256:1": input and output tokens, and a weight.
-
-    :raises ConfigError: if the text has another form.
-    """
+    :raises ConfigError: if the text has another form."""
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)/(\d+)(?::(\d+(?:\.\d+)?))?\s*", part)
@@ -43,9 +41,7 @@ def parse_mix(text: str) -> list[Length]:
 
 def limits_of(text: str | None) -> dict[str, float]:
     """Return limit name -> milliseconds from a text such as "ttft:200,tpot:20"; empty if there is none.
-
-    :raises ConfigError: if the text has another form.
-    """
+    :raises ConfigError: if the text has another form."""
     limits: dict[str, float] = {}
     for part in filter(None, (text or "").split(",")):
         name, _, value = part.strip().partition(":")

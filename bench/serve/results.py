@@ -21,10 +21,7 @@ from headway.hosting.profiling import ProfileRequest, StepsProfile
 
 
 async def begin(client: RequestSender, asked: ProfileRequest) -> None:
-    """Start the server's profile.
-
-    :raises ConfigError: if the server does not.
-    """
+    """Start the server's profile. :raises ConfigError: if the server does not."""
     answer = await client.ask("/start_profile", asked.model_dump())
     if answer.error:
         hint = "start it with headway serve --profile-dir FOLDER"
@@ -33,9 +30,7 @@ async def begin(client: RequestSender, asked: ProfileRequest) -> None:
 
 async def end(client: RequestSender) -> StepsProfile | None:
     """Stop the server's profile and return it; None if the server returns no profile data.
-
-    :raises ConfigError: if the server does not stop it.
-    """
+    :raises ConfigError: if the server does not stop it."""
     answer = await client.ask("/stop_profile", {})
     if answer.error:
         raise ConfigError("--profile", "a server that answers /stop_profile", answer.error)
@@ -236,9 +231,7 @@ def _ms(value: float) -> str:
 
 def draw(report: ServeReport, folder: Path) -> list[Path]:
     """Draw charts of time to first token, time per token and rates. Return their files.
-
-    :raises ConfigError: if matplotlib is not installed or the folder is not writable.
-    """
+    :raises ConfigError: if matplotlib is not installed or the folder is not writable."""
     groups = [cell.label for cell in report.cells]
     cells = [cell for cell in report.cells if cell.completed]
     if not cells:

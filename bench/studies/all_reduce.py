@@ -88,10 +88,7 @@ class VllmCustom:
 
     def __init__(self, device: torch.device) -> None:
         """torch's default group must exist.
-
-        :raises ImportError: if vLLM is not installed.
-        :raises RuntimeError: if vLLM does not support these GPUs.
-        """
+        :raises ImportError: if vLLM is not installed. :raises RuntimeError: if vLLM does not support these GPUs."""
         import torch.distributed as dist
 
         os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # the check would use vLLM's own groups, which do not exist

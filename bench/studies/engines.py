@@ -69,13 +69,8 @@ class PeerOptions:
 def run_peer(
     options: PeerOptions, workloads: Sequence[RequestSet], device: torch.device, advance: Callable[[str], None] = lambda _: None
 ) -> PeersFile:
-    """Run the workloads with another engine.
-
-    advance: called before each pass with the workload's label.
-
-    :raises UnsupportedError: if the engine is not installed.
-    :raises HeadwayError: if the engine failed, with its message.
-    """
+    """Run the workloads with another engine. advance: called before each pass with the workload's label.
+    :raises UnsupportedError: if the engine is not installed. :raises HeadwayError: if the engine failed, with its message."""
     folder = locate(options.model, weights=options.load_format != "dummy")
     vocab_size = int(read_config(folder).vocab_size)
     passes: dict[str, list[float]] = {}
@@ -119,10 +114,7 @@ def run_peer(
 
 
 def _child(options: PeerOptions) -> Child:
-    """Return the process of the engine.
-
-    :raises UnsupportedError: if the engine is not installed.
-    """
+    """Return the process of the engine. :raises UnsupportedError: if the engine is not installed."""
     if options.engine == LLAMA:
         try:
             return Child([options.python, str(Path(__file__).with_name("llama_child.py"))], {"PYTHONPATH": ""})

@@ -221,9 +221,7 @@ SHAPES = {
 
 def parse_shape(text: str) -> ExpertsShape:
     """Return the shape of a name in SHAPES or of num_experts/top_k/intermediate_size/hidden_size.
-
-    :raises ConfigError: if the text is neither.
-    """
+    :raises ConfigError: if the text is neither."""
     parts = text.split("/")
     if text in SHAPES:
         return SHAPES[text]
@@ -251,10 +249,7 @@ EXPERT_FORMS: Mapping[str, Callable[[Tensor], QuantizedWeight] | None] = {
 
 
 def parse_form(text: str) -> Callable[[Tensor], QuantizedWeight] | None:
-    """Return the quantization function of a format's name; None for plain.
-
-    :raises ConfigError: if the name is unknown.
-    """
+    """Return the quantization function of a format's name; None for plain. :raises ConfigError: if the name is unknown."""
     if text not in EXPERT_FORMS:
         raise ConfigError("form", ", ".join(EXPERT_FORMS), repr(text))
     return EXPERT_FORMS[text]
@@ -271,13 +266,9 @@ def run_experts_bench(
     tell: Callable[[str], None] = lambda what: None,
     form: str = "plain",
 ) -> ExpertsReport:
-    """Time all of Headway's kernels and all installed peers.
-
-    budget: maximum seconds to measure Headway's kernels for a shape without saved times. form: a name in EXPERT_FORMS; peers
-    only get plain weights.
-
-    :raises ConfigError: if there is no GPU, or the kernels do not support the format for this shape or type.
-    """
+    """Time all of Headway's kernels and all installed peers. budget: maximum seconds to measure Headway's kernels for a shape
+    without saved times. form: a name in EXPERT_FORMS; peers only get plain weights.
+    :raises ConfigError: if there is no GPU, or the kernels do not support the format for this shape or type."""
     if device.type != "cuda":
         raise ConfigError("headway.bench.studies.experts", "a GPU", device.type)
     quantize = parse_form(form)
@@ -320,9 +311,7 @@ class RandomLayer:
         quantize: Callable[[Tensor], QuantizedWeight] | None = None,
     ) -> None:
         """quantize: quantizes the experts' weights; None leaves them plain.
-
-        :raises ConfigError: if the kernels do not support the quantized weights.
-        """
+        :raises ConfigError: if the kernels do not support the quantized weights."""
         config, hidden, inner = shape.config, shape.hidden_size, shape.config.intermediate_size
         self._shape = shape
         self._generator = torch.Generator(device).manual_seed(0)

@@ -315,9 +315,7 @@ def _first(answer: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 def peers_of(phase: str, names: Sequence[str] | None) -> list[KernelPeer]:
     """Return the peers of a phase by name; None means all, installed or not.
-
-    :raises ConfigError: if no peer of the phase has a name.
-    """
+    :raises ConfigError: if no peer of the phase has a name."""
     known = {peer.name: peer for peer in all_peers() if phase in peer.phases}
     unknown = [name for name in names or () if name not in known]
     if unknown:

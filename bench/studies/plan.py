@@ -120,9 +120,7 @@ def measure(
     told: Callable[[str], None],
 ) -> list[MeasuredPoint]:
     """Measure every workload of every model: the median of three passes after a warm-up pass.
-
-    :raises ConfigError: if there is no H200, for which the tables and utilizations are.
-    """
+    :raises ConfigError: if there is no H200, for which the tables and utilizations are."""
     if not torch.cuda.is_available() or torch.cuda.get_device_name() != GPU_KINDS["h200"].title:
         got = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
         raise ConfigError("headway.bench.studies.plan measure", f"an {GPU_KINDS['h200'].title}", got)

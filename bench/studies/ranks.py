@@ -51,9 +51,7 @@ WORKS: Final = (
 
 def predict_runs(gpu: str, ranks: int) -> RanksPrediction:
     """Predict every workload on one GPU and on `ranks` GPUs of a kind.
-
-    :raises ConfigError: if `headway plan` does not know the kind or has no times for this number of GPUs.
-    """
+    :raises ConfigError: if `headway plan` does not know the kind or has no times for this number of GPUs."""
     kind = gpu_kind(gpu)
     runs = [
         _run(work, batch, size, kind.name)
@@ -112,7 +110,7 @@ def _kind_here() -> str:
 def ranks(
     what: Annotated[str, typer.Argument(help="predict or report.")],
     folder: Annotated[Path | None, typer.Argument(help="Folder of the files to report on.")] = None,
-    size: Annotated[int, typer.Option("Number of ranks.", min=2, help="Ranks.")] = 2,
+    size: Annotated[int, typer.Option("--ranks", min=2, help="Number of ranks.")] = 2,
     gpu: Annotated[
         str | None, typer.Option(help="Kind of GPU to predict, as in `headway plan`. Default: this machine's.")
     ] = None,

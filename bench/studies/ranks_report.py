@@ -124,9 +124,7 @@ class _Measured(NamedTuple):
 
 def report_of(folder: Path) -> RanksReport:
     """Compare the files of a folder: throughput-NAME-tpN.json, vllm-NAME-tpN.json, predicted.json, all-reduce.json.
-
-    :raises ConfigError: if there is no file of a run on several GPUs.
-    """
+    :raises ConfigError: if there is no file of a run on several GPUs."""
     measured = [each for path in sorted(folder.glob("throughput-*-tp*.json")) for each in _read(path)]
     several = [each for each in measured if each.ranks > 1]
     if not several:

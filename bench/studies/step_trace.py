@@ -61,9 +61,7 @@ class TracedSteps:
 
 def read_trace(path: Path) -> TracedSteps:
     """Return the kernel times of a Chrome trace from `headway bench throughput --profile`.
-
-    :raises ConfigError: if the file is not such a trace or has no kernels.
-    """
+    :raises ConfigError: if the file is not such a trace or has no kernels."""
     need = "a trace that `headway bench throughput --profile` wrote on a GPU"
     try:
         events = json.loads(path.read_text())["traceEvents"]

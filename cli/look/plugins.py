@@ -88,9 +88,7 @@ def distribution_of(name: str) -> str:
 
 def write_package(name: str, folder: Path, registry: Registry, kind: OperationKind | None = None) -> list[Path]:
     """Write the package of a kernel into a new folder and return the files, relative to it. kind: attention if None.
-
-    :raises ConfigError: if the name is invalid or taken, the folder exists or cannot be made, or copier is missing.
-    """
+    :raises ConfigError: if the name is invalid or taken, the folder exists or cannot be made, or copier is missing."""
     from headway.core.contract.backend import API_VERSION
     from headway.core.contract.operation import ATTENTION
     from headway.registry.validate import RESERVED

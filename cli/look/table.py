@@ -31,9 +31,7 @@ def show(
     file: Annotated[Path | None, _FILE] = None,
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
-    export_to: Annotated[
-        list[Path] | None, typer.Option("--export", help="Also export as .csv, .md, .html or .png. Repeatable.")
-    ] = None,
+    export_to: Annotated[list[Path] | None, typer.Option("--export", help="Also export as .csv, .md, .html or .png.")] = None,
     all_backends: Annotated[
         bool, typer.Option("--all", help="Also print why backends could not run on the machine that measured the table.")
     ] = False,
@@ -62,9 +60,7 @@ def show(
 def plot(
     file: Annotated[Path, typer.Argument(help="Table file.")],
     picture: Annotated[Path, typer.Argument(help="File to write: .png or .html.")],
-    curves: Annotated[
-        bool, typer.Option("--curves", help="Draw time against length, with a curve for each backend (.png).")
-    ] = False,
+    curves: Annotated[bool, typer.Option("--curves", help="Draw time against length, one curve per backend (.png).")] = False,
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
 ) -> None:
@@ -211,15 +207,13 @@ def regret(
     points: Annotated[int, typer.Option(min=1, help="Number of held-out random points to measure per seed.")] = 40,
     seed: Annotated[str, typer.Option(help="Seeds of the points and their inputs, comma-separated.")] = "1",
     workload: Annotated[str, typer.Option(help="Expected workload: chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
-    without: Annotated[
-        bool, typer.Option("--leave-one-out", help="Measure nothing: leave out each point of the table in turn.")
-    ] = False,
+    without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave out each point in turn.")] = False,
     anywhere: Annotated[bool, typer.Option("--anywhere", help="Also compare with every other layout and block size.")] = False,
     plugin: PluginFiles = None,
     trials: Annotated[Path | None, typer.Option(help="Measure nothing: use the times of this earlier --output.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Write the results to this JSON file, or for several tables to one file each in this folder."),
+        typer.Option(help="JSON file for the results; for several tables, a folder with one file each."),
     ] = None,
 ) -> None:
     """Measure how much slower auto with a table is than the best backend at points outside the table."""

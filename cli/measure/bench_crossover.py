@@ -52,45 +52,33 @@ def crossover(
     load_format: Annotated[str, typer.Option(help="Level engine: auto, or dummy for random weights.")] = "auto",
     mixed: Annotated[
         str | None,
-        typer.Option(help="Level engine: requests instead of the grid, such as 48q128s256_2q8ks8448 (input, input + output)."),
+        typer.Option(help="Level engine: requests, not the grid: 48q128s256_2q8ks8448 (input, input + output)."),
     ] = None,
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Level engine: minimum number of timed passes; short generations get more.")
-    ] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="Level engine: minimum timed passes; short generations get more.")] = 1,
     cell_limit: Annotated[str, typer.Option(help="Level engine: abandon a generation after this long.")] = "120s",
     crossover_table: Annotated[
         list[Path] | None, typer.Option(help="Level engine: crossover table for auto to use. Repeatable.")
     ] = None,
-    workload: Annotated[
-        str, typer.Option(help="Level engine: workload that auto expects: chat, long, batch, or 16x1024+256.")
-    ] = "chat",
+    workload: Annotated[str, typer.Option(help="Level engine: workload for auto: chat, long, batch, or 16x1024+256.")] = "chat",
     backends: Annotated[
         str | None,
         typer.Option(help="Backends, comma-separated; level engine: also prefill=NAME,decode=NAME. Default: all available ones."),
     ] = None,
     geometry: Annotated[
         str | None,
-        typer.Option(
-            help="Query heads, KV heads and head_dim of the layer: 32/8/128; optionally v_head_dim, /dense or /bidirectional."
-        ),
+        typer.Option(help="Query heads, KV heads, head_dim: 32/8/128; optionally v_head_dim, /dense or /bidirectional."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16, float16 or auto.")] = "auto",
-    kv_dtype: Annotated[
-        str, typer.Option(help="Type of the KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")
-    ] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: all.")] = None,
     block_sizes: Annotated[str | None, typer.Option(help="Block sizes, comma-separated. Default: 16 and 256.")] = None,
     phases: Annotated[
         str | None, typer.Option(help="Phases to measure: prefill, extend, decode, verify; comma-separated. Default: all.")
     ] = None,
-    batch_sizes: Annotated[
-        str | None, typer.Option(help="Batch sizes, comma-separated. Default: the device's usual ones.")
-    ] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: the device's usual ones.")] = None,
     input_lens: Annotated[str | None, typer.Option(help="Lengths, comma-separated. Default: the device's usual ones.")] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Stop after this long (120s, 5m). The most important points are measured first.")
-    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Stop after this long (120s, 5m); important points come first.")] = None,
     refine: Annotated[
         int, typer.Option(min=0, help="Rounds of points to add between neighbours whose fastest backends differ.")
     ] = 2,
@@ -107,8 +95,7 @@ def crossover(
         list[Path] | None, typer.Option("--export", help="Also export as .csv, .md, .html or .png. Repeatable.")
     ] = None,
 ) -> None:
-    """Measure which backend is fastest at each point, and save a table that auto uses. Each backend is first checked against
-    float64."""
+    """Measure the fastest backend at each point, each checked against float64 first, and save a table for auto."""
     given = SimpleNamespace(**locals())
     from headway.bench.crossover.engine_level import run_engine_level
     from headway.bench.crossover.export import check_target

@@ -41,9 +41,8 @@ class TimedPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str E
 
 def options_of(
     phase: Annotated[
-        TimedPhase,
-        typer.Option(help="Operation to time: decode attention over the cache, prefill attention, or the cache writers."),
-    ] = (TimedPhase.decode),
+        TimedPhase, typer.Option(help="Operation to time: attention of decode or prefill, or the cache writers.")
+    ] = TimedPhase.decode,
     backends: Annotated[str | None, typer.Option(help="Backends, comma-separated. Default: all that are available.")] = None,
     geometry: Annotated[
         list[str] | None,
@@ -51,13 +50,9 @@ def options_of(
     ] = None,
     cases: Annotated[str | None, typer.Option(help="Cases such as 8q1s2k,1q1s512. Default: the device's usual cells.")] = None,
     dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16, float16 or auto.")] = "auto",
-    kv_dtype: Annotated[
-        str, typer.Option(help="Type of the KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")
-    ] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: the preferred one.")] = None,
-    block_sizes: Annotated[
-        str | None, typer.Option(help="Block sizes, comma-separated. Default: 16 and 256, if supported.")
-    ] = None,
+    block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: 16 and 256, if supported.")] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
     rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of timed runs.")] = 60.0,
@@ -67,7 +62,7 @@ def options_of(
     ] = None,
     peak_flops: Annotated[
         float | None,
-        typer.Option(help="Peak compute of the device in TFLOP/s at --dtype. Default: from its data sheet, if known."),
+        typer.Option(help="Peak compute in TFLOP/s at --dtype. Default: from the data sheet, if known."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> Any:
@@ -122,7 +117,7 @@ def kernel(
     plugin: PluginFiles = None,
     fail_if_slower: Annotated[
         float | None,
-        typer.Option(help="Exit with 1 if a backend takes more than this many times as long as the backend of --than."),
+        typer.Option(help="Exit with 1 if a backend takes more than this many times as long as --than."),
     ] = None,
     than: Annotated[str | None, typer.Option(help="Backend that --fail-if-slower compares with.")] = None,
     model: Annotated[
@@ -135,7 +130,7 @@ def kernel(
     ] = None,
     form: Annotated[
         str | None,
-        typer.Option(help="With --linear, weight formats: int4, fp8, fp8-blocks, mxfp4, plain, comma-separated. Default: all."),
+        typer.Option(help="With --linear: int4, fp8, fp8-blocks, mxfp4, plain, comma-separated. Default: all."),
     ] = None,
     rows: Annotated[str | None, typer.Option(help="With --linear: row counts of x, comma-separated. Default: 1,4,16,64.")] = None,
 ) -> None:

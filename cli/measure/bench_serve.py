@@ -27,9 +27,7 @@ _MODES = ("online", "offline", "naive")
 def serve(
     url: Annotated[str, typer.Option(help="URL of a server with OpenAI's API.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model name to request. Default: the first of /v1/models.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, sent as Authorization: Bearer KEY.")
-    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as Authorization: Bearer KEY.")] = None,
     endpoint: Annotated[str, typer.Option(help="Endpoint: completions (prompts of token ids) or chat (words).")] = "completions",
     modes: Annotated[
         str, typer.Option(help="online: requests at --rate; offline: all at once; naive: one by one. Comma-separated.")
@@ -47,7 +45,7 @@ def serve(
     num_prefixes: Annotated[int, typer.Option(min=1, help="Number of different system prompts.")] = 1,
     turns: Annotated[int, typer.Option(min=1, help="Number of user messages per conversation.")] = 1,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of concurrent conversations. Default: no limit.")
+        int | None, typer.Option(min=1, help="Maximum concurrent conversations. Default: no limit.")
     ] = None,
     goodput: Annotated[
         str | None, typer.Option(help="Latency limits in ms for a request to count as good: ttft:200,tpot:20,e2e:5000.")
@@ -58,9 +56,7 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0.1, help="Maximum number of seconds per request.")] = 600.0,
     profile: Annotated[
         bool,
-        typer.Option(
-            "--profile", help="Have a server started with --profile-dir report how its step time is spent, and trace some steps."
-        ),
+        typer.Option("--profile", help="Report where a server with --profile-dir spends step time; trace some steps."),
     ] = False,
     profile_skip: Annotated[int, typer.Option(min=0, help="Number of steps before the trace begins.")] = 50,
     profile_steps: Annotated[int, typer.Option(min=1, max=1000, help="Number of steps to trace.")] = 20,

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from headway.bench.generate.workloads import RequestSet
 
 MIN_SAME_TOKENS = 0.9
-"""Minimum share of equal tokens for engines to have done the same work. Near-ties in float32 may flip a token and then the
-rest of a text."""
+"""Minimum share of equal tokens for engines to have done the same work. Near-ties in float32 may flip tokens."""
 TEXT_OUTPUT_LEN = 64
 
 
@@ -41,10 +40,7 @@ def throughput(
     input_len: Annotated[str | None, typer.Option(help="Tokens per random prompt: N, or a list.")] = None,
     output_len: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens to generate per prompt: N, or a list parallel to --input-len. Default: 64, or as many as "
-            "--input-len has."
-        ),
+        typer.Option(help="Tokens to generate per prompt: N, or a list parallel to --input-len. Default: 64, or --input-len."),
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Sampling temperature for random prompts; 0 is greedy. Default: 0, and 0.6 for nano.")
@@ -52,17 +48,13 @@ def throughput(
     lora: Annotated[
         int,
         typer.Option(
-            min=0,
-            help="Number of random LoRA adapters that the requests use in turn, in addition to passes "
-            "without adapters (random prompts).",
+            min=0, help="Number of random LoRA adapters to use in turn, in addition to passes without (random prompts)."
         ),
     ] = 0,
     lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the random adapters.")] = 16,
     repeat: Annotated[int, typer.Option(min=1, help="Number of timed passes after warm-up; the median is reported.")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="Number of untimed passes of random prompts first.")] = 1,
-    profile: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace of steps from the middle of the run (random prompts).")
-    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of steps in the middle (random prompts).")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
 ) -> None:
     """Time whole generations: tokens per second, time to first token, time per output token.

@@ -100,10 +100,7 @@ def check(
 
 
 def _with_kind(target: str, kind: str) -> str:
-    """Return a target with the prefix of a kind. kind: empty if the target already has its prefix.
-
-    :raises ConfigError: if there is no such kind.
-    """
+    """Return a target with the prefix of a kind. kind: empty if it has one. :raises ConfigError: if there is no such kind."""
     from headway.core.contract.operation import kind_of
     from headway.testing.kit.subject import PREFIXES
 

@@ -111,8 +111,7 @@ def _routing(name: str) -> Routing:
 
 
 def _tables(paths: list[Path] | None, kind: GpuKind) -> list[MeasuredLayer]:
-    """Return the named crossover tables, or this machine's for the GPU kind. :raises ConfigError: if one is for another
-    device."""
+    """Return the named crossover tables, or this machine's for the GPU kind. :raises ConfigError: if one is for another GPU."""
     from headway.plan.attention_times import MeasuredLayer
     from headway.tuning.table.files import TableError, read_table, stored_tables
 
@@ -213,8 +212,7 @@ def _table(rows: Sequence[PlanRow]) -> Table:
 
 
 def to_picture(report: PlanReport) -> bytes:
-    """Return a PNG of a report's full load: batch sizes, and the chosen plan. :raises ConfigError: if matplotlib is not
-    installed."""
+    """Return a PNG of a report's full load, by batch size. :raises ConfigError: if matplotlib is not installed."""
     from headway.bench.charts import BAR_COLOURS, bare, heading, new_figure, png
 
     figure = new_figure(8.0, 5.2, "leave --picture out")

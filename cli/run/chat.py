@@ -72,8 +72,7 @@ class ChatSession:
     def __init__(
         self, llm: LLM, params: SamplingParams, err: Console, system: str | None, stats: bool, adapter: LoRARequest | None = None
     ) -> None:
-        """err: console for everything except answers. stats: whether to show live statistics. adapter: LoRA adapter for the
-        answers."""
+        """err: console for all but answers. stats: whether to show live statistics. adapter: LoRA adapter for the answers."""
         self._llm = llm
         self._params = params
         self._err = err
@@ -120,8 +119,7 @@ class ChatSession:
             self._err.print(answer_line(output, self._llm.stats().totals - begun, "/stats"), style="dim")
 
     def _stream(self, messages: list[dict[str, str]], interrupts: list[int]) -> tuple[str, RequestOutput]:
-        """Write an answer as it grows. Return its text and its request's output. :raises HeadwayError: if it cannot be
-        generated."""
+        """Write an answer as it grows. Return its text and its request's output. :raises HeadwayError: if it fails."""
         from headway.cli.engine_view import LiveStats
 
         text, last = "", None

@@ -103,8 +103,7 @@ def generate(
 def _write(
     stream: Iterable[tuple[str, RequestOutput]], params: SamplingParams, shown: bool, after_step: Callable[[], None]
 ) -> RequestOutput:
-    """Generate, printing a single text as it grows and several at the end. :raises BackendError: if a backend failed in a
-    step."""
+    """Generate, printing one text as it grows and several at the end. :raises BackendError: if a backend failed in a step."""
     begun, last, streamed = False, None, shown and params.n == 1
     for text, output in stream:
         last = output

@@ -48,16 +48,12 @@ def takes_server_options(command: Command) -> Command:
     )
 
 
-@takes_engine_options(
-    *(name for name in help_texts() if name not in ("model", "generation_config"))
-)  # `serve` defines these two itself
+@takes_engine_options(*(name for name in help_texts() if name not in ("model", "generation_config")))  # `serve` has its own
 @takes_server_options
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
-    model_option: Annotated[
-        str | None, typer.Option("--model", help="Same as the argument MODEL.", rich_help_panel=PANEL)
-    ] = None,
+    model_option: Annotated[str | None, typer.Option("--model", help="Same as MODEL.", rich_help_panel=PANEL)] = None,
     *,
     engine: dict[str, Any],
     config: ConfigFile = None,
@@ -183,8 +179,7 @@ def _listen(
 
 
 def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
-    """Add the chat parsers of plugins to the options. :raises HeadwayError: if a plugin is invalid or a parser name is
-    unknown."""
+    """Add the chat parsers of plugins to the options. :raises HeadwayError: if a plugin or a parser name is invalid."""
     from headway.core.chat.builtin import BUILTIN
     from headway.requests.chats import check_names
 

@@ -75,8 +75,7 @@ class VllmEngineArgs(engine_args.EngineArgs):
     """Model options under Headway's or vLLM's names. vLLM's are translated, ignored if they have no effect, or rejected."""
 
     def __init__(self, *model: object, **options: object) -> None:
-        """Translate and check the options. :raises ConfigError: if one is unknown (the error names the nearest) or a value is
-        bad."""
+        """Translate and check the options. :raises ConfigError: if a name is unknown or a value is bad."""
         translated = from_vllm(options, frozenset(_OWN))
         refuse_unknown("LLM", translated, _OWN, LLM_OPTIONS)
         engine_args.check_model(model)
@@ -84,8 +83,7 @@ class VllmEngineArgs(engine_args.EngineArgs):
 
     @staticmethod
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
-        """Add a command-line flag for each option, including vLLM's, to an argparse parser. `from_cli_args` reads the parsed
-        values."""
+        """Add a command-line flag for each option, including vLLM's, to an argparse parser. See `from_cli_args`."""
         group = parser.add_argument_group("model and engine")
         for name, text in engine_args.help_texts().items():
             if name not in ("registry", "backends", "plugins", "logits_processors"):

@@ -179,7 +179,6 @@ def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]
     """Return a call's options with Headway's names: vLLM's are translated, or left out if they have no effect.
 
     None selects an option's default. own: Headway's names. Unknown options are returned unchanged, to be rejected later.
-
     :raises ConfigError: if an option of vLLM has a value without an equivalent.
     """
     kept: dict[str, Any] = {}
@@ -221,8 +220,7 @@ def _attention_config(value: Any) -> dict[str, Any]:
 
 
 def _speculation(value: Any) -> dict[str, Any]:
-    """Return vLLM's speculative_config as Headway's options. The number of draft tokens and their source do not affect the
-    output."""
+    """Return vLLM's speculative_config as Headway's options. Draft tokens do not affect the output."""
     given = {name: each for name, each in _fields(value).items() if each is not None}
     method = str(given.get("method", "draft_model" if "model" in given else "ngram"))
     if method == "[ngram]":
@@ -347,8 +345,7 @@ METHODS: Final = {
 
 
 def check_keywords(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Reject unknown keywords, except vLLM's without effect. :raises ConfigError: if one is unknown; the error names the
-    nearest."""
+    """Reject unknown keywords, except vLLM's without effect. :raises ConfigError: if one is unknown."""
     asked = [name for name, value in given.items() if not _asks_nothing(name, value)]
     refuse_unknown(owner, asked, known, CALL_KEYWORDS, "docs/sampling.md")
 

@@ -1,10 +1,9 @@
-"""Block views of another program's dense keys and values: a block begins at every slot, so that any sequence is a list of
-blocks.
+"""Block views of another program's dense keys and values: a block begins at every slot, so that any sequence is a list of blocks.
 
 The blocks of a view overlap: each run of `block_size` slots is identified by its first slot. A sequence may therefore begin
-anywhere, after its row's padding or inside a tensor, without a copy. Only the last blocks of the last head extend past the
-end of the memory (*open* blocks). A decode kernel that reads only live slots may use them, and a prompt without context reads
-no cache. Otherwise, if a block table would contain an open block, keys and values are copied into padded memory.
+anywhere, after its row's padding or inside a tensor, without a copy. Only the last blocks of the last head extend past the end of
+the memory (*open* blocks). A decode kernel that reads only live slots may use them, and a prompt without context reads no cache.
+Otherwise, if a block table would contain an open block, keys and values are copied into padded memory.
 """
 
 from __future__ import annotations
@@ -200,9 +199,8 @@ def single_tokens(
     device: torch.device,
     num_blocks: int = 0,
 ) -> AttentionMetadata:
-    """Return the metadata of single tokens, twice as fast as `AttentionMetadata.build`. kv_lens: lengths with the new token,
-    at least 2.
-    slots: block * block_size + offset of each new token. tables: [num_seqs, max_blocks], 0 past a sequence's end."""
+    """Return the metadata of single tokens, twice as fast as `AttentionMetadata.build`. kv_lens: lengths with the new token, at
+    least 2. slots: block * block_size + offset of each new token. tables: [num_seqs, max_blocks], 0 past a sequence's end."""
     count, width = tables.shape
     fields = (
         _starts(count),
@@ -298,8 +296,7 @@ class Visibility:
 
     @classmethod
     def packed(cls, ends_q: NDArray[numpy.int64], ends_k: NDArray[numpy.int64], q_length: int, kv_length: int) -> Visibility:
-        """Return the visibility of sequences packed in one row. ends_q, ends_k: [n + 1], the start of each sequence and the last
-        end."""
+        """Return the visibility of sequences packed in one row. ends_q, ends_k: [n + 1], starts and the last end."""
         query_lens, kv_lens = numpy.diff(ends_q), numpy.diff(ends_k)
         live = query_lens > 0
         visibility = cls(1, q_length, kv_length, 0, 0, None, None)

@@ -77,8 +77,7 @@ _KEPT = _OfThread()
 
 
 def serving(kind: LayerKind) -> tuple[AttentionSpec, Selector]:
-    """Return the spec and selector for a kind of layer; `auto` only uses cached crossover tables. :raises HeadwayError: if
-    unsupported."""
+    """Return spec and selector for a kind of layer; `auto` only uses cached tables. :raises HeadwayError: if unsupported."""
     known = _KEPT.kinds.get(kind)
     if known is None:
         own = kind._asdict()
@@ -157,8 +156,7 @@ class StepAttention:
         )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return attention [batch, q_length, num_heads, v_head_dim]. :raises UnsupportedError: if no backend supports such a
-        cache."""
+        """Return attention [batch, q_length, num_heads, v_head_dim]. :raises UnsupportedError: if no backend supports it."""
         batch, length, heads, dim = self.shape
         out = query.new_empty((batch * length, heads, dim))
         if self.padded:
@@ -257,7 +255,6 @@ def register(request: str) -> str:
 
     transformers reserves lower-case names that contain "flash", "sdpa" and similar words. Each request is therefore also
     registered in upper case, and that name is returned if the other is reserved.
-
     :raises HeadwayError: if the request is invalid or names an unregistered backend.
     """
     parsed = BackendRequest.parse(request)
@@ -281,13 +278,10 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return ([batch, q_length, num_heads, v_head_dim], None); transformers calls this function.
-
-    query: [batch, num_heads, q_length, head_dim]. key, value: [batch, num_kv_heads, kv_length, head_dim or v_head_dim] of the
-    cache, including this call's tokens.
-
-    :raises ConfigError: if Headway does not support the call.
-    """
+    """Return ([batch, q_length, num_heads, v_head_dim], None); transformers calls this function. query: [batch, num_heads,
+    q_length, head_dim]. key, value: [batch, num_kv_heads, kv_length, head_dim or v_head_dim] of the cache, including this call's
+    tokens.
+    :raises ConfigError: if Headway does not support the call."""
     if torch.compiler.is_dynamo_compiling():  # checked here, since calling a disabled function has a constant cost
         found: tuple[Tensor, None] = _attend_untraced(request, module, query, key, value, attention_mask, scaling, **options)
         return found

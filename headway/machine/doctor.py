@@ -193,8 +193,7 @@ PACKAGES: Final = {
 """Library -> its package. A backend names its library in BackendInfo.extra."""
 
 FA3_WHEELS: Final = {"2.11": "0.24.0", "2.14": "0.33.0"}
-"""torch version -> the vLLM release built for it and CUDA 13. Its wheel has FlashAttention 3 as one file that needs only
-torch."""
+"""torch version -> the vLLM release built for it and CUDA 13. Its wheel has FlashAttention 3 in a file that needs only torch."""
 
 STABLE_WHEEL: Final = "0.33.0"
 """Release of vLLM whose `_C_stable_libtorch` is built for CUDA 13 and torch's stable ABI, for any other torch."""

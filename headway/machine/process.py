@@ -38,8 +38,7 @@ def free_cores() -> int:
 
 
 def set_threads(num_threads: int | None = None, num_ranks: int = 1) -> int:
-    """Set and return torch's thread count: `num_threads`, else $OMP_NUM_THREADS, else free cores. num_ranks: divides the
-    count."""
+    """Set and return torch's thread count: `num_threads`, else $OMP_NUM_THREADS, else free cores. num_ranks: divides it."""
     import torch  # imported here: a rank's process imports this module before torch
 
     if num_threads is None and os.environ.get("OMP_NUM_THREADS"):
@@ -145,8 +144,7 @@ def interrupt_command(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def handle_sigint(by: Callable[[int, FrameType | None], object], instead_of: object) -> Iterator[None]:
-    """Handle SIGINT with `by` inside the context if the current handler is `instead_of`; other handlers, such as "ignore",
-    stay."""
+    """Handle SIGINT with `by` inside the context if the current handler is `instead_of`; others, such as "ignore", stay."""
     replaces = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is instead_of
     before = signal.signal(signal.SIGINT, by) if replaces else None
     try:

@@ -73,8 +73,7 @@ class PoolingAssembly(NamedTuple):
 
 
 def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry | None = None) -> PoolingAssembly:
-    """Load a model and create its engine. registry: a checked one, or None. :raises HeadwayError: if an option or the model is
-    wrong."""
+    """Load a model and create its engine. registry: a checked one, or None. :raises HeadwayError: if invalid."""
     _refuse_generating(args)
     config = args.engine_config()
     registry = checked_registry(args) if registry is None else registry
@@ -211,8 +210,7 @@ class AsyncPooling:
         return await loop.run_in_executor(self._tokenisers, partial(job.finish, rows)), job.num_tokens
 
     def check_health(self, step_timeout: float) -> None:
-        """Check that the engine works. step_timeout: maximum seconds per round. :raises EngineDeadError: if it has stopped or is
-        stuck."""
+        """Check that the engine works. step_timeout: maximum seconds per round. :raises EngineDeadError: if it is not."""
         self._check_running()
         since = self._since
         if since is not None and time.monotonic() - since > step_timeout:

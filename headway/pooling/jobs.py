@@ -64,8 +64,7 @@ class PoolingJobs:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[EmbeddingRequestOutput]:
-        """Embed prompts; see `LLM.embed`. :raises PromptError: if a length is bad. :raises ConfigError: if the model or size
-        is wrong."""
+        """Embed prompts; see `LLM.embed`. :raises PromptError: if too long. :raises ConfigError: if unsupported."""
         self._check_embeds("embed")
         self._check_dimensions(dimensions)
         texts = self._texts(prompts, truncate_prompt_tokens)
@@ -87,8 +86,7 @@ class PoolingJobs:
     def classify(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ClassificationRequestOutput]:
-        """Classify prompts; see `LLM.classify`. :raises PromptError: if a length is bad. :raises ConfigError: if the model
-        embeds."""
+        """Classify prompts; see `LLM.classify`. :raises PromptError: if too long. :raises ConfigError: if the model embeds."""
         if self.model.task != "score" or self.model.score_prompt is not None:
             hint = "task='score' says that a model is one" if self.model.task == "embed" else self._instead()
             raise ConfigError("classify", "a sequence classifier", self.model.name, hint)
@@ -99,8 +97,7 @@ class PoolingJobs:
     def reward(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[PoolingRequestOutput]:
-        """Reward tokens or steps; see `LLM.reward`. :raises PromptError: if a length is bad. :raises ConfigError: if the
-        model cannot."""
+        """Reward tokens or steps; see `LLM.reward`. :raises PromptError: if too long. :raises ConfigError: if unsupported."""
         if self.model.task != "reward":
             need = "a reward model, or a classifier of tokens"
             raise ConfigError("reward", need, f"{self.model.name}, which says one thing of a whole text", self._instead())
@@ -115,8 +112,7 @@ class PoolingJobs:
     def _job(
         self, texts: Sequence[EncodedText], kind: type[Output], made: Callable[[Tensor, EncodedText], object]
     ) -> PoolingJob[Output]:
-        """Return the job of texts. kind: class of its outputs, a `PooledOutput`. made: makes the result of a text from its
-        rows."""
+        """Return the job of texts. kind: class of its outputs, a `PooledOutput`. made: converts a text's rows."""
 
         def finish(found: Sequence[Tensor]) -> list[Output]:
             pairs = zip(found, texts, strict=True)
@@ -125,8 +121,7 @@ class PoolingJobs:
         return PoolingJob(texts, finish)
 
     def pooling_task(self, asked: str | None) -> str:
-        """Return embed, classify, token_embed or token_classify. asked: vLLM's name; None or encode means the model's own
-        task.
+        """Return embed, classify, token_embed or token_classify. asked: vLLM's name; None or encode means the model's own task.
         :raises ConfigError: if the name is unknown. The job checks whether the model supports the task."""
         if asked in (None, "encode"):
             return _OF_MODELS[self.model.task]
@@ -137,8 +132,7 @@ class PoolingJobs:
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ScoringRequestOutput]:
-        """Score documents for queries; see `LLM.score`. :raises PromptError: if too long. :raises ConfigError: if texts are
-        unsuitable."""
+        """Score documents for queries; see `LLM.score`. :raises PromptError: if too long. :raises ConfigError: if unsuitable."""
         pairs, labels = _pairs(queries, documents), self.model.network.size
         if self.model.task == "embed":
             return self._similarities(pairs, truncate_prompt_tokens)
@@ -253,8 +247,7 @@ def _cut(rows: Tensor, dimensions: int | None) -> Tensor:
 
 
 def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Return (query, document) pairs. :raises ConfigError: if texts are missing or the number of queries is not 1 or that of
-    documents."""
+    """Return (query, document) pairs. :raises ConfigError: if texts are missing or the counts do not match."""
     listed: list[list[str]] = []
     for name, given in (("queries", queries), ("documents", documents)):
         texts = [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else None

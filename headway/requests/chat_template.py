@@ -36,13 +36,11 @@ def chat_prompt(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     control_tokens: ControlTokens | None = None,
 ) -> Prompt:
-    """Return a conversation in the tokenizer's chat template, as {"prompt": text, "prompt_token_ids": ids}.
-
-    messages: a user's message, or a list of {"role": ..., "content": ...}. The template writes the special tokens, so the
-    tokenizer adds none (else prompts could begin with two BOS tokens). chat_template_kwargs: further template variables.
-    control_tokens: the tokenizer's, to treat their names in messages of users and tools as text; None encodes them as tokens.
-    The other arguments: as in transformers' apply_chat_template.
-
+    """Return a conversation in the tokenizer's chat template, as {"prompt": text, "prompt_token_ids": ids}. messages: a user's
+    message, or a list of {"role": ..., "content": ...}. The template writes the special tokens, so the tokenizer adds none (else
+    prompts could begin with two BOS tokens). chat_template_kwargs: further template variables. control_tokens: the tokenizer's,
+    to treat their names in messages of users and tools as text; None encodes them as tokens. The other arguments: as in
+    transformers' apply_chat_template.
     :raises ConfigError: if the tokenizer has no chat template, or a variable has a reserved name.
     :raises PromptError: if messages are invalid or rejected by the template, or the template does not end.
     """

@@ -48,8 +48,7 @@ def template_text(tokenizer: Any) -> str:
 
 
 def text_field(part: Mapping[str, Any], name: str, place: str, optional: bool = False) -> str:
-    """Return a text field. place: path of its part, for errors. optional: return "" if absent or null. :raises PromptError: if
-    not text."""
+    """Return a text field. place: its part's path. optional: return "" if absent or null. :raises PromptError: if not text."""
     value = part.get(name)
     if value is None and optional:
         return ""
@@ -63,7 +62,6 @@ def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
     names.
 
     The role developer becomes system if the template does not know developer.
-
     :raises PromptError: if a message or a part of it is invalid; the error has its path.
     """
     as_text = _WRITES_TEXT.search(template) is not None
@@ -308,11 +306,9 @@ class ChatFormat:
         template: str | None = None,
     ) -> ChatFormat:
         """Return a model's chat format. tool_parser, reasoning_parser: names of parsers; None detects them from the chat
-        template, and "none" disables reasoning. parsers: those of plugins, which take precedence. template: replaces the
-        model's own.
-
-        :raises ConfigError: if no parser has a given name.
-        """
+        template, and "none" disables reasoning. parsers: those of plugins, which take precedence. template: replaces the model's
+        own.
+        :raises ConfigError: if no parser has a given name."""
         template = template_text(tokenizer) if template is None else template
         known = [*parsers, *BUILTIN]
         calls = _named(known, "calls", tool_parser) or _recognized(known, "calls", template)

@@ -79,8 +79,7 @@ class ControlTokens:
         return found
 
     def _hide(self, text: str) -> str:
-        """Hide control token names, and partial names at either end that could be completed by adjacent text; templates may
-        trim."""
+        """Hide control token names, and partial names at either end that adjacent text could complete."""
         words = text.strip()
         before, _, after = text.partition(words) if words else ("", "", text)
         head = next((words[:size] for size in self._sizes(words) if words[:size] in self._ends), "")
@@ -98,8 +97,7 @@ class ControlTokens:
 
 
 def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> Any:
-    """Return a tokenizer from its description with some tokens renamed; its model cannot produce these tokens from text
-    either."""
+    """Return a tokenizer from its description with some tokens renamed; its model cannot produce them from text."""
     from tokenizers import Tokenizer
 
     model = described["model"]

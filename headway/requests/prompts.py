@@ -187,8 +187,7 @@ def _listed(value: Any) -> Any:
 
 
 def whole_text(text: str, what: str = "prompt") -> str:
-    """Return the text if it is valid Unicode. :raises PromptError: if it has an unpaired surrogate, as from a non-UTF-8 command
-    line."""
+    """Return the text if it is valid Unicode. :raises PromptError: if not, as from a non-UTF-8 command line."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -131,8 +131,7 @@ class RequestState:
         self._changed = False
         self.num_cached_tokens = 0
         self._plain = False
-        """True if a delta only adds tokens: the text is not watched, and the first token has already set the times and prompt
-        counts."""
+        """True if a delta only adds tokens: the text is not watched, and the first token has set times and counts."""
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsByToken | None] = [None]
         self._progress = progress
@@ -149,8 +148,7 @@ class RequestState:
         return self._num_unfinished == 0
 
     def take(self, delta: OutputDelta, now: float) -> bool:
-        """Process a delta at time `now`. Return whether a stop text ends the completion, which the caller must abort in the
-        engine."""
+        """Process a delta at time `now`. Return whether a stop text ends the completion; the caller must abort it."""
         completion = self.completions[delta.completion]
         self._changed = True
         if completion.finish_reason is not None:  # already ended by a stop text, before the engine was notified

@@ -34,8 +34,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output. :raises HeadwayError: if the engine rejected the request. :raises EngineDeadError: if it
-        has ended."""
+        """Return the next output. :raises HeadwayError: if the request was rejected. :raises EngineDeadError: if it ended."""
         if not await self._wait():
             raise StopAsyncIteration
         output = self.state.next_output()
@@ -103,8 +102,7 @@ class RequestStream:
 
 
 class Mailbox:
-    """Delivery of each step's deltas to one event loop's streams, in one call. `post` is thread-safe; the rest runs on the
-    loop."""
+    """Delivery of each step's deltas to one event loop's streams, in one call. `post` is thread-safe."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer | None, abort: Callable[[str, int | None], None]

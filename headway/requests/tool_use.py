@@ -37,8 +37,7 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None) -> ToolUse:
-        """Return a request's tools, checked. :raises ConfigError: if a name is missing or repeated, or a schema or choice is
-        invalid."""
+        """Return a request's tools, checked. :raises ConfigError: if a name, schema or choice is invalid."""
         listed = [_tool(tool, f"tools.{number}") for number, tool in enumerate(tools or ())]
         names = [tool["function"]["name"] for tool in listed]
         for name in names:
@@ -79,8 +78,7 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
 
 
 def check_function(function: Mapping[str, Any], place: str, parameters: str = "parameters") -> None:
-    """Check a function's fields. place: its path. parameters: name of the parameters field. :raises ConfigError: if one is
-    invalid."""
+    """Check a function's fields. place: its path. parameters: that field's name. :raises ConfigError: if one is invalid."""
     name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= 256 or any(sign.isspace() or sign in "\"'<>{}" for sign in name):
         raise ConfigError(f"{place}.name", "a name without blanks, quotes and brackets", shown(name, 80))

@@ -39,10 +39,8 @@ _DEFAULTS: Final = {
 def default_params(folder: Path, model: str = "") -> SamplingParams:
     """Return a model's recommended parameters, or SamplingParams() if it has none.
 
-    They come from generation_config.json as in vLLM; parameters missing there come from `RECOMMENDED_SAMPLING`.
-
-    folder: folder with generation_config.json. model: name by which the model was loaded.
-
+    They come from generation_config.json as in vLLM; parameters missing there come from `RECOMMENDED_SAMPLING`. folder: folder
+    with generation_config.json. model: name by which the model was loaded.
     :raises ConfigError: if a value is invalid, with the file's name.
     """
     path = folder / "generation_config.json"
@@ -91,8 +89,7 @@ def params_of_each(
 
 
 def _of_each(name: str, given: Any, count: int) -> list[Any]:
-    """Return an argument's values for `count` prompts, from one for all or one per prompt. :raises ConfigError: if their
-    number is wrong."""
+    """Return values for `count` prompts, from one for all or one per prompt. :raises ConfigError: if their number is wrong."""
     listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
     if len(listed) != count:
         raise ConfigError(name, f"one, or one for each of the {count} prompts", len(listed))
@@ -172,8 +169,7 @@ class Infill:
         """Tokens that never occur in the middle and therefore end it."""
 
     def prompt(self, prefix: str, suffix: str, encode: Callable[[str], list[int]]) -> Prompt:
-        """Return the prompt for a gap. encode: text to token ids without special tokens. :raises PromptError: if Unicode is
-        invalid."""
+        """Return the prompt for a gap. encode: text to token ids without special tokens. :raises PromptError: if not Unicode."""
         before, behind, middle = self._ids
         around = list(
             self._tokenizer("")["input_ids"]
@@ -216,8 +212,7 @@ class RequestValidator:
         streamed: bool = False,
     ) -> list[CheckedRequest]:
         """Parse, tokenize and check all prompts of a call (`LLM.generate`). streamed: outputs are returned as they grow.
-        :raises PromptError: if a prompt is empty or too long. :raises ConfigError: if a parameter, priority or adapter is
-            bad."""
+        :raises PromptError: if a prompt is empty or too long. :raises ConfigError: if a parameter, priority or adapter is bad."""
         parsed = parse_prompts(prompts)
         params = params_of_each(sampling_params, len(parsed), self._default_params)
         priorities = _of_each("priority", 0 if priority is None else priority, len(parsed))
@@ -234,13 +229,11 @@ class RequestValidator:
         return chat_prompt(self.tokenizer, self.model.name, messages, control_tokens=control_tokens, **options)
 
     def text_prompt(self, text: str, add_special_tokens: bool = True) -> Prompt:
-        """Return a text as {"prompt", "prompt_token_ids"}, with control token names as text. :raises ConfigError: if
-        unsupported."""
+        """Return a text as {"prompt", "prompt_token_ids"}, control names as text. :raises ConfigError: if unsupported."""
         return {"prompt": text, "prompt_token_ids": self.control_tokens.encode_text(whole_text(text), add_special_tokens)}
 
     def infill_prompt(self, prefix: str, suffix: str, split_special_tokens: bool = False) -> Prompt:
-        """Return the prompt for a gap. split_special_tokens: control token names are text. :raises ConfigError: if
-        unsupported."""
+        """Return the prompt for a gap. split_special_tokens: control names are text. :raises ConfigError: if unsupported."""
 
         def encode(text: str) -> list[int]:
             if split_special_tokens:

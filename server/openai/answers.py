@@ -143,8 +143,7 @@ def num_written(output: RequestOutput) -> int:
 
 
 def check_ended(new: CompletionOutput, structured: bool, field: str = "structured_outputs") -> None:
-    """Check that a completion has not failed. structured: it has a structured output, requested by `field`, which may be
-    invalid.
+    """Check that a completion has not failed. structured: it has a structured output, requested by `field`, which may be invalid.
     :raises ApiError: if the completion has failed or was ended by the server."""
     if new.finish_reason == "error":
         said = new.error or "the completion has failed"
@@ -188,8 +187,7 @@ LOWEST = -9999.0
 
 
 def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, text: TextBytes) -> dict[str, Any]:
-    """Return `logprobs` of a chat's choice. most: top_logprobs. as_ids: write "token_id:123". text: state of the text before
-    `places`."""
+    """Return `logprobs` of a chat's choice. most: top_logprobs. as_ids: write "token_id:123". text: the text before `places`."""
     content = []
     for place in places:
         own = text.take(list(place))
@@ -206,8 +204,7 @@ def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, te
 def completion_logprobs(
     places: Sequence[LogprobsByToken | None], token_ids: Sequence[int], offset: int, most: int, as_ids: bool, decode: Any
 ) -> tuple[dict[str, Any], int]:
-    """Return `logprobs` of a completion's choice, and the offset after it. places: one per token id; None for a prompt's
-    first.
+    """Return `logprobs` of a completion's choice, and the offset after it. places: one per token id; None for a prompt's first.
     offset: number of characters before them. most: logprobs of the request. decode: returns the text of a token."""
     listed: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for place, token in zip(places, token_ids, strict=False):

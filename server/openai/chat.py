@@ -205,8 +205,7 @@ class Chats:
         return ChatAnswer(body, body.model or self._service.names[0], self._service.token_bytes, name)
 
     async def prompt(self, body: ChatRequest | TokenizeRequest, use: ToolUse) -> Any:
-        """Return a chat as {"prompt": text, "prompt_token_ids": ids}. use: from `tool_use`. :raises ConfigError: if
-        unsupported."""
+        """Return a chat as {"prompt": text, "prompt_token_ids": ids}. use: from `tool_use`. :raises ConfigError: if invalid."""
         messages, tools = self._service.chat_format.conversation(body.messages or [], use)
         return await self._service.llm.chat_prompt(
             messages,

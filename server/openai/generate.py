@@ -37,7 +37,7 @@ _SAME: Final = (
 _FORMS: Final = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 """SGLang's name of a structured output -> the field of structured_outputs."""
 _NOT_READ: Final = ("spaces_between_special_tokens", "no_stop_trim", "stream_interval", "custom_params")
-"""Ignored parameters."""
+"""Parameters that are ignored, except that no_stop_trim becomes include_stop_str_in_output."""
 
 
 class NativeRequest(Fields):
@@ -67,8 +67,7 @@ class NativeRequest(Fields):
         return self.return_logprob and self.logprob_start_len >= 0
 
     def as_completion(self) -> CompletionRequest:
-        """Return the equivalent /v1/completions body. :raises ConfigError: if there is not one prompt, or a parameter is
-        unsupported."""
+        """Return the equivalent /v1/completions body. :raises ConfigError: if the prompt or a parameter is unsupported."""
         if (self.text is None) == (self.input_ids is None):
             raise ConfigError("text", "a text or input_ids, and not both", "both" if self.text is not None else "neither")
         given, forms = dict(self.sampling_params), {}

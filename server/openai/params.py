@@ -134,8 +134,7 @@ def _structural_tag(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def prompts_of(body: CompletionRequest) -> list[Any]:
-    """Return prompts as texts, token ids or embeddings. :raises ApiError: if there are none or too many, or embeddings are
-    invalid."""
+    """Return prompts as texts, token ids or embeddings. :raises ApiError: if there are none, too many or invalid ones."""
     given, embedded = body.prompt, body.prompt_embeds
     if given is None and not embedded:
         raise ApiError(400, "prompt: needs a text, token ids, or prompt_embeds in its place, got none", "prompt")

@@ -32,8 +32,7 @@ class PromptReader:
     """Reader of one prompt's stream."""
 
     def __init__(self, stream: RequestStream, number: int, answer: Answer, ticket: Ticket, metrics: Metrics, end: Ended) -> None:
-        """number: the prompt's index in its request. end: called with the output and its number of tokens when the prompt has
-        ended."""
+        """number: the prompt's index in its request. end: called with the output and its number of tokens at the end."""
         self._stream = stream
         self._answer = answer
         self._ticket = ticket

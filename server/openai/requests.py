@@ -105,8 +105,7 @@ class SamplingRequest(Fields):
     request_id: str | None = None
     """Client's part of the answer's id, if there is no header X-Request-Id."""
     split_special_tokens: bool | None = None
-    """True to treat names of control tokens in prompts and contents as text. None: the server's option in chats, False in
-    prompts."""
+    """True to treat names of control tokens in prompts and contents as text. None: the server's option; False in prompts."""
     return_token_ids: bool = False
     """Add `token_ids` to every choice, and the prompt's to the first."""
     return_tokens_as_token_ids: bool = False
@@ -174,8 +173,7 @@ class BatchChatRequest(ChatRequest):
 
     @cached_property
     def chats(self) -> list[ChatRequest]:
-        """The chat of each conversation. :raises ConfigError: if a field is not supported on this path; vLLM rejects the same
-        fields."""
+        """The chat of each conversation. :raises ConfigError: if a field is unsupported; vLLM rejects the same ones."""
         one = "/v1/chat/completions takes one"
         for name, wanted in (("stream", False), ("use_beam_search", False), ("n", 1), ("best_of", 1)):
             if (got := getattr(self, name)) not in (None, wanted):

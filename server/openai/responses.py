@@ -123,8 +123,7 @@ class ResponsesRequest(Fields):
             )
 
     def chat(self, before: Sequence[Item]) -> ChatRequest:
-        """Return the equivalent chat. before: items of the continued conversation. :raises ConfigError: if an item or tool is
-        unsupported."""
+        """Return the equivalent chat. before: items of the continued conversation. :raises ConfigError: if unsupported."""
         found: dict[str, Any] = {
             name: value for name, value in (self.model_extra or {}).items() if name in (*SHARED_FIELDS, "top_k", "stop")
         }
@@ -461,8 +460,7 @@ class ResponseStore:
     """The last responses of a server; the oldest are evicted. Only for the server's event loop."""
 
     def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
-        """most: maximum number of responses; 0 stores none. most_bytes: maximum bytes of their JSON; the newest response always
-        stays."""
+        """most: maximum number of responses; 0 stores none. most_bytes: maximum bytes of JSON; the newest always stays."""
         self.most = most
         self._most_bytes = most_bytes
         self._found: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()

@@ -123,8 +123,7 @@ class Metrics:
     def finished(
         self, times: RequestMetrics, prompt_tokens: int, output_tokens: int, reasons: list[str], longest: int, most: int | None
     ) -> None:
-        """Add a finished request. reasons: finish_reason of each completion. longest: tokens of its longest one. most:
-        max_tokens."""
+        """Add a finished request. reasons: finish_reason of each completion. longest: tokens of the longest. most: max_tokens."""
         self._reasons.update(reasons)
         found = self._histograms
         found["request_prompt_tokens"].observe(prompt_tokens)
@@ -160,18 +159,12 @@ class Metrics:
             ("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 means all.", used),
             ("vllm:gpu_cache_usage_perc", "Share of the KV cache's blocks in use, by its name in older dashboards.", used),
             ("headway:num_kept_states", states, now.num_kept_states),
-            ("Bytes of cached states.", "Bytes of these states.", now.kept_state_bytes),
+            ("headway:kept_state_bytes", "Bytes of cached states.", now.kept_state_bytes),
             ("headway:num_offloaded_states", "States offloaded to host memory.", now.num_offloaded_states),
         ):
             yield self._labels.gauge(name, text, [((), value)])
         sizes = str(self._block_size), str(now.num_blocks)
-        yield self._labels.gauge(
-            "vllm:cache_config_info",
-            "Block size and number of blocks of the KV cache.",
-            [(sizes, 1)],
-            "block_size",
-            "num_gpu_blocks",
-        )
+        yield self._labels.gauge("vllm:cache_config_info", "Sizes of the KV cache.", [(sizes, 1)], "block_size", "num_gpu_blocks")
         for name, (text, field) in COUNTERS.items():
             yield self._labels.counter(f"vllm:{name}", text, [((), getattr(now.totals, field))])
         yield self._step_tokens(now.totals)
@@ -204,10 +197,7 @@ class Metrics:
             yield self._labels.histogram(f"vllm:{name}", _HISTOGRAMS[name][0], found.buckets, found.sum)
             if name == "inter_token_latency_seconds":  # its name in older dashboards
                 yield self._labels.histogram(
-                    "vllm:time_per_output_token_seconds",
-                    "Seconds from a token to the next, by its name in older dashboards.",
-                    found.buckets,
-                    found.sum,
+                    "vllm:time_per_output_token_seconds", "Seconds per token (older name).", found.buckets, found.sum
                 )
         reasons = (((reason,), count) for reason, count in self._reasons.items())
         yield self._labels.counter("vllm:request_success", "Completions that ended.", reasons, "finished_reason")

@@ -183,10 +183,8 @@ class OperatorRoutes(RouteGroup):
 
     @answers("POST", "/pause")
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Response:
-        """Hold back new requests until /resume.
-
-        mode: "abort" ends running requests; "wait" waits until they have ended. clear_cache: forget all cached prompts.
-        """
+        """Hold back new requests until /resume. mode: "abort" ends running requests; "wait" waits until they have ended.
+        clear_cache: forget all cached prompts."""
         self._service.check_operator()
         await self._end_all(mode)
         if clear_cache and self._service.is_paused:
@@ -203,10 +201,7 @@ class OperatorRoutes(RouteGroup):
 
     @answers("POST", "/sleep")
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> Response:
-        """Free the memory of weights and KV cache until /wake_up; meanwhile requests are rejected. See LLM.sleep.
-
-        mode: see /pause.
-        """
+        """Free the memory of weights and KV cache until /wake_up, rejecting requests. See LLM.sleep. mode: see /pause."""
         self._service.check_operator()
         await self._end_all(mode)
         try:

@@ -24,8 +24,7 @@ _INSTALL: Final = "pip install 'headway[otel]'"
 
 
 def find_exporter(endpoint: str) -> Callable[[], SpanExporter]:
-    """Return the exporter class for gRPC or HTTP ($OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). :raises ConfigError: if a library is
-    missing."""
+    """Return the exporter class for gRPC or HTTP ($OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). :raises ConfigError: if unavailable."""
     protocol = os.environ.get(_PROTOCOL, "grpc")
     try:
         if protocol == "grpc":

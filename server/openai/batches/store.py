@@ -62,8 +62,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open or create the file. name: the batch's, alphanumeric. :raises ConfigError: if it is another batch's. :raises
-        OSError: if unreadable."""
+        """Open or create the file. name: the batch's, alphanumeric. :raises ConfigError: if it is another batch's, or OSError."""
         self.path = path
         self._name = name
         self._start = f'{{"id":"batch_req_{name}_'.encode()
@@ -240,8 +239,7 @@ class Records:
         write_whole(self.folder / f"{record['id']}.json", orjson.dumps(record), durable=True, private=True)
 
     def get(self, record_id: str, param: str | None = None) -> dict[str, Any]:
-        """Return the object with an id. param: the request's field with the id. :raises ApiError: if it does not exist (any
-        more)."""
+        """Return the object with an id. param: the request's field with the id. :raises ApiError: if it does not exist."""
         found = self._read(self.folder / f"{record_id}.json") if _ID.fullmatch(record_id) else None
         if found is not None:
             return found

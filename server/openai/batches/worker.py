@@ -54,8 +54,7 @@ class BatchRun:
         return sum(1 for _ in lines_of(self._source, self._most_bytes))
 
     async def answer_all(self, concurrency: int, after_each: Callable[[], None] = lambda: None) -> None:
-        """Answer every line without an answer. concurrency: number of concurrent requests. after_each: called after each
-        answer.
+        """Answer every line without an answer. concurrency: number of concurrent requests. after_each: called after each answer.
         :raises OSError: if reading or journaling fails. :raises EngineDeadError: if the engine ended permanently."""
         lines = lines_of(self._source, self._most_bytes)
         tasks = [asyncio.ensure_future(self._work(lines, after_each)) for _ in range(concurrency)]
@@ -188,8 +187,7 @@ class LineAnswers:
         refuse: Callable[[Request, Exception], Awaitable[Response]],
         is_lost: Callable[[], bool],
     ) -> None:
-        """endpoints: path -> endpoint. refuse: returns the response if an endpoint raises. is_lost: True if the engine ended
-        permanently."""
+        """endpoints: path -> endpoint. refuse: response if one raises. is_lost: whether the engine ended permanently."""
         self.urls = endpoints
         self.is_lost = is_lost
         self._app = DirectMiddleware(_nothing_there, endpoints, refuse)
