@@ -1,1 +1,1 @@
-"""Measurements: workload grammar, throughput, comparisons."""
+"""Benchmarks: kernels, crossover tables, generation, servers and comparisons of backends."""

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, how matplotlib (the extra `plot`) is found, how a figure becomes a PNG, and grouped bars."""
+"""Helpers for charts: colors, access to matplotlib (the extra `plot`), PNG output and grouped bars."""
 
 from __future__ import annotations
 
@@ -11,42 +11,40 @@ from headway.core.contract.errors import ConfigError
 
 _PIXELS_PER_INCH = 110
 _LETTERS_PER_INCH = 11.5
-"""Letters of a heading that fit an inch."""
+"""Maximum number of letters of a heading per inch."""
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
-"""One for each backend: told apart by people who do not see all colours, and readable with dark text or white; after Paul Tol's
-bright and light schemes."""
+"""One color per backend: distinguishable with color blindness, readable with dark text or white. After Paul Tol's bright and
+light schemes."""
 BAR_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#66ccee", "#aa3377")
-"""One for each series of bars, Headway's first."""
+"""One color per series of bars, Headway's first."""
 NONE = "#6e7278"
 TIE = "#d9c7a3"
-"""The colour of a tie: two or more backends that cannot be told apart."""
+"""Color of a tie: backends whose times are indistinguishable."""
 
 
 def colours(backends: Sequence[str]) -> dict[str, str]:
-    """A colour for each backend, by its place in the table."""
+    """Return a color for each backend, by its position in the table."""
     return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(backends)}
 
 
 def cell_colour(winners: Sequence[str], chosen: dict[str, str]) -> str:
-    """The winner's colour; TIE where several win, NONE where no backend has a time."""
+    """Return the winner's color; TIE if several win, NONE if no backend has a time."""
     return NONE if not winners else TIE if len(winners) > 1 else chosen.get(winners[0], NONE)
 
 
 def faded(speedup: float | None) -> float:
-    """Opacity of a winner's cell: the more it gains, the fuller; a win by half again is full."""
+    """Return the opacity of a winner's cell, which grows with the speed-up up to 1.5."""
     gain = 1.0 if speedup is None else min(max(speedup - 1.0, 0.0) / 0.5, 1.0)
     return 0.45 + 0.55 * gain
 
 
 Series = Mapping[str, Sequence[float | None]]
-"""Name of a bar -> its height in each group; None where it was not measured."""
+"""Name of a bar -> its height in each group, None if not measured."""
 
 
 def new_figure(width: float, height: float, otherwise: str = "") -> Any:
-    """An empty figure on white, in inches. otherwise: what to do without matplotlib.
-
-    :raises ConfigError: matplotlib is not installed.
-    """
+    """Return an empty white figure. width, height: inches. otherwise: alternative to suggest without matplotlib.
+    :raises ConfigError: if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -59,21 +57,21 @@ def new_figure(width: float, height: float, otherwise: str = "") -> Any:
 
 
 def heading(figure: Any, *lines: str) -> None:
-    """The title of a whole figure; a line that is wider than the figure is broken."""
+    """Set the title of a whole figure, wrapping lines that are wider than the figure."""
     width = int(_LETTERS_PER_INCH * figure.get_figwidth())
     broken = [part for line in lines for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)]
     figure.suptitle("\n".join(broken), fontsize=10)
 
 
 def png(figure: Any) -> bytes:
-    """The figure as a file's content."""
+    """Return the figure as PNG data."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=_PIXELS_PER_INCH)
     return out.getvalue()
 
 
 def bare(axis: Any) -> None:
-    """Leave of the frame what carries numbers, and draw a light grid."""
+    """Remove the frame's lines without numbers, and draw a light grid."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
@@ -82,12 +80,9 @@ def bare(axis: Any) -> None:
 def bars(
     title: str, groups: Sequence[str], series: Series, ylabel: str, xlabel: str, line: tuple[float, str] | None = None
 ) -> bytes:
-    """Grouped bars as a PNG, each with its figure above it, and "not measured" where there is none.
-
-    line: a height to draw across, and what it stands for.
-
-    :raises ConfigError: matplotlib is not installed.
-    """
+    """Return grouped bars as a PNG, each with its value above it, or "not measured". line: a height at which to draw a line, and
+    its label.
+    :raises ConfigError: if matplotlib is not installed."""
     figure = new_figure(max(7.5, 1.15 * len(groups) * max(len(series), 2) ** 0.6 + 1.5), 4.6)
     axis = figure.subplots()
     width = 0.82 / len(series)
@@ -115,5 +110,5 @@ def _figure(axis: Any, place: float, value: float | None, highest: float) -> Non
         axis.text(place, 0.01 * highest, "not measured", ha="center", va="bottom", rotation=90, fontsize=7, color="#777777")
     else:
         text = f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
-        readable = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # where a line crosses it
+        readable = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # readable where a line crosses the text
         axis.text(place, value + 0.015 * highest, text, ha="center", va="bottom", fontsize=7, bbox=readable)

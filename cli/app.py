@@ -17,7 +17,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.text import shown
 
-_MOST_SAID = 400  # Most characters of an error
+_MOST_SAID = 400  # Maximum number of characters of an error
 
 
 def _bounded(parameter: Any) -> bool:
@@ -30,14 +30,14 @@ class Command(TyperCommand):
     """A command whose error for an unknown option names the nearest one."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
-        """:raises ConfigError: an option that does not exist, or a number that is beyond 64 bits or not finite."""
+        """:raises ConfigError: if an option does not exist, or a number exceeds 64 bits or is not finite."""
         words = [each.partition("=")[0] for each in arguments]
         try:
             left = super().parse_args(context, arguments)
             self._check_numbers(context)
             return left
         except Exception as error:
-            if not hasattr(error, "possibilities"):  # click's NoSuchOption; typer brings a click of its own in some releases
+            if not hasattr(error, "possibilities"):  # click's NoSuchOption; some releases of typer bundle their own click
                 said = getattr(error, "message", "")
                 if len(said) > _MOST_SAID:  # the message repeats the argument
                     error.message = f"{said[: _MOST_SAID // 2]}...{said[-_MOST_SAID // 2 :]}"  # type: ignore[attr-defined]
@@ -82,14 +82,14 @@ _COMMANDS: Final = {
     "check": ("measure.check", WRITE),
     "plugins": ("look.plugins", WRITE),
 }
-"""Commands that are no groups: the module of each, which has a function of the command's name, and its panel."""
+"""Command -> the module with a function of the command's name, and the help panel. Excludes command groups."""
 
 
 def make_app(names: Iterable[str] = _COMMANDS, groups: bool = True) -> typer.Typer:
-    """Return the command line. names: of the commands that it has; groups: True adds `backends`, `bench` and `table`."""
+    """Return the command line. names: commands to include. groups: whether to add `backends`, `bench` and `table`."""
     app = typer.Typer(
         name="headway",
-        help="Run LLMs on the attention kernels that are fastest on this machine.",
+        help="Run LLMs with the attention kernels that are fastest on this machine.",
         epilog=_EXAMPLE,
         no_args_is_help=True,
         add_completion=False,
@@ -125,7 +125,7 @@ def _add_groups(app: typer.Typer) -> None:
 
 
 def command_for(arguments: Sequence[str]) -> Any:
-    """Return the command line for typer: only the command named first, since importing all takes a tenth of a start."""
+    """Return the command line for typer, with only the first named command: importing all takes a tenth of the start."""
     named = bool(arguments) and arguments[0] in _COMMANDS
     return typer.main.get_command(make_app(arguments[:1], groups=False) if named else make_app())
 
@@ -139,7 +139,7 @@ def _version(wanted: bool) -> None:
 
 
 def common(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine chooses.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log the engine's choices.")] = False,
     wanted: Annotated[
         str | None, typer.Option("--plugins", help="Installed plugins to use: all, none, allow=A,B or block=A,B.")
     ] = None,
@@ -151,4 +151,4 @@ def common(
         from headway.registry.records import VARIABLE, PluginPolicy
 
         PluginPolicy.parse(wanted, "--plugins")
-        os.environ[VARIABLE] = wanted  # the processes that a command starts are to have the same
+        os.environ[VARIABLE] = wanted  # child processes inherit it

@@ -1,4 +1,4 @@
-"""The fields of `EngineArgs` and `SamplingParams` as flags of a command, and the table of docs/options.md."""
+"""Options of a command from the fields of `EngineArgs` and `SamplingParams`, and the tables of docs/options.md."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from headway.core.system.files import read_text
 from headway.engine_args import EngineArgs, help_texts, option_types
 
 SAMPLING_PANEL: Final = "Sampling"
-"""The panel in which the help of a command lists the fields of SamplingParams."""
+"""Help panel of the options of `SamplingParams`."""
 PANEL: Final = "Model and engine"
-"""The panel of the options of EngineArgs."""
+"""Help panel of the options of `EngineArgs`."""
 SWITCHES: Final = "Switches"
-"""The panel of options that are turned on and off: their two long names would leave the other texts little room."""
+"""Help panel of on/off options. They have a separate panel because their two long names would narrow the other help texts."""
 
 
 class _Flag(NamedTuple):
-    """A field of SamplingParams or EngineArgs as a flag of a command line."""
+    """A field of `SamplingParams` or `EngineArgs` as an option of a command."""
 
     field: str
-    kind: Any  # The type that typer reads its value as
+    kind: Any  # The type as which typer reads the value
     help: str
     default: Any = None
-    value: Callable[[Any], Any] = lambda value: value  # Makes the field's value from what typer read
-    spelled: str = ""  # The flag, where it is not the field's name
-    switch: bool = False  # A flag without a value and without a --no- form
+    value: Callable[[Any], Any] = lambda value: value  # Converts the value that typer read to the field's value
+    spelled: str = ""  # The option's name, if it differs from the field's name
+    switch: bool = False  # True for an option without a value and without a --no- form
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class _Flag(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The name of the command's parameter."""
+        """Name of the command's parameter."""
         return self.name.lstrip("-").replace("-", "_")
 
 
@@ -54,31 +54,31 @@ def _parameter(flag: _Flag, panel: str) -> inspect.Parameter:
 
 
 _FLAGS: Final = (
-    _Flag("max_tokens", int, "Most tokens to write."),
-    _Flag("min_tokens", int, "No end before this many tokens."),
-    _Flag("temperature", float, "0 takes the most likely token every time."),
+    _Flag("max_tokens", int, "Maximum number of tokens to generate."),
+    _Flag("min_tokens", int, "Minimum number of tokens before the text may end."),
+    _Flag("temperature", float, "0 always takes the most likely token (greedy)."),
     _Flag("top_p", float, "Sample from the smallest set of tokens that reaches this probability."),
-    _Flag("top_k", int, "Sample from this many most likely tokens; -1: from all."),
-    _Flag("min_p", float, "Drop tokens less likely than this times the most likely one."),
-    _Flag("repetition_penalty", float, "Above 1: makes tokens of prompt and text less likely."),
-    _Flag("presence_penalty", float, "-2 to 2: taken from the logits of tokens that the text holds."),
-    _Flag("frequency_penalty", float, "-2 to 2: the same, once for each time that it holds them."),
-    _Flag("seed", int, "Makes sampled text repeatable."),
-    _Flag("n", int, "Texts for the prompt, which is computed once."),
-    _Flag("stop", list[str], "A text that ends the completion. Repeatable."),
-    _Flag("ignore_eos", bool, "Go on past the model's end-of-text token."),
-    _Flag("logprobs", int, "Show each token's log-probability, and those of this many most likely ones."),
+    _Flag("top_k", int, "Sample from this many most likely tokens. -1 means all tokens."),
+    _Flag("min_p", float, "Exclude tokens with less than this fraction of the most likely token's probability."),
+    _Flag("repetition_penalty", float, "Above 1 makes tokens of the prompt and the output less likely."),
+    _Flag("presence_penalty", float, "-2 to 2: subtracted from the logits of tokens that are already in the output."),
+    _Flag("frequency_penalty", float, "-2 to 2: subtracted from a token's logit once for each occurrence in the output."),
+    _Flag("seed", int, "Random seed, for repeatable sampling."),
+    _Flag("n", int, "Number of completions for the prompt, which is computed once."),
+    _Flag("stop", list[str], "Text that ends the completion. Repeatable."),
+    _Flag("ignore_eos", bool, "Continue past the model's end-of-text token."),
+    _Flag("logprobs", int, "Show each token's log-probability, and the log-probabilities of this many most likely tokens."),
 )
 _FORMS: Final = (
-    _Flag("json", str, "A JSON schema that the text obeys: a file, or the schema itself.", spelled="--json-schema"),
-    _Flag("regex", str, "A regular expression that the text matches."),
-    _Flag("choice", list[str], "A text that may be the answer. Repeatable: the completion is one of them."),
-    _Flag("grammar", str, "A grammar that the text follows, in Lark's notation or llama.cpp's: a file, or the grammar itself."),
+    _Flag("json", str, "JSON schema for the output: a file, or the schema itself.", spelled="--json-schema"),
+    _Flag("regex", str, "Regular expression for the output."),
+    _Flag("choice", list[str], "Allowed output. Repeatable: the completion is exactly one of them."),
+    _Flag("grammar", str, "Grammar for the output, in Lark's or llama.cpp's notation: a file, or the grammar itself."),
 )
 
 
 def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Command], Command]:
-    """Replace a command's parameter `sampling` by flags. without: fields that make no sense. defaults: the command's own."""
+    """Replace a command's parameter `sampling` by options. without: fields to leave out. defaults: this command's defaults."""
     flags = [
         flag._replace(default=False, switch=True)
         if flag.kind is bool
@@ -91,7 +91,7 @@ def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Comma
 
 
 def _sampling(flags: Sequence[_Flag], words: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of SamplingParams from the flags. :raises ConfigError: an invalid structured output, or several."""
+    """Return the arguments of `SamplingParams` from options. :raises ConfigError: if a structured output is invalid."""
     from headway.core.sampling.structured import StructuredOutputsParams
 
     given = [(flag, words[flag.word]) for flag in flags]
@@ -108,7 +108,7 @@ def _sampling(flags: Sequence[_Flag], words: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(option: str, given: str) -> str:
-    """Return a file's text, or the given text if it is an object or a grammar's rules. :raises ConfigError: neither exists."""
+    """Return a file's text, or `given` itself if it is an object or a grammar. :raises ConfigError: if it is neither."""
     try:
         return read_text(Path(given))
     except (OSError, ValueError) as error:
@@ -119,26 +119,26 @@ def _text_of(option: str, given: str) -> str:
 
 
 _PYTHON_ONLY = ("backends", "hf_overrides", "logits_processors", "registry", "worker_extension_cls")
-"""Options whose values are Python objects."""
+"""Options whose values are Python objects, which have no command-line form."""
 _USES: Final = {
     "The model": "model tokenizer revision download_dir hf_overrides dtype device load_format quantization model_impl "
     "torch_compile runner task skip_tokenizer_init num_threads tensor_parallel_size",
-    "Which backend serves": "attn_backend attn_options state_backend linear_kernel experts_kernel workload crossover_table "
+    "Attention backend": "attn_backend attn_options state_backend linear_kernel experts_kernel workload crossover_table "
     "autotune_budget",
-    "The cache and its memory": "kv_cache_memory gpu_memory_utilization kv_cache_dtype kv_layout block_size "
+    "KV cache and memory": "kv_cache_memory gpu_memory_utilization kv_cache_dtype kv_layout block_size "
     "enable_prefix_caching free_window_blocks preemption_mode kv_offload_size kv_offload_dir kv_offload_dir_size",
-    "Lengths, batches and their order": "max_model_len max_num_seqs max_num_batched_tokens enable_chunked_prefill "
+    "Lengths, batches and scheduling": "max_model_len max_num_seqs max_num_batched_tokens enable_chunked_prefill "
     "enable_prompt_embeds scheduling_policy",
     "How steps run": "enforce_eager cudagraph_capture_sizes async_scheduling speculate speculative_model num_speculative_tokens",
     "Adapters": "enable_lora max_loras max_lora_rank max_cpu_loras",
-    "What tokens come": "seed deterministic max_logprobs generation_config logits_processors",
-    "Plugins and the log": "plugins backends plugin_policy registry worker_extension_cls log_stats_interval",
+    "Sampling": "seed deterministic max_logprobs generation_config logits_processors",
+    "Plugins and logging": "plugins backends plugin_policy registry worker_extension_cls log_stats_interval",
 }
-"""What options are for -> the options, which spaces part; the page lists those that stand here nowhere at its end."""
+"""Section of docs/options.md -> its options, separated by spaces. Options that are not listed go to the last section."""
 
 
 def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command], Command]:
-    """Replace a command's parameter `engine` by flags. names: of EngineArgs; none means all. defaults: the command's own."""
+    """Replace a command's parameter `engine` by options. names: fields; none means all. defaults: default values."""
     flags = [_flag(name, defaults) for name in names or help_texts() if name not in _PYTHON_ONLY]
     added = [*flags, *([_NO_AUTOTUNE] if any(flag.field == "autotune_budget" for flag in flags) else [])]
 
@@ -149,21 +149,21 @@ def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command],
     return lambda command: with_flags(command, "engine", [_parameter(flag, PANEL) for flag in added], take)
 
 
-_NO_AUTOTUNE = _Flag("no_autotune", bool, "Let auto measure nothing at the first start.", False, switch=True)
+_NO_AUTOTUNE = _Flag("no_autotune", bool, "Do not measure backends at the first start.", False, switch=True)
 
 
 def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
     text = help_texts()[name]
     default = {**_defaults(), **(defaults or {})}[name]
     if name == "attn_options":
-        options = "An option of a backend, as NAME.key=value. Repeatable."
+        options = "Backend option, as NAME.key=value. Repeatable."
         return _Flag(name, list[str] | None, options, None, lambda texts: parse_attn_options(texts or []), "--attn-opt")
     if name == "plugin_policy":
         return _Flag(name, str | None, text, spelled="--plugins")
     if name == "plugins":
         return _Flag(name, list[str] | None, PLUGIN_HELP, None, lambda files: files or [], "--plugin")
     if name == "crossover_table":
-        one_each = "File of measured times that auto obeys. Repeatable, for models of several kinds of layers."
+        one_each = "Crossover table for auto to use. Repeat for models with several kinds of layers."
         return _Flag(name, list[str] | None, one_each, None, lambda files: files or None)
     if name == "block_size":
         return _Flag(name, str, text.partition(" Default")[0], "auto" if default is None else str(default), parse_block_size)
@@ -180,27 +180,28 @@ def _defaults() -> dict[str, Any]:
 
 
 def options_page() -> str:
-    """The text of docs/options.md."""
+    """Return the text of docs/options.md."""
     lines = [
         "# Options",
         "",
-        "Each option is a keyword of `LLM(...)` and a flag of `headway generate`; other commands take those that concern them.",
-        "They are written in `headway/engine_args.py` and `core/engine/data/config.py`;",
-        "`python -m headway.cli.engine_options` prints this page. Those of the server alone are in [server.md](server.md).",
+        "Each option is a keyword of `LLM(...)` and an option of `headway generate`; other commands have the options that "
+        "apply to them.",
+        "They are defined in `headway/engine_args.py` and `core/engine/data/config.py`;",
+        "`python -m headway.cli.engine_options` prints this page. [server.md](server.md) lists the options of the server.",
         "",
     ]
     uses = {use: names.split() for use, names in _USES.items()}
     listed = {name for names in uses.values() for name in names}
     for use, names in {**uses, "Others": [name for name in help_texts() if name not in listed]}.items():
         if rows := [_row(name) for name in names if name in help_texts()]:
-            head = ["| `LLM(...)` | command line | type | default | what it says |", "|---|---|---|---|---|"]
+            head = ["| `LLM(...)` | command line | type | default | meaning |", "|---|---|---|---|---|"]
             lines += [f"## {use}", "", *head, *rows, ""]
-    lines += ["`--no-autotune` is `--autotune-budget 0`. An unknown option is refused with the nearest of these.", ""]
+    lines += ["`--no-autotune` is `--autotune-budget 0`. The error for an unknown option names the nearest valid one.", ""]
     return "\n".join(lines)
 
 
 def _row(name: str) -> str:
-    """An option's line in its table."""
+    """Return an option's row of the table."""
     hint, default = get_args(option_types()[name])[0], _defaults()[name]
     flag = "" if name in _PYTHON_ONLY else f"`{_flag(name).name}`"
     shown = "" if default is dataclasses.MISSING or default == () else f"`{default!r}`"
@@ -211,7 +212,7 @@ def _row(name: str) -> str:
 
 
 def _kind(hint: Any) -> str:
-    """The plain name of a type: "sequence of int" for Sequence[int]."""
+    """Return the plain name of a type: "sequence of int" for Sequence[int]."""
     inner = get_args(hint)
     name = str(getattr(hint, "__name__", hint))
     return f"{name.lower()} of {_kind(inner[0])}" if len(inner) == 1 else name

@@ -1,4 +1,4 @@
-"""The engine shown in a terminal: its cache as a picture, and a line of statistics below the text that is written."""
+"""Engine state in a terminal: a drawing of the KV cache, and a line of statistics below the generated text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from headway.hosting.stats_report import stats_line
 _STYLES = {OWN: "green", SHARED: "cyan", RESERVED: "yellow", GIVEN_BACK: "dim", "c": "blue", ".": "dim"}
 _WORDS = {OWN: "own", SHARED: "shared", RESERVED: "reserved", GIVEN_BACK: "given back"}
 _ROW = 60  # Letters in a line
-_MOST_ROWS = 4  # Lines of one sequence in one group; beyond them a letter stands for several blocks
+_MOST_ROWS = 4  # Maximum number of lines per sequence and group; longer ones show several blocks per letter
 
 
 def picture(usage: CacheUsage) -> RenderableType:
-    """Draw blocks by sequence and group, and the pool, at most 80 columns wide and readable without colours."""
+    """Return a drawing of the blocks by sequence and group, and of the pool: at most 80 columns, readable without colours."""
     legend = Text()
     for letter, word in _WORDS.items():
         legend.append(letter, _STYLES[letter]).append(f" {word}   ")
@@ -46,7 +46,7 @@ def _what(group: GroupUsage) -> str:
 
 
 def _rows(title: str, letters: str) -> Iterator[Text]:
-    """A title, and one letter for each block or, in a long sequence, for several."""
+    """Yield a title, then lines with one letter per block, or per several blocks in a long sequence."""
     each = max(1, -(-len(letters) // (_ROW * _MOST_ROWS)))
     pieces = [letters[start : start + each] for start in range(0, len(letters), each)]
     shown = "".join(max(piece, key=piece.count) for piece in pieces)
@@ -60,7 +60,7 @@ def _rows(title: str, letters: str) -> Iterator[Text]:
 
 
 def _pool(usage: CacheUsage) -> Text:
-    """A bar of the pool's pages: the number of the group that uses them, c for cached, a dot for free."""
+    """Return a bar of the pool's pages: the number of the group that uses them, c for cached, a dot for free."""
     used = [group.used // group.blocks_per_page for group in usage.groups]
     cached = sum(group.cached // group.blocks_per_page for group in usage.groups)
     counts = [(str(number), count) for number, count in enumerate(used)] + [("c", cached)]
@@ -96,18 +96,18 @@ def _table(usage: CacheUsage) -> Table:
 
 
 _SECONDS_IN_PLACE = 0.25  # Seconds between two refreshes on a terminal
-_SECONDS_BETWEEN_LINES = 2.0  # Seconds between two lines where stderr is no terminal
+_SECONDS_BETWEEN_LINES = 2.0  # Seconds between two lines if stderr is not a terminal
 
 
 class LiveStats:
-    """Shows an engine's state on stderr: in the terminal's last row, kept out of what scrolls (DECSTBM), or as plain lines."""
+    """Display of an engine's state on stderr: in the terminal's last row, outside the scroll region (DECSTBM), or as lines."""
 
     def __init__(self, stats: Callable[[], EngineSnapshot], shown: bool = True, out: TextIO | None = None) -> None:
-        """stats: reads the engine's figures. shown: False: nothing is shown."""
+        """stats: returns the engine's statistics. shown: False disables the display."""
         self._stats = stats
         self._shown = shown
         self._out = sys.stderr if out is None else out
-        self._in_place = self._out.isatty() and os.get_terminal_size(self._out.fileno()).lines > 1  # 0: unknown
+        self._in_place = self._out.isatty() and os.get_terminal_size(self._out.fileno()).lines > 1  # 0 means unknown
         self._rows = 0
 
     def __enter__(self) -> Self:
@@ -116,7 +116,7 @@ class LiveStats:
         return self
 
     def refresh(self) -> None:
-        """Show the line again, if the last time is long enough ago."""
+        """Update the line if enough time has passed since the last update."""
         if self._shown and time.perf_counter() - self._last.time >= (
             _SECONDS_IN_PLACE if self._in_place else _SECONDS_BETWEEN_LINES
         ):
@@ -131,14 +131,14 @@ class LiveStats:
             return
         columns, rows = os.get_terminal_size(self._out.fileno())
         reserve = ""
-        if rows != self._rows:  # "index" makes room below the cursor; setting the region moves it, hence save and restore
+        if rows != self._rows:  # "index" adds a row below the cursor; setting the region moves the cursor, hence save and restore
             reserve = f"\x1bD\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A"
             self._rows = rows
         self._out.write(f"{reserve}\x1b7\x1b[{rows};1H\x1b[2K{line[: columns - 1]}\x1b8")
         self._out.flush()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._rows:  # all rows scroll again, and the last is free
+        if self._rows:  # let all rows scroll again and clear the last one
             self._out.write(f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b[r\x1b8")
             self._out.flush()
             self._rows = 0

@@ -1,4 +1,4 @@
-"""Options that commands share: `--config FILE`, lists of names and sizes, element types, and the options of backends."""
+"""Options that commands share: `--config FILE`, lists of names and sizes, element types and backend options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SCALARS = (str, bool, int, float)
 
 
 def _take(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's values the defaults of a command. :raises ConfigError: an unknown option, or an impossible value."""
+    """Use the values in the file as the command's defaults. :raises ConfigError: if an option or a value is invalid."""
     if path is not None:
         context.default_map = {**(context.default_map or {}), **defaults_of(path, _names(context))}
     return path
@@ -41,22 +41,22 @@ ConfigFile = Annotated[
         "--config",
         callback=_take,
         is_eager=True,
-        help="A YAML file of options, by their names without dashes before them. The command line goes before it.",
+        help="YAML file of option values, keyed by option names without leading dashes. The command line takes precedence.",
     ),
 ]
 """The option --config."""
 
 
 class _Named(NamedTuple):
-    """What a name in a file means."""
+    """Parameter that a name in a configuration file sets."""
 
     parameter: str
-    is_opposite: bool  # Whether it is the name of what turns the option off
+    is_opposite: bool  # True if the name is the negated form of an option (--no-...)
     takes_many: bool
 
 
 def _names(context: typer.Context) -> dict[str, _Named]:
-    """Name in a file -> what it means."""
+    """Return name in a file -> the parameter that it sets."""
     names: dict[str, _Named] = {}
     for parameter in context.command.params:
         name, many = str(parameter.name), bool(getattr(parameter, "multiple", False))
@@ -73,7 +73,7 @@ def _word(option: str) -> str:
 
 
 def defaults_of(path: Path, names: dict[str, _Named]) -> dict[str, Any]:
-    """Return parameter -> value from a file. names: see `_names`. :raises ConfigError: no mapping, an unknown or nested one."""
+    """Return parameter -> value from a file. names: see `_names`. :raises ConfigError: if an option is unknown."""
     try:
         found = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
@@ -103,22 +103,22 @@ def _default(path: Path, names: dict[str, _Named], given: str, value: Any) -> tu
     return named.parameter, listed if named.takes_many else (not value) if named.is_opposite else value
 
 
-PLUGIN_HELP = "A plugin in a file: FILE.py, or FILE.py:CLASS for a backend class without a hook. Repeatable."
+PLUGIN_HELP = "Plugin file: FILE.py, or FILE.py:CLASS for a backend class without a hook. Repeatable."
 PluginFiles = Annotated[list[str] | None, typer.Option("--plugin", help=PLUGIN_HELP)]
 """The option --plugin, of every command that lists or uses backends and layouts."""
 AdapterModules = Annotated[
     list[str] | None,
     typer.Option(
-        help='Adapter that requests call as their model: NAME=FOLDER, or {"name": ..., "path": ...}. Repeatable.',
+        help='LoRA adapter that requests select as their model: NAME=FOLDER, or {"name": ..., "path": ...}. Repeatable.',
         rich_help_panel="Adapters",
     ),
 ]
-"""The option --lora-modules, of commands whose requests name what answers them."""
+"""The option --lora-modules, for commands whose requests name a model or an adapter."""
 AdapterFolder = Annotated[
     str | None,
-    typer.Option(help="Folder of an adapter (LoRA) to write with; turns --enable-lora on.", rich_help_panel="Adapters"),
+    typer.Option(help="Folder of a LoRA adapter to generate with; implies --enable-lora.", rich_help_panel="Adapters"),
 ]
-"""The option --lora, of commands that write with one adapter."""
+"""The option --lora, for commands that generate with one adapter."""
 
 
 Command = Callable[..., None]
@@ -127,7 +127,7 @@ Command = Callable[..., None]
 def with_flags(
     command: Command, place: str, flags: Sequence[inspect.Parameter], take: Callable[[dict[str, Any]], object]
 ) -> Command:
-    """Replace a command's parameter `place` by flags, in the order of the help; `take` makes the argument from their values."""
+    """Replace a command's parameter `place` by options, in the order of the help. take: makes the argument from their values."""
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(command, eval_str=True).parameters.values():
         parameters += flags if each.name == place else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
@@ -143,7 +143,7 @@ def with_flags(
 
 
 def names_of(text: str | None) -> list[str] | None:
-    """Names from a comma-separated text; None where there are none."""
+    """Return the names in a comma-separated text, or None if there are none."""
     if text is None:
         return None
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -151,7 +151,7 @@ def names_of(text: str | None) -> list[str] | None:
 
 
 def requests_of(text: str | None) -> list[str] | None:
-    """Return the backend requests in a text; prefill=NAME,decode=NAME is one, until a key repeats. None if there are none."""
+    """Return the backend requests in a text, or None. prefill=NAME,decode=NAME is one request, until a key repeats."""
     requests: list[str] = []
     for name in names_of(text) or []:
         key = name.partition("=")[0]
@@ -162,8 +162,8 @@ def requests_of(text: str | None) -> list[str] | None:
 
 
 def adapters_of(texts: Sequence[str], enabled: bool) -> list[LoRARequest]:
-    """Return the adapters of --lora-modules, in either form of vLLM's, numbered from 1. enabled: the engine's enable_lora.
-    :raises ConfigError: a text of another form, a name twice, or an engine without slots for adapters."""
+    """Return the adapters of --lora-modules, in either of vLLM's two forms, numbered from 1. enabled: the engine's enable_lora.
+    :raises ConfigError: if a text has another form, a name repeats, or LoRA is disabled."""
     found: list[LoRARequest] = []
     for text in texts:
         name, equals, path = text.partition("=")
@@ -187,7 +187,7 @@ def adapters_of(texts: Sequence[str], enabled: bool) -> list[LoRARequest]:
 
 
 def adapter_of(folder: str | None, engine: dict[str, Any]) -> LoRARequest | None:
-    """The adapter that --lora names, for which the engine's options then make room; None where it names none."""
+    """Return the adapter of --lora and set enable_lora in the engine's options; None if `folder` is None."""
     if folder is None:
         return None
     engine["enable_lora"] = True
@@ -195,13 +195,13 @@ def adapter_of(folder: str | None, engine: dict[str, Any]) -> LoRARequest | None
 
 
 def on_command_line(context: typer.Context, name: str) -> bool:
-    """Whether a parameter of that name was given on the command line, rather than by its default or a file."""
+    """Return whether a parameter was given on the command line, not by its default or a file."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:
-    """Return the numbers in a comma-separated text, each at least `least`; None if empty. :raises ConfigError: another form."""
+    """Return the numbers in a comma-separated text, at least `least`; None if empty. :raises ConfigError: if the form differs."""
     names = names_of(text)
     if names is None:
         return None
@@ -212,7 +212,7 @@ def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | N
 
 
 def block_sizes_of(text: str | None) -> Sequence[int] | None:
-    """Block sizes from a comma-separated text; None where there are none. :raises ConfigError: a size that no cache can have."""
+    """Return the block sizes in a comma-separated text, or None. :raises ConfigError: if the KV cache does not support a size."""
     from headway.core.engine.data.config import check_block_size
 
     sizes = sizes_of("--block-sizes", text)
@@ -222,7 +222,7 @@ def block_sizes_of(text: str | None) -> Sequence[int] | None:
 
 
 def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dtype | None:
-    """An element type by name; None for auto. :raises ConfigError: an unknown one."""
+    """Return the element type of a name, or None for auto. :raises ConfigError: if the name is unknown."""
     if name == "auto":
         return None
     if name not in known:
@@ -231,7 +231,7 @@ def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dty
 
 
 def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
-    """Return backend -> option -> value from texts like NAME.key=value (NAME may have dots). :raises ConfigError: other forms."""
+    """Return backend -> option -> value from texts NAME.key=value (NAME may have dots). :raises ConfigError: if malformed."""
     options: dict[str, dict[str, str]] = {}
     for text in texts:
         target, equals, value = text.partition("=")
@@ -243,7 +243,7 @@ def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
 
 
 def parse_block_size(text: str) -> int | None:
-    """A number, or None for auto. :raises ConfigError: neither."""
+    """Return the block size of a text, or None for auto. :raises ConfigError: if the text is neither a number nor auto."""
     if text == "auto":
         return None
     try:
@@ -253,13 +253,13 @@ def parse_block_size(text: str) -> int | None:
 
 
 def tell_written(path: Path | None, console: Console) -> None:
-    """Say that a file was written, where one is named."""
+    """Print that a file was written, if `path` is not None."""
     if path is not None:
         console.print(Text(f"written to {path}"), soft_wrap=True)
 
 
 def write_result(result: BaseModel, path: Path | None, console: Console) -> None:
-    """Write a result as JSON where a file is named, and say so."""
+    """Write a result as JSON and print where, if `path` is not None."""
     from headway.core.system.json_files import write_json
 
     if path is not None:

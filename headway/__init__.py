@@ -1,4 +1,4 @@
-"""Headway: LLM inference on whichever attention kernel is fastest here, now, for this batch."""
+"""Headway: LLM inference with the attention kernel that is fastest on this machine for each batch."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +66,12 @@ _NAMES = {
     "headway.tuning.isolated.trial": "create_registry",
     "headway.version": "__version__",
 }
-"""Module -> the public names that it lends."""
+"""Module -> the public names that this package re-exports from it."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used (PEP 562): `import headway` costs milliseconds and loads no torch."""
+    """Import a public name at its first use (PEP 562), so that `import headway` takes milliseconds and does not import torch."""
     from importlib import import_module
 
     if name not in _HOME:

@@ -20,7 +20,7 @@ from headway.core.system.system_errors import (
 )
 from headway.machine.process import collect_seldom, handle_sigint, interrupt_command
 
-_NARROWEST: Final = 20  # Columns of the narrowest terminal that is believed
+_NARROWEST: Final = 20  # Minimum number of columns to accept from the environment
 _BROKEN_PIPE: Final = 141  # Exit code by which shells report SIGPIPE
 _INTERRUPTED: Final = 130  # Exit code by which shells report SIGINT
 
@@ -28,28 +28,28 @@ _INTERRUPTED: Final = 130  # Exit code by which shells report SIGINT
 def main() -> None:
     """Run the command line.
 
-    A mistake of the user's and an error of the system (a full disk, a folder in a file's place, too little memory) end with one
-    message and exit code 2, Ctrl-C with 130 or by SIGINT. Only a fault of Headway's own shows a traceback.
+    A user's mistake or a system error (full disk, too little memory) ends with one message and exit code 2, Ctrl-C with 130
+    or SIGINT. Only a bug in Headway shows a traceback.
     """
     open_closed_streams()
     outlive_stderr()
     escape_unencodable(sys.stdout, sys.stderr)
     columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) < _NARROWEST:  # some terminals say 0; nothing can be shown in a few columns
+    if columns.isdecimal() and int(columns) < _NARROWEST:  # some terminals report 0, and no output fits a few columns
         os.environ["COLUMNS"] = str(_NARROWEST)
     try:
         try:
             with handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
                 run_command_line()
         finally:
-            sys.stdout.flush()  # a full device shows here, not when Python ends and can only complain
-            # Nothing is left to save while Python ends: Ctrl-C ends it without a traceback of some library's.
+            sys.stdout.flush()  # report a full device here; at exit Python can only complain
+            # Nothing needs saving during interpreter exit, so Ctrl-C ends the process without a library's traceback.
             atexit.register(_stop_handling_sigint, os.getpid())
     except BrokenPipeError:
         drop_unwritten(sys.stdout)
         sys.exit(_BROKEN_PIPE)
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # which typer turns into an exit
+        if isinstance(ended.__context__, BrokenPipeError):  # typer converts it to an exit
             drop_unwritten(sys.stdout)
             sys.exit(_BROKEN_PIPE)
         raise
@@ -60,7 +60,7 @@ def main() -> None:
         drop_unwritten(sys.stdout)
         if said is None:
             traceback.print_exception(error)
-            _say("fault: ", "the lines above tell of a fault of Headway's own; please report it with them and the command")
+            _say("fault: ", "the lines above show a bug in Headway; please report it with them and the command")
             sys.exit(1)
         log_traceback("the command", error)
         _say("error: ", said)
@@ -68,16 +68,16 @@ def main() -> None:
 
 
 def _stop_handling_sigint(process: int) -> None:
-    if os.getpid() == process:  # not in a fork
+    if os.getpid() == process:  # not in a forked child
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_command_line() -> None:
-    """Import the commands, and run the one that sys.argv names."""
+    """Import the commands and run the one that sys.argv names."""
     collect_seldom()
     try:
         os.getcwd()
-    except FileNotFoundError:  # libraries end the process without a word about it
+    except FileNotFoundError:  # libraries would end the process without a message
         raise ConfigError("the working folder", "one that exists", "one that was removed", "cd into another") from None
     from headway.cli.app import command_for
 

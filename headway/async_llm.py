@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine in a thread or a process of its own, and requests as asynchronous iterators."""
+"""`AsyncLLM`: an engine in its own thread or process, with requests as asynchronous iterators."""
 
 from __future__ import annotations
 
@@ -45,48 +45,45 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_DRAIN_INTERVAL = 0.02  # Seconds between two checks for requests that still run
-_TOKENISERS = 2  # Threads that render templates and tokenise; the tokenizer's native code does not hold Python's lock
+_DRAIN_INTERVAL = 0.02  # Seconds between two checks for unfinished requests
+_TOKENISERS = 2  # Threads that render templates and tokenize; the tokenizer's native code releases the GIL
 
 
 class AsyncLLM:
-    """A running model whose requests come and go. Methods are named as those of vLLM's AsyncLLM.
+    """A running model that takes requests at any time. Methods have the names of vLLM's AsyncLLM.
 
-    Prompts are tokenised in threads, the engine runs in another thread or in a process of its own, and texts are made on the
-    caller's event loop. Coroutines of several event loops may use one AsyncLLM.
+    Prompts are tokenized in threads, the engine runs in another thread or its own process, and texts are made on the caller's
+    event loop. Coroutines of several event loops may share one AsyncLLM.
     """
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and start its engine (seconds to minutes); options as LLM's. :raises HeadwayError: a caller's mistake."""
+        """Load a model and start its engine (seconds to minutes). Options as in `LLM`. :raises HeadwayError: if one is bad."""
         self._start(EngineThread(driver_of(EngineArgs.of(*model, **options))))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, own_process: bool = False, **_: object) -> Self:
-        """Make an AsyncLLM with these options.
-
-        own_process: run the engine in a process of its own, as `headway serve` does. Its steps then do not share Python's lock
-        with the work for each token here, and a fault that ends that process leaves this one alone. Options and parameters must
-        be picklable; `engine`, `driver` and functions as logits processors need a thread. Keywords beside it concern vLLM's
-        processes and reports, and are not read.
-        """
+        """Return an AsyncLLM with these options. own_process: run the engine in its own process, as `headway serve` does. Its
+        steps then do not compete for the GIL with per-token work here, and this process survives a crash of the engine. Options
+        and parameters must be picklable; `engine`, `driver` and functions as logits processors need a thread. Other keywords, for
+        vLLM's processes and reports, are ignored."""
         return cls.over(EngineProcess(partial(driver_of, engine_args)) if own_process else EngineThread(driver_of(engine_args)))
 
     @classmethod
     def over(cls, host: EngineHost) -> Self:
-        """Make an AsyncLLM over an engine that runs already."""
+        """Return an AsyncLLM for a running engine."""
         made = cls.__new__(cls)
         made._start(host)
         return made
 
     @classmethod
     def from_llm(cls, llm: LLM) -> Self:
-        """Make an AsyncLLM over the engine of an LLM, which stays usable: the requests of both share the batch."""
+        """Return an AsyncLLM for the engine of an LLM, which remains usable: requests of both share the batch."""
         return cls.over(EngineThread(llm.driver, owned=False))
 
     def _start(self, host: EngineHost) -> None:
         self.host = host
-        """What runs the engine, in a thread or a process."""
+        """The host of the engine, a thread or a process."""
         self.model = host.model
         self._mailboxes = Mailboxes()
         self._tokenisers = ThreadPoolExecutor(_TOKENISERS, "headway-tokenise")
@@ -104,15 +101,14 @@ class AsyncLLM:
         priority: int = 0,
         **others: object,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt; each item is the output so far, or what SamplingParams.output_kind says.
+        """Complete a prompt. Yield the output so far, or what SamplingParams.output_kind says.
 
-        The request ends with the iterator, and with the task that reads it: a caller who stops reading need not abort it. prompt,
-        sampling_params, lora_request: see LLM.generate. request_id: a text that no unfinished request has; None: one is made.
-        priority: see scheduling_policy. others: keywords of vLLM's; those that ask for something are refused.
-
-        :raises PromptError: an empty or too long prompt, before the first item.
-        :raises ConfigError: a parameter that cannot work, likewise.
-        :raises EngineDeadError: the engine has ended.
+        The request ends with the iterator and with the task that reads it, so that a caller who stops reading need not abort it.
+        prompt, sampling_params, lora_request: see LLM.generate. request_id: an id that no unfinished request has; None generates
+        one. priority: see scheduling_policy. others: keywords of vLLM; unsupported ones are rejected.
+        :raises PromptError: if the prompt is empty or too long, before the first item.
+        :raises ConfigError: if a parameter is invalid, before the first item.
+        :raises EngineDeadError: if the engine has ended.
         """
         if others:
             check_keywords("AsyncLLM.generate", others, ("prompt", "sampling_params", "request_id", "priority"))
@@ -134,7 +130,7 @@ class AsyncLLM:
         priority: int = 0,
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation in the model's chat template, as `generate` completes a prompt. template: see `chat_prompt`."""
+        """Answer a conversation, using the model's chat template. Yields as `generate`. template: see `chat_prompt`."""
         prompt = await self.chat_prompt(messages, **template)
         asked = self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
         async with aclosing(asked) as outputs:
@@ -152,7 +148,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         split_special_tokens: bool = False,
     ) -> Prompt:
-        """Render and tokenise a conversation in a thread; see LLM.chat. :raises HeadwayError: no template, or bad messages."""
+        """Render and tokenize a conversation in a thread; see LLM.chat. :raises HeadwayError: if messages are invalid."""
         render = partial(
             self.host.validator.chat_prompt,
             messages,
@@ -166,13 +162,13 @@ class AsyncLLM:
         return await self.in_thread(render)
 
     async def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
-        """Tokenise a text in a thread, control token names as text. add_special_tokens: add the tokenizer's own, such as BOS.
-        :raises HeadwayError: the model's tokenizer cannot do that."""
+        """Return a tokenized text, with control token names as text. add_special_tokens: add the tokenizer's own, such as BOS.
+        :raises HeadwayError: if the tokenizer does not support this."""
         return await self.in_thread(partial(self.host.validator.text_prompt, text, add_special_tokens))
 
     async def infill_prompt(self, prefix: str, suffix: str, *, split_special_tokens: bool = False) -> Prompt:
-        """Return the prompt for a gap between two texts, tokenised in a thread. split_special_tokens: control names are text.
-        :raises ConfigError: the model has no tokens for that."""
+        """Return the fill-in-the-middle prompt for the gap between two texts. split_special_tokens: control token names are text.
+        :raises ConfigError: if the model has no fill-in-the-middle tokens."""
         return await self.in_thread(partial(self.host.validator.infill_prompt, prefix, suffix, split_special_tokens))
 
     async def check(
@@ -183,19 +179,17 @@ class AsyncLLM:
         priority: int | Sequence[int] = 0,
         lora_request: LoRARequest | None = None,
     ) -> list[CheckedRequest]:
-        """Tokenise and check prompts for `submit` in a thread; a few short prompts of token ids here, which is faster.
-        :raises HeadwayError: as `generate`."""
+        """Tokenize and check prompts for `submit`, in a thread unless few and short. :raises HeadwayError: as `generate`."""
         asked = partial(self.host.validator.check, lora_request=lora_request, streamed=True)
         check = partial(asked, prompts, sampling_params, priority)
         return check() if quickly_checked(prompts) else await self.in_thread(check)
 
     def submit(self, request: CheckedRequest, request_id: str | None = None) -> RequestStream:
-        """Queue a request that `check` returned, and return the stream of its outputs; call it on an event loop.
+        """Queue a request that `check` returned. Return the stream of its outputs. Must be called on an event loop.
 
-        The stream must be read to its end or closed; `generate` sees to that.
-
-        :raises ConfigError: the id is taken, or a step of the engine makes this call and would wait for itself.
-        :raises EngineDeadError: the engine has ended or is being drained.
+        The caller must read the stream to its end or close it, as `generate` does.
+        :raises ConfigError: if the id is in use, or the call comes from a step of the engine and would wait for itself.
+        :raises EngineDeadError: if the engine has ended or is being drained.
         """
         self.host.check_caller()
         if self._draining:
@@ -204,7 +198,7 @@ class AsyncLLM:
         name = self.host.names.claim(request_id)
         stream = box.open(name, request, partial(self._close, box, name))
         try:
-            unnamed = request._replace(prompt=None)  # a text need not travel
+            unnamed = request._replace(prompt=None)  # the engine does not need the text
             added = self.host.run_between_steps(query(partial(EngineLoop.add_request, request_id=name.key, request=unnamed)))
         except (EngineDeadError, HeadwayError):
             stream.close()
@@ -213,13 +207,13 @@ class AsyncLLM:
         return stream
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their streams end with finish_reason "abort". An unknown or ended request is left alone."""
+        """End requests; their streams end with finish_reason "abort". Unknown and finished ids are ignored."""
         for each in [request_id] if isinstance(request_id, str) else list(request_id):
             self._mailboxes.abort(each)
-        await asyncio.sleep(0)  # the mailboxes act in the next round of the loop
+        await asyncio.sleep(0)  # the mailboxes run in the next iteration of the loop
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait until the running ones end; return whether all have. timeout: seconds; None: no limit."""
+        """Reject new requests and wait until running ones end. Return whether all did. timeout: seconds; None means no limit."""
         self._draining = True
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         while self.num_unfinished_requests and self.is_running:
@@ -229,7 +223,7 @@ class AsyncLLM:
         return True
 
     def shutdown(self) -> None:
-        """End all requests, as `abort` does, and the engine, for good, after the step that runs now."""
+        """End all requests, as `abort` does, and stop the engine permanently after the current step."""
         self._stop()
 
     async def __aenter__(self) -> Self:
@@ -239,43 +233,44 @@ class AsyncLLM:
         self.shutdown()
 
     def get_tokenizer(self) -> Any:
-        """Return transformers' tokenizer of the model; None if the model was loaded without one."""
+        """Return the model's transformers tokenizer; None if the model was loaded without one."""
         return transformers_tokenizer(self.model.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that the model recommends; `generate` and `chat` use them if none are given."""
+        """Return the model's recommended parameters, which `generate` and `chat` use by default."""
         return self.host.validator.default_params()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget the prompts that the cache holds; True, as vLLM's returns."""
+        """Forget all cached prompts. Return True, as vLLM does."""
         await self.query(partial(EngineLoop.forget_prefixes, everywhere=True))
         return True
 
     async def stats(self) -> EngineSnapshot:
-        """The engine's figures, at this moment and since its start, read between two steps. Raises as `query`."""
+        """Return the engine's statistics, current and since its start, read between two steps. Raises as `query`."""
         return await self.query(EngineLoop.snapshot)
 
     async def query(self, function: Callable[[EngineLoop], T]) -> T:
-        """Call a picklable function with the engine between steps, and return its result. :raises EngineDeadError: it ended."""
+        """Call a picklable function with the engine between steps; return its result. :raises EngineDeadError: if it ended."""
         return await self.run_task(query(function))
 
     async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:
-        """Call a task with the engine's driver; otherwise as `query`. concurrently: beside steps, without changing the engine."""
+        """Call a task with the engine's driver. Raises as `query`. concurrently: run during steps; the task must not change
+        the engine."""
         if not concurrently:
             self.host.check_caller()
         run = self.host.run_concurrently if concurrently else self.host.run_between_steps
         return await asyncio.wrap_future(run(task))
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and cache back until `wake_up`; see LLM.sleep. Requests must have ended before."""
+        """Free the memory of weights and KV cache until `wake_up`; see LLM.sleep. All requests must have ended."""
         await self.run_task(partial(live_model.sleep, level=level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back; see LLM.wake_up."""
+        """Allocate the memory again; see LLM.wake_up."""
         await self.run_task(partial(live_model.wake_up, tags=tags))
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or cache sleep."""
+        """Return whether weights or KV cache are asleep."""
         return await self.run_task(live_model.is_sleeping)
 
     async def collective_rpc(
@@ -285,23 +280,23 @@ class AsyncLLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a function or method of the worker (LLM.collective_rpc), picklable for another process. timeout: seconds."""
+        """Call a function or method of the worker (LLM.collective_rpc); picklable for another process. timeout: seconds."""
         call = self.run_task(partial(live_model.collective_rpc, method=method, args=args, kwargs=kwargs))
         return await asyncio.wait_for(call, timeout)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter beside the engine's steps; return True, as vLLM does. :raises EngineDeadError: the engine has ended.
-        :raises ConfigError: it cannot be served, or the engine was started without enable_lora."""
+        """Load an adapter while the engine runs. Return True, as vLLM does. :raises EngineDeadError: if the engine has ended.
+        :raises ConfigError: if the adapter is not supported or enable_lora is off."""
         await self.run_task(partial(read_adapter, lora_request=lora_request), concurrently=True)
         await self.run_task(partial(keep_adapter, lora_request=lora_request))
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; requests that use it go on with it. False: none has this number. Raises as `run_task`."""
+        """Remove an adapter by number; running requests keep using it. Return whether it existed. Raises as `run_task`."""
         return await self.run_task(query(partial(remove_adapter, lora_id=lora_id)))
 
     async def list_loras(self) -> set[int]:
-        """The numbers of the adapters that have been read. Raises as `run_task`."""
+        """Return the numbers of the loaded adapters. Raises as `run_task`."""
         return await self.run_task(query(adapter_ids))
 
     @property
@@ -311,7 +306,7 @@ class AsyncLLM:
 
     @property
     def driver(self) -> EngineDriver:
-        """Return the driver of an engine in a thread of this process. :raises ConfigError: the engine runs in another process."""
+        """The driver of an engine in a thread of this process. :raises ConfigError: if the engine runs in another process."""
         if not isinstance(self.host, EngineThread):
             raise ConfigError("AsyncLLM", "own_process=False for its driver and engine", "an engine in another process")
         return self.host.driver
@@ -323,7 +318,7 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """True while the engine serves requests."""
+        """True while the engine accepts requests."""
         return self.host.error is None
 
     @property
@@ -338,22 +333,22 @@ class AsyncLLM:
 
     @property
     def has_lost_engine(self) -> bool:
-        """True after a fault has ended the engine for good: nobody starts it again."""
+        """True after a fault has ended the engine and it will not be restarted."""
         return self.errored and not self.host.is_restarting
 
     @property
     def failure(self) -> EngineDeadError | None:
-        """The fault that has ended the engine; None while it runs, and after a shutdown."""
+        """The fault that ended the engine; None while it runs and after a shutdown."""
         return self.host.error if self.errored else None
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the engine has ended; None while it runs."""
+        """Reason why the engine has ended; None while it runs."""
         return self.host.error
 
     async def check_health(self, step_timeout: float | None = None) -> None:
-        """Check that the engine can serve. step_timeout: seconds that a step may take; None: any.
-        :raises EngineDeadError: the engine has ended, or has not come to the end of a step for longer than `step_timeout`."""
+        """Check that the engine works. step_timeout: maximum seconds per step; None means no limit.
+        :raises EngineDeadError: if the engine has ended, or no step has finished for longer than `step_timeout`."""
         if self.host.error is not None:
             raise self.host.error
         stalled = self.host.stalled_seconds
@@ -362,37 +357,37 @@ class AsyncLLM:
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests of this AsyncLLM whose stream has not ended."""
+        """Number of this AsyncLLM's requests whose stream has not ended."""
         return self._mailboxes.num_streams
 
     @property
     def num_waiting(self) -> int:
-        """Sequences (completions of requests) in the engine that have not begun, or wait to go on."""
+        """Number of sequences (completions of requests) in the engine that wait to start or to resume."""
         return self.host.num_sequences[1]
 
     @property
     def num_running(self) -> int:
-        """Sequences in the engine that its steps advance."""
+        """Number of sequences that the engine's steps advance."""
         return self.host.num_sequences[0]
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Called for attributes that are lacking: for those of vLLM's the error names what comes nearest."""
+        """Raise the error for a missing attribute, with a hint for vLLM's attributes."""
         raise missing_attribute(name, type(self).__name__)
 
     async def in_thread(self, function: Callable[[], T]) -> T:
-        """Call a function in one of the threads that tokenise. :raises EngineDeadError: the engine has ended."""
+        """Call a function in one of the tokenizer threads. :raises EngineDeadError: if the engine has ended."""
         await self.check_health()
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, function)
 
     def _close(self, box: Mailbox, name: RequestName) -> None:
-        """Forget a request whose stream was read to its end or given up."""
+        """Forget a request whose stream was read to its end or closed."""
         if not box.remove(name.key).finished:
             abort_request(self.host, name.key, None)
         self.host.names.release(name.request_id)
 
 
 def _tell(box: Mailbox, key: str, added: Future[None]) -> None:
-    """Pass a refusal of the engine on to the stream of its request."""
+    """Report the engine's rejection of a request to its stream."""
     error = added.exception()
     if error is not None:
         box.post(box.fail, error, key)

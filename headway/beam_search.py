@@ -1,4 +1,4 @@
-"""Beam search: the likeliest continuations that are found by keeping several at each token (Graves 2012)."""
+"""Beam search: find the most likely continuations by keeping several at each token (Graves 2012)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.system.text import shown
 from headway.outputs import LogprobsByToken, RequestOutput
 
-_MOST_PENALTY = 10  # Largest power of a length: beyond, scores of long continuations overflow
+_MOST_PENALTY = 10  # Largest exponent of the length; scores of long continuations overflow above it
 
 
 @knows_its_fields({}, "docs/sampling.md")
 @dataclass
 class BeamSearchParams:
-    """Parameters of `LLM.beam_search`; names and meanings are vLLM's."""
+    """Parameters of `LLM.beam_search`, with vLLM's names and meanings."""
 
     beam_width: int
-    """Continuations that are kept at each token, and returned."""
+    """Number of continuations to keep at each token and to return."""
     max_tokens: int
     ignore_eos: bool = False
-    """Go on past the model's end-of-text tokens."""
+    """Continue past the model's end-of-text tokens."""
     temperature: float = 0.0
-    """Not read: the search goes by the model's own probabilities."""
+    """Ignored: the search uses the model's own probabilities."""
     length_penalty: float = 1.0
-    """A continuation's log-probability is divided by its length to this power: above 1 longer ones win more often."""
+    """Exponent of a continuation's length, by which its log-probability is divided. Above 1 favors longer continuations."""
     include_stop_str_in_output: bool = False
-    """Leave the end-of-text token among the tokens."""
+    """Keep the end-of-text token among the tokens."""
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
@@ -47,13 +47,13 @@ class BeamSearchSequence:
     """A continuation, with its prompt."""
 
     tokens: list[int]
-    """Tokens of the prompt and of the continuation."""
+    """Tokens of the prompt and the continuation."""
     logprobs: list[LogprobsByToken]
-    """For each token of the continuation, the log-probabilities among which it was found."""
+    """Candidates and their log-probabilities for each token of the continuation."""
     cum_logprob: float = 0.0
     """Sum of the log-probabilities of the continuation's tokens."""
     text: str | None = None
-    """Text of `tokens`; None where the model has no tokenizer."""
+    """Text of `tokens`. None if the model has no tokenizer."""
     finish_reason: str | None = None
     """"stop" or "length"."""
     stop_reason: int | str | None = None
@@ -62,23 +62,23 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """The continuations of one prompt, the likeliest first."""
+    """The continuations of one prompt, most likely first."""
 
     sequences: list[BeamSearchSequence]
 
 
 @dataclass
 class BeamSearch:
-    """The search for one prompt."""
+    """The beam search for one prompt."""
 
     prompt: Sequence[int]
     params: BeamSearchParams
     ends: frozenset[int]
     """Tokens that end a continuation."""
     room: int
-    """Most tokens of a continuation, by the model's length."""
+    """Maximum number of tokens of a continuation within the model's length."""
     beams: list[BeamSearchSequence] = field(init=False)
-    """Continuations that go on."""
+    """Unfinished continuations."""
     complete: list[BeamSearchSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -86,11 +86,11 @@ class BeamSearch:
 
     @property
     def goes_on(self) -> bool:
-        """Whether another token is looked for."""
+        """True if the search needs another token."""
         return bool(self.beams) and len(self.beams[0].logprobs) < min(self.params.max_tokens, self.room)
 
     def take(self, found: Sequence[LogprobsByToken]) -> None:
-        """Go on by one token. found: for each of `beams`, the likeliest next tokens."""
+        """Extend the beams by one token. found: the most likely next tokens of each beam."""
         longer = []
         for beam, likely in zip(self.beams, found, strict=True):
             for token, scored in likely.items():
@@ -104,7 +104,7 @@ class BeamSearch:
         self.beams = sorted(longer, key=self._score, reverse=True)[: self.params.beam_width]
 
     def best(self, tokenizer: Any, lora_request: LoRARequest | None = None) -> BeamSearchOutput:
-        """The likeliest continuations, with their texts and the adapter that they were found with."""
+        """Return the most likely continuations, with their texts and adapter."""
         for beam in self.beams:
             beam.finish_reason = "length"
         kept = sorted([*self.complete, *self.beams], key=self._score, reverse=True)[: self.params.beam_width]
@@ -127,7 +127,7 @@ def search(searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], 
 
 
 def next_tokens(searches: Sequence[BeamSearch]) -> tuple[list[list[int]], SamplingParams] | None:
-    """Return prompts of token ids for each beam's next token, and their parameters; None: all ended. All have one beam_width."""
+    """Return prompts of token ids for each beam's next token and their parameters; None if all ended. Equal beam_width."""
     going = [each for each in searches if each.goes_on]
     if not going:
         return None
@@ -136,7 +136,7 @@ def next_tokens(searches: Sequence[BeamSearch]) -> tuple[list[list[int]], Sampli
 
 
 def take_tokens(searches: Sequence[BeamSearch], outputs: Sequence[RequestOutput]) -> None:
-    """Go on by what `next_tokens` has asked for. outputs: one for each of its prompts."""
+    """Extend the searches by the outputs for the prompts of `next_tokens`, one output per prompt."""
     found = iter(outputs)
     for each in searches:
         if each.goes_on:

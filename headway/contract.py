@@ -1,6 +1,6 @@
-"""The stable names of the contract: what a backend, a layout or a test outside this repository may import.
+"""Stable names of the contract, for backends, layouts and tests outside this repository.
 
-They change only with `API_VERSION`. `headway.core` and everything else is Headway's own and may change in any release.
+They change only with `API_VERSION`. Everything else in `headway` is internal and may change in any release.
 """
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, Lengths, Plan, StepLimits

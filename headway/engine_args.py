@@ -1,4 +1,4 @@
-"""Every option of `LLM`, once: its keywords, the command line's flags and docs/options.md come from `EngineArgs`."""
+"""Every option of `LLM`: its keywords, the command-line options and docs/options.md are made from `EngineArgs`."""
 
 from __future__ import annotations
 
@@ -29,84 +29,90 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class EngineArgs(EngineConfig):
-    """Every option of loading and running a model; None is the default. `headway.compat.vllm.EngineArgs` takes vLLM's too."""
+    """Options for loading and running a model; None selects the default. `headway.compat.vllm.EngineArgs` also takes vLLM's."""
 
     model: Annotated[str, "smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id."] = "smollm2"
     _: dataclasses.KW_ONLY
     tokenizer: Annotated[
-        str | None, "Tokenizer to use in place of the model's: a folder, a .gguf file, or a Hugging Face hub id."
+        str | None, "Tokenizer to use instead of the model's: a folder, a .gguf file, or a Hugging Face hub id."
     ] = None
     revision: Annotated[str | None, "Branch, tag or commit of a model on a Hugging Face hub. Default: its main branch."] = None
-    download_dir: Annotated[str | None, "Folder that a hub's files are fetched to. Default: the one of huggingface_hub."] = None
+    download_dir: Annotated[str | None, "Folder for files downloaded from a hub. Default: huggingface_hub's own."] = None
     hf_overrides: Annotated[
-        Mapping[str, Any] | None, "Values in place of those of the model's config.json; one for text_config is merged into it."
+        Mapping[str, Any] | None,
+        "Values to use instead of config.json's; a value for text_config is merged into it.",
     ] = None
     generation_config: Annotated[
-        str, "Sampling parameters of requests without any: auto, those that the model recommends, or vllm, vLLM's own defaults."
+        str, "Default sampling parameters: auto, the model's recommendation, or vllm, vLLM's defaults."
     ] = "auto"
     dtype: Annotated[str, "Element type: auto, float32 (float), bfloat16 or float16 (half)."] = "auto"
-    device: Annotated[str, "auto, cpu, cuda or cuda:N."] = "auto"
+    device: Annotated[str, "Device: auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
         str,
-        "auto, or dummy: random weights in a model's shapes "
-        "(qwen3-0.6b, llama-3-8b, llama-3-70b, qwen3-30b-a3b, gpt-oss-20b and qwen3-next-80b-a3b ship).",
+        "auto, or dummy: random weights in a model's shapes (built in: qwen3-0.6b, llama-3-8b, llama-3-70b, qwen3-30b-a3b, "
+        "gpt-oss-20b and qwen3-next-80b-a3b).",
     ] = "auto"
     experts_kernel: Annotated[
-        str, "Kernel for layers of experts: auto, or the NAME of one; layers that it cannot compute take what auto takes."
+        str,
+        "Kernel for expert layers (MoE): auto, or a kernel's NAME; layers that it does not support use the kernel that "
+        "auto selects.",
     ] = "auto"
     linear_kernel: Annotated[
-        str, "Kernel for linear layers: auto, or the NAME of one; layers that it cannot compute take what auto takes."
+        str,
+        "Kernel for linear layers: auto, or a kernel's NAME; layers that it does not support use the kernel that auto selects.",
     ] = "auto"
     quantization: Annotated[
-        str | None, "fp8: plain weights of products are rounded on loading, a scale a row. Default: as the checkpoint has them."
+        str | None,
+        "fp8: quantize linear layers while loading, one scale per row. Default: the checkpoint's format.",
     ] = None
     speculative_model: Annotated[
-        str | None, "Smaller model of the same vocabulary, whose guesses are verified: what model takes."
+        str | None, "Draft model for speculative decoding: a smaller model with the same vocabulary, given like the model."
     ] = None
     model_impl: Annotated[
-        str, "What computes the model: headway (its own decoder), transformers (its code), or auto: the first that can."
+        str, "Model implementation: headway (its own decoder), transformers, or auto, the first that supports the model."
     ] = "auto"
     torch_compile: Annotated[
-        bool | None, "Compile the layers of a model that transformers computes. Default: on a GPU without enforce_eager."
+        bool | None,
+        "Apply torch.compile to a transformers implementation. Default: on a GPU without enforce_eager.",
     ] = None
     runner: Annotated[
-        str, "What the model is run for: generate (texts), pooling (embeddings and scores), or auto: what its files say."
+        str, "Model runner: generate (texts), pooling (embeddings and scores), or auto, detected from the model's files."
     ] = "auto"
-    task: Annotated[str, "The same in more detail: generate, embed, score, reward, or auto."] = "auto"
-    skip_tokenizer_init: Annotated[bool, "Load no tokenizer: token ids in and out, no text."] = False
-    num_threads: Annotated[int | None, "CPU threads. Default: one per free core."] = None
+    task: Annotated[str, "Task of the model, more specific than runner: generate, embed, score, reward, or auto."] = "auto"
+    skip_tokenizer_init: Annotated[bool, "Do not load a tokenizer: prompts and outputs are token ids only."] = False
+    num_threads: Annotated[int | None, "Number of CPU threads. Default: one per free core."] = None
     crossover_table: Annotated[
         str | Sequence[str] | None,
-        "File of measured times that auto obeys, or several, each for the layer it was measured on. Default: this machine's own.",
+        "Crossover table for auto to use, or several for several kinds of layers. Default: this machine's own.",
     ] = None
     autotune_budget: Annotated[
-        float | None, "Seconds that a first start may measure, in all; 0: none. Default: 20 on a GPU, 3 on a CPU."
+        float | None, "Maximum seconds for measuring at the first start. 0 disables it. Default: 20 on a GPU, 3 on a CPU."
     ] = None
-    log_stats_interval: Annotated[float | None, "Seconds between two lines of statistics in the log. Default: none."] = None
+    log_stats_interval: Annotated[float | None, "Seconds between two statistics lines in the log. Default: no statistics."] = None
     plugins: Annotated[
         Iterable[object],
-        "Registered beside the installed plugins: objects with hook implementations, backend classes, or files with either, as "
+        "Plugins to register in addition to installed ones: objects with hooks, backend classes, or files with either, as "
         "FILE.py or FILE.py:CLASS.",
     ] = ()
     backends: Annotated[
-        Iterable[type[Kernel]], "Classes of backends and kernels, registered as plugins are; attn_backend names one."
+        Iterable[type[Kernel]], "Backend and kernel classes to register like plugins; attn_backend selects one by name."
     ] = ()
     logits_processors: Annotated[
         Iterable[object],
-        "Classes of vLLM's v1 logits processors, or their places as MODULE:CLASS, that change every batch's logits.",
+        "Logits processor classes in vLLM's v1 form, or their paths as MODULE:CLASS, which change every batch's logits.",
     ] = ()
-    worker_extension_cls: Annotated[str, "Class whose methods LLM.collective_rpc calls beside its own, as MODULE.CLASS."] = ""
+    worker_extension_cls: Annotated[str, "Class, as MODULE.CLASS, whose methods LLM.collective_rpc can also call."] = ""
     plugin_policy: Annotated[
         str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: HEADWAY_PLUGINS, else all."
     ] = None
-    registry: Annotated[Registry | None, "A Registry to use in place of a new one."] = None
+    registry: Annotated[Registry | None, "Registry to use instead of a new one."] = None
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             if getattr(self, each.name) is None and each.default is not None:
                 factory = each.default_factory
                 self._set(each.name, each.default if factory is dataclasses.MISSING else factory())
-        self._set("dtype", str(self.dtype).removeprefix("torch."))  # a torch.dtype is as good as its name
+        self._set("dtype", str(self.dtype).removeprefix("torch."))  # torch.float16 as well as "float16"
         for option, words in VALUES.items():
             given = getattr(self, option)
             self._set(option, words.get(given, given) if isinstance(given, str) else given)
@@ -154,23 +160,23 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def of(cls, *model: object, **options: Any) -> EngineArgs:
-        """Make options from a call's arguments. :raises ConfigError: an unknown option, with the nearest name; or a bad value."""
+        """Return the options in a call's arguments. :raises ConfigError: if an option is unknown or invalid."""
         refuse_unknown("LLM", options, [each.name for each in dataclasses.fields(cls)], FLAGS)
         check_model(model)
         return cls(*model, **options)  # type: ignore[arg-type]
 
     def compiles_on(self, device_type: str) -> bool | None:
-        """Return `torch_compile`; if not set, None on a GPU (compile where it works), else False. device_type: torch's."""
+        """Return `torch_compile`. Default: None (if possible) for device_type cuda without enforce_eager, else False."""
         tried = device_type == "cuda" and not self.enforce_eager
         return self.torch_compile if self.torch_compile is not None or tried else False
 
     @property
     def origin(self) -> ModelOrigin:
-        """The options that say which files the model has."""
+        """The options that determine the model's files."""
         return ModelOrigin(self.revision, self.download_dir, self.hf_overrides)
 
     def make_registry(self) -> Registry:
-        """Return the given `registry`, else a new one with `plugins` and `backends`. :raises HeadwayError: one is invalid."""
+        """Return the given `registry`, or a new one with `plugins` and `backends`. :raises HeadwayError: if one is invalid."""
         from headway.tuning.isolated.trial import create_registry
 
         if self.registry is not None:
@@ -179,25 +185,25 @@ class EngineArgs(EngineConfig):
         return create_registry([*self.plugins, *backends] if backends else self.plugins, policy=self.plugin_policy)
 
     def engine_config(self) -> EngineConfig:
-        """The part of the options that the engine reads."""
+        """Return the subset of the options that the engine reads."""
         return EngineConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)})
 
 
 def check_model(given: Sequence[object]) -> None:
-    """Check the arguments without a name, of which the model may be one. :raises ConfigError: there are several."""
+    """Check the positional arguments, which may be one model. :raises ConfigError: if there are several."""
     if len(given) > 1:
         raise ConfigError("LLM", "one argument without a name, the model", f"{len(given)} of them")
 
 
 class PoolingModel(NamedTuple):
-    """Where a model that is pooled was found, and what for."""
+    """Folder and task of a pooling model."""
 
     folder: Path
     task: PoolingTask
 
 
 def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
-    """Return the model of these options if it is pooled, else None; reads small files. :raises HeadwayError: no such model."""
+    """Return the model if it is a pooling model, else None. Reads small files. :raises HeadwayError: if it does not exist."""
     asked = args.runner != "auto" or args.task != "auto"
     if args.model in ALIASES and not asked:
         return None
@@ -209,15 +215,15 @@ def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
 
 @functools.cache
 def option_types() -> Mapping[str, Any]:
-    """Option -> its annotation, help text included; cached, for reading all takes milliseconds and every flag asks."""
+    """Return option -> its annotation with the help text. Cached, since reading all annotations takes milliseconds."""
     later = {name: type(name, (), {}) for name in ("Registry", "Kernel")}
-    later["BackendRequest"] = str  # which it is read from: so a flag takes a text
+    later["BackendRequest"] = str  # the text form, so that its command-line option takes a text
     return get_type_hints(EngineArgs, localns=later, include_extras=True)
 
 
 @functools.cache
 def help_texts() -> Mapping[str, str]:
-    """Option -> its help text, in the order in which a person reads them: model and machine first."""
+    """Return option -> its help text, in the order for readers: model and machine first."""
     hints = option_types()
     own = [field.name for field in dataclasses.fields(EngineArgs)]
     engine = [field.name for field in dataclasses.fields(EngineConfig)]
@@ -225,7 +231,7 @@ def help_texts() -> Mapping[str, str]:
 
 
 def takes_arguments_of(args: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give an `__init__` the parameters of `args`, for type checkers, editors and help(); its errors name these parameters."""
+    """Return a decorator that gives an `__init__` the parameters of `args`, for type checkers, editors, help() and errors."""
 
     def decorate(function: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -246,7 +252,7 @@ def takes_arguments_of(args: Callable[P, object]) -> Callable[[Callable[..., Non
 
 
 def _table_paths(given: object) -> tuple[str, ...] | None:
-    """Read the option `crossover_table`. :raises ConfigError: neither a path nor several."""
+    """Return the option `crossover_table` as paths. :raises ConfigError: if it is neither a path nor a list of paths."""
     if given is None:
         return None
     listed = [given] if isinstance(given, (str, PathLike)) else list(given) if isinstance(given, (list, tuple)) else []
@@ -256,7 +262,7 @@ def _table_paths(given: object) -> tuple[str, ...] | None:
 
 
 def _classes(backends: object) -> list[type[Kernel]]:
-    """Check the option `backends`. :raises ConfigError: no list of classes of kernels."""
+    """Return the option `backends` as a list. :raises ConfigError: if it is not a list of kernel classes."""
     from headway.core.contract.operation import KINDS
 
     bases = tuple(kind.kernel for kind in KINDS)

@@ -1,4 +1,4 @@
-"""`LLM`: a model, an engine, and text in and text, vectors or scores out."""
+"""`LLM`: a model and an engine; generates text, embeddings and scores."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from headway.requests.request_state import OutputProcessor, Progress, RequestSta
 
 
 class LLM(EngineAccess):
-    """A model ready to generate, embed or score; arguments are named as vLLM's. Threads may share it, and so share the batch."""
+    """Model ready to generate, embed or score, with vLLM's argument names. Threads may share it and so its batch."""
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model; options are those of `EngineArgs` (docs/options.md). :raises HeadwayError: a mistake of the caller."""
+        """Load a model. Options: see `EngineArgs` (docs/options.md). :raises HeadwayError: if one is invalid."""
         args = EngineArgs.of(*model, **options)
         self._driver: EngineDriver | None = None
         self._pooling: PoolingClient | None = None
@@ -60,33 +60,33 @@ class LLM(EngineAccess):
         self.num_threads = made.num_threads
         self.tokenizer = made.model.tokenizer
         self.start_times = made.start
-        """Where the seconds of the start went, part by part."""
+        """Seconds of each part of the start."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Make an LLM with these options."""
+        """Return an LLM with these options."""
         return cls(**{each.name: getattr(engine_args, each.name) for each in fields(engine_args)})
 
     @property
     def driver(self) -> EngineDriver:
-        """The driver, shared with each AsyncLLM on the same engine (AsyncLLM.from_llm). :raises ConfigError: a pooling model."""
+        """The driver, shared with AsyncLLMs of the same engine (from_llm). :raises ConfigError: if it is a pooling model."""
         if self._driver is None:
             raise self.pooling.generates_not()
         return self._driver
 
     @cached_property
     def llm_engine(self) -> LLMEngine:
-        """An `LLMEngine` over the same engine; its requests share the batch. Raises as `driver`."""
+        """An `LLMEngine` for the same engine; its requests share the batch. Raises as `driver`."""
         return LLMEngine.over(self.driver)
 
     @property
     def model_config(self) -> ModelSettings:
-        """The model's sizes and options under vLLM's names; raises as `driver`."""
+        """Sizes and options of the model under vLLM's names. Raises as `driver`."""
         return self.llm_engine.vllm_config.model_config
 
     @property
     def pooling(self) -> PoolingClient:
-        """The model that is pooled, and its engine. :raises ConfigError: the model generates text."""
+        """The pooling model and its engine. :raises ConfigError: if the model generates text."""
         if self._pooling is None:
             hint = "runner='pooling' makes vectors of a decoder's last states"
             raise ConfigError(
@@ -105,18 +105,18 @@ class LLM(EngineAccess):
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         **others: object,
     ) -> list[RequestOutput]:
-        """Complete prompts; the outputs come in their order.
+        """Complete prompts. Return one output per prompt, in order.
 
         prompts: a text, token ids (also an array), {"prompt": text}, {"prompt_token_ids": ids}, a tokenizer's output, or a list
-        of these. sampling_params: one for all, or one for each; None: `get_default_sampling_params`. priority: one for
-        all, or one for each; see scheduling_policy. lora_request: the adapter, one for all or one for each, None being the model
-        alone; see docs/lora.md. prompt_token_ids: prompts, in vLLM's older words. others: keywords of vLLM's; those that ask for
-        something are refused.
+        of these. sampling_params: one for all or one per prompt; None means `get_default_sampling_params`. priority: one for all
+        or one per prompt; see scheduling_policy. lora_request: an adapter for all or one per prompt, None meaning the base model;
+        see docs/lora.md. prompt_token_ids: prompts, under vLLM's older name. others: keywords of vLLM; unsupported ones are
+        rejected.
 
-        A request whose schema cannot be compiled, or whose logits processor raises, ends alone, with finish_reason "error".
-
-        :raises PromptError: an empty or too long prompt; it is found before anything runs, so nothing is lost.
-        :raises ConfigError: a keyword, a parameter or an adapter that cannot work, likewise.
+        If a request's schema cannot be compiled or its logits processor raises, only this request ends, with finish_reason
+        "error".
+        :raises PromptError: if a prompt is empty or too long; checked before any request runs.
+        :raises ConfigError: if a keyword, parameter or adapter is invalid; checked before any request runs.
         """
         if others:
             check_keywords("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "priority"))
@@ -158,13 +158,12 @@ class LLM(EngineAccess):
         priority: int | Sequence[int] = 0,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> Iterator[tuple[str | int, RequestOutput]]:
-        """Complete one prompt, or several at once, and yield an output of each whenever a step has added tokens.
+        """Complete one prompt or several at once. Yield an output whenever a step has added tokens to a prompt's completions.
 
-        Yields (new text of completion 0, output) for one prompt, and (index of the prompt, output) for a list of them. An output
-        holds all completions so far, or what SamplingParams.output_kind says. A request ends where the iterator is closed, and by
-        `abort`, between two outputs or from another thread.
-
-        :raises ConfigError: best_of is larger than n, so that only the end shows which completions are returned.
+        Yields (new text of completion 0, output) for one prompt, and (index of the prompt, output) for a list. An output holds
+        all completions so far, or what SamplingParams.output_kind says. Requests end when the iterator is closed, or by `abort`
+        from any thread.
+        :raises ConfigError: if best_of is larger than n, since the best completions are only known at the end.
         """
         requests, progress = self._add(prompts, sampling_params, priority, lora_request, streamed=True)
         one, shown = len(requests) == 1 and is_one(prompts), 0
@@ -182,7 +181,8 @@ class LLM(EngineAccess):
                     shown = len(text)
 
     def abort(self, request_id: str | Iterable[str] | None = None) -> None:
-        """End requests (None: all) of `stream` and `generate` from any thread with finish_reason "abort"; ignore unknown ones."""
+        """End requests of `stream` and `generate` from any thread, with finish_reason "abort". None ends all; unknown ids are
+        ignored."""
         with self.driver.lock:
             ids = self._processor.keys if request_id is None else request_id
             for each in [ids] if isinstance(ids, str) else ids:
@@ -204,13 +204,11 @@ class LLM(EngineAccess):
         split_special_tokens: bool = False,
         **others: object,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, in the model's own chat template; the outputs come in their order.
-
+        """Answer one or several conversations, using the model's chat template. Return one output per conversation, in order.
         messages: a list of {"role": ..., "content": ...}, or a list of such lists. lora_request: see `generate`.
         continue_final_message: continue the last message instead of answering it. chat_template: replaces the model's. tools,
-        chat_template_kwargs: for the template. split_special_tokens: the names of control tokens in messages are text.
-
-        :raises HeadwayError: the model has no chat template, or a message has another form.
+        chat_template_kwargs: variables for the template. split_special_tokens: treat names of control tokens in messages as text.
+        :raises HeadwayError: if the model has no chat template or a message is invalid.
         """
         template: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
@@ -234,13 +232,10 @@ class LLM(EngineAccess):
         use_tqdm: bool = False,
         **others: object,
     ) -> list[BeamSearchOutput]:
-        """Find the likeliest continuations of prompts; the outputs come in their order.
-
-        prompts, lora_request, others: as in `generate`, one adapter for all.
-
-        :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a keyword that cannot work, or twice the beam_width is more than max_logprobs.
-        """
+        """Find the most likely continuations of prompts by beam search. Return one output per prompt, in order. prompts,
+        lora_request, others: as in `generate`, with one adapter for all.
+        :raises PromptError: if a prompt is empty or too long.
+        :raises ConfigError: if a keyword is invalid, or twice the beam_width exceeds max_logprobs."""
         check_keywords("LLM.beam_search", others, ("prompts", "params", "use_tqdm", "concurrency_limit"))
         driver, limits = self.driver, self.driver.validator.limits
         wanted = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width)
@@ -260,14 +255,11 @@ class LLM(EngineAccess):
         pooling_params: PoolingParams | None = None,
         **others: object,
     ) -> list[EmbeddingRequestOutput]:
-        """Make a vector of each prompt; the outputs come in their order.
-
-        prompts: as in `generate`. dimensions: elements to which vectors are cut, where the model was trained for it.
-        truncate_prompt_tokens: tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused.
-        pooling_params: brings both of these in place of the keywords. others: see `generate`.
-
-        :raises PromptError: an empty or too long prompt; it is found before anything runs.
-        :raises ConfigError: a model that generates or scores, or a parameter that cannot work.
+        """Return one embedding per prompt, in order. prompts: as in `generate`. dimensions: number of elements to keep, if the
+        model was trained for it. truncate_prompt_tokens: maximum number of tokens of a prompt, -1 for the model's limit; None
+        rejects longer prompts. pooling_params: both of these, instead of the keywords. others: see `generate`.
+        :raises PromptError: if a prompt is empty or too long; checked before any prompt runs.
+        :raises ConfigError: if the model generates or scores, or a parameter is invalid.
         """
         check_keywords("LLM.embed", others, ("prompts", "dimensions", "truncate_prompt_tokens", "use_tqdm"))
         if pooling_params is not None:
@@ -283,13 +275,11 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         **others: object,
     ) -> list[ScoringRequestOutput]:
-        """Say how well documents fit queries: one output for each document.
-
-        data_1: a query for all documents, or one for each. data_2: a document or several. A classifier of one label reads both
-        texts; of an embedding model the score is the cosine of their vectors. truncate_prompt_tokens, others: see `embed`.
-
-        :raises PromptError: two texts that are too long together.
-        :raises ConfigError: a model that generates, or a parameter that cannot work.
+        """Score documents for queries. Return one output per document. data_1: a query for all documents, or one per document.
+        data_2: a document or several. A classifier with one label reads both texts; for an embedding model the score is the
+        cosine of the embeddings. truncate_prompt_tokens, others: see `embed`.
+        :raises PromptError: if two texts together are too long.
+        :raises ConfigError: if the model generates, or a parameter is invalid.
         """
         check_keywords("LLM.score", others, ("data_1", "data_2", "truncate_prompt_tokens", "use_tqdm"))
         return self.pooling.run(self.pooling.jobs.score(data_1, data_2, truncate_prompt_tokens), use_tqdm)
@@ -302,8 +292,9 @@ class LLM(EngineAccess):
         pooling_params: PoolingParams | None = None,
         **others: object,
     ) -> list[ClassificationRequestOutput]:
-        """Return each prompt's label probabilities; arguments as `embed`'s. :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a model that is no classifier."""
+        """Return each prompt's label probabilities. Arguments: see `embed`. :raises PromptError: if a prompt is empty or too
+        long.
+        :raises ConfigError: if the model is not a classifier."""
         check_keywords("LLM.classify", others, ("prompts", "use_tqdm", "pooling_params"))
         return self.pooling.run(
             self.pooling.jobs.classify(prompts, (pooling_params or PoolingParams()).truncate_prompt_tokens), use_tqdm
@@ -317,12 +308,11 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         **others: object,
     ) -> list[PoolingRequestOutput]:
-        """Give each token of a prompt, or each step of it, what a reward model or a classifier of tokens says.
+        """Return the results of a reward model or a token classifier for each token or step of a prompt.
 
-        Each output's data is float32 [tokens, labels], or [steps, labels] of a model that rewards steps. Arguments: see `embed`.
-
-        :raises PromptError: an empty or too long prompt; it is found before anything runs.
-        :raises ConfigError: a model that rewards no tokens.
+        Each output's data is float32 [tokens, labels], or [steps, labels] for a model that rewards steps. Arguments: see `embed`.
+        :raises PromptError: if a prompt is empty or too long; checked before any prompt runs.
+        :raises ConfigError: if the model does not reward tokens.
         """
         check_keywords("LLM.reward", others, ("prompts", "use_tqdm", "pooling_params"))
         return self.pooling.run(
@@ -338,7 +328,7 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[PoolingRequestOutput]:
-        """Return tensors of `embed`, `classify` or `reward`, or token embeddings. pooling_task: vLLM's; None: the model's."""
+        """Return `embed`, `classify`, `reward` or token embeddings as tensors. pooling_task: vLLM's; None means the model's."""
         task = self.pooling.jobs.pooling_task(pooling_task)
         if task == "token_embed":
             check_keywords("LLM.encode", others, ("prompts", "use_tqdm", "pooling_params", "pooling_task"))
@@ -354,7 +344,8 @@ class LLM(EngineAccess):
         return [PoolingRequestOutput.of(each) for each in made]
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
-        """Render a message or a list of them in the model's chat template. :raises HeadwayError: no template, or bad messages."""
+        """Return a message or a list of messages in the model's chat template. :raises HeadwayError: if there is none, or bad
+        messages."""
         return self.driver.validator.chat_prompt(messages)
 
     def _add(
@@ -365,7 +356,7 @@ class LLM(EngineAccess):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         streamed: bool = False,
     ) -> tuple[list[RequestState], Progress]:
-        """Check the requests of a call, all of them, and queue them, all or none."""
+        """Check all requests of a call, then queue all of them or none."""
         check = self.driver.validator.check
         checked = check(prompts, sampling_params, priority, lora_request=lora_request, streamed=streamed)
         requests, progress = list[RequestState](), Progress()
@@ -375,19 +366,19 @@ class LLM(EngineAccess):
                     request_id = self.driver.names.claim().request_id
                     requests.append(self._processor.add(request_id, request, progress))
                     self.driver.engine.add_request(request_id, request)
-            except BaseException:  # a refusal of the engine, an interrupt, too little memory
+            except BaseException:  # the engine rejected one, an interrupt, or out of memory
                 self._end(requests)
                 raise
         return requests, progress
 
     def _step(self, progress: Progress) -> None:
-        """Run one step, for the requests of all calls, unless the steps of another call have finished those of this one."""
+        """Run one step for the requests of all calls, unless another call's steps have finished this call's requests."""
         if not progress.finished:
             self.driver.step()
 
     @contextmanager
     def _ended(self, requests: Sequence[RequestState]) -> Iterator[None]:
-        """End the requests of a call with the call: at its end, by an interrupt, or where its iterator is given up."""
+        """End a call's requests on exit: when it returns, on an interrupt, or when its iterator is closed."""
         try:
             yield
         finally:

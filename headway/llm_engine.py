@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests by id, and a step at a time; and what `LLM` and `LLMEngine` show of their engine."""
+"""`LLMEngine`: requests by id, one step at a time; and the access to the engine that `LLM` and `LLMEngine` share."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 
 class EngineAccess(ABC):
-    """The engine behind a client, under vLLM's names where it has them."""
+    """Access to a client's engine, with vLLM's names if vLLM has them."""
 
     tokenizer: Any
-    """The model's tokenizer, with the attributes of transformers'; None if the model was loaded without one."""
+    """The model's tokenizer, with the attributes of transformers tokenizers; None if the model was loaded without one."""
 
     @property
     @abstractmethod
@@ -48,51 +48,50 @@ class EngineAccess(ABC):
 
     @property
     def engine(self) -> EngineLoop:
-        """The engine; raises as `driver`."""
+        """The engine. Raises as `driver`."""
         return self.driver.engine
 
     @property
     def model(self) -> LoadedModel:
-        """The model that generates text; raises as `driver`."""
+        """The model that generates text. Raises as `driver`."""
         return self.driver.assembly.model
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that the model recommends; `generate` and `chat` use them if none are given."""
+        """Return the model's recommended parameters, which `generate` and `chat` use by default."""
         return self.driver.validator.default_params()
 
     def stats(self) -> EngineSnapshot:
-        """The engine's figures, at this moment and since its start, read between two steps."""
+        """Return the engine's statistics, current and since its start, read between two steps."""
         with self.driver.lock:
             return self.engine.snapshot()
 
     def get_metrics(self) -> list[EngineMetric]:
-        """The figures of `stats` that vLLM has names for, each as an object with a name and a value."""
+        """Return the statistics that vLLM names, each as an object with a name and a value."""
         return metrics_of(self.stats(), self.model.name)
 
     def reset_prefix_cache(self, *_: object, **__: object) -> bool:
-        """Forget the prompts that the cache holds; True, as vLLM's returns."""
+        """Forget all cached prompts. Return True, as vLLM does."""
         with self.driver.lock:
             self.engine.forget_prefixes(everywhere=True)
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and cache back until `wake_up`; requests are refused meanwhile.
-
-        level: 1 keeps the weights in the host's memory, 2 reads them from the model's files on waking. The prompts in the cache
-        are forgotten. On a GPU, waking captures CUDA graphs anew; on a CPU the weights of level 1 stay where they are.
-
-        :raises ConfigError: a request is unfinished, the engine has several ranks, or level 2 of quantised weights or experts.
+        """Free the memory of weights and KV cache until `wake_up`; meanwhile requests are rejected. level: 1 copies the weights
+        to host memory, 2 reads them again from the model's files on waking. Cached prompts are forgotten. On a GPU, waking
+        captures CUDA graphs again; on a CPU, level 1 leaves the weights in place.
+        :raises ConfigError: if a request is unfinished, the engine has several ranks, or level 2 has quantized weights or
+        experts.
         """
         with self.driver.lock:
             live_model.sleep(self.driver, level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back. tags: "weights", "kv_cache" or both, for who wakes one after the other; None: both."""
+        """Allocate the memory again. tags: "weights", "kv_cache" or both, to wake one after the other; None means both."""
         with self.driver.lock:
             live_model.wake_up(self.driver, tags)
 
     def is_sleeping(self) -> bool:
-        """Whether weights or cache sleep."""
+        """Return whether weights or KV cache are asleep."""
         return live_model.is_sleeping(self.driver)
 
     def collective_rpc(
@@ -102,12 +101,12 @@ class EngineAccess(ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a function with the engine's worker, or a method of the worker, between two steps; a list of the one result.
+        """Call a function with the engine's worker, or a worker's method by name, between two steps. Return a list of its one
+        result.
 
         The worker has `model_runner.model.load_weights(pairs of name and tensor)`, `device`, `rank`, `reload_weights`, and the
-        methods of the class that worker_extension_cls names. timeout is not read: the call is made in this process.
-
-        :raises ConfigError: the engine has several ranks, or the worker no such method.
+        methods of worker_extension_cls. timeout is ignored: the call runs in this process.
+        :raises ConfigError: if the engine has several ranks or the worker does not have the method.
         """
         with self.driver.lock:
             return live_model.collective_rpc(self.driver, method, args, kwargs)
@@ -118,30 +117,30 @@ class EngineAccess(ABC):
             return live_model.collective_rpc(self.driver, lambda worker: func(worker.get_model()))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter now; return True, as vLLM does. :raises ConfigError: it cannot be served, or enable_lora is off."""
+        """Load an adapter. Return True, as vLLM does. :raises ConfigError: if it is not supported or enable_lora is off."""
         adapter = self.engine.adapter_table.reader.read(lora_request)
         with self.driver.lock:
             self.engine.adapter_table.add(lora_request, adapter)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; requests that use it go on with it. False: none has this number."""
+        """Remove an adapter by number; running requests keep using it. Return whether it existed."""
         with self.driver.lock:
             return self.engine.adapter_table.remove(lora_id)
 
     def list_loras(self) -> set[int]:
-        """The numbers of the adapters that have been read."""
+        """Return the numbers of the loaded adapters."""
         with self.driver.lock:
             return {each.lora_int_id for each in self.engine.adapter_table.known}
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Trace at most a thousand steps until `stop_profile`, into $VLLM_TORCH_PROFILER_DIR, else headway-profile."""
+        """Trace up to 1,000 steps until `stop_profile`, into $VLLM_TORCH_PROFILER_DIR or else headway-profile."""
         folder = Path(os.environ.get("VLLM_TORCH_PROFILER_DIR") or "headway-profile") / (profile_prefix or "")
         request = ProfileRequest(skip_steps=0, num_steps=MOST_STEPS)
         self.driver.call_between_steps(partial(start_profile, self.driver, folder.expanduser(), request))
 
     def stop_profile(self) -> StepsProfile | None:
-        """End the trace, write it, log its path, and return where the time of a step went; None: none was begun."""
+        """End the trace, write it, log its path, and return how the step time was spent; None if there is no trace."""
         if "profiler" not in self.driver.task_state:
             return None
         with self.driver.lock:
@@ -151,30 +150,30 @@ class EngineAccess(ABC):
         return found
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Called for attributes that are lacking: for those of vLLM's the error names what comes nearest."""
+        """Raise the error for a missing attribute, with a hint for vLLM's attributes."""
         raise missing_attribute(name, type(self).__name__)
 
     def get_tokenizer(self, *_: object) -> Any:
-        """Return transformers' tokenizer of the model; None if the model was loaded without one."""
+        """Return the model's transformers tokenizer; None if the model was loaded without one."""
         return transformers_tokenizer(self.tokenizer)
 
 
 class LLMEngine(EngineAccess):
-    """A model and its engine, whose steps the caller runs. Methods are named as those of vLLM's LLMEngine."""
+    """A model and its engine, whose steps the caller runs. Methods have the names of vLLM's LLMEngine."""
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and set up its engine; options as LLM's. :raises HeadwayError: a mistake of the caller, in one line."""
+        """Load a model and set up its engine. Options: see `LLM`. :raises HeadwayError: if an option is invalid."""
         self._start(driver_of(EngineArgs.of(*model, **options)))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *_: object, **__: object) -> Self:
-        """Make an engine with these options; arguments beside them concern vLLM's processes and reports, and are not read."""
+        """Return an engine with these options. Further arguments, for vLLM's processes and reports, are ignored."""
         return cls.over(driver_of(engine_args))
 
     @classmethod
     def over(cls, driver: EngineDriver) -> Self:
-        """Make an LLMEngine over an engine that runs already; its other clients' requests share the batch."""
+        """Return an LLMEngine for a running engine; requests of its other clients share the batch."""
         made = cls.__new__(cls)
         made._start(driver)
         return made
@@ -183,7 +182,7 @@ class LLMEngine(EngineAccess):
         self._driver = driver
         self.tokenizer = driver.assembly.model.tokenizer
         self._processor = OutputProcessor(self.tokenizer)
-        self._requests: dict[str, tuple[str, RequestState]] = {}  # Request id -> the engine's name for it, and its state
+        self._requests: dict[str, tuple[str, RequestState]] = {}  # request id -> the engine's name for it, and its state
         driver.add_listener(self._processor.process)
 
     @property
@@ -202,14 +201,10 @@ class LLMEngine(EngineAccess):
         prompt_text: str | None = None,
         **others: object,
     ) -> str:
-        """Queue a request; `step` returns its outputs. Returns the id.
-
-        prompt, params, lora_request: see LLM.generate. priority: see scheduling_policy. arrival_time is not read: a request
-        arrives now. others, positional: arguments of vLLM's; those that ask for something are refused.
-
-        :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: the id is taken, or a parameter or a keyword cannot work.
-        """
+        """Queue a request, whose outputs `step` returns. Return its id. prompt, params, lora_request: see LLM.generate. priority:
+        see scheduling_policy. arrival_time: ignored. others, positional: arguments of vLLM; unsupported ones are rejected.
+        :raises PromptError: if the prompt is empty or too long.
+        :raises ConfigError: if the id is in use, or a parameter or keyword is invalid."""
         adapters = [each for each in positional if isinstance(each, LoRARequest)]  # vLLM has it after arrival_time
         lora_request = lora_request or next(iter(adapters), None)
         if any(each is not None and not isinstance(each, float | LoRARequest) for each in positional):
@@ -225,13 +220,13 @@ class LLMEngine(EngineAccess):
         try:
             with driver.lock:
                 driver.engine.add_request(name.key, request)
-        except BaseException:  # a refusal of the engine, an interrupt
+        except BaseException:  # the engine rejected it, or an interrupt
             self._forget(request_id)
             raise
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, and return an output of each request that has something new, by its output_kind."""
+        """Run one step. Return an output for each request with new content, as its output_kind says."""
         with self.driver.lock:
             if self.engine.has_unfinished:
                 self.driver.step()
@@ -242,7 +237,7 @@ class LLMEngine(EngineAccess):
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """End requests, whose outputs are dropped; one that is unknown or has ended is left alone."""
+        """End requests and drop their outputs. Unknown and finished ids are ignored."""
         for each in [request_id] if isinstance(request_id, str) else list(request_id):
             if each in self._requests:
                 key = self._requests[each][0]
@@ -251,19 +246,19 @@ class LLMEngine(EngineAccess):
                 self._forget(each)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has outputs to come."""
+        """Return whether `step` will return more outputs."""
         return bool(self._requests)
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests whose last output `step` has not returned."""
+        """Return the number of requests whose last output `step` has not returned."""
         return len(self._requests)
 
     def do_log_stats(self) -> None:
-        """Nothing: log_stats_interval has the log tell statistics."""
+        """Do nothing: log_stats_interval enables statistics in the log."""
 
     @property
     def vllm_config(self) -> VllmConfig:
-        """The options and the model's sizes under vLLM's names."""
+        """Options and model sizes under vLLM's names."""
         settings = self.driver.assembly.settings
         assert settings is not None, "assemble() makes them"
         return settings
@@ -275,11 +270,11 @@ class LLMEngine(EngineAccess):
 
     @property
     def model_executor(self) -> Any:
-        """What programs that change weights look for: `driver_worker`, and `collective_rpc`."""
+        """Object with `driver_worker` and `collective_rpc`, for programs that update weights."""
         return SimpleNamespace(driver_worker=worker_of(self.driver), collective_rpc=self.collective_rpc)
 
     def get_model_config(self) -> Any:
-        """The same as `model_config`."""
+        """Return `model_config`."""
         return self.model_config
 
     def _forget(self, request_id: str) -> None:

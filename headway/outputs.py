@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headway.core.contract.adapters import LoRARequest
 
 LogprobsByToken = dict[int, Logprob]
-"""Log-probabilities at one position, by token id: first the token that stands there, then the most likely ones."""
+"""Token id -> its log-probability at one position: first the token at this position, then the most likely ones."""
 
 
 @dataclass
@@ -24,35 +24,35 @@ class CompletionOutput:
     """One completion of a prompt."""
 
     index: int
-    """Number of the completion among the request's n."""
+    """Index of the completion among the request's n."""
     text: str
     token_ids: list[int]
-    """Token ids of the completion; a stop token that ended it is the last."""
+    """Token ids of the completion, including a stop token at its end."""
     cumulative_logprob: float | None = None
-    """Sum of the log-probabilities of its tokens; None where none were asked for."""
+    """Sum of the tokens' log-probabilities. None if not requested."""
     logprobs: list[LogprobsByToken] | None = None
-    """One for each token; None where none were asked for."""
+    """Log-probabilities for each token. None if not requested."""
     finish_reason: str | None = None
-    """"stop" (end-of-text token, stop token or stop text), "length", or "error"; None while it runs."""
+    """"stop" (end-of-text token, stop token or stop text), "length", or "error"; None while unfinished."""
     stop_reason: int | str | None = None
-    """The stop token's id or the stop text that ended it; None for an end-of-text token and all else."""
+    """Stop token id or stop text that ended the completion; None for an end-of-text token or another reason."""
     error: str | None = None
-    """Cause of "error": backend, phase and shapes, the NaN, the schema that cannot be compiled, the processor that raised."""
+    """Cause of "error": the backend with phase and shapes, a NaN, an invalid schema, or a logits processor that raised."""
 
     def finished(self) -> bool:
-        """Whether the completion has ended."""
+        """Return whether the completion has ended."""
         return self.finish_reason is not None
 
 
 @dataclass
 class RequestMetrics:
-    """Seconds on one clock (time.perf_counter)."""
+    """Times of a request in seconds, on the clock of time.perf_counter."""
 
     arrival_time: float
     first_token_time: float | None
     finished_time: float | None
     scheduled_time: float | None = None
-    """When the first completion was admitted to a step."""
+    """Time at which the first completion was admitted to a step."""
 
     @property
     def time_to_first_token(self) -> float:
@@ -65,7 +65,7 @@ class RequestMetrics:
     scheduled_ts = property(attrgetter("scheduled_time"))
     first_token_ts = property(attrgetter("first_token_time"))
     last_token_ts = property(attrgetter("finished_time"))
-    """This and the four before: the times by vLLM's names. The last token ends the request."""
+    """This and the four above: the times under vLLM's names. A request finishes with its last token."""
 
     @property
     def time_in_queue(self) -> float | None:
@@ -78,24 +78,24 @@ class RequestOutput:
     """A prompt and its completions."""
 
     encoder_prompt: ClassVar[None] = None
-    """This and the next three: fields of vLLM's, for models and engines that Headway does not have."""
+    """This and the next three are fields of vLLM for models and engines that Headway does not have."""
     encoder_prompt_token_ids: ClassVar[None] = None
     multi_modal_placeholders: ClassVar[Mapping[str, object]] = MappingProxyType({})
     kv_transfer_params: ClassVar[None] = None
 
     request_id: str
     prompt: str | None
-    """None where token ids were given."""
+    """Text of the prompt. None if it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = field(default=0)
-    """Prompt tokens whose keys and values were already in the cache."""
+    """Number of prompt tokens that were prefix cache hits."""
     prompt_logprobs: list[LogprobsByToken | None] | None = None
-    """One for each token of the prompt, None for the first; None as a whole where none were asked for."""
+    """Log-probabilities for each prompt token, None for the first. None if not requested."""
     lora_request: LoRARequest | None = None
-    """The adapter that the completions were written with."""
+    """Adapter that generated the completions."""
 
 
 Made = TypeVar("Made")
@@ -103,24 +103,24 @@ Made = TypeVar("Made")
 
 @dataclass
 class PooledOutput(Generic[Made]):
-    """A text, or a query with a document, and what a model has made of it."""
+    """A text, or a query with a document, and a pooling model's result for it."""
 
     request_id: str
     outputs: Made
     prompt_token_ids: list[int]
-    """Tokens of the text; those of a pair have what stands around and between both texts."""
+    """Tokens of the text. For a pair they include the tokens around and between both texts."""
     finished: bool = True
 
 
 @dataclass
 class EmbeddingOutput:
-    """A text's vector."""
+    """The embedding of a text."""
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """Elements of the vector."""
+        """Number of elements of the embedding."""
         return len(self.embedding)
 
 
@@ -130,35 +130,35 @@ class EmbeddingRequestOutput(PooledOutput[EmbeddingOutput]):
 
 @dataclass
 class ClassificationOutput:
-    """What a classifier says of a text."""
+    """A classifier's result for a text."""
 
     probs: list[float]
-    """For each label its probability, or what the model's configuration says in its place."""
+    """Probability of each label, or the raw scores if the model's configuration asks for them."""
 
     @property
     def num_classes(self) -> int:
-        """Labels."""
+        """Number of labels."""
         return len(self.probs)
 
 
 class ClassificationRequestOutput(PooledOutput[ClassificationOutput]):
-    """A prompt and what a classifier says of it."""
+    """A prompt and its classification."""
 
 
 @dataclass
 class PoolingOutput:
-    """What a text has become, as a tensor."""
+    """A pooling model's result for a text, as a tensor."""
 
     data: Tensor
-    """float32 [size]: a vector, or probabilities of labels; of the tokens of a text [tokens, size]."""
+    """float32 [size]: embedding or label probabilities; [tokens, size] for per-token results."""
 
 
 class PoolingRequestOutput(PooledOutput[PoolingOutput]):
-    """A prompt and what it has become."""
+    """A prompt and its result as a tensor."""
 
     @classmethod
     def of(cls, pooled: EmbeddingRequestOutput | ClassificationRequestOutput) -> PoolingRequestOutput:
-        """The output of `LLM.encode` where `LLM.embed` or `LLM.classify` has this one."""
+        """Return an output of `LLM.embed` or `LLM.classify` in the form of `LLM.encode`."""
         import torch
 
         row = pooled.outputs.embedding if isinstance(pooled, EmbeddingRequestOutput) else pooled.outputs.probs
@@ -167,25 +167,25 @@ class PoolingRequestOutput(PooledOutput[PoolingOutput]):
 
 @dataclass(kw_only=True)
 class PoolingParams:
-    """Parameters of `LLM.embed`, `LLM.encode` and `LLM.reward`, as vLLM's programs hand them over."""
+    """Parameters of `LLM.embed`, `LLM.encode` and `LLM.reward`, in the form of vLLM's programs."""
 
     dimensions: int | None = None
-    """Elements to which vectors are cut, where the model was trained for it."""
+    """Number of embedding elements to keep, if the model was trained for it."""
     truncate_prompt_tokens: int | None = None
-    """Tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused."""
+    """Maximum number of tokens of a prompt, -1 for the model's limit. None rejects longer prompts."""
     task: str | None = None
 
     def clone(self) -> PoolingParams:
-        """A copy."""
+        """Return a copy."""
         return replace(self)
 
 
 @dataclass
 class ScoringOutput:
-    """How well a document fits a query."""
+    """The score of a document for a query."""
 
     score: float
-    """What a classifier answers, as a rule between 0 and 1; of an embedding model the cosine, between -1 and 1."""
+    """A classifier's score, usually between 0 and 1, or an embedding model's cosine, between -1 and 1."""
 
 
 class ScoringRequestOutput(PooledOutput[ScoringOutput]):

@@ -4,5 +4,5 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     __version__ = version("headway")
-except PackageNotFoundError:  # sources that are not installed
+except PackageNotFoundError:  # running from sources that are not installed
     __version__ = "unknown"

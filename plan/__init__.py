@@ -1,1 +1,1 @@
-"""`headway plan`: how many GPUs of a kind a model needs, cut how, before any of them is bought or rented."""
+"""`headway plan`: number of GPUs and parallel layout that a model needs, predicted before any GPU is bought or rented."""

@@ -1,4 +1,4 @@
-"""The time of a layer's attention: out of a crossover table, in proportion to a like layer's, or by the data sheet alone."""
+"""Attention time of a layer: from a crossover table, scaled from a similar layer's, or from the GPU's data sheet."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from headway.tuning.table.convert import to_costs
 from headway.tuning.table.schema import CrossoverTable, SpecRecord
 
 Source = Literal["table", "like", "data sheet", "none"]
-"""table: measured for this layer; like: scaled from another one; data sheet: no such table; none: no layer has attention."""
-_BLOCK_SIZES = (16, 256)  # Block sizes whose times are taken, the first that has one: `auto` chooses among them
+"""table: measured for this layer. like: scaled from a similar layer. data sheet: no such table. none: no attention layers."""
+_BLOCK_SIZES = (16, 256)  # block sizes to look up, in order of preference; `auto` chooses among them
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """The times of one kind of layer on one kind of GPU."""
+    """Times of one kind of layer on one kind of GPU."""
 
     spec: AttentionSpec
     costs: CostTable
@@ -32,18 +32,18 @@ class MeasuredLayer:
 
     @classmethod
     def of(cls, table: CrossoverTable) -> MeasuredLayer:
-        """The times of a crossover table of kernels."""
+        """Return the times of a kernel-level crossover table."""
         backends = [record.name for record in table.kernels if record.usable]
         return cls(table.attention.to_spec(torch.device("cpu")), to_costs(table), backends)
 
     def fastest_us(self, shape: Shape) -> float:
-        """Microseconds of the fastest backend, which `auto` would take; infinite where none has a time."""
+        """Return the microseconds of the fastest backend, which `auto` would choose; infinite if none has a time."""
         layout = layout_of(self.spec).name
         times = (self.costs.at(shape, name, layout, size)[0] for size in _BLOCK_SIZES for name in self.backends)
         return min(times, default=math.inf)
 
     def inside(self, shape: Shape) -> Shape:
-        """The nearest shape that lies within the measured range of batch size and length."""
+        """Return the nearest shape within the measured range of batch sizes and lengths."""
         known = self.costs.shapes[shape.phase]
         batch = min(shape.batch, max(each.batch for each in known))
         new = 1 if shape.phase is Phase.DECODE else min(shape.query_len, max(each.query_len for each in known))
@@ -52,10 +52,10 @@ class MeasuredLayer:
 
 
 class AttentionTimes:
-    """Predicts attention on one kind of GPU."""
+    """Predictor of attention times on one kind of GPU."""
 
     def __init__(self, gpu: GpuKind, reached: Utilisation, measured: Iterable[MeasuredLayer] = ()) -> None:
-        """measured: of this kind of GPU."""
+        """measured: crossover tables of this kind of GPU."""
         self._read = gpu.read_rate * 1e-6
         self._matrix = gpu.matrix_rate * 1e-6
         self._reached = reached
@@ -64,11 +64,11 @@ class AttentionTimes:
         self._known: dict[AttentionSpec, tuple[MeasuredLayer | None, Source]] = {}
 
     def source(self, spec: AttentionSpec) -> Source:
-        """Where the times of a kind of layer come from."""
+        """Return the source of the times for a kind of layer."""
         return self._of(spec)[1]
 
     def us(self, spec: AttentionSpec, shape: Shape) -> float:
-        """Microseconds of one layer's call."""
+        """Return the microseconds of one layer's call."""
         found = self._asked.get((spec, shape))
         if found is None:
             found = self._asked[spec, shape] = self._us(spec, shape)
@@ -88,7 +88,7 @@ class AttentionTimes:
         return known * expected / self.data_sheet_us(measured.spec, inside)
 
     def _of(self, spec: AttentionSpec) -> tuple[MeasuredLayer | None, Source]:
-        """What is measured of a kind of layer, or of the most similar one."""
+        """Return the measurements of a kind of layer, or of the most similar one, with their source."""
         if spec not in self._known:
             own = self._measured.get(SpecRecord.of(spec).key)
             like = None if own is not None else self._most_similar(spec)
@@ -97,7 +97,7 @@ class AttentionTimes:
         return self._known[spec]
 
     def _most_similar(self, spec: AttentionSpec) -> MeasuredLayer | None:
-        """The measured layer with heads of the same size whose key-value heads, and then query heads, are nearest in number."""
+        """Return the measured layer of equal head size with the nearest number of KV heads, then query heads; None if none."""
 
         def distance(other: AttentionSpec) -> tuple[float, float]:
             keys = abs(math.log(other.num_kv_heads / spec.num_kv_heads))
@@ -110,7 +110,7 @@ class AttentionTimes:
         return min(alike, key=lambda each: distance(each.spec), default=None)
 
     def data_sheet_us(self, spec: AttentionSpec, shape: Shape) -> float:
-        """Microseconds by the bytes of the cache and the operations, at the shares of the data sheet that kernels reach."""
+        """Return microseconds from the cache bytes and operations, at the shares of the data sheet's rates that kernels reach."""
         reached, window = self._reached, spec.sliding_window
         seen = shape.kv_len if window is None else min(shape.kv_len, window + shape.query_len - 1)
         row = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize if spec.dense else spec.cache_row_bytes
@@ -127,7 +127,7 @@ class AttentionTimes:
 
 
 def layout_of(spec: AttentionSpec) -> CacheLayout:
-    """The plain layout of a layer's cache."""
+    """Return the default layout of a layer's KV cache."""
     if spec.value_in_key:
         return LATENT
     return NHD if spec.cache_dtype.is_floating_point else NHD_INT8

@@ -1,4 +1,4 @@
-"""What is asked of a fleet: lengths, a rate of arrivals or none, limits on latencies; and the requests that one replica sees."""
+"""Demand on a fleet: lengths, arrival rate and latency limits, and the requests that one replica receives."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from headway.plan.simulation import SimulatedRequest
 
 Routing = Literal["round-robin", "prefix-aware"]
 ROUTINGS: Final[tuple[Routing, ...]] = ("round-robin", "prefix-aware")
-"""round-robin: each replica takes its turn. prefix-aware: requests that begin alike go to one replica."""
+"""round-robin: replicas take turns. prefix-aware: requests with the same prefix go to the same replica."""
 _LEAST_MEASURED = 16
-_MOST_TOKENS = 30_000  # Output tokens for which a simulation measures latencies; at least as many requests as _LEAST_MEASURED
+_MOST_TOKENS = 30_000  # output tokens for which a simulation measures latencies; at least _LEAST_MEASURED requests
 
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """What a request may wait, in milliseconds; None: any time."""
+    """Maximum latencies in milliseconds. None means no limit."""
 
     first_token_ms: float | None = None
     per_token_ms: float | None = None
     percentile: float = 95.0
-    """Per cent of the requests that must stay within the limits."""
+    """Percentage of requests that must meet the limits."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,21 @@ class Demand:
     input_len: int
     output_len: int
     rate: float | None = None
-    """Requests a second of the whole fleet, by a Poisson process; None: as many as the fleet can serve."""
+    """Requests per second for the whole fleet, as a Poisson process. None means the maximum that it can serve."""
     limits: LatencyLimits = LatencyLimits()
     prefix_len: int = 0
-    """Tokens with which prompts begin alike, as those of one system prompt do."""
+    """Number of tokens of the prompts' common prefix, such as a system prompt."""
     num_prefixes: int = 1
-    """How many such beginnings there are, all equally frequent."""
+    """Number of different prefixes, all equally frequent."""
     routing: Routing = "round-robin"
     seed: int = 0
     given: tuple[SimulatedRequest, ...] = ()
-    """Requests with times of arrival of their own, in place of a Poisson process; lengths and rate above are then theirs."""
+    """Requests with their own arrival times, instead of a Poisson process. The lengths and rate above then describe them."""
 
     @classmethod
     def of_file(cls, path: Path, limits: LatencyLimits, routing: Routing = "round-robin") -> Demand:
-        """Read JSON lines {"arrival": seconds, "input_len": tokens, "output_len": tokens}. :raises ConfigError: a bad line."""
+        """Return the demand of lines {"arrival": seconds, "input_len": tokens, "output_len": tokens}. :raises ConfigError:
+        if a line is bad."""
         need = '{"arrival": seconds, "input_len": tokens, "output_len": tokens} in each line'
         try:
             lines = [line for line in read_text(path).splitlines() if line.strip()]
@@ -78,7 +79,7 @@ class Demand:
         return cls(input_len, output_len, rate, limits, routing=routing, given=tuple(found))
 
     def __post_init__(self) -> None:
-        """:raises ConfigError: a number that cannot be."""
+        """:raises ConfigError: if a number is out of range."""
         for option, value, least in (
             ("--input-len", self.input_len, 1),
             ("--output-len", self.output_len, 1),
@@ -104,15 +105,15 @@ class Demand:
 
     @property
     def mean_output_len(self) -> float:
-        """Tokens that are written for a request."""
+        """Mean number of output tokens per request."""
         return sum(each.output_len for each in self.given) / len(self.given) if self.given else self.output_len
 
     def full_load(self, concurrency: int) -> tuple[list[SimulatedRequest], range]:
-        """Requests for one replica that always serves this many, and the numbers of those to be measured.
+        """Return requests for one replica that always runs this many, and the indices of those to measure.
 
-        The first ones stand for requests at every stage of their output, so that the replica is in its steady state from the
-        beginning: later ones follow one by one, as they do in life, and not all at once. Those with most left come first, so that
-        none ends, and is followed by one to be measured, before all of them have begun.
+        The first requests are at every stage of their output, so that the replica starts in its steady state: later requests
+        follow one by one instead of all at once. Requests with most output left come first, so that none ends, and is
+        followed by a measured request, before all have started.
         """
         window = max(_LEAST_MEASURED, min(concurrency, _MOST_TOKENS // self.output_len))
         begun = []
@@ -125,11 +126,11 @@ class Demand:
         return begun + later, range(concurrency, concurrency + window)
 
     def arrivals(self, replicas: int, count: int) -> list[SimulatedRequest]:
-        """The first `count` requests that one replica of a fleet sees; of those of a file, all.
+        """Return the first `count` requests that one replica receives, or all of a file.
 
-        All replicas are alike, so one stands for thousands. Round-robin hands every `replicas`-th request of a Poisson process
-        on, which makes the gaps gamma-distributed; prefix-aware routing keeps each beginning on one replica, whose arrivals are a
-        Poisson process again.
+        All replicas are equal, so one represents all. Round-robin passes on every `replicas`-th request of a Poisson process,
+        which makes the gaps gamma-distributed. Prefix-aware routing keeps each prefix on one replica, whose arrivals are
+        again a Poisson process.
         """
         assert self.rate is not None
         if self.given:
@@ -142,7 +143,7 @@ class Demand:
         return [self._request(float(time), int(one), replicas) for time, one in zip(times, which, strict=True)]
 
     def beginnings_of(self, replicas: int) -> int:
-        """Beginnings that one replica sees."""
+        """Return the number of prefixes that one replica receives."""
         return self.num_prefixes if self.routing == "round-robin" else -(-self.num_prefixes // replicas)
 
     def _request(self, arrival: float, number: int, replicas: int) -> SimulatedRequest:

@@ -1,4 +1,4 @@
-"""Kinds of GPUs: their data sheets, what kernels reach of these, and how long ranks on one host take to sum their tensors."""
+"""Kinds of GPUs: data sheets, the shares of their rates that kernels reach, and all-reduce times within a host."""
 
 from __future__ import annotations
 
@@ -15,77 +15,77 @@ from headway.core.contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Shares of a GPU's rates and fixed times by `bench.studies.plan fit`, on an H200; for other kinds a guess, as plans say."""
+    """Reached shares of a GPU's rates and fixed times, fitted on an H200 (`bench.studies.plan fit`); estimates for other GPUs."""
 
     product_read: float = 0.84
-    """Share of the read rate at which a product's weights are read."""
+    """Share of the read rate at which a GEMM reads its weights."""
     product_matrix: float = 0.748
-    """Share of the matrix rate of many rows: 740 of 989 TFLOP/s, the median `matrix_tflops` in bench/results/h200."""
+    """Share of the matrix rate for many rows: 740 of 989 TFLOP/s, the median `matrix_tflops` in bench/results/h200."""
     product_depth: float = 220.0
-    """Columns of the weights that a tile's first reads and its end cost as much time as: short sums reach less of the rate."""
+    """Columns of the weights (K) whose time equals the prologue and epilogue of a tile: a short K reaches less of the rate."""
     product_us: float = 1.07
-    """Microseconds of a product beside that: its launch in a graph, its first and its last wave."""
+    """Further microseconds per GEMM: its launch in a graph, its first and its last wave."""
     layer_us: float = 3.19
-    """Microseconds of what else a layer does in a step of few tokens: norms, rotations, activations."""
+    """Microseconds of a layer's other work in a step of few tokens: norms, RoPE, activations."""
     element_read: float = 0.445
-    """Share of the read rate at which activations pass between products."""
+    """Share of the read rate at which activations pass between GEMMs."""
     expert_us: float = 11.1
-    """Microseconds of a layer of experts beside its weights: routing and sorting."""
+    """Microseconds of an expert layer besides its weights: routing and sorting."""
     expert_matrix: float = 0.45
-    """Share of the matrix rate of products of many pairs of tokens and experts."""
+    """Share of the matrix rate of expert GEMMs with many token-expert pairs."""
     alone_us: float = 3.66
-    """Microseconds by which a table's time of a decode exceeds the same launch among others: a graph of it alone has to start."""
+    """Microseconds by which a table's decode time exceeds the same kernel among others: the start of its own CUDA graph."""
     decode_read: float = 0.86
-    """Share of the read rate at which a decode reads keys and values, where no crossover table tells."""
+    """Share of the read rate at which decode reads keys and values, without a crossover table."""
     decode_us: float = 7.95
-    """Microseconds of a layer's decode beside that."""
+    """Fixed microseconds of a layer's decode."""
     narrow_us: float = 7.0
-    """Microseconds of a decode over a cache of 8 bits beside that: what bench/results/h200/decode-fp8.json has over its bytes."""
+    """Further microseconds of decode with an 8-bit cache: bench/results/h200/decode-fp8.json minus the time for its bytes."""
     prefill_matrix: float = 0.629
-    """Share of the matrix rate of the attention of prompts, where no crossover table tells."""
+    """Share of the matrix rate of prefill attention, without a crossover table."""
     prefill_us: float = 13.5
-    """Microseconds of a layer's attention of prompts beside that."""
+    """Fixed microseconds of a layer's prefill attention."""
     state_read: float = 0.78
     """Share of the read rate at which a step reads and writes states."""
     state_us: float = 5.0
-    """Microseconds of a layer with a state beside that."""
+    """Fixed microseconds of a state layer."""
     scan_flops: float = 6e13
-    """Operations a second of the scan of a prompt's states, at 6 for each element of a state and token, as a whole GPU does."""
+    """Operations per second of a prompt's state scan on a whole GPU, at 6 operations per state element and token."""
     step_us: float = 22.0
-    """Microseconds of a step beside its layers: embedding, sampling, copies."""
+    """Microseconds that a step spends outside its layers (embedding, sampling, copies)."""
     host_us: float = 300.0
-    """Microseconds of the host for a step, which overlap with the device's: this and the next are 0.84 ms at 256 sequences
+    """Host microseconds per step, which overlap with the device's: this and the next are 0.84 ms at 256 sequences
     (bench/results/h200/host-256.json) and 0.38 ms at one (throughput-auto-512.json)."""
     host_sequence_us: float = 2.1
-    """Microseconds of the host for each sequence of a step."""
+    """Host microseconds per sequence of a step."""
     host_layer_us: float = 80.6
-    """Microseconds of the host for each layer of prompts that are no graph."""
+    """Host microseconds per layer of prefill steps without a CUDA graph."""
     host_mixed_us: float = 210.0
-    """Microseconds of the host for each layer of a step in which some decode and others have prompts computed, which runs as
-    graphs' pieces with two launches of attention between: with it the latencies of bench/results/h200/server.json come out."""
+    """Host microseconds per layer of a mixed decode and prefill step, which runs as piecewise CUDA graphs with two attention
+    launches between them. Chosen to match the latencies in bench/results/h200/server.json."""
     request_us: float = 434.0
     """Microseconds from a request's arrival until the scheduler sees it."""
 
 
 H200: Final = Utilisation()
-"""Fitted to bench/results/h200; docs/plan.md says how well."""
+"""Fitted to bench/results/h200; docs/plan.md has the accuracy."""
 
 
 GIB: Final = 1024**3
 MESSAGE_BYTES: Final = tuple(2**power for power in range(13, 29, 2))
-"""Sizes at which an `AllReduceTimes` has a time: 8 KiB to 128 MiB."""
+"""Message sizes for which an `AllReduceTimes` has a time: 8 KiB to 128 MiB."""
 
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """How long a sum over ranks takes on one host, inside of a CUDA graph, by the bytes that each rank brings."""
+    """Times of all-reduce within a host, inside a CUDA graph, by the bytes per rank."""
 
     source: str
     by_ranks: Mapping[int, Sequence[float]]
-    """Ranks -> microseconds at each size of MESSAGE_BYTES."""
+    """Number of ranks -> microseconds at each size of MESSAGE_BYTES."""
 
     def us(self, ranks: int, num_bytes: float) -> float:
-        """Microseconds: log-linear between measured sizes and ranks, constant below, proportional above. ranks: as measured."""
+        """Return microseconds: log-linear between measured sizes and ranks, constant below, proportional above."""
         if ranks == 1:
             return 0.0
         known = sorted(self.by_ranks)
@@ -110,32 +110,32 @@ class AllReduceTimes:
 
 
 def _between(low: float, high: float, share: float) -> float:
-    """A number between two on a logarithmic scale."""
+    """Return the interpolation of two numbers on a logarithmic scale."""
     return math.exp((1 - share) * math.log(low) + share * math.log(high))
 
 
 @dataclass(frozen=True)
 class GpuKind:
-    """One kind of GPU, by its data sheet; hosts hold eight."""
+    """A kind of GPU, from its data sheet. Hosts have eight."""
 
     name: str
     title: str
-    """The name by which the driver, and so a crossover table, calls the GPU."""
+    """Name of the GPU in the driver and in crossover tables."""
     memory_bytes: int
     """Bytes that the driver reports."""
     read_rate: float
-    """Bytes a second from its memory."""
+    """Memory bandwidth in bytes per second."""
     matrix_rate: float
-    """Floating-point operations a second of dense bfloat16 products."""
+    """Floating-point operations per second of dense bfloat16 GEMMs."""
     link: str
-    """What joins the GPUs of a host, with bytes a second in one direction."""
+    """Link between the GPUs of a host, with bytes per second in one direction."""
     all_reduce: AllReduceTimes
     source: str
     gpus_per_host: int = 8
 
 
 def _table(device: str, version: str, *rows: Sequence[float]) -> AllReduceTimes:
-    """Times of vLLM's custom all-reduce, and beyond its largest message of NCCL, for 2, 4 and 8 ranks."""
+    """Return times of vLLM's custom all-reduce, and of NCCL beyond its largest message, for 2, 4 and 8 ranks."""
     source = f"{device}, vLLM {version}, from NVIDIA's aiconfigurator-core 0.12.0 (Apache-2.0)"
     return AllReduceTimes(source, dict(zip((2, 4, 8), rows, strict=True)))
 
@@ -226,7 +226,7 @@ GPU_KINDS: Final[Mapping[str, GpuKind]] = {kind.name: kind for kind in _KINDS}
 
 
 def gpu_kind(name: str) -> GpuKind:
-    """The kind of a name, in upper or lower case. :raises ConfigError: there is none, with those that there are."""
+    """Return the GPU kind of a name, case-insensitive. :raises ConfigError: if it is unknown; the error lists the known ones."""
     known = GPU_KINDS.get(name.lower())
     if known is None:
         near = difflib.get_close_matches(name.lower(), GPU_KINDS, n=1)

@@ -1,4 +1,4 @@
-"""A model by its configuration alone: bytes and operations of a step on one rank, and what the rank's memory holds."""
+"""Costs of a model from its configuration: bytes and operations of a step on one rank, and the rank's memory."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_attention_heads": (),
     "vocab_size": (),
 }
-"""Sizes by transformers' names -> what may replace them; a missing one would be transformers' default, another model's."""
+"""Required sizes under transformers' names -> possible substitutes. Transformers' defaults would be wrong."""
 
 
 class PlannedModel(NamedTuple):
-    """What a plan must know of a model."""
+    """Model data that a plan needs."""
 
     config: DecoderConfig
     dtype: torch.dtype
-    """Element type of its weights, activations and, unless another is asked for, its cache."""
+    """Element type of weights, activations and, by default, the KV cache."""
 
 
 def read_planned_model(model: str) -> PlannedModel:
-    """Read a model's configuration from a folder, hub id or shape name. :raises ModelError: unknown or unsupported."""
+    """Read a model's configuration from a folder, hub id or shape name. :raises ModelError: if it is unknown or unsupported."""
     folder = locate(model, weights=False)
     missing = _missing(folder)
     if missing:
@@ -75,33 +75,34 @@ def _missing(folder: Path) -> list[str]:
 
 
 UNEVENNESS: Final = 0.75
-"""Standard deviation of the logarithm of how often an expert is chosen. The experts touched a layer in
-bench/results/h200/experts-vllm.json (70.2 and 108.6 of 128 by 16 and 64 tokens, 44.6 and 59.8 of 64) lie at 0.65 to 0.9."""
+"""Standard deviation of the logarithm of experts' selection frequencies. The experts touched per layer in
+bench/results/h200/experts-vllm.json (70.2 and 108.6 of 128 with 16 and 64 tokens, 44.6 and 59.8 of 64) correspond to 0.65 to
+0.9."""
 
 
 @dataclass(frozen=True)
 class WeightPrecision:
-    """How the matrices of products and experts are kept; embedding, head, routers and norms stay in the model's element type."""
+    """Storage format of linear and expert weights; embedding, head, routers and norms keep the model's element type."""
 
     name: str
     bits: float | None
-    """Bits of a weight with its share of scales; None: those of the model's element type."""
+    """Bits per weight including its share of the scales. None means the model's element type."""
     rate: float = 1.0
-    """Share of the rate of weights of 16 bits at which products read these bytes: of 1, 16 and 64 requests of Llama-3-8B's shape
-    on an H100 and an H200 (weights-*.json in bench/results, docs/plan.md)."""
+    """Read rate of GEMMs with these weights relative to 16-bit weights, for 1, 16 and 64 requests of Llama-3-8B's shape on an
+    H100 and an H200 (weights-*.json in bench/results, docs/plan.md)."""
     option: str | None = ""
-    """What gives a plain checkpoint this format; None: it takes another checkpoint."""
+    """Option that gives a plain checkpoint this format. None means that another checkpoint is needed."""
     of_experts: tuple[float | None, float] | None = None
-    """The bits and the rate of experts' weights, where they have others; None: those above."""
+    """Bits and rate of expert weights. None means the values above."""
 
     @property
     def expert_bits(self) -> float | None:
-        """Bits of an expert's weight, as `bits`."""
+        """Bits per expert weight, as `bits`."""
         return self.bits if self.of_experts is None else self.of_experts[0]
 
     @property
     def expert_rate(self) -> float:
-        """The rate at which experts read, as `rate`."""
+        """Relative read rate of expert weights, as `rate`."""
         return self.rate if self.of_experts is None else self.of_experts[1]
 
 
@@ -114,11 +115,11 @@ WEIGHT_FORMATS: Final[Mapping[str, WeightPrecision]] = {
         WeightPrecision("mxfp4", None, 1.0, None, of_experts=(4 + 8 / 32, 0.6)),
     )
 }
-"""model: as the checkpoint has them. fp8: a scale a row. int4: groups of 128 with a 16-bit scale. mxfp4: of experts alone."""
+"""model: the checkpoint's format. fp8: one scale per row. int4: groups of 128 with a 16-bit scale. mxfp4: only experts."""
 
 
 def weight_format(name: str) -> WeightPrecision:
-    """The format of a name. :raises ConfigError: there is none."""
+    """Return the format of a name. :raises ConfigError: if it is unknown."""
     if name not in WEIGHT_FORMATS:
         raise ConfigError("--weights", ", ".join(WEIGHT_FORMATS), repr(name))
     return WEIGHT_FORMATS[name]
@@ -126,7 +127,7 @@ def weight_format(name: str) -> WeightPrecision:
 
 @dataclass(frozen=True)
 class ProductShape:
-    """A product of every token of a step with a matrix [rows, columns], in `count` layers."""
+    """GEMM of a step's tokens with a weight [rows, columns], in `count` layers."""
 
     rows: float
     columns: float
@@ -135,22 +136,22 @@ class ProductShape:
 
 @dataclass(frozen=True)
 class RankExperts:
-    """The routed experts of one layer on one rank, which has a part of each of them."""
+    """Routed experts of one layer on one rank, which has a shard of each expert."""
 
     config: ExpertsConfig
-    """The rank's."""
+    """The rank's shard of the configuration."""
     params: float
-    """Weights that the rank holds of an expert."""
+    """Number of weights per expert on the rank."""
     count: int
 
     def touched(self, tokens: int) -> float:
-        """Mean number of experts whose weights a rank reads for a number of tokens; experts are uneven (UNEVENNESS)."""
+        """Return the mean number of experts that a rank reads for a number of tokens, with uneven selection (UNEVENNESS)."""
         missed = [(1 - chance) ** tokens for chance in self.chances]
         return len(missed) - sum(missed)
 
     @cached_property
     def chances(self) -> list[float]:
-        """Chance of each expert to be among a token's."""
+        """Probability of each expert to be selected for a token."""
         return list(_chances(self.config.num_experts, self.config.top_k))
 
 
@@ -163,42 +164,42 @@ def _chances(num_experts: int, top_k: int) -> Sequence[float]:
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What one rank holds, and reads and computes in a step."""
+    """Weights, GEMMs and bytes of one rank in a step."""
 
     config: DecoderConfig
     """The rank's own (`ModelCut.own`); hidden size, vocabulary and number of layers are the model's."""
     size: int
-    """Ranks: the tensor-parallel size."""
+    """Number of ranks: the tensor-parallel size."""
     layers: LayerSpecs
-    """The rank's own; caches have the element type that was asked for."""
+    """The rank's own layers; KV caches have the requested element type."""
     weights: WeightPrecision
     products: tuple[ProductShape, ...]
-    """Products of every token; experts' and the head's are not among them."""
+    """GEMMs that every token needs, without experts and the head."""
     head: ProductShape
     experts: RankExperts | None
     plain_bytes: int
-    """Bytes of what is in the model's element type whatever the format: embedding, head, routers, learned positions."""
+    """Bytes in the model's element type, independent of the weight format: embedding, head, routers, learned positions."""
     num_sums: int
-    """All-reduces of [tokens, hidden_size] in a step."""
+    """Number of all-reduces of [tokens, hidden_size] per step."""
     itemsize: int
-    """Bytes of an element of the model."""
+    """Bytes per element in the model's element type."""
     kinds: Mapping[AttentionSpec, int] = field(default_factory=dict)
-    """Each kind of the rank's layers of attention -> how many there are."""
+    """Kind of attention layer -> number of the rank's layers of this kind."""
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a weight of a product other than experts'."""
+        """Bytes per weight of a linear layer."""
         return self.itemsize if self.weights.bits is None else self.weights.bits / 8
 
     @property
     def bytes_per_expert_weight(self) -> float:
-        """Bytes of a weight of a routed expert."""
+        """Bytes per weight of a routed expert."""
         bits = self.weights.expert_bits
         return self.itemsize if bits is None else bits / 8
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Bytes of the weights that the rank holds."""
+        """Bytes of the rank's weights."""
         params = sum(each.rows * each.columns * each.count for each in self.products)
         experts = 0.0
         if self.experts is not None:
@@ -207,7 +208,7 @@ class RankCosts:
 
     @property
     def cache_row_bytes(self) -> int:
-        """Bytes of one token in the caches of all layers."""
+        """Bytes of one token in the KV caches of all layers."""
         return sum(spec.cache_row_bytes for spec in self.layers.cached)
 
     @property
@@ -216,7 +217,7 @@ class RankCosts:
         return sum(KEY_VALUE.bytes_per_slot(spec) for spec in self.layers.states)
 
     def largest_step_bytes(self, tokens: int, rows: int) -> float:
-        """Bytes of activations of a step, roughly: rows are sampled. What filters logits needs 42 bytes for each at most."""
+        """Return the approximate activation bytes of a step. rows: sampled rows, with at most 42 bytes per logit to filter."""
         widest = max((each.rows + each.columns for each in self.products), default=0)
         return tokens * self.itemsize * (6 * self.config.hidden_size + 2 * widest) + rows * self.config.vocab_size * 44
 
@@ -228,8 +229,8 @@ def rank_costs(
     kv_cache_dtype: str = "auto",
     weights: WeightPrecision = WEIGHT_FORMATS["model"],
 ) -> RankCosts:
-    """Return the costs of rank 0 of `size` (no rank has more). config: of the whole model; dtype: its element type.
-    :raises ConfigError: the model's sizes do not divide among so many GPUs (`ModelCut`)."""
+    """Return the costs of rank 0 of `size`, the largest. config: the whole model's. dtype: its element type.
+    :raises ConfigError: if the model's sizes do not divide by the number of GPUs (`ModelCut`)."""
     cut = ModelCut(config, size=size, by_expert=False)
     own, layers = cut.own, _own_layers(cut.own, dtype, kv_cache_dtype)
     vocab, hidden = cut.vocabulary.axis.size, config.hidden_size
@@ -258,7 +259,7 @@ def rank_costs(
 
 
 def _own_layers(own: DecoderConfig, dtype: torch.dtype, kv_cache_dtype: str) -> LayerSpecs:
-    """The layers of one rank, with the element type that was asked for their caches."""
+    """Return the layers of one rank, with the requested element type for their KV caches."""
     layers = decoder_layer_specs(own, dtype, torch.device("cpu"))
     if kv_cache_dtype == "auto":
         return layers
@@ -268,7 +269,7 @@ def _own_layers(own: DecoderConfig, dtype: torch.dtype, kv_cache_dtype: str) -> 
 
 
 def _attention_products(own: DecoderConfig) -> list[ProductShape]:
-    """Products around attention, absorbed and expanded ones of latent attention included."""
+    """Return the GEMMs around attention, including absorbed and expanded projections of latent attention."""
     count, hidden = sum(layer.attention for layer in own.layers), own.hidden_size
     if not count:
         return []
@@ -287,7 +288,7 @@ def _attention_products(own: DecoderConfig) -> list[ProductShape]:
 
 
 def _state_products(own: DecoderConfig, cut: ModelCut) -> list[ProductShape]:
-    """Products before and behind layers with a state."""
+    """Return the GEMMs before and after state layers."""
     if own.state is None:
         return []
     count, hidden = sum(layer.state for layer in own.layers), own.hidden_size
@@ -297,7 +298,7 @@ def _state_products(own: DecoderConfig, cut: ModelCut) -> list[ProductShape]:
 
 
 def _mlp_products(own: DecoderConfig) -> list[ProductShape]:
-    """Products of dense MLPs, and of what every token passes in a layer with experts: the router and shared experts."""
+    """Return the GEMMs of dense MLPs, and of the router and shared experts in expert layers."""
     hidden, dense = own.hidden_size, sum(layer.mlp == "dense" for layer in own.layers)
     made = []
     if dense:
@@ -311,7 +312,7 @@ def _mlp_products(own: DecoderConfig) -> list[ProductShape]:
 
 
 def check_cache_dtype(config: DecoderConfig, name: str) -> str:
-    """Why a model's caches cannot have this element type; empty if they can. :raises ConfigError: an unknown name."""
+    """Return why a model's KV cache cannot have this element type, or "" if it can. :raises ConfigError: if it is unknown."""
     if name not in ("auto", *KV_DTYPES):
         raise ConfigError("--kv-cache-dtype", f"auto, {', '.join(KV_DTYPES)}", repr(name))
     integer = name != "auto" and not KV_DTYPES[name].is_floating_point
@@ -320,14 +321,14 @@ def check_cache_dtype(config: DecoderConfig, name: str) -> str:
 
 BLOCK_SIZE: Final = 16
 SPARE_BYTES: Final = int(0.75 * GIB)
-"""CUDA's context, libraries' workspaces and graphs."""
+"""Bytes reserved for CUDA's context, library workspaces and graphs."""
 GROUP_BYTES: Final = int(0.4 * GIB)
-"""What NCCL takes on each of several ranks (342 to 392 MB in the tables of `devices`' source)."""
+"""Bytes that NCCL allocates per rank if there are several (342 to 392 MB in the tables of `devices`' source)."""
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Options of an engine that bound its steps; names are vLLM's."""
+    """Engine options that limit steps, with vLLM's names."""
 
     max_num_seqs: int
     max_model_len: int
@@ -338,24 +339,24 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What an engine's scheduler knows of memory, and its limits."""
+    """Memory of an engine as its scheduler sees it, and its limits."""
 
     pages: PageFormat
     num_pages: int
     limits: EngineLimits
     states: StateSlots | None = None
     used_bytes: float = 0.0
-    """Bytes that a rank takes for weights, activations, states and pages."""
+    """Bytes of weights, activations, states and pages on a rank."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the cache holds in sequences of max_model_len."""
+        """Number of tokens that the KV cache can hold in sequences of max_model_len."""
         longest = self.limits.max_model_len
         return (self.num_pages - self.pages.reserved) * longest // self.pages.pages_for(longest, 1)
 
 
 def engine_memory(gpu: GpuKind, costs: RankCosts, limits: EngineLimits) -> EngineMemory:
-    """Size states and pages for the memory left on one GPU. :raises ConfigError: no room for one sequence of max_model_len."""
+    """Size states and pages for the memory left on one GPU. :raises ConfigError: if not even one sequence fits."""
     usable = gpu.memory_bytes * limits.gpu_memory_utilization
     taken = SPARE_BYTES + (GROUP_BYTES if costs.size > 1 else 0)
     activations = costs.largest_step_bytes(limits.max_num_batched_tokens, limits.max_num_seqs)

@@ -1,4 +1,4 @@
-"""What a search found, as a file: the plans that meet the limits, the best first, and why each other layout loses."""
+"""Result file of a search: plans that meet the limits, best first, and why the other layouts are slower."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from headway.plan.search import FleetPlan, FleetSearch, Layout, RefusedLayout
 from headway.plan.step_time import StepParts
 
 MEASURED_ON: Final = "h200"
-"""The kind of GPU on which utilisations were fitted."""
+"""Kind of GPU on which utilizations were fitted."""
 _WORDS: Final = {
-    "products": "products",
+    "products": "linear layers",
     "attention": "attention",
     "experts": "experts",
     "states": "layers with a state",
-    "sums": "sums over ranks",
+    "sums": "all-reduces",
     "other": "norms and sampling",
     "host": "the host",
     "launches": "kernels launched one by one",
@@ -31,7 +31,7 @@ _WORDS: Final = {
 
 
 class PlanRow(BaseModel):
-    """A plan that was simulated."""
+    """A simulated plan."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,34 +39,34 @@ class PlanRow(BaseModel):
     replicas: int
     kv_cache_dtype: str
     weights: str
-    """A name in WEIGHT_FORMATS; model: as the checkpoint has them."""
+    """A name in WEIGHT_FORMATS; model means the checkpoint's format."""
     batch: int
     """max_num_seqs of each replica."""
     num_gpus: int
     tokens_per_second: float
-    """Output tokens of all replicas."""
+    """Output tokens per second of all replicas."""
     tokens_per_second_per_gpu: float
     tokens_per_second_per_user: float
-    """Tokens that a request gets in a second after its first."""
+    """Tokens per second of a request after its first token."""
     first_token_ms: float
     per_token_ms: float
     memory_gib: float
-    """What one GPU holds."""
+    """Memory per GPU."""
     cache_tokens: int
     cached_share: float
-    """Share of the prompts' tokens that the prefix cache spared."""
+    """Share of prompt tokens that were prefix cache hits."""
     preemptions: int
     attention: Source
     us_per_token: dict[str, float]
-    """Microseconds of a rank for each output token, by what takes them; the host's overlap with the device's."""
+    """Microseconds of a rank per output token, by component; the host's overlap with the device's."""
     command: str
-    """What starts a replica; empty where this version cannot."""
+    """Command that starts a replica. Empty if this version cannot."""
     reason: str = ""
-    """Why it is not the best: which limit it misses, or where it spends more than the best plan."""
+    """Reason why it is not the best: the limit that it misses, or where it takes more time than the best plan."""
 
 
 class RefusedRow(BaseModel):
-    """A layout that cannot start, or misses a limit."""
+    """A layout that cannot start or misses a limit."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -75,7 +75,7 @@ class RefusedRow(BaseModel):
 
 
 class PlanReport(ResultFile):
-    """One call of `headway plan`."""
+    """Result of one `headway plan`."""
 
     schema_: Literal["headway.plan/1"] = Field(default="headway.plan/1", alias="schema")
     command: str
@@ -86,7 +86,7 @@ class PlanReport(ResultFile):
     input_len: int
     output_len: int
     rate: float | None
-    """Requests a second; None: as many as can be served."""
+    """Requests per second. None means the maximum that can be served."""
     max_first_token_ms: float | None
     max_per_token_ms: float | None
     percentile: float
@@ -94,16 +94,16 @@ class PlanReport(ResultFile):
     num_prefixes: int
     routing: str
     plans: list[PlanRow]
-    """One for each layout that meets the limits, the best first."""
+    """Best plan of each layout that meets the limits, best first."""
     full_load: list[PlanRow]
-    """Every batch size of every layout on all GPUs, its replicas always busy."""
+    """Every batch size of every layout on all GPUs, at full load."""
     refused: list[RefusedRow]
     sources: list[str]
-    """Which times were measured, and which are predicted."""
+    """Source of each kind of time: measured or estimated."""
 
 
 def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, command: str) -> PlanReport:
-    """Return the report of a finished search. best: its result. :raises ConfigError: no plan meets the limits."""
+    """Return the report of a finished search. best: its result. :raises ConfigError: if no plan meets the limits."""
     if not best:
         raise nothing_meets(search)
     demand, first = search.demand, best[0]
@@ -135,7 +135,7 @@ def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, comman
 
 
 def _refused(layouts: Sequence[RefusedLayout]) -> Iterator[RefusedRow]:
-    """A row for each reason why a size cannot be, and not for each cache and format that share the reason."""
+    """Yield one row per reason and tensor-parallel size, merging cache types and weight formats with the same reason."""
     by_reason: dict[tuple[int, str], list[Layout]] = {}
     for each in layouts:
         by_reason.setdefault((each.layout.size, each.reason), []).append(each.layout)
@@ -144,11 +144,11 @@ def _refused(layouts: Sequence[RefusedLayout]) -> Iterator[RefusedRow]:
 
 
 def nothing_meets(search: FleetSearch) -> ConfigError:
-    """The error of a search that found no plan: the limit that fails for the closest plan, or why nothing starts."""
+    """Return the error for a search without a plan: the limit that the closest plan exceeds, or why nothing starts."""
     closest = search.closest()
     if closest is None:
         by_size = sorted(search.refused, key=lambda each: (not each.reason.startswith("memory"), -each.layout.size))
-        lines = [f"{each.reason} ({each.layout})" for each in by_size]  # the nearest to fitting first
+        lines = [f"{each.reason} ({each.layout})" for each in by_size]  # closest to fitting first
         most = lines[0] if lines else "no layout was asked for"
         more = f"; {len(lines) - 1} more" if len(lines) > 1 else ""
         return ConfigError(f"{search.num_gpus} x {search.gpu.name}", "one layout that can start", most + more)
@@ -159,7 +159,7 @@ def nothing_meets(search: FleetSearch) -> ConfigError:
 
 
 def why_behind(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
-    """Why a plan that meets the limits is not the best: by how much, and what takes more of a GPU's time."""
+    """Return why a plan that meets the limits is not the best: the difference, and the component that takes more GPU time."""
     if search.demand.rate is not None and plan.num_gpus != best.num_gpus:
         behind = f"takes {plan.num_gpus} GPUs, not {best.num_gpus}"
     elif search.demand.rate is not None:
@@ -172,12 +172,12 @@ def why_behind(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
     more = {name: own[name] - its[name] for name in own if name not in ("host", "launches")}
     name = max(more, key=lambda each: more[each])
     if more[name] > 0.02 * sum(its.values()):
-        behind += f"; {_WORDS[name]}: {own[name]:.0f} us of a GPU a token, not {its[name]:.0f}"
+        behind += f"; {_WORDS[name]}: {own[name]:.0f} us of GPU time per token, not {its[name]:.0f}"
     return behind + (f" (batch {plan.batch}, not {best.batch})" if plan.batch < best.batch else "")
 
 
 def _gpu_us(plan: FleetPlan) -> dict[str, float]:
-    """Microseconds of GPUs for each output token, by what takes them."""
+    """Return GPU microseconds per output token, by component."""
     return {name: us * plan.layout.size for name, us in asdict(plan.latencies.parts).items()}
 
 
@@ -207,7 +207,7 @@ def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanR
 
 
 def start_command(layout: Layout, model: str, batch: int, max_model_len: int) -> str:
-    """The command that starts one replica; empty where the format takes another checkpoint."""
+    """Return the command that starts one replica; empty if the format needs another checkpoint."""
     if layout.weights.option is None:
         return ""
     words = ["headway", "serve", model, *layout.weights.option.split()]
@@ -219,30 +219,30 @@ def start_command(layout: Layout, model: str, batch: int, max_model_len: int) ->
 
 
 def sources(search: FleetSearch) -> list[str]:
-    """Which times were measured where, and which are guesses."""
+    """Return lines with the source of each kind of time: measured, or estimated."""
     gpu, kinds = search.gpu, {plan.attention for plan in search.full_load}
     told: dict[Source, str] = {
         "table": "measured, by crossover tables of this kind of GPU",
-        "like": f"in proportion to those of a like layer in crossover tables of {gpu.title}",
-        "data sheet": "by bytes and operations; no crossover table of this kind of GPU was given",
+        "like": f"scaled from a similar layer in crossover tables of {gpu.title}",
+        "data sheet": "from the data sheet; no crossover table for this kind of GPU was given",
     }
     lines = [f"attention: {told[kind]}" for kind in told if kind in kinds]
-    products = "products, experts and the host: fitted to measurements of an NVIDIA H200"
-    guess = "" if gpu.name == MEASURED_ON else ", a guess for this kind of GPU"
+    products = "linear layers, experts and the host: fitted to measurements of an NVIDIA H200"
+    guess = "" if gpu.name == MEASURED_ON else ", an estimate for this kind of GPU"
     lines.append(f"{products} (docs/plan.md){guess}")
     if any(plan.layout.size > 1 for plan in search.full_load):
-        lines.append(f"sums over ranks: measured elsewhere, on {gpu.all_reduce.source}")
+        lines.append(f"all-reduces: measured by others, on {gpu.all_reduce.source}")
     formats = {plan.layout.weights.name: plan.layout.weights for plan in search.full_load}
     for name, form in sorted(formats.items()):
         if form.rate < 1:
             lines.append(
-                f"weights in {name}: products read their bytes at {form.rate:g} of the rate of 16 bits, measured on an H200"
+                f"weights in {name}: linear layers read their bytes at {form.rate:g} of the 16-bit rate, measured on an H200"
             )
         if form.expert_rate < 1:
             lines.append(
-                f"weights in {name}: experts, if any, read their bytes at {form.expert_rate:g} of the rate of 16 bits, a guess"
+                f"weights in {name}: experts, if any, read their bytes at {form.expert_rate:g} of the 16-bit rate, an estimate"
             )
     replicas = max((plan.replicas for plan in search.plans), default=1)
     if replicas > 1:
-        lines.append("a fleet: all replicas are alike, and one of them was simulated with its share of the requests")
+        lines.append("all replicas are equal; one of them was simulated with its share of the requests")
     return lines

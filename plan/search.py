@@ -1,4 +1,4 @@
-"""Every way to lay a model out on GPUs of a kind: refused by sizes or memory, simulated, ranked, with the reason why it loses."""
+"""Search over all layouts of a model on one kind of GPU: rejected by size or memory, or simulated and ranked, with reasons."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from headway.plan.simulation import Latencies, Replica
 from headway.plan.step_time import StepPredictor
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_FINEST: Final = 8  # Sequences by which batches between those differ
-_KEEPS_UP: Final = 0.9  # Share of the tokens asked for that a replica must write while requests arrive: with less its queue grows
-_MOST_SEEN: Final = 1000  # Most requests that fill the prefix cache before any is measured
-_SIMULATED = 200  # Requests of a simulation of arrivals, and as many again as run at once
+_FINEST: Final = 8  # minimum difference of refined batch sizes, in sequences
+_KEEPS_UP: Final = 0.9  # minimum share of the requested tokens that a replica must generate; below it the queue grows
+_MOST_SEEN: Final = 1000  # maximum number of requests that fill the prefix cache before measuring
+_SIMULATED = 200  # number of measured requests in a simulation of arrivals, in addition to the number running at once
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one engine is started, but for its number of sequences."""
+    """Options of one engine, except its number of sequences."""
 
     size: int
-    """Tensor-parallel size: GPUs of the engine."""
+    """Tensor-parallel size: number of GPUs of the engine."""
     kv_cache_dtype: str
     weights: WeightPrecision
 
@@ -50,7 +50,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """One layout at one batch size, on so many GPUs, as simulated."""
+    """One layout at one batch size on a number of GPUs, with simulated results."""
 
     layout: Layout
     batch: int
@@ -58,28 +58,28 @@ class FleetPlan:
     replicas: int
     num_gpus: int
     tokens_per_second: float
-    """Output tokens of the whole fleet."""
+    """Output tokens per second of the whole fleet."""
     tokens_per_second_per_gpu: float
-    """The same over all GPUs that are given; with a rate, over those that the replicas take."""
+    """Output tokens per second divided by all given GPUs, or with a rate by the GPUs that the replicas use."""
     first_token_ms: float
-    """At the percentile of the limits; likewise the next."""
+    """This and the next are at the percentile of the limits."""
     per_token_ms: float
     memory_bytes: float
-    """Bytes that a GPU holds."""
+    """Bytes of memory per GPU."""
     cache_tokens: int
     attention: Source
     latencies: Latencies
     reason: str = ""
-    """The limit that it misses most; empty where it meets all."""
+    """The limit that it exceeds most; empty if it meets all."""
 
     @property
     def meets(self) -> bool:
-        """Whether it meets the limits."""
+        """True if the plan meets the limits."""
         return not self.reason
 
     @property
     def tokens_per_second_per_user(self) -> float:
-        """Tokens a second that one request sees after its first."""
+        """Tokens per second of one request after its first token."""
         return 1e3 / self.per_token_ms if self.per_token_ms else 0.0
 
 
@@ -93,7 +93,7 @@ class RefusedLayout:
 
 @dataclass
 class FleetSearch:
-    """The search over layouts for one model, kind of GPU and demand."""
+    """Search over layouts for one model, kind of GPU and demand."""
 
     config: DecoderConfig
     dtype: torch.dtype
@@ -101,27 +101,27 @@ class FleetSearch:
     num_gpus: int
     demand: Demand
     measured: Sequence[MeasuredLayer] = ()
-    """Crossover tables of this kind of GPU."""
+    """Crossover tables for this kind of GPU."""
     reached: Utilisation = H200
     refused: list[RefusedLayout] = field(default_factory=list, init=False)
     plans: list[FleetPlan] = field(default_factory=list, init=False)
-    """Every plan that was simulated, those that miss a limit included."""
+    """All simulated plans, including those that miss a limit."""
     full_load: list[FleetPlan] = field(default_factory=list, init=False)
-    """Plans of all GPUs whose replicas always serve as many requests as they can: with a rate none of them is taken."""
+    """Plans of all GPUs at full load, for every batch size. With a rate, none of them is selected."""
 
     def __post_init__(self) -> None:
-        """:raises ConfigError: no GPU."""
+        """:raises ConfigError: if there is no GPU."""
         if self.num_gpus < 1:
             raise ConfigError("--num-gpus", "at least 1", self.num_gpus)
         self._attention = AttentionTimes(self.gpu, self.reached, self.measured)
 
     @staticmethod
     def layouts(sizes: Sequence[int], caches: Sequence[str], formats: Sequence[WeightPrecision]) -> list[Layout]:
-        """All layouts of these tensor-parallel sizes, element types of caches and formats of weights."""
+        """Return all layouts of these tensor-parallel sizes, KV cache types and weight formats."""
         return [Layout(size, cache, weights) for size in sizes for cache in caches for weights in formats]
 
     def run(self, layouts: Sequence[Layout], advance: Callable[[], None] = lambda: None) -> list[FleetPlan]:
-        """Simulate all layouts; returns one plan for each that meets the limits, the best first. `plans` has them all."""
+        """Simulate all layouts. Return the best plan per layout that meets the limits, best first; `plans` has all."""
         for layout in layouts:
             self._try(layout)
             advance()
@@ -131,19 +131,19 @@ class FleetSearch:
         return list(best.values())
 
     def _rank(self, plan: FleetPlan) -> tuple[float, ...]:
-        """With a rate the fewest GPUs win, then the faster; without, the most tokens of a GPU."""
+        """Return a sort key: with a rate, fewest GPUs, then lowest latency; without, most tokens per GPU."""
         if self.demand.rate is not None:
             return plan.num_gpus, plan.per_token_ms
         return (-plan.tokens_per_second_per_gpu, plan.per_token_ms)
 
     def closest(self) -> tuple[FleetPlan, str] | None:
-        """The plan that misses its limits by least, and the limit that it misses most; None: none was simulated."""
+        """Return the plan closest to its limits and the limit that it exceeds most; None if none was simulated."""
         if not self.plans:
             return None
         return min(((plan, self._missed(plan)[1]) for plan in self.plans), key=lambda pair: self._missed(pair[0])[0])
 
     def _try(self, layout: Layout) -> None:
-        """Simulate a layout at full load with ever more sequences, and with a rate the fleet that it needs."""
+        """Simulate a layout at full load with increasing batch sizes, and with a rate the fleet that it needs."""
         reason = self._obstacle(layout)
         if reason:
             self._refuse(layout, reason)
@@ -163,13 +163,13 @@ class FleetSearch:
                     self._refuse(layout, f"memory: needs {error.reason.need}, has {error.reason.got}")
                 break
             if memory is not None and larger.num_tokens < batch * self.demand.max_model_len:
-                break  # more sequences than the cache holds only wait
+                break  # further sequences would only wait for cache blocks
             memory = larger
             curve.append(self._at_full_load(layout, batch, times, memory))
             limit = self.demand.limits.per_token_ms
             if limit is not None and curve[-1].per_token_ms > limit:
                 self._refine(curve, times)
-                break  # a larger batch is slower yet
+                break  # larger batches are slower
         self.full_load += curve
         if self.demand.rate is None:
             self.plans += curve
@@ -177,7 +177,7 @@ class FleetSearch:
             self.plans.append(self._with_rate(curve, times, memory))
 
     def _refine(self, curve: list[FleetPlan], times: StepPredictor) -> None:
-        """Try a batch between the last two of a curve, where the time per token should just keep to its limit."""
+        """Try a batch size between the last two of a curve, at which the time per token should just meet its limit."""
         limit, last = self.demand.limits.per_token_ms, curve[-1]
         if limit is None or len(curve) < 2 or last.batch - curve[-2].batch < 2 * _FINEST:
             return
@@ -210,7 +210,7 @@ class FleetSearch:
         return Replica(times, memory, request_seconds=1e-6 * self.reached.request_us)
 
     def _at_full_load(self, layout: Layout, batch: int, times: StepPredictor, memory: EngineMemory) -> FleetPlan:
-        """The plan of all GPUs whose replicas always serve `batch` requests."""
+        """Return the plan of all GPUs whose replicas always run `batch` requests."""
         requests, measured = self.demand.full_load(batch)
         found = self._replica(times, memory).run(requests, batch, measured)
         replicas = self.num_gpus // layout.size
@@ -226,7 +226,7 @@ class FleetSearch:
         replicas: int,
         total: float,
     ) -> FleetPlan:
-        """A plan with the reason why it misses its limits. total: output tokens a second of all replicas."""
+        """Return a plan with the reason why it misses its limits. total: output tokens per second of all replicas."""
         limits, used = self.demand.limits, replicas * layout.size
         plan = FleetPlan(
             layout=layout,
@@ -245,7 +245,7 @@ class FleetSearch:
         return replace(plan, reason=self._missed(plan)[1])
 
     def _missed(self, plan: FleetPlan) -> tuple[float, str]:
-        """(by how much a plan misses the limit that it misses most, in words); (0 or less, "") where it meets all."""
+        """Return (relative excess over the limit exceeded most, reason); (0 or less, "") if all limits are met."""
         limits = self.demand.limits
         share = "all" if limits.percentile == 100 else f"{limits.percentile:g} %"
         missed = []
@@ -263,9 +263,9 @@ class FleetSearch:
         return most if most[0] > 0 else (most[0], "")
 
     def _with_rate(self, curve: Sequence[FleetPlan], times: StepPredictor, memory: EngineMemory) -> FleetPlan:
-        """The fewest replicas that serve the rate within the limits, by simulation of one of them.
-        curve: at full load, whose throughput within the limits says where to begin. Where no number of replicas does, the plan of
-        all GPUs. memory: of the largest batch, which a replica may reach and seldom does."""
+        """Return the plan with the fewest replicas that serve the rate within the limits, by simulating one of them; if no number
+        of replicas does, a plan that uses all GPUs. curve: plans at full load, from which the first guess is made. memory: for
+        the largest batch, an upper bound that a replica rarely reaches."""
         assert self.demand.rate is not None
         full, wanted = curve[-1], self.demand.rate * self.demand.mean_output_len
         most = self.num_gpus // full.layout.size
@@ -288,7 +288,7 @@ class FleetSearch:
         return best
 
     def _within(self, curve: Sequence[FleetPlan]) -> float:
-        """Output tokens a second of one replica at the limit of the time per token, between two points of the curve."""
+        """Return output tokens per second of one replica at the limit of the time per token, interpolated on the curve."""
         limit = self.demand.limits.per_token_ms
         able = [plan.latencies.tokens_per_second for plan in curve]
         if limit is None or curve[-1].per_token_ms <= limit or len(curve) == 1:
@@ -305,7 +305,7 @@ class FleetSearch:
         seen = min(2 * demand.beginnings_of(replicas), _MOST_SEEN) if demand.prefix_len else 0
         requests = demand.arrivals(replicas, _SIMULATED + max(running, seen) + running)
         measured = range(max(running, seen), len(requests) - running)
-        if len(measured) < _SIMULATED:  # of a file
+        if len(measured) < _SIMULATED:  # arrivals from a file
             third = len(requests) // 3
             measured = range(third, len(requests) - third) if third > 1 else range(len(requests))
         found = self._replica(times, memory).run(requests, measured=measured)

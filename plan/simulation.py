@@ -1,4 +1,4 @@
-"""One replica under load: requests that arrive, the engine's own scheduler and block manager, and a clock of predicted steps."""
+"""Simulation of one replica under load: arriving requests, the engine's scheduler and block manager, and predicted times."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from headway.plan.step_time import StepParts, StepPredictor, StepWork
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A request of so many tokens."""
+    """A request with its arrival time and lengths."""
 
     arrival: float
-    """Seconds."""
+    """Seconds since the start."""
     input_len: int
     output_len: int
     prefix: int = -1
-    """Which shared beginning its prompt has; -1: none."""
+    """Index of the prompt's shared prefix. -1 means none."""
     prefix_len: int = 0
-    """Tokens of that beginning."""
+    """Number of tokens of the shared prefix."""
 
 
 class _InFlight(NamedTuple):
@@ -42,33 +42,33 @@ class _InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class Latencies:
-    """What requests have seen, in seconds, by request."""
+    """Latencies of requests, in seconds, in the order of the requests."""
 
     first_token: Sequence[float]
     per_token: Sequence[float]
-    """Mean of the time after the first token; requests of one token have none."""
+    """Mean time per token after the first. Requests of one token are left out."""
     seconds: float
-    """From the first arrival to the last token, or the part of it in which tokens were counted."""
+    """Seconds from the first arrival to the last token, or of the part in which tokens were counted."""
     output_tokens: int
-    """Tokens of all requests in that time."""
+    """Number of tokens of all requests in `seconds`."""
     num_steps: int
     num_preemptions: int
     cached_share: float
-    """Share of the prompts' tokens that the prefix cache spared."""
+    """Share of prompt tokens that were prefix cache hits."""
     parts: StepParts
-    """Microseconds of a rank for each output token."""
+    """Microseconds of a rank per output token."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens of a second."""
+        """Output tokens per second."""
         return self.output_tokens / self.seconds
 
     def first_token_ms(self, percentile: float = 50.0) -> float:
-        """Milliseconds to the first token that so many per cent of the requests do not exceed."""
+        """Return the percentile of the time to first token, in milliseconds."""
         return 1e3 * float(numpy.percentile(self.first_token, percentile))
 
     def per_token_ms(self, percentile: float = 50.0) -> float:
-        """Milliseconds per later token, likewise; 0 where no request has a second token."""
+        """Return the percentile of the time per later token, in milliseconds; 0 if no request has a second token."""
         return 1e3 * float(numpy.percentile(self.per_token, percentile)) if len(self.per_token) else 0.0
 
 
@@ -78,19 +78,19 @@ class _Times:
     arrival: float
     first: float = 0.0
     last: float = 0.0
-    spared: int = 0  # Tokens of the prompt that the prefix cache held
+    spared: int = 0  # prompt tokens that were prefix cache hits
 
 
 @dataclass
 class Replica:
-    """One engine: its `Scheduler` decides, `StepPredictor` times, nothing computes. Steps launch one ahead (`EngineLoop`)."""
+    """One engine: its `Scheduler` decides, `StepPredictor` predicts times. Steps launch ahead as in `EngineLoop`."""
 
     times: StepPredictor
     memory: EngineMemory
     in_flight: int = 1
-    """Steps that are launched before the oldest is read; 0: each is read first."""
+    """Number of steps launched before the oldest is read. 0 means each is read first."""
     request_seconds: float = 0.0
-    """From a request's arrival until the scheduler sees it."""
+    """Seconds from a request's arrival until the scheduler sees it."""
     _seqs: dict[str, _Times] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -117,12 +117,10 @@ class Replica:
     def run(
         self, requests: Iterable[SimulatedRequest], concurrency: int | None = None, measured: range | None = None
     ) -> Latencies:
-        """Serve requests until all that are measured have ended.
-
-        requests: in the order of their arrivals. concurrency: a request arrives when an earlier one has ended, so that this many
-        are served at any time; their own times of arrival count for nothing. measured: numbers of the requests whose latencies
-        count; None: all. Tokens are counted from the arrival of the first of them to that of the last, where they are not all.
-        """
+        """Run requests until all measured ones have ended. Return their latencies. requests: in order of arrival. concurrency: a
+        request arrives when an earlier one ends, so that this many run at any time; arrival times are ignored. measured: indices
+        of the requests to measure; None means all. If not all are measured, tokens are counted from the arrival of the first
+        measured request to that of the last."""
         coming = deque(requests)
         measured = range(len(coming)) if measured is None else measured
         begin = coming[0].arrival if coming and concurrency is None else 0.0
@@ -161,7 +159,7 @@ class Replica:
         self.scheduler.add(Completion(name, 0, prompt, params, frozenset(), self.memory.limits.max_model_len))
 
     def _prompt(self, request: SimulatedRequest, number: int) -> list[int]:
-        """Tokens that agree with those of other prompts as far as the shared beginning."""
+        """Return tokens that equal other prompts' tokens only in the shared prefix."""
         shared = request.prefix_len if request.prefix >= 0 else 0
         return [request.prefix] * shared + [1_000_000 + number] * (request.input_len - shared)
 
@@ -212,7 +210,7 @@ class Replica:
             self.scheduler.remove_finished()
 
     def _latencies(self, measured: range, begin: float, window: tuple[float, int] | None) -> Latencies:
-        """window: seconds, and the tokens of them, where not the whole time counts."""
+        """Return the latencies. window: (seconds, tokens) if only a part of the time counts."""
         done = [self._seqs[str(number)] for number in measured]
         seconds, tokens = window or (max(each.last for each in done) - begin, self._tokens)
         later = [each for each in done if each.request.output_len > 1]

@@ -1,4 +1,4 @@
-"""The time of one step on one rank: products, attention, experts, states, sums over ranks, and the host."""
+"""Predicted time of one step on one rank: GEMMs, attention, experts, states, all-reduces and the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.plan.model_costs import ProductShape, RankCosts
 
 WEAKEST_FIRST: tuple[Source, ...] = ("data sheet", "like", "table")
 GRAPH_TOKENS = 2048
-"""Most tokens of a prompt's step that is one CUDA graph (`headway.core.engine.execution`)."""
+"""Maximum number of tokens of a prefill step that is one CUDA graph (`headway.core.engine.execution`)."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class StepWork:
     """The sequences of one step."""
 
     query_lens: Sequence[int] = ()
-    """New tokens of each prompt, or part of one."""
+    """New tokens of each prompt, or chunk of a prompt."""
     kv_lens: Sequence[int] = ()
-    """Cached and new tokens of each of them."""
+    """Cached plus new tokens of each of these prompts."""
     num_decodes: int = 0
-    """Sequences that decode one token."""
+    """Number of sequences that decode one token."""
     decode_kv: int = 0
-    """Mean of their cached and new tokens."""
+    """Mean cached plus new tokens of the decoding sequences."""
     num_sampled: int = 0
-    """Sequences whose next token the step samples."""
+    """Number of sequences whose next token the step samples."""
 
     @property
     def num_tokens(self) -> int:
@@ -41,7 +41,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class StepParts:
-    """Microseconds of a step by what takes them; all but `host` and `launches` come one after the other on the device."""
+    """Microseconds of a step by component. All but `host` and `launches` run one after another on the device."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -51,29 +51,29 @@ class StepParts:
     """All-reduces, and the exchange of sampled tokens."""
     other: float = 0.0
     host: float = 0.0
-    """The host's work before a step, which the device does not wait for while it is shorter than the step before."""
+    """Host work before a step; the device does not wait for it if it is shorter than the previous step."""
     launches: float = 0.0
-    """The host's work while the device has begun: kernels that are launched one by one."""
+    """Host work after the device has started: kernels launched one by one."""
 
     def times(self, host_free: float, device_free: float) -> tuple[float, float]:
-        """Seconds at which the host and the device are done with a step, from those at which they are free for it."""
+        """Return the seconds at which host and device finish a step, given when they become free."""
         begun = host_free + 1e-6 * self.host
         launched = begun + 1e-6 * self.launches
         return launched, max(max(begun, device_free) + 1e-6 * self.device, launched)
 
     @property
     def device(self) -> float:
-        """Microseconds of the device."""
+        """Device microseconds."""
         return self.products + self.attention + self.experts + self.states + self.sums + self.other
 
 
 class StepPredictor:
-    """Predicts steps of one rank."""
+    """Predictor of step times on one rank."""
 
     def __init__(
         self, gpu: GpuKind, costs: RankCosts, reached: Utilisation = H200, attention: AttentionTimes | None = None
     ) -> None:
-        """attention: of this kind of GPU; None: by the data sheet alone."""
+        """attention: attention times for this kind of GPU. None uses only the data sheet."""
         self.gpu = gpu
         self.costs = costs
         self._reached = reached
@@ -84,12 +84,12 @@ class StepPredictor:
 
     @property
     def attention_source(self) -> Source:
-        """The weakest of the sources of its attention times."""
+        """The least reliable source of the attention times."""
         found = {self._attention.source(spec) for spec in self.costs.layers.counts}
         return next((source for source in WEAKEST_FIRST if source in found), "none")
 
     def step(self, work: StepWork) -> StepParts:
-        """The parts of a step."""
+        """Return the components of a step."""
         rounded = replace(work, decode_kv=_rounded(work.decode_kv))
         if work.query_lens:
             return self._parts(rounded)
@@ -116,7 +116,7 @@ class StepPredictor:
         )
 
     def _launches_of_a_layer(self, work: StepWork) -> float:
-        """Microseconds of the host: decodes and few tokens of prompts are one graph, other steps are launched layer by layer."""
+        """Return host microseconds per layer: 0 for steps with one CUDA graph (decode, short prefill), else the launches."""
         if not work.query_lens:
             return 0.0
         if work.num_decodes:
@@ -124,7 +124,7 @@ class StepPredictor:
         return self._reached.host_layer_us if work.num_tokens > GRAPH_TOKENS else 0.0
 
     def _product(self, product: ProductShape, tokens: int) -> float:
-        """Microseconds of a product: its weights are read while the tensor cores compute."""
+        """Return the microseconds of a GEMM: weights are read while the tensor cores compute."""
         weights = product.rows * product.columns
         rate = self._read * self._reached.product_read * self.costs.weights.rate
         read = weights * self.costs.bytes_per_weight / rate
@@ -133,7 +133,7 @@ class StepPredictor:
         return self._reached.product_us + math.hypot(read, compute)
 
     def _experts(self, tokens: int) -> float:
-        """Microseconds of all layers of routed experts."""
+        """Return the microseconds of all layers of routed experts."""
         experts = self.costs.experts
         if experts is None:
             return 0.0
@@ -144,7 +144,7 @@ class StepPredictor:
         return experts.count * (self._reached.expert_us + math.hypot(read, compute))
 
     def _sums(self, tokens: int, rows: int) -> float:
-        """Microseconds of all-reduces, and of the number that ranks exchange for each row that samples without a filter."""
+        """Return the microseconds of all-reduces, and of the exchange between ranks per row sampled without a filter."""
         costs, size = self.costs, self.costs.size
         if size == 1:
             return 0.0
@@ -153,7 +153,7 @@ class StepPredictor:
         return summed + table.us(size, rows * 8)
 
     def _state(self, spec: StateSpec, work: StepWork) -> float:
-        """Microseconds of a layer with a state: decodes read and write each sequence's, prompts scan their tokens."""
+        """Return the microseconds of a state layer: decode reads and writes each sequence's state, prefill scans tokens."""
         reached, size, us = self._reached, KEY_VALUE.bytes_per_slot(spec), 0.0
         if work.num_decodes:
             us += reached.state_us + 2 * size * work.num_decodes / (self._read * reached.state_read)
@@ -179,6 +179,6 @@ class StepPredictor:
 
 
 def _rounded(length: int) -> int:
-    """A length to within about 2 %, so that steps that hardly differ are predicted once."""
+    """Return a length rounded to about 2 %, so that similar steps are predicted once."""
     unit = 1 << max(length.bit_length() - 6, 0)
     return max(round(length / unit) * unit, 1)

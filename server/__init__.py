@@ -1,1 +1,1 @@
-"""The HTTP server of `headway serve`: OpenAI's API over an AsyncLLM."""
+"""HTTP server of `headway serve`: OpenAI's API for an AsyncLLM."""

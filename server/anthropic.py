@@ -1,4 +1,4 @@
-"""Anthropic's messages: the bodies of requests, the chats that they are, their answers and routes."""
+"""Anthropic's Messages API: request bodies, conversion to chats, answers and routes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from headway.server.service import Service
 
 
 class _Strict(BaseModel):
-    """A part of a body whose fields take no value of another type, such as a number that is a text."""
+    """A part of a body without type coercion, such as from text to number."""
 
     model_config = ConfigDict(strict=True)
 
@@ -52,13 +52,13 @@ class AnthropicTool(_Strict):
 
     name: str
     type: str | None = None
-    """"custom" or none; the tools that Anthropic's own servers run have other types."""
+    """"custom" or None. Anthropic's server-side tools have other types."""
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
 class AnthropicToolChoice(_Strict):
-    """Which functions the model may or must call."""
+    """Choice of functions that the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -66,14 +66,14 @@ class AnthropicToolChoice(_Strict):
 
 
 class Thinking(_Strict):
-    """Whether the model thinks before it answers, where its chat template can say so."""
+    """Reasoning setting, for models whose chat template supports it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
 
 class OutputFormat(_Strict):
-    """The form of the answer."""
+    """Structured output of the answer."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -82,7 +82,7 @@ class OutputFormat(_Strict):
 
 
 class OutputConfig(_Strict):
-    """The form of the answer, and how hard the model tries."""
+    """Structured output and effort of the answer."""
 
     format: OutputFormat | None = None
     effort: str | None = None
@@ -97,17 +97,17 @@ class TokenCountRequest(Fields):
     model: str | None = None
     messages: list[InputMessage]
     system: Any = None
-    """As the content of a message; texts only."""
+    """Content of a system message; text only."""
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: dict[str, Any] | None = None
-    """Not read, as the next."""
+    """Ignored, like the next field."""
     service_tier: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Return the chat's fields without sampling. :raises ConfigError: content that chats do not have, or of a wrong kind."""
+        """Return the chat's fields without sampling. :raises ConfigError: if content is unsupported or has a wrong type."""
         system = "" if self.system is None else _text(self.system, "system")
         messages = [{"role": "system", "content": system}] if system else []
         for number, each in enumerate(self.messages):
@@ -135,7 +135,7 @@ class MessagesRequest(TokenCountRequest):
     top_k: int | None = None
 
     def chat(self) -> ChatRequest:
-        """The chat that this is; raises as `fields`."""
+        """Return the equivalent chat request. Raises as `fields`."""
         found = self.fields()
         if self.output_config is not None and self.output_config.format is not None:
             schema = self.output_config.format.schema_
@@ -145,7 +145,7 @@ class MessagesRequest(TokenCountRequest):
 
 
 def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield place, type and fields of each block; a text is one block. :raises PromptError: no text or list of these types."""
+    """Yield path, type and fields of each block; a text is one block. :raises PromptError: if content is neither."""
     if isinstance(content, str):
         yield place, "text", {"text": content}
         return
@@ -161,12 +161,12 @@ def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[st
 
 
 def _text(content: Any, place: str) -> str:
-    """The text of content that can be nothing else. :raises PromptError: it holds something else."""
+    """Return the text of text-only content. :raises PromptError: if there is anything else."""
     return "".join(text_field(block, "text", at) for at, _, block in _blocks(content, place, ("text",)))
 
 
 def _result_text(block: Mapping[str, Any], place: str) -> str:
-    """The text of a call's result, whose content may be left out. Raises as `_text`."""
+    """Return the text of a call's result, whose content may be absent. Raises as `_text`."""
     content, is_error = block.get("content"), block.get("is_error")
     if not isinstance(is_error, (bool, NoneType)):
         raise PromptError(f"{place}.is_error", "true or false", shown(is_error, 60))
@@ -175,7 +175,7 @@ def _result_text(block: Mapping[str, Any], place: str) -> str:
 
 
 def _user(content: Any, place: str) -> list[dict[str, Any]]:
-    """A user's message: the results of calls, each a message of its own, and then the texts."""
+    """Return chat messages for a user message: a message per tool result, then the texts."""
     results, texts = [], []
     for at, kind, block in _blocks(content, place, ("text", "tool_result")):
         if kind == "text":
@@ -194,7 +194,7 @@ def _assistant(content: Any, place: str) -> list[dict[str, Any]]:
         elif kind == "thinking":
             text_field(block, "signature", at, optional=True)
             thoughts.append(text_field(block, "thinking", at))
-        elif kind == "redacted_thinking":  # which nobody but its author can read
+        elif kind == "redacted_thinking":  # encrypted: only Anthropic can read it
             text_field(block, "data", at)
         else:
             arguments = block.get("input", {})
@@ -218,7 +218,7 @@ _READERS: Final[dict[str, Callable[[Any, str], list[dict[str, Any]]]]] = {
 
 
 def _function(tool: AnthropicTool, place: str) -> dict[str, Any]:
-    """Return a tool in the form of chats. :raises ConfigError: a tool of Anthropic's own servers, or one no model can call."""
+    """Return a tool in the form of chats. :raises ConfigError: if it is a server-side tool of Anthropic or invalid."""
     if tool.type not in (None, "custom"):
         raise ConfigError(f"{place}.type", "a tool of the client's own (custom)", shown(tool.type, 60))
     if tool.input_schema is None:
@@ -231,7 +231,7 @@ def _function(tool: AnthropicTool, place: str) -> dict[str, Any]:
 
 
 def _choice(given: AnthropicToolChoice | None) -> Iterator[tuple[str, Any]]:
-    """The fields of a chat that say which functions may or must be called. :raises ConfigError: a function without its name."""
+    """Yield a chat's fields for the tool choice. :raises ConfigError: if the function's name is missing."""
     if given is None:
         return
     if given.type == "tool":
@@ -248,18 +248,18 @@ _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "to
 
 
 class MessagesAnswer(ConvertedAnswer):
-    """Writes a chat's answer as a message of Anthropic's API."""
+    """Converts a chat's answer to a message of Anthropic's API."""
 
     prefix = "msg_"
 
     def __init__(self, chat: ChatAnswer, name: str = "") -> None:
         super().__init__(chat, name)
         self._open: tuple[str, int] | None = None  # Type and call of the block that is being written
-        self._block = -1  # Number of that block
+        self._block = -1  # Index of that block
         self._stop = _stop("stop", None)
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """Write the message without its content, and the ping that Anthropic's servers send."""
+        """Write the message without content, and a ping as Anthropic's servers do."""
         message = self._message([], usage_of(output(), 1))
         return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
@@ -270,7 +270,7 @@ class MessagesAnswer(ConvertedAnswer):
         return b"".join(self._piece(each) for each in pieces)
 
     def _piece(self, piece: ChatPiece) -> bytes:
-        """Write a piece, and before it the end of a block of another kind and the start of its own."""
+        """Write a piece. If it belongs to another block, first write the end of the old block and the start of the new one."""
         said, kind = b"", _TYPES[piece.kind]
         if self._open != (kind, piece.call):
             said = self._close()
@@ -340,7 +340,7 @@ def _text_block(kind: str, text: str) -> dict[str, Any]:
 
 
 def _call_block(call: ToolCall) -> dict[str, Any]:
-    """A block of a call. Arguments that are no JSON, for the answer was cut short, are an empty object."""
+    """Return the block of a call. Invalid JSON arguments, of a truncated answer, become an empty object."""
     try:
         given = parse_json(call.arguments, "arguments")
     except ValueError:
@@ -349,14 +349,14 @@ def _call_block(call: ToolCall) -> dict[str, Any]:
 
 
 def _stop(reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
-    """Why a message has ended. reason: a chat's finish_reason. stop_reason: the stop text or token that ended it."""
+    """Return why a message has ended. reason: a chat's finish_reason. stop_reason: the stop text or token."""
     if reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     return {"stop_reason": _REASONS.get(reason or "", "end_turn"), "stop_sequence": None}
 
 
 def usage_of(output: RequestOutput, written: int) -> dict[str, int]:
-    """The usage of a message. written: tokens of its completion."""
+    """Return the usage of a message. written: tokens of its completion."""
     return {
         "input_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -370,7 +370,7 @@ def _event(data: Mapping[str, Any]) -> bytes:
 
 
 class MessagesRoutes(RouteGroup):
-    """/v1/messages, and the count of its tokens."""
+    """Routes /v1/messages and /v1/messages/count_tokens."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
         self._service = service
@@ -387,7 +387,7 @@ class MessagesRoutes(RouteGroup):
 
     @answers("POST", "/v1/messages/count_tokens", body=[TokenCountRequest])
     async def count_tokens(self, request: Request) -> Response:
-        """Count the tokens of a conversation in the model's template."""
+        """Count the tokens of a conversation in the model's chat template."""
         body = await self._service.read(request, TokenCountRequest)
         chat = ChatRequest(**body.fields())
         prompt = await self._chats.prompt(chat, tool_use(chat))

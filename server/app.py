@@ -1,4 +1,4 @@
-"""The application: which path does what. FastAPI, and raw ASGI where tokens go out."""
+"""The server's application and routes. FastAPI, with raw ASGI for streaming tokens."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from headway.server.service import Service
 from headway.version import __version__
 
 OPEN_PATHS: Final = frozenset(("/health", "/ping", "/metrics", *ASSETS))
-"""Paths that need no API key: probes and scrapers carry none, and the page's files are no secret; its data need the key."""
+"""Paths without an API key: probes and scrapers do not send one, and the web UI's files are public. Its data need the key."""
 
 
 def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """Make an ASGI application that serves a model and does not shut down the engine. `app.state.service` is its Service."""
+    """Return an ASGI application for a model. It does not shut down the engine. `app.state.service` is its Service."""
     service = Service(llm, options or ServerOptions())
     app = FastAPI(title="Headway", version=__version__)
     app.state.service = service
@@ -65,12 +65,12 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
 
 
 def batch_concurrency(options: ServerOptions, most: int) -> int:
-    """Lines of a batch that are answered at a time, so that others find room beside them. most: sequences of a step."""
+    """Return the number of concurrent lines of a batch, leaving room for other requests. most: maximum sequences per step."""
     return options.batch_concurrency or max(min(most, options.max_queue) // 2, 1)
 
 
 class Routes(CommonRoutes):
-    """The API's routes."""
+    """Routes of a generation model's API."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
         self._service = service
@@ -81,14 +81,14 @@ class Routes(CommonRoutes):
     @answers("POST", "/v1/chat/completions", body=[ChatRequest], direct=True)
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        self._service.check_room()  # before the work of reading it
+        self._service.check_room()  # before reading the body
         body = await self._service.read(request, ChatRequest)
         answer = self._chats.answer(body, request_name(request, body.request_id))
         return reply_of(body)(self._service, answer, partial(self._chats.prepare, body, answer), body.unknown())
 
     @answers("POST", "/v1/chat/completions/batch", body=[BatchChatRequest])
     async def chat_batch(self, request: Request) -> Response:
-        """Answer several conversations at once, as vLLM does: one choice for each."""
+        """Answer several conversations at once, as vLLM does, with one choice per conversation."""
         self._service.check_room()
         body = await self._service.read(request, BatchChatRequest)
         name, model = request_name(request, body.request_id), body.model or self._service.names[0]
@@ -98,7 +98,7 @@ class Routes(CommonRoutes):
     @answers("POST", "/v1/completions", body=[CompletionRequest], direct=True)
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        self._service.check_room()  # before the work of reading it
+        self._service.check_room()  # before reading the body
         body = await self._service.read(request, CompletionRequest)
         name = request_name(request, body.request_id)
         answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode, name)
@@ -106,7 +106,7 @@ class Routes(CommonRoutes):
 
     @answers("POST", "/tokenize", body=[TokenizeRequest])
     async def tokenize(self, request: Request) -> Response:
-        """The tokens of a text, or of a conversation in the model's template."""
+        """Return the tokens of a text, or of a conversation in the model's chat template."""
         body = await self._service.read(request, TokenizeRequest)
         tokenizer = self._tokenizer()
         if (body.prompt is None) == (body.messages is None):
@@ -127,7 +127,7 @@ class Routes(CommonRoutes):
 
     @answers("POST", "/detokenize", body=[DetokenizeRequest])
     async def detokenize(self, request: Request) -> Response:
-        """The text of tokens."""
+        """Return the text of tokens."""
         body = await self._service.read(request, DetokenizeRequest)
         if body.tokens:
             self._llm.facts.limits.check_ids(body.tokens, "tokens")
@@ -136,7 +136,7 @@ class Routes(CommonRoutes):
 
     @answers("GET", "/v1/models")
     async def models(self) -> Response:
-        """List the names of the model, and its adapters."""
+        """List the names of the model and its adapters."""
         service = self._service
         adapters = models_of([*service.adapters.values()], service.names[0], self._model)
         return json_response({"object": "list", "data": [*map(self._model, service.names), *adapters]})
@@ -151,13 +151,13 @@ class Routes(CommonRoutes):
     @answers("GET", PROBES)
     @answers("HEAD", PROBES)
     async def health(self) -> Response:
-        """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
+        """Return 200 while the engine works, and 503 with the reason if it has ended or is stuck."""
         await self._llm.check_health(self._service.options.step_timeout)
         return Response()
 
     @answers("GET", "/metrics")
     async def metrics(self) -> Response:
-        """The figures, for Prometheus."""
+        """Return metrics for Prometheus."""
         snapshot = await self._llm.stats()
         return Response(self._service.metrics.page(snapshot, self._service.num_unsubmitted), media_type=CONTENT_TYPE)
 
@@ -173,7 +173,7 @@ class Routes(CommonRoutes):
     async def _prepare_infills(
         self, body: CompletionRequest, params: SamplingParams, prompts: Sequence[Any], suffix: str
     ) -> Sequence[CheckedRequest]:
-        """Prepare the completions of prompts that are followed by a suffix. :raises ApiError: a prompt of token ids."""
+        """Prepare fill-in-the-middle completions of prompts with a suffix. :raises ApiError: if a prompt is token ids."""
         if not all(isinstance(each, str) for each in prompts):
             raise ApiError(400, "prompt: needs texts beside suffix, got token ids", "prompt")
         split = bool(body.split_special_tokens)

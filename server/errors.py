@@ -1,4 +1,4 @@
-"""Answers to requests that fail, in the form of the path's own API; and fields of a body that no API has."""
+"""Error responses in the form of each path's API, and handling of unknown fields in request bodies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from headway.hosting.host import EngineDeadError
 log = logging.getLogger("headway")
 
 HEADER: Final = b"x-headway-ignored"
-"""Header of an answer that lists the fields of its request which were ignored."""
+"""Response header that lists the ignored fields of the request."""
 _MOST_NAMED: Final = 20
-_MOST_LOGGED: Final = 1000  # Names of which the log tells, each once: clients make them up
+_MOST_LOGGED: Final = 1000  # Maximum number of names to log, each once, since clients choose them
 
 _REFUSED: Final = {
     "use_beam_search": "false, because tokens are drawn or chosen one by one",
@@ -38,7 +38,7 @@ _REFUSED: Final = {
     "thinking_token_budget": "none; max_tokens bounds reasoning and answer together",
     "prompt_embeds": "none in a chat; /v1/completions takes them",
 }
-"""Fields of the APIs of OpenAI, vLLM and SGLang, old and new, without which the answer is another, and what they need here."""
+"""Fields of OpenAI's, vLLM's and SGLang's APIs that cannot be ignored without changing the answer -> the values allowed here."""
 _WITHOUT_EFFECT: Final = frozenset(
     (
         *("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
@@ -46,19 +46,19 @@ _WITHOUT_EFFECT: Final = frozenset(
         "spaces_between_special_tokens",
     )
 )
-"""Fields that change no answer here: who asks, how it is billed and kept, and parameters of beam search where none is run."""
+"""Fields that do not affect the answer here: the caller's identity, billing and storage, and unused beam search parameters."""
 
 
 class Fields(BaseModel):
-    """A body that keeps the fields which it does not know."""
+    """A request body that keeps unknown fields."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     known_extras: ClassVar[frozenset[str]] = frozenset()
-    """Further fields that are read by their names."""
+    """Names of further fields that are used."""
 
     def unknown(self) -> Sequence[str]:
-        """The names of fields with a value that are ignored. :raises ConfigError: one that would change the answer."""
+        """Return the names of ignored fields that have a value. :raises ConfigError: if a field would change the answer."""
         extra = self.model_extra
         if not extra:
             return ()
@@ -70,13 +70,13 @@ class Fields(BaseModel):
 
 
 class IgnoredFields:
-    """Names the ignored fields of a server's requests: each in the log once, and in a header."""
+    """Reporter of ignored fields of a server's requests: each name in the log once, and in a response header."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def header(self, names: Sequence[str], path: str) -> list[tuple[bytes, bytes]]:
-        """The header of the answer to a request with these ignored fields. path: of the request."""
+        """Return the response header for a request's ignored fields. path: the request's path."""
         if not names:
             return []
         shown_names = [_safe(name) for name in names[:_MOST_NAMED]]
@@ -102,10 +102,10 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-"""Status -> type; for other statuses `invalid_request_error` below 500, `server_error` from 500 on."""
+"""Status -> type. Other statuses are `invalid_request_error` below 500 and `server_error` from 500."""
 
 ANTHROPIC = "/v1/messages"
-"""Start of the paths whose clients read Anthropic's errors."""
+"""Prefix of the paths that use Anthropic's error format."""
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -115,7 +115,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Status -> type; for other statuses `invalid_request_error` below 500, `api_error` from 500 on."""
+"""Status -> type. Other statuses are `invalid_request_error` below 500 and `api_error` from 500."""
 
 _KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)  # Parts of pydantic's locations that name a type
 
@@ -124,27 +124,27 @@ _NEEDS = {
     "dict_type": "input should be an object",
     "list_type": "input should be an array",
 }
-"""Type of pydantic's error -> its text in JSON's words."""
+"""Type of pydantic's error -> its text in JSON's terms."""
 
 
-_LONGEST_MESSAGE = 1000  # Characters of an error's message, which may repeat what a client has sent
+_LONGEST_MESSAGE = 1000  # Characters of an error message, which may repeat the client's input
 _LONGEST_PARAM = 200
 
 
 class ApiError(Exception):
-    """A request that is answered by an error."""
+    """An error response to a request."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
     ) -> None:
-        """status: HTTP status. param: the field that is wrong. code: OpenAI's, for programs. retry_after: seconds."""
+        """status: HTTP status. param: the invalid field. code: OpenAI's error code. retry_after: seconds."""
         super().__init__(cut(harmless(message, keep="\n"), _LONGEST_MESSAGE))
         self.status = status
         self.param = None if param is None else cut(harmless(param), _LONGEST_PARAM)
         self.code = code
         self.headers: dict[str, str] = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status in (408, 413):
-            self.headers["connection"] = "close"  # what is left of the body is not read
+            self.headers["connection"] = "close"  # the rest of the body is not read
 
     @property
     def body(self) -> dict[str, Any]:
@@ -154,39 +154,39 @@ class ApiError(Exception):
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """The JSON object of the error in Anthropic's shape, whose message alone names the field."""
+        """The JSON object of the error in Anthropic's format, in which only the message names the field."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
     def response(self, path: str = "") -> Response:
-        """The error as an answer. path: of the request, whose API has a shape of errors."""
+        """Return the error as a response. path: the request's path, which determines the error format."""
         body = self.anthropic_body if path.startswith(ANTHROPIC) else self.body
         return Response(orjson.dumps(body), self.status, self.headers, "application/json")
 
     def event(self) -> bytes:
-        """The error as an event of a stream that has begun, whose status can no longer be changed."""
+        """Return the error as an event of a stream that has begun, since its status can no longer be changed."""
         return b"data: " + orjson.dumps(self.body) + b"\n\n"
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The error to answer with, for any exception raised while a request was served."""
+    """Return the error response for any exception raised while handling a request."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):  # of a path or a method that there is not
+    if isinstance(error, HTTPException):  # for an unknown path or method
         told = ApiError(error.status_code, str(error.detail))
         told.headers.update(error.headers or {})
         return told
     if isinstance(error, ValidationError):
         return _invalid(error)
-    if isinstance(error, RequestValidationError):  # of a query
+    if isinstance(error, RequestValidationError):  # for a query parameter
         first = error.errors()[0]
         return ApiError(400, f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1]))
     if isinstance(error, ConfigError):
         too_long = error.reason.got.endswith("tokens") and error.reason.need.startswith("at most")
-        what = error.reason.what  # "prompt 3" is a place in a field
+        what = error.reason.what  # "prompt 3" is an item of a field
         field = what.partition(": ")[0] if isinstance(error, JsonError) else what.partition(" ")[0]
         return ApiError(400, str(error), None if what == BODY else field, "context_length_exceeded" if too_long else None)
-    if isinstance(error, PluginError):  # no fault of the caller's
+    if isinstance(error, PluginError):  # not the caller's fault
         return ApiError(500, str(error))
     if isinstance(error, HeadwayError):
         return ApiError(400, str(error))

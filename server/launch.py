@@ -1,4 +1,4 @@
-"""A server that listens: uvicorn with our limits, until it is told to stop."""
+"""A listening server: uvicorn with Headway's limits, until it is stopped."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from headway.server.service import Service, chat_format_of
 log = logging.getLogger("headway")
 
 _LISTENERS: Final = 8
-"""Descriptors of the socket that listens. libuv accepts one connection from each in a round of the event loop, so that of a crowd
-the last, and the probe behind it, would wait for as many rounds as there are connections."""
+"""Number of descriptors of the listening socket. libuv accepts one connection per descriptor and iteration of the event loop, so
+with only one, the last of many connections, or a probe after it, would wait for as many iterations."""
 _SEND_BUFFER: Final = 128 * 1024
-"""Bytes of an answer that the system takes in before the client has read any; Linux doubles the number. Its own choice grows to
-megabytes, in which a whole stream that nobody reads would disappear before `write_timeout` begins."""
-_SPARE_FILES: Final = 128  # File descriptors kept free for files opened meanwhile (kernels, traces); at most half of all
+"""Bytes of a response that the system buffers before the client reads; Linux doubles the number. Its default grows to megabytes,
+which could hold a whole unread stream before `write_timeout` starts."""
+_SPARE_FILES: Final = 128  # File descriptors reserved for other files (kernels, traces); at most half of all
 
 
 class Server(uvicorn.Server):
-    """Serves a model. SIGTERM and SIGINT give running requests time to end, and refuse new ones."""
+    """HTTP server for a model. SIGTERM and SIGINT give running requests time to end and reject new ones."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
         port: int = 8000,
         started_at: Callable[[str], None] | None = None,
     ) -> None:
-        """started_at: called with the URL once the server listens."""
+        """started_at: called with the URL when the server listens."""
         self._llm = llm
         app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
         self._batches: BatchRoutes = app.state.batches
@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
             http=limited_protocol(options, most_connections(), app.state.refused),
             ws="none",
             lifespan="off",
-            log_config=None,  # the process's own, in which uvicorn's lines look like all others
+            log_config=None,  # keep the process's logging configuration, so that uvicorn's lines look like all others
             log_level="warning",
             access_log=options.log_requests,
             backlog=4096,
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
         self._started_at = started_at
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop at a signal. A second SIGTERM ends the process at once, and with it the engine's."""
+        """Start the shutdown at a signal. A second SIGTERM ends this process and the engine's at once."""
         if self.should_exit and sig == signal.SIGTERM:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and report the URL."""
         sockets = [bound_socket(self.config.host, self.config.port)] if sockets is None else sockets
-        sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections have it from the listener
+        sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it from the listener
         sockets += [sockets[0].dup() for _ in range(_LISTENERS - 1)]
         await super().startup(sockets)
         self._batches.start()
@@ -97,19 +97,19 @@ class Server(uvicorn.Server):
             self._started_at(f"http://{f'[{host}]' if ':' in host else host}:{self.port}")
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether the server is to end: it was told to, or a fault has ended the engine and nobody starts it again."""
+        """Return whether the server must stop: it was told to, or a fault has ended the engine and it will not be restarted."""
         return await super().on_tick(counter) or self.has_lost_engine
 
     @property
     def has_lost_engine(self) -> bool:
-        """Whether a fault has ended the engine for good."""
+        """True if a fault has ended the engine permanently."""
         return self._llm.has_lost_engine
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end for `shutdown_timeout` seconds, then end them."""
+        """Give requests `shutdown_timeout` seconds to end, then end them."""
         if self.server_state.tasks:
             seconds = self._shutdown_timeout
-            log.warning("told to stop; requests that have up to %g s to end: %d", seconds, len(self.server_state.tasks))
+            log.warning("shutting down: requests that have up to %g s to end: %d", seconds, len(self.server_state.tasks))
         if self._service is not None:
             self._service.stop()
         await self._batches.close()
@@ -125,12 +125,12 @@ class Server(uvicorn.Server):
     def _end_requests(self) -> None:
         if self.server_state.tasks:
             count, seconds = len(self.server_state.tasks), self._shutdown_timeout
-            log.warning("requests that have not ended within %g s (--shutdown-timeout) and are ended: %d", seconds, count)
+            log.warning("shutting down: aborting requests that ran longer than %g s (--shutdown-timeout): %d", seconds, count)
         self._llm.shutdown()
 
     @property
     def port(self) -> int:
-        """The port of the started server; for port 0, the one that the system has chosen."""
+        """The server's port; for port 0, the port that the system has chosen."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
 
@@ -141,21 +141,21 @@ def serve(
     sock: socket.socket | None = None,
     started_at: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until a signal, then shut the engine down. sock: bound to the host; None: port 8000.
-    :raises EngineDeadError: a fault has ended the engine, and with it the server."""
+    """Serve until a signal, then shut the engine down. sock: a socket bound to the host; None means port 8000.
+    :raises EngineDeadError: if a fault ended the engine and so the server."""
     sock = sock or bound_socket(host, 8000)
     raise_file_limit()
     if most_connections() < options.max_connections:
         log.warning(
-            "max_connections=%d, but the system lets this process have %d more files open: connections beyond are cut off "
-            "without an answer; raise the limit (ulimit -n)",
+            "max_connections=%d, but the system allows this process only %d more open files: further connections are closed "
+            "without a response; raise the limit (ulimit -n)",
             options.max_connections,
             most_connections(),
         )
     sys.setswitchinterval(SWITCH_INTERVAL)
     if options.api_key is None and not is_local(host):
         log.warning(
-            "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
+            "listening on %s without an API key: anyone who can reach this machine can use the model; see --api-key", host
         )
     Server(llm, options, host, 0, started_at).run([sock])
     if llm.failure is not None:
@@ -163,7 +163,7 @@ def serve(
 
 
 def ready_lines(url: str, llm: AsyncLLM | AsyncPooling, options: ServerOptions) -> list[str]:
-    """Return links that a browser here may open (none with other host names, no API docs with a key), and a first call."""
+    """Return lines with the URL, links for a browser on this machine (if the options allow them), and an example request."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
     lines = [f"listening on {url} (Ctrl-C stops it)"]
@@ -171,7 +171,7 @@ def ready_lines(url: str, llm: AsyncLLM | AsyncPooling, options: ServerOptions) 
         return lines
     here = f"http://{host}:{port}"
     if isinstance(llm, AsyncLLM):
-        lines.append(f"web page: {here}/")
+        lines.append(f"web UI: {here}/")
     if options.api_key is None:
         lines.append(f"API docs: {here}/docs")
     path, fields = _first_call(llm, options)
@@ -195,7 +195,7 @@ def _first_call(llm: AsyncLLM | AsyncPooling, options: ServerOptions) -> tuple[s
 
 
 def most_connections() -> int:
-    """Number of connections that file descriptors are left for."""
+    """Return the maximum number of connections for the available file descriptors."""
     try:
         import resource
     except ImportError:  # Windows
@@ -203,14 +203,14 @@ def most_connections() -> int:
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/proc/self/fd"))
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         used = 0
     free = allowed - used
     return sys.maxsize if allowed == resource.RLIM_INFINITY else max(free - min(_SPARE_FILES, free // 2), 1)
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many open files, and so connections, as the system allows."""
+    """Raise this process's limit on open files, and so on connections, to the maximum that the system allows."""
     with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
         import resource
 

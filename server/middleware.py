@@ -1,4 +1,4 @@
-"""What stands before the routes: ids of requests, hosts, keys and bodies that are refused, and the room in the queue."""
+"""Middleware before the routes: request ids, checks of hosts, keys and content types, and the queue limit."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from headway.server.options import ServerOptions
 
 HEADER: Final = "x-request-id"
 _NAME: Final = HEADER.encode()
-_LONGEST: Final = 256  # Characters of an id, which stands in every chunk of a stream
+_LONGEST: Final = 256  # Maximum characters of an id, which is part of every chunk of a stream
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def request_name(request: Request, given: str | None = None) -> str:
-    """Return the base of an answer's id: the header X-Request-Id, else the body's, else "". :raises ApiError: see `check_id`."""
+    """Return the client's part of an answer's id: X-Request-Id, else `given`, else "". :raises ApiError: see `check_id`."""
     header = request.headers.get(HEADER)
     check_id("the header X-Request-Id", header, None)
     check_id("request_id", given, "request_id")
@@ -34,13 +34,13 @@ def request_name(request: Request, given: str | None = None) -> str:
 
 
 def check_id(what: str, name: str | None, field: str | None) -> None:
-    """Check a client's id. field: of the body. :raises ApiError: it is too long, or has characters no header can carry."""
+    """Check a client's id. field: its field of the body. :raises ApiError: if it is too long or has invalid characters."""
     if name and not (len(name) <= _LONGEST and name.isascii() and name.isprintable()):
         raise ApiError(400, f"{what}: needs at most {_LONGEST} printable characters of ASCII, got {name[:60]!r}", field)
 
 
 class RequestIdMiddleware:
-    """ASGI middleware that gives each request an id, unless it brings one, and writes it into the headers of the answer."""
+    """ASGI middleware that gives each request without an id a new one and returns the id in a response header."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class RequestIdMiddleware:
             scope = {**scope, "headers": [*others, (_NAME, name)]}
 
         async def told(message: Any) -> None:
-            if message["type"] == "http.response.start" and len(name) <= _LONGEST:  # `request_name` refuses a longer one
+            if message["type"] == "http.response.start" and len(name) <= _LONGEST:  # `request_name` rejects a longer one
                 message = {**message, "headers": [*message.get("headers", ()), (_NAME, name)]}
             await send(message)
 
@@ -64,24 +64,24 @@ class RequestIdMiddleware:
 
 
 _LONGEST_RETRY: Final = 60
-_MOST_SHOWN: Final = 10  # Names of models that an error lists
-_LONGEST_SHOWN: Final = 60  # Characters of each of them
+_MOST_SHOWN: Final = 10  # Maximum number of models that an error lists
+_LONGEST_SHOWN: Final = 60  # Maximum characters of each name
 
 
 class Admission:
-    """The names of a server's model and its queue; for the server's event loop alone."""
+    """Names of a server's model, and its queue. Only for the server's event loop."""
 
     def __init__(self, names: Sequence[str], options: ServerOptions) -> None:
         self.names = list(names)
         self.options = options
         self.adapters: dict[str, LoRARequest] = {}
-        """Adapters by the names that requests give as their model."""
+        """Name that requests use as their model -> adapter."""
         self.num_queued = 0
-        """Requests without a first token, or without an answer where that comes as a whole."""
-        self._seconds = 1.0  # Seconds from arrival to end of recent requests, as a moving average
+        """Number of requests without a first token, or without an answer if they do not stream."""
+        self._seconds = 1.0  # moving average of the seconds from arrival to end of requests
 
     def check_model(self, name: str | None) -> None:
-        """Check the model that a request names. :raises ApiError: this server has no such model."""
+        """Check the model that a request names. :raises ApiError: if this server does not have it."""
         if name is not None and name not in self.names and name not in self.adapters:
             known = [*self.names, *self.adapters]
             listed = [each if len(each) <= _LONGEST_SHOWN else f"{each[:_LONGEST_SHOWN]}..." for each in known[:_MOST_SHOWN]]
@@ -90,17 +90,17 @@ class Admission:
             raise ApiError(404, message, "model", "model_not_found")
 
     def adapter_of(self, name: str | None) -> LoRARequest | None:
-        """The adapter that a request names as its model; None: it names the model itself. Raises as `check_model`."""
+        """Return the adapter that a request names as its model, or None for the base model. Raises as `check_model`."""
         self.check_model(name)
         return None if name is None or name in self.names else self.adapters[name]
 
     def check_operator(self) -> None:
-        """Check that requests may change what all clients feel. :raises ApiError: they may not."""
+        """Check that operator paths are enabled. :raises ApiError: if they are not."""
         if not self.options.operator_paths:
             raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
 
     def check_room(self) -> None:
-        """Check that one more request may wait. :raises ApiError: too many wait already."""
+        """Check that one more request may wait. :raises ApiError: if the queue is full."""
         if self.num_queued >= self.options.max_queue:
             retry = min(max(round(self._seconds), 1), _LONGEST_RETRY)
             message = f"{self.num_queued} requests wait already (max_queue={self.options.max_queue}); try again in {retry} s"
@@ -108,7 +108,7 @@ class Admission:
 
     @contextmanager
     def queued(self) -> Iterator[None]:
-        """Count a request that is answered as a whole, until it is; raises as `check_room`."""
+        """Count a request as queued during the context. Raises as `check_room`."""
         self.check_room()
         self.num_queued += 1
         try:
@@ -122,14 +122,14 @@ class Admission:
 
 
 Check = Callable[[Any], ApiError | None]
-"""Returns the error by which a request is to be answered, by its ASGI scope; None: the request may pass."""
+"""(ASGI scope) -> the error response for the request; None accepts it."""
 
 
 def guard(app: FastAPI, options: ServerOptions, open_paths: Collection[str], counts: Counter[str]) -> None:
-    """Put before an application what its options ask for. open_paths: need no key. counts: of refusals, by status."""
+    """Add the middleware for these options to an application. open_paths: paths without a key. counts: errors by status."""
     check = check_json if options.api_key is None else key_check(options.api_key, open_paths)
     app.add_middleware(GuardMiddleware, check=check, counts=counts)
-    if options.allowed_origins:  # before the key: a browser asks for leave without one
+    if options.allowed_origins:  # before the key check: preflight requests do not have a key
         app.add_middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     if options.allowed_hosts:
         app.add_middleware(GuardMiddleware, check=host_check(options.allowed_hosts), counts=counts)
@@ -138,10 +138,10 @@ def guard(app: FastAPI, options: ServerOptions, open_paths: Collection[str], cou
 
 
 class GuardMiddleware:
-    """ASGI middleware that answers by an error the requests that a check refuses, before anything else looks at them."""
+    """ASGI middleware that rejects requests by a check, before anything else handles them."""
 
     def __init__(self, app: App, check: Check, counts: Counter[str]) -> None:
-        """counts: status -> refusals so far, which `/metrics` shows."""
+        """counts: status -> number of rejections, shown by `/metrics`."""
         self._app = app
         self._check = check
         self._counts = counts
@@ -156,7 +156,7 @@ class GuardMiddleware:
 
 
 def key_check(api_key: str, open_paths: Collection[str]) -> Check:
-    """Return the check for the API key, given as OpenAI's clients do, or as Anthropic's. open_paths: need no key."""
+    """Return the check for the API key in OpenAI's or Anthropic's header. open_paths: paths that do not need a key."""
     key = api_key.encode()
 
     def knows(name: bytes, value: bytes) -> bool:
@@ -177,11 +177,11 @@ def key_check(api_key: str, open_paths: Collection[str]) -> Check:
 
 
 PROBES: Final = frozenset(("/health", "/ping"))
-"""Paths of probes, which name an address and learn nothing: any host may ask, and none has to wait."""
+"""Paths of probes. They use an IP address as host and get no data, so any host is allowed and they never wait."""
 
 
 def host_check(allowed: Collection[str]) -> Check:
-    """Return a check of the header Host, against DNS rebinding. allowed: names without ports; "*.example.org": all below it."""
+    """Return a check of the Host header, against DNS rebinding. allowed: names without ports, or "*.example.org"."""
     names = frozenset((f"[{name}]" if ":" in name and name[0] != "[" else name).lower() for name in allowed)
     ends = tuple(name[1:] for name in names if name.startswith("*."))
 
@@ -198,14 +198,14 @@ def host_check(allowed: Collection[str]) -> Check:
 
 FILES: Final = "/v1/files"
 AUDIO: Final = "/v1/audio/"
-"""The path whose bodies are forms."""
+"""Prefix of paths whose bodies are forms."""
 
 
 def check_json(scope: Any) -> ApiError | None:
-    """Check that a body is declared to be JSON; for servers without a key.
+    """Check that a body is declared as JSON, for servers without a key.
 
-    A browser lets any page post texts and forms to any address, this machine's included. JSON it sends to another host only
-    where that host has agreed, which this server does to pages of `allowed_origins` alone.
+    Browsers let any page post text and forms to any address, including this machine's. They send JSON to another host only if
+    that host allows it, which this server does only for pages in `allowed_origins`.
     """
     if scope["method"] != "POST" or _is_json(scope):
         return None
@@ -215,10 +215,10 @@ def check_json(scope: Any) -> ApiError | None:
 
 
 def _is_json(scope: Any) -> bool:
-    """Whether a request declares JSON, or has no body and comes from no page."""
+    """Return whether a request declares JSON, or has neither a body nor an Origin header."""
     kind = _header(scope, b"content-type").partition(";")[0].strip().lower()
     if kind == "multipart/form-data" and scope["path"].startswith((FILES, AUDIO)):
-        return not _header(scope, b"origin")  # a browser names the page that posts a form
+        return not _header(scope, b"origin")  # browsers name the page that posts a form
     if kind:
         return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
     has_body = _header(scope, b"content-length") not in ("", "0") or bool(_header(scope, b"transfer-encoding"))

@@ -1,4 +1,4 @@
-"""A server's options and its address, without importing torch or the server's libraries: a mistake is reported at once."""
+"""Server options and address. Imports neither torch nor the server's libraries, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError
 
 LONGEST_TIME: Final = 10_000_000
-"""Seconds that a limit of time may be, four months; event loops take no infinite ones."""
+"""Maximum of a time limit in seconds, about four months: event loops do not accept infinity."""
 _ORIGIN: Final = re.compile(r"https?://[^/\s,*]+")
 _TIMES: Final = ("request_timeout", "read_timeout", "write_timeout", "step_timeout", "shutdown_timeout")
 
@@ -32,95 +32,94 @@ _CHAT: Final = partial(typer.Option, rich_help_panel="Tools and reasoning")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Limits and names of a server; those with a help text are flags of `headway serve`, in this order."""
+    """Limits and names of a server. Fields with a help text are options of `headway serve`, in this order."""
 
     api_key: Annotated[
         str | None,
         _SERVER(
             envvar="HEADWAY_API_KEY",
-            help="What requests must bring as Authorization: Bearer KEY. Processes of this machine see a command line.",
+            help="Key that requests must send as Authorization: Bearer KEY. Other processes on this machine can read the "
+            "command line.",
         ),
     ] = None
     served_model_names: Annotated[
-        Sequence[str], _SERVER("--served-model-name", help="Name by which requests call the model. Repeatable; default: MODEL.")
+        Sequence[str], _SERVER("--served-model-name", help="Model name that requests use. Repeatable; default: MODEL.")
     ] = ()
     lora_modules: Sequence[LoRARequest] = ()
-    """Adapters that the engine has read, which requests may name as their model."""
+    """Loaded adapters, which requests may name as their model."""
     log_requests: Annotated[bool, _SERVER("--log-requests", help="Log a line for every request.")] = False
     enable_request_id_headers: Annotated[
         bool,
-        _SERVER("--enable-request-id-headers", help="Answer with the header X-Request-Id: the request's, or one made for it."),
+        _SERVER("--enable-request-id-headers", help="Answer with the header X-Request-Id: the request's value, or a new one."),
     ] = False
     profile_dir: Annotated[
         Path | None,
-        _SERVER(help="Let /start_profile and /stop_profile look at the engine's steps, and write traces into this folder."),
+        _SERVER(help="Enable /start_profile and /stop_profile, and write traces of engine steps into this folder."),
     ] = None
     allowed_hosts: Annotated[
         Sequence[str],
-        _SERVER(help="Host that requests may name in the header Host; *.example.org: all below it. Repeatable; default: any."),
+        _SERVER(help="Allowed value of the Host header; *.example.org allows all subdomains. Repeatable; default: any."),
     ] = ()
     allowed_origins: Annotated[
         Sequence[str],
         _SERVER(
-            help="Page whose scripts may ask this server in a browser (CORS), such as https://example.org; *: any. Repeatable, "
-            "or a list in JSON; default: none."
+            help="Origin whose browser scripts may call this server (CORS), such as https://example.org; * means any. "
+            "Repeatable, or a JSON list; default: none."
         ),
     ] = ()
     split_special_tokens: Annotated[
         bool,
         _SERVER(
             "--split-special-tokens",
-            help="Read the names of control tokens in messages of users and tools as text; a request may say otherwise.",
+            help="Tokenize control tokens in messages of users and tools as text; a request may override this.",
         ),
     ] = False
     generation_config: Annotated[
         str,
-        _SERVER(
-            help="Sampling of requests that leave it open: auto (as the model recommends), vllm (vLLM's defaults), or a folder."
-        ),
+        _SERVER(help="Default sampling parameters: auto (the model's recommendation), vllm (vLLM's defaults), or a folder."),
     ] = "auto"
-    chat_template: Annotated[str | None, _CHAT(help="File with a chat template, or its text. Default: the model's own.")] = None
+    chat_template: Annotated[str | None, _CHAT(help="Chat template: a file or the text itself. Default: the model's own.")] = None
     tool_call_parser: Annotated[
-        str | None, _CHAT(help="Format in which the model calls tools. Default: by its chat template.")
+        str | None, _CHAT(help="Format of the model's tool calls. Default: detected from its chat template.")
     ] = None
     reasoning_parser: Annotated[
-        str | None, _CHAT(help="Format of the model's reasoning; none: it is content. Default: by its chat template.")
+        str | None,
+        _CHAT(help="Format of the model's reasoning; none: as content. Default: detected from its chat template."),
     ] = None
-    enable_auto_tool_choice: Annotated[bool, _CHAT(help="Read calls where a request leaves it to the model to make some.")] = True
-    max_queue: Annotated[int, _LIMIT(min=1, help="Requests that may wait for a first token; one more gets 429.")] = 1024
-    max_body_bytes: Annotated[int, _LIMIT("--max-body", min=1, help="Bytes of a request's body.")] = 16 * 2**20
-    max_connections: Annotated[int, _LIMIT(min=1, help="One more gets 503.")] = 4096
+    enable_auto_tool_choice: Annotated[bool, _CHAT(help="Parse tool calls for requests with tool_choice auto.")] = True
+    max_queue: Annotated[int, _LIMIT(min=1, help="Maximum requests waiting for a first token; others get 429.")] = 1024
+    max_body_bytes: Annotated[int, _LIMIT("--max-body", min=1, help="Maximum size of a request body in bytes.")] = 16 * 2**20
+    max_connections: Annotated[int, _LIMIT(min=1, help="Maximum number of connections; further ones get 503.")] = 4096
     otlp_traces_endpoint: Annotated[
-        str | None, _SERVER(help="Send a span of each request to this OTLP endpoint (extra otel).")
+        str | None, _SERVER(help="OTLP endpoint for one span per request (needs the extra otel).")
     ] = None
     operator_paths: Annotated[
         bool,
         _SERVER(
-            "--operator-paths", help="Serve /pause, /resume, /abort_requests and /reset_prefix_cache, which all clients feel."
+            "--operator-paths", help="Enable /pause, /resume, /abort_requests and /reset_prefix_cache, which affect all clients."
         ),
     ] = False
     files_dir: Annotated[
-        Path | None, _SERVER(help="Let clients store files and run batches, kept in this folder over restarts.")
+        Path | None, _SERVER(help="Let clients store files and run batches. The folder keeps both across restarts.")
     ] = None
-    max_file_bytes: Annotated[int, _LIMIT("--max-file", min=1, help="Bytes of a file, with --files-dir.")] = 200 * 2**20
+    max_file_bytes: Annotated[int, _LIMIT("--max-file", min=1, help="Maximum bytes of a file, with --files-dir.")] = 200 * 2**20
     batch_concurrency: Annotated[
-        int | None, _LIMIT(min=1, help="Lines of a batch that run at a time. Default: half of what the engine takes.")
+        int | None,
+        _LIMIT(min=1, help="Maximum concurrent lines of a batch. Default: half of --max-num-seqs."),
     ] = None
     max_stored_responses: Annotated[
-        int, _LIMIT(min=0, help="Responses of /v1/responses kept in memory to be continued by id.")
+        int, _LIMIT(min=0, help="Number of responses of /v1/responses to keep in memory, so that they can be continued by id.")
     ] = 1000
-    request_timeout: Annotated[float | None, _LIMIT(min=0.001, help="Seconds that a request may take. Default: any.")] = None
-    read_timeout: Annotated[float, _LIMIT(min=0.001, help="Seconds that a client may take to send a request.")] = 30.0
-    write_timeout: Annotated[float, _LIMIT(min=0.001, help="Seconds that a client may leave an answer unread.")] = 60.0
-    shutdown_timeout: Annotated[float, _LIMIT(min=0, help="Seconds that requests may go on after SIGTERM.")] = 30.0
-    step_timeout: Annotated[
-        float, _LIMIT(min=0.001, help="Seconds without the end of a step after which /health answers 503.")
-    ] = 300.0
+    request_timeout: Annotated[float | None, _LIMIT(min=0.001, help="Maximum seconds per request. Default: no limit.")] = None
+    read_timeout: Annotated[float, _LIMIT(min=0.001, help="Maximum seconds for a client to send a request.")] = 30.0
+    write_timeout: Annotated[float, _LIMIT(min=0.001, help="Maximum seconds in which a client reads nothing.")] = 60.0
+    shutdown_timeout: Annotated[float, _LIMIT(min=0, help="Seconds for running requests to finish after SIGTERM.")] = 30.0
+    step_timeout: Annotated[float, _LIMIT(min=0.001, help="Seconds without a finished step until /health gives 503.")] = 300.0
     chat_parsers: Sequence[ChatParserInfo] = ()
 
     @cached_property
     def template_text(self) -> str | None:
-        """The chat template that replaces the model's own; None: the model's own. :raises ConfigError: there is no such file."""
+        """Chat template that replaces the model's own, or None. :raises ConfigError: if the file does not exist."""
         given = self.chat_template
         if given is None or "{" in given:
             return given
@@ -130,7 +129,7 @@ class ServerOptions:
             raise ConfigError("--chat-template", "a file with a template, or its text", f"{given} ({error})") from None
 
     def __post_init__(self) -> None:
-        """:raises ConfigError: a key that no header can carry, an empty name, an endless time, or a file in a folder's place."""
+        """:raises ConfigError: if the key cannot be a header, a name is empty, a time is infinite, or a folder is a file."""
         key = self.api_key
         if key is not None and (not key or key != key.strip() or not key.isprintable()):  # not shown: it is a secret
             got = "one with spaces around it or control characters" if key else "an empty one"
@@ -140,7 +139,7 @@ class ServerOptions:
             check_name("--served-model-name", name)
         for name in _TIMES:
             seconds = getattr(self, name)
-            if seconds is not None and not 0 <= seconds <= LONGEST_TIME:  # NaN is not, either
+            if seconds is not None and not 0 <= seconds <= LONGEST_TIME:  # also false for NaN
                 raise ConfigError(f"--{name.replace('_', '-')}", f"seconds, at most {LONGEST_TIME:,}", seconds)
         for host in self.allowed_hosts:
             name = host.removeprefix("*.")
@@ -151,7 +150,7 @@ class ServerOptions:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 need = '"*", or the scheme, name and port of a page, such as https://example.org or http://localhost:3000'
                 raise ConfigError("--allowed-origins", need, repr(origin), "repeat the option for each")
-        _ = self.template_text  # a file that cannot be read is told of at once
+        _ = self.template_text  # report an unreadable file now
         given = self.generation_config
         if given not in ("auto", "vllm") and not Path(given).is_dir():
             raise ConfigError("--generation-config", "auto, vllm or a folder with a generation_config.json", repr(given))
@@ -161,7 +160,7 @@ class ServerOptions:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Bind a socket without listening, before a model is loaded. :raises ConfigError: the address is taken, or not local."""
+    """Return a socket bound but not listening, before a model is loaded. :raises ConfigError: if the address is unusable."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -177,7 +176,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def is_local(host: str) -> bool:
-    """Whether a server that listens on this host is reachable from this machine alone."""
+    """Return whether a server on this host can be reached only from this machine."""
     if host == "localhost":
         return True
     with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The server of a pooling model: its application, routes and metrics; /v1/embeddings is OpenAI's, /rerank and /score vLLM's."""
+"""Server of a pooling model: application, routes and metrics. /v1/embeddings follows OpenAI's API, /rerank and /score vLLM's."""
 
 from __future__ import annotations
 
@@ -42,48 +42,48 @@ from headway.version import __version__
 
 
 class PoolingMetrics:
-    """Counts and times of the server's requests, kept on its event loop."""
+    """Counts and times of the server's requests. Only for its event loop."""
 
     def __init__(self, model_name: str) -> None:
-        """model_name: label of every figure."""
+        """model_name: label of every metric."""
         self._labels = Labels(model_name)
         self._seconds = Histogram(REQUEST_SECONDS)
         self._tokens = self._requests = 0
         self.refused: Counter[str] = Counter()
-        """Status -> requests that were answered by an error of that status."""
+        """Status -> number of error responses."""
 
     def answered(self, seconds: float, tokens: int) -> None:
-        """Add a request that has its answer."""
+        """Add an answered request."""
         self._seconds.observe(seconds)
         self._tokens += tokens
         self._requests += 1
 
     def page(self, stats: PoolingStats, queued: int) -> Response:
-        """Write all figures. queued: requests without an answer."""
+        """Return all metrics. queued: number of requests without an answer."""
         return Response(exposition(self._families(stats, queued)), media_type=CONTENT_TYPE)
 
     def _families(self, stats: PoolingStats, queued: int) -> Iterator[Metric]:
         yield self._labels.gauge("vllm:num_requests_waiting", "Requests without an answer.", [((), queued)])
         for name, text, value in (
-            ("vllm:prompt_tokens", "Tokens of texts that were answered.", self._tokens),
-            ("vllm:request_success", "Requests that were answered.", self._requests),
-            ("headway:pooled_texts", "Texts that were run.", stats.num_texts),
-            ("headway:pooled_batches", "Batches that were run.", stats.num_batches),
+            ("vllm:prompt_tokens", "Tokens of answered texts.", self._tokens),
+            ("vllm:request_success", "Answered requests.", self._requests),
+            ("headway:pooled_texts", "Processed texts.", stats.num_texts),
+            ("headway:pooled_batches", "Processed batches.", stats.num_batches),
         ):
             yield self._labels.counter(name, text, [((), value)])
         name, text = "vllm:e2e_request_latency_seconds", "Seconds from arrival to answer."
         yield self._labels.histogram(name, text, self._seconds.buckets, self._seconds.sum)
         steps = ((("prefill", backend), count) for backend, count in sorted(stats.batches_by_backend.items()))
-        yield self._labels.counter("headway:steps", "Batches that a backend served.", steps, "phase", "backend")
+        yield self._labels.counter("headway:steps", "Batches by backend.", steps, "phase", "backend")
         yield self._labels.refused(self.refused)
 
 
 GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
-"""Paths that a server of a model which generates text has."""
+"""Routes of a server for generation models."""
 
 
 class PoolingRoutes(CommonRoutes):
-    """The routes of one model, whichever of them it can answer."""
+    """Routes of a pooling model. Unsupported ones return an error."""
 
     def __init__(self, pooling: AsyncPooling, options: ServerOptions) -> None:
         self._pooling = pooling
@@ -105,7 +105,7 @@ class PoolingRoutes(CommonRoutes):
 
     @answers("POST", "/classify", body=[ClassifyRequest])
     async def classify(self, request: Request) -> Response:
-        """Classify texts: each with its likeliest label and the probabilities of all."""
+        """Classify texts. Return each text's most likely label and all probabilities."""
         body = await self._body(request, ClassifyRequest)
         outputs, tokens = await self._run(self._making(self._pooling.jobs.classify, body, body.truncate_prompt_tokens))
         names, data = self._pooling.model.labels, []
@@ -118,7 +118,7 @@ class PoolingRoutes(CommonRoutes):
 
     @answers("POST", "/pooling", body=[PoolRequest])
     async def pool(self, request: Request) -> Response:
-        """What the model makes of texts, whichever it is: vectors, probabilities of labels, or either for each token."""
+        """Return embeddings or label probabilities, of texts or of each token, as the model's task or `task` says."""
         body = await self._body(request, PoolRequest)
         jobs = self._pooling.jobs
         task = jobs.pooling_task(body.task)
@@ -135,7 +135,7 @@ class PoolingRoutes(CommonRoutes):
 
     @answers("POST", "/invocations", body=[PooledRequest])
     async def invocations(self, request: Request) -> Response:
-        """Answer whatever path the body is for, as SageMaker's clients have one for all."""
+        """Handle a body of any other route, for SageMaker, whose clients use one path."""
         text = await read_text(request, self.service.options)
         body = fields_of(text)
         kinds = (
@@ -167,7 +167,7 @@ class PoolingRoutes(CommonRoutes):
 
     @answers("POST", ("/rerank", "/v1/rerank", "/v2/rerank"), body=[RerankRequest])
     async def rerank(self, request: Request) -> Response:
-        """Order documents by how well they fit a query."""
+        """Order documents by their score for a query."""
         body = await self._body(request, RerankRequest)
         make = partial(self._pooling.jobs.score, body.query, body.documents, body.truncate_prompt_tokens)
         outputs, tokens = await self._run(make)
@@ -179,7 +179,7 @@ class PoolingRoutes(CommonRoutes):
 
     @answers("POST", GENERATING)
     async def generates_not(self) -> Response:
-        """Refuse: the model generates no text."""
+        """Reject the request: the model does not generate text."""
         paths = {"embed": "/v1/embeddings", "score": "/rerank and /score", "reward": "/pooling"}[self._pooling.model.task]
         need = f"a model that generates text, got {self._pooling.model.name}, whose server has {paths}"
         raise ApiError(404, f"this path: needs {need}", code="wrong_model")
@@ -198,24 +198,24 @@ class PoolingRoutes(CommonRoutes):
     @answers("GET", PROBES)
     @answers("HEAD", PROBES)
     async def health(self) -> Response:
-        """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
+        """Return 200 while the engine works, and 503 with the reason if it has ended or is stuck."""
         self._pooling.check_health(self.service.options.step_timeout)
         return Response()
 
     @answers("GET", "/metrics")
     async def metrics(self) -> Response:
-        """The figures, for Prometheus."""
+        """Return metrics for Prometheus."""
         return self._metrics.page(self._pooling.stats, self.service.num_queued)
 
     async def _body(self, request: Request, kind: Any) -> Any:
-        self.service.check_room()  # before the work of reading it
+        self.service.check_room()  # before reading the body
         body = await read_body(request, kind, self.service.options)
         self.service.check_model(body.model)
         body.request_id = request_name(request, body.request_id)
         return body
 
     def _making(self, make: Callable[..., Any], body: EmbeddingRequest, *options: object) -> Callable[[], Any]:
-        """What makes the job of a request's texts; a thread calls it, which renders a conversation too."""
+        """Return a function that makes the job of a request's texts, to be called in a thread; it also renders conversations."""
 
         def made() -> Any:
             if (body.input is None) == (body.messages is None):
@@ -236,7 +236,7 @@ class PoolingRoutes(CommonRoutes):
         return made
 
     async def _run(self, make: Any) -> Any:
-        """Outputs and tokens of a job that takes a place in the queue."""
+        """Run a job with a place in the queue. Return its outputs and number of tokens."""
         with self.service.queued():
             started = time.perf_counter()
             limit = self.service.options.request_timeout
@@ -266,7 +266,7 @@ class PoolingRoutes(CommonRoutes):
 
 
 def _numbers(output: Any) -> list[Any]:
-    """What a text has become: a list of numbers, or one for each of its tokens or steps."""
+    """Return a text's result: a list of numbers, or a list of such lists per token or step."""
     found: list[Any]
     match output:
         case EmbeddingRequestOutput():
@@ -279,16 +279,16 @@ def _numbers(output: Any) -> list[Any]:
 
 
 def _encoded(vector: list[Any], encoding: str) -> list[Any] | str:
-    """base64: little-endian float32, row after row, as OpenAI's client asks for and reads."""
+    """Return a vector, or for base64 its little-endian float32 rows, the encoding that OpenAI's client expects."""
     return vector if encoding == "float" else base64.b64encode(numpy.array(vector, dtype="<f4").tobytes()).decode()
 
 
 OPEN_PATHS = frozenset(("/health", "/ping", "/metrics"))
-"""Paths that need no API key: probes and scrapers carry none."""
+"""Paths without an API key: probes and scrapers do not send one."""
 
 
 def create_pooling_app(pooling: AsyncPooling, options: ServerOptions | None = None) -> FastAPI:
-    """Make an ASGI application that does not shut down the model's engine. `app.state.routes` are its PoolingRoutes."""
+    """Return an ASGI application for a pooling model. It does not stop the engine. `app.state.routes` are its PoolingRoutes."""
     options = options or ServerOptions()
     app = FastAPI(title="Headway", version=__version__)
     routes = PoolingRoutes(pooling, options)

@@ -1,4 +1,4 @@
-"""Limits on connections that cost a server much and give it nothing: too many, too slow, or never reading."""
+"""Limits for connections that exhaust the server: too many, too slow, or not reading their answer."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from headway.server.options import ServerOptions
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
-_START: Final = b"HTTP/1.1 "  # The bytes that every answer begins with
+_START: Final = b"HTTP/1.1 "  # First bytes of every response
 _FIRST_LOOK: Final = 0.01
-_LONGEST_LOOK: Final = 0.5  # Seconds between two looks at the connection, which double up to this
+_LONGEST_LOOK: Final = 0.5  # Maximum seconds between two checks of the connection, which start at _FIRST_LOOK and double
 _FIRST_PAUSE: Final = 0.2
-"""Seconds between the first two bytes sent early; each pause is three times the last, so nine bytes last 11 minutes."""
+"""Seconds between the first two early bytes. Each pause is three times the last, so that nine bytes last 11 minutes."""
 
 
 class ClientProbe:
-    """Finds out whether a client that has closed its sending side still reads.
+    """Detector of whether a client that has closed its sending side still reads.
 
-    A client that waits for its answer (`nc -N`, `shutdown(SHUT_WR)`) and one that has gone look the same: the system reports that
-    nobody reads only after bytes were sent. So the first bytes of the answer, the same for all, are sent early, one by one.
+    A client that waits for its answer (`nc -N`, `shutdown(SHUT_WR)`) and one that has gone look the same until bytes are sent:
+    only then does the system report an error. The first bytes, equal for all responses, are therefore sent early, one by one.
     """
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop, begun: bool, gone: Callable[[], None]) -> None:
-        """begun: an answer is being written already. gone: called once nobody reads any more."""
+        """begun: True if a response is already being written. gone: called once when the client has gone."""
         self._transport = transport
         self._loop = loop
         self._gone = gone
@@ -43,19 +43,19 @@ class ClientProbe:
         self._unsent = b"" if begun else _START
         self._look_after = _FIRST_LOOK
         self._pause = _FIRST_PAUSE
-        self._due = 0.0  # When the next byte is sent
+        self._due = 0.0  # Time of the next early byte
         self._timer: asyncio.TimerHandle | None = None
         self._look()
 
     def write(self, data: bytes) -> None:
-        """Write a part of the answer, without the bytes that were sent early."""
+        """Write a part of the response, without the bytes that were sent early."""
         sent = self._sent
         self._sent = b""
         self._unsent = b""
         self._transport.write(data.removeprefix(sent))
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -75,19 +75,19 @@ class ClientProbe:
         self._look_after = min(2 * self._look_after, _LONGEST_LOOK)
 
 
-_AT_ONCE: Final = 8  # Requests that begin per round of the event loop: 2 ms of work, about as many as it accepts connections
+_AT_ONCE: Final = 8  # Requests to start per iteration of the event loop: 2 ms of work, about as many as it accepts connections
 
 
 class PacedStarts:
-    """Begins requests, a few per round of the event loop; a crowd would delay the next connection and probe by seconds."""
+    """Starter of requests, a few per iteration of the event loop, so that crowds do not delay new connections and probes."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._begun = 0
-        self._loop: asyncio.AbstractEventLoop | None = None  # The loop that will call `_next`; None: no further round is needed
+        self._loop: asyncio.AbstractEventLoop | None = None  # The loop that will call `_next`; None if no call is scheduled
 
     def begin(self, request: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
-        """Begin a request, in this round or a later one."""
+        """Start a request, in this iteration or a later one."""
         if self._begun < _AT_ONCE and not self._waiting:
             self._begun += 1
             request()
@@ -109,38 +109,38 @@ class PacedStarts:
             loop.call_soon(self._next)
 
 
-_MOST_HEAD: Final = 64 * 1024  # Most bytes of a path and all headers and trailers, as parsed, whatever packets they came in
-_MOST_UNPARSED: Final = 2 * _MOST_HEAD  # Most bytes that the parser takes in silently, such as a header without an end
-_BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))  # Headers that say where a body ends
-_MOST_PIPELINED: Final = 64  # Most requests of a connection that wait for the answers before theirs
-_READ_GRACE: Final = 0.02  # Seconds in which the event loop reads bytes that have arrived
+_MOST_HEAD: Final = 64 * 1024  # Maximum bytes of a path, headers and trailers, as parsed, independent of packets
+_MOST_UNPARSED: Final = 2 * _MOST_HEAD  # Maximum bytes that the parser consumes without a callback, such as an endless header
+_BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))  # Headers that determine the length of a body
+_MOST_PIPELINED: Final = 64  # Maximum number of requests of one connection that wait for earlier responses
+_READ_GRACE: Final = 0.02  # Seconds for the event loop to read bytes that have arrived
 LINGER: Final = 1.0
-"""Seconds that a refused client has to send, read and close; closing with unread bytes resets and may lose the answer."""
+"""Seconds for a rejected client to send, read and close. Closing earlier resets the connection and may lose the response."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits: on the number of connections, and on the times of heads, bodies and reading of answers."""
+    """uvicorn's protocol with limits on the number of connections, and on the time for heads, bodies and reading responses."""
 
     options: ClassVar[ServerOptions]
     most_open: ClassVar[int]
-    """Connections that there are file descriptors for."""
+    """Maximum number of connections for the available file descriptors."""
     refused: ClassVar[Counter[str]]
-    """Status -> number of errors by which connections were answered."""
+    """Status -> number of connections that got an error response."""
     starts: ClassVar[PacedStarts]
 
     _read_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _head = 0  # Bytes of the path, headers and trailers of the request that is being read
-    _unparsed = 0  # Bytes since the parser last told of anything
+    _head = 0  # Bytes of the path, headers and trailers of the request being read
+    _unparsed = 0  # Bytes since the parser's last callback
     _surplus = _refused = False
-    _owes_body = False  # Whether the parser leaves the body of the request that is being read to the protocol that it asks for
-    _told_again = False  # Whether a parser is being told what is known of a request already
-    _answering: RequestResponseCycle | None = None  # The request that is or was last answered; `cycle` is the newest one
-    _probe: ClientProbe | None = None  # What watches a client that has closed its sending side
-    _last_words: ApiError | None = None  # What a refused client is told once the requests before have their answers
+    _owes_body = False  # True if the parser will not parse the current request's body because the request asks for an upgrade
+    _told_again = False  # True while a new parser is fed the known head of a request
+    _answering: RequestResponseCycle | None = None  # The current or last answered one; `cycle` is the newest
+    _probe: ClientProbe | None = None  # Detector for a client that has closed its sending side
+    _last_words: ApiError | None = None  # Error for a rejected client, sent after the responses to its earlier requests
 
     def connection_made(self, transport: Any) -> None:
-        """Count the connection, and expect its first request."""
+        """Count the connection and start the timer for its first request."""
         super().connection_made(transport)
         count = len(self.connections)
         if count > self.most_open:
@@ -152,26 +152,26 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(self.options.read_timeout, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers, and end every request of the connection."""
+        """Cancel the timers and end every request of the connection."""
         self._cancel_read_timer()
         self._cancel_write_timer()
         self._unset_keepalive_if_required()
         if self._probe is not None:
             self._probe.stop()
         self.pipeline.clear()
-        if self._answering is not None:  # uvicorn ends the request that came last
+        if self._answering is not None:  # uvicorn only ends the newest request
             _end(self._answering)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has arrived. In place of uvicorn's: bytes that are no HTTP wait for their turn to be refused."""
+        """Parse received bytes. Unlike uvicorn's version, invalid HTTP is rejected after the responses to earlier requests."""
         self._unset_keepalive_if_required()
         self._unparsed += len(data)
         while data and not self._refused:
             try:
                 self.parser.feed_data(data)
                 break
-            except HttpParserUpgrade as found:  # to a protocol that this server does not speak: HTTP goes on
+            except HttpParserUpgrade as found:  # to a protocol that this server does not support: continue with HTTP
                 data = data[found.args[0] :]
                 if self._owes_body:
                     self._read_owed_body()
@@ -182,10 +182,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._unparsed > _MOST_UNPARSED:
             self._refuse(_too_long(431, "the headers"))
         elif self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._expect(self.options.read_timeout, self._give_up)  # empty lines, or the body of what has been answered
+            self._expect(self.options.read_timeout, self._give_up)  # empty lines, or the rest of a body that was already answered
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep answering complete requests after the client's EOF; refuse one whose body breaks off. False: nothing is left."""
+        """Keep answering complete requests after the client's EOF; reject incomplete ones. Return False if nothing is left."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_complete:
             self._refuse(ApiError(400, "the body: needs as many bytes as its head says, got fewer"))
@@ -201,7 +201,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return True
 
     def on_message_begin(self) -> None:
-        """Expect the rest of a head."""
+        """Start the timer for the rest of a head."""
         if self._told_again:
             return
         self._head = self._unparsed = 0
@@ -210,17 +210,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(self.options.read_timeout, self._give_up)
 
     def on_url(self, url: bytes) -> None:
-        """Take in a part of a path, and bound its size."""
+        """Process a part of a path, with a limit on its size."""
         if not self._told_again and self._takes_head(len(url), 414, "the path"):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take in a header or a trailer, and bound their size."""
+        """Process a header or a trailer, with a limit on their size."""
         if not self._told_again and self._takes_head(len(name) + len(value) + len(": \r\n"), 431, "the headers"):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Pass a request on; its body is timed where it is read."""
+        """Start a request. Its body is timed where it is read."""
         if self._told_again:
             return
         if self._surplus:
@@ -248,7 +248,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Begin the next request, or tell a refused client so, now that the requests before have their answers."""
+        """Start the next request, or send a rejected client its error after the responses to earlier requests."""
         is_last = not self.pipeline
         super().on_response_complete()
         if is_last and self._last_words is not None and not self.transport.is_closing():
@@ -257,7 +257,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close_after(self, cycle: RequestResponseCycle) -> None:
-        """Close the connection behind an answer: at once, or where the client still sends, once it has had time to hear why."""
+        """Close the connection after a response; if the client still sends, first give it time to read the response."""
         if not cycle.more_body or self.transport.is_closing() or self._refused:
             self.transport.close()
             return
@@ -266,10 +266,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect(LINGER, self.transport.abort)
 
     def _read_owed_body(self) -> None:
-        """Read on with a new parser, which is told of the body alone.
+        """Read the request's body with a new parser.
 
-        Clients that would rather speak HTTP/2, Java's among them, ask for it in the head of any request (`Upgrade: h2c`), which a
-        server may ignore (RFC 9110, 7.8). But httptools' parser takes the body for another protocol's.
+        Clients that prefer HTTP/2, such as Java's, ask for it in any request's head (`Upgrade: h2c`), which a server may
+        ignore (RFC 9110, 7.8). httptools' parser, however, does not parse the body of such a request.
         """
         self._owes_body = False
         self._told_again = True
@@ -283,24 +283,24 @@ class LimitedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answering = cycle
         begin = partial(super()._start_asgi_task, cycle, _until_cancelled(cycle, app))
-        if cycle.scope["path"] in PROBES:  # which takes a server that answers slowly for a dead one
+        if cycle.scope["path"] in PROBES:  # a probe regards a slow server as dead
             begin()
         else:
             self.starts.begin(begin, self.loop)
 
     def pause_writing(self) -> None:
-        """Expect the client to read."""
+        """Start the timer for the client to read."""
         super().pause_writing()
         self._cancel_write_timer()
         self._write_timer = self.loop.call_later(self.options.write_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Go on writing."""
+        """Resume writing."""
         self._cancel_write_timer()
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """End with the server: complete requests go on, partial ones are refused, and a given answer may still be read."""
+        """Stop with the server: complete requests continue, incomplete ones are rejected, and sent responses can be read."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self._refuse(ApiError(503, "the server is shutting down", retry_after=1))
@@ -314,7 +314,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._read_timer = self.loop.call_later(seconds, self._wait_for_reading, otherwise)
 
     def _give_up(self) -> None:
-        """End a connection on which nothing has come in time; a request that is being answered still gets its answer."""
+        """End a connection that was idle for too long; a request that is being answered still gets its response."""
         if self._answers:
             self._refuse(ApiError(408, f"the request behind this one has taken longer than {self.options.read_timeout:g} s"))
         else:
@@ -343,7 +343,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(ApiError(503, f"there are {self.options.max_connections} connections already", retry_after=1))
 
     def _takes_head(self, size: int, status: int, what: str) -> bool:
-        """Count bytes of a head; False: the client is refused, with this status."""
+        """Count bytes of a head. Return False if the client is rejected, with this status."""
         self._unparsed = 0
         self._head += size
         if self._head > _MOST_HEAD:
@@ -351,29 +351,29 @@ class LimitedProtocol(HttpToolsProtocol):
         return not self._refused
 
     def _refuse(self, error: ApiError) -> None:
-        """Read no more requests, and answer with an error what never becomes one, after the answers to those before it."""
+        """Stop reading requests and send an error, after the responses to earlier requests."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
         broken = self.cycle
-        if broken is not None and broken.more_body and not broken.response_started:  # its body breaks off: the error answers it
+        if broken is not None and broken.more_body and not broken.response_started:  # incomplete body: the error answers it
             _end(broken)
             if self.pipeline and self.pipeline[0][0] is broken:
                 self.pipeline.popleft()
         if self._answers:
             self._last_words = error
-            self._cancel_read_timer()  # what it waits for is not read any more
+            self._cancel_read_timer()  # the timer is for bytes that are not read any more
         else:
             self._write_last(error)
 
     def _write_last(self, error: ApiError) -> None:
-        """Write an answer after which the connection is closed, once the client has had time to read."""
+        """Write a final response, and close the connection after the client has had time to read it."""
         self.refused[str(error.status)] += 1
         body = orjson.dumps(error.body)
         retry = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
         head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        if self._probe is not None:  # which does not close after this any more
+        if self._probe is not None:  # the probe keeps the connection open otherwise
             self.transport.close()
             return
         self.transport.write_eof()
@@ -381,7 +381,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class _Closing:
-    """A connection as an answer sees it, whose end is the protocol's to choose."""
+    """Transport for one response, for which the protocol decides when to close."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self._transport = transport
@@ -397,7 +397,7 @@ def _too_long(status: int, what: str) -> ApiError:
 
 
 def _until_cancelled(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
-    """The application, whose request ends without a word where the server is told to end at once: uvicorn logs a traceback."""
+    """Return the application with quiet cancellation: uvicorn would log a traceback when the server is forced to stop."""
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -409,13 +409,13 @@ def _until_cancelled(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI
 
 
 def _end(cycle: RequestResponseCycle) -> None:
-    """Let a request find its client gone: what reads its body and what waits for its end wake, and what it writes is dropped."""
+    """Mark a request's client as disconnected: waiting readers wake up, and further output is dropped."""
     cycle.disconnected = True
     cycle.message_event.set()
 
 
 def limited_protocol(options: ServerOptions, most_open: int, refused: Counter[str]) -> type[LimitedProtocol]:
-    """Make the protocol of a server with these options. most_open: connections that there are file descriptors for. refused:
-    counts the errors by which connections were answered, by status."""
+    """Return the protocol class of a server with these options. most_open: maximum number of connections for the file
+    descriptors. refused: status -> number of error responses, which the protocol counts."""
     own = {"options": options, "most_open": most_open, "refused": refused, "starts": PacedStarts()}
     return type("LimitedProtocol", (LimitedProtocol,), own)

@@ -1,4 +1,4 @@
-"""Between the connection and the routes: the direct way past FastAPI, bodies, and methods as endpoints."""
+"""Request routing: a fast path that bypasses FastAPI, reading of bodies, and methods as endpoints."""
 
 from __future__ import annotations
 
@@ -33,24 +33,23 @@ log = logging.getLogger("headway")
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 Endpoint = Callable[[Request], Awaitable[Response]]
-_LONGEST_PATH: Final = 200  # Characters of an unknown path that are compared with those that there are
+_LONGEST_PATH: Final = 200  # Number of characters of an unknown path to compare with the known paths
 Answer = TypeVar("Answer")
 Body = TypeVar("Body", bound=BaseModel)
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
 class DirectMiddleware:
-    """ASGI middleware that calls endpoints past the routing and dependencies of FastAPI.
+    """ASGI middleware that calls endpoints directly, without FastAPI's routing and dependencies.
 
-    FastAPI's work before and around an endpoint takes longer than reading a request's body, and of requests that arrive together
-    the last waits for all others.
+    FastAPI's overhead per endpoint call exceeds reading a request's body, and it adds up for requests that arrive together.
     """
 
     def __init__(
         self, app: App, endpoints: Mapping[str, Endpoint], refuse: Callable[[Request, Exception], Awaitable[Response]]
     ) -> None:
-        """endpoints: path -> endpoint of its POSTs; FastAPI has them too, for its schema and for other paths before them (an
-        application that is mounted). refuse: answers a request whose endpoint has raised."""
+        """endpoints: path -> endpoint for POST. FastAPI has them too, for its schema and for applications mounted at other paths.
+        refuse: returns the response for a request whose endpoint has raised."""
         self._app = app
         self._endpoints = endpoints
         self._refuse = refuse
@@ -65,16 +64,16 @@ class DirectMiddleware:
             response = await endpoint(request)
         except Exception as error:
             response = await self._refuse(request, error)
-            if response.status_code == 500:  # a fault of ours
+            if response.status_code == 500:  # a bug in the server
                 log.error("a request has failed", exc_info=error)
         await response(scope, receive, send)
 
 
 def endpoint(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
-    """Make a function that calls a bound method as long as somebody else holds the method's object.
+    """Return a function that calls a bound method without keeping the method's object alive.
 
-    FastAPI keeps the endpoints that it has classified in a cache of its module. A bound method there would hold the engine, its
-    weights and its cache after the application is gone.
+    FastAPI caches endpoints in its module; a bound method there would keep the engine, its weights and KV cache alive after
+    the application is gone.
     """
     held = WeakMethod(method)
 
@@ -90,7 +89,7 @@ def endpoint(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitabl
 
 
 class Route(NamedTuple):
-    """The paths of an endpoint; see `answers`."""
+    """Paths of an endpoint; see `answers`."""
 
     method: str
     paths: tuple[str, ...]
@@ -113,7 +112,7 @@ def answers(
 
 
 class RouteGroup:
-    """Endpoints of one subject: its methods that `answers` has marked."""
+    """A group of endpoints: its methods marked with `answers`."""
 
     def _marked(self) -> Iterator[tuple[Route, Callable[..., Awaitable[Response]]]]:
         for kind in type(self).__mro__:
@@ -122,7 +121,7 @@ class RouteGroup:
                     yield route, getattr(self, name)
 
     def posts(self, direct: bool = False) -> dict[str, Endpoint]:
-        """Return path -> what answers its POSTs. direct: only those whose first token a client waits for."""
+        """Return path -> endpoint for POST. direct: only latency-critical ones, which `DirectMiddleware` calls."""
         marked = [(route, method) for route, method in self._marked() if route.method == "POST" and route.direct >= direct]
         return {path: method for route, method in marked for path in route.paths}
 
@@ -142,25 +141,25 @@ class RouteGroup:
 
 
 class CommonRoutes(RouteGroup):
-    """The routes of every server, besides its models, metrics and health; and the answers to requests that fail."""
+    """Routes that every server has, and error responses. Models, metrics and health are defined in subclasses."""
 
     def __init__(self, refused: Counter[str]) -> None:
-        """refused: status -> number of errors that were answered."""
+        """refused: status -> number of error responses."""
         self.refused = refused
         self._started = int(time.time())
 
     def entry(self, name: str, root: str, max_model_len: int) -> dict[str, Any]:
-        """Return the entry of /v1/models for a name of a model. root: the name that the model was loaded by."""
+        """Return the entry of /v1/models for a name of the model. root: the name by which the model was loaded."""
         model = Model(id=name, object="model", created=self._started, owned_by="headway")
         return {**model.model_dump(), "root": root, "max_model_len": max_model_len}
 
     @answers("GET", "/version")
     async def version(self) -> Response:
-        """Headway's version."""
+        """Return Headway's version."""
         return json_response({"version": __version__})
 
     async def refuse(self, request: Request, error: Exception) -> Response:
-        """Answer a request that has failed before its admission."""
+        """Return the response to a request that failed before its admission."""
         told = api_error(path_error(request, error))
         self.refused[str(told.status)] += 1
         return told.response(request.scope["path"])
@@ -169,16 +168,16 @@ class CommonRoutes(RouteGroup):
         """Add the routes and the error handlers to an application."""
         super().add_to(app)
         for error in (HTTPException, RequestValidationError, Exception, ApiError, EngineDeadError, ConfigError, ValueError):
-            app.add_exception_handler(error, self.refuse)  # pydantic's is a ValueError
+            app.add_exception_handler(error, self.refuse)  # pydantic's error is a ValueError
 
 
 def json_response(data: object) -> Response:
-    """Return an answer of JSON."""
+    """Return a JSON response."""
     return Response(orjson.dumps(data), media_type="application/json")
 
 
 def replayed(request: Request, text: bytes) -> Request:
-    """Return a request whose body, which has been read as `text`, can be read again."""
+    """Return a request whose body, already read as `text`, can be read again."""
     unread = [{"type": "http.request", "body": text, "more_body": False}]
 
     async def receive() -> Any:
@@ -188,13 +187,13 @@ def replayed(request: Request, text: bytes) -> Request:
 
 
 async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:
-    """Read the body as an object of `kind`; raises as `read_text`. :raises JsonError: invalid JSON or numbers.
-    :raises pydantic.ValidationError: a field has a wrong type."""
+    """Return the body as an object of `kind`. Raises as `read_text`. :raises JsonError: if JSON or a number is invalid.
+    :raises pydantic.ValidationError: if a field has a wrong type."""
     return parse_model(await read_text(request, options), kind)
 
 
 async def read_text(request: Request, options: ServerOptions) -> bytes:
-    """Read the body within `max_body_bytes` and `read_timeout`. :raises ApiError: it is too large, too slow, or incomplete."""
+    """Return the body, read within `max_body_bytes` and `read_timeout`. :raises ApiError: if too large, slow or incomplete."""
     most = options.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:
@@ -204,7 +203,7 @@ async def read_text(request: Request, options: ServerOptions) -> bytes:
         async with asyncio.timeout(options.read_timeout):
             async for part in request.stream():
                 size += len(part)
-                if size > most:  # a body in chunks does not say how long it is
+                if size > most:  # a chunked body does not declare its length
                     raise _too_large(most)
                 parts.append(part)
     except TimeoutError:
@@ -215,7 +214,7 @@ async def read_text(request: Request, options: ServerOptions) -> bytes:
 
 
 def fields_of(text: bytes) -> dict[str, Any]:
-    """The fields of a body. :raises JsonError: it is no JSON object."""
+    """Return the fields of a body. :raises JsonError: if it is not a JSON object."""
     found: dict[str, Any] = parse_json(text, "", dict)
     return found
 
@@ -225,7 +224,7 @@ def _too_large(most: int) -> ApiError:
 
 
 def path_error(request: Request, error: Exception) -> Exception:
-    """Return the error for a path or a method that a server does not have, with what it has; any other error as it is."""
+    """Return an error that suggests valid paths or methods, for an unknown path or method; other errors unchanged."""
     if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
         return error
     scope = request.scope

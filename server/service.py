@@ -1,4 +1,4 @@
-"""The parts of a server that all requests share: the engine, the queue and the figures."""
+"""State that all requests of a server share: the engine, the queue and the metrics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from headway.server.routing import read_body
 
 Body = TypeVar("Body", bound=Fields)
 
-_ENDED_INTERVAL: Final = 0.02  # Seconds between two looks at whether requests have ended
+_ENDED_INTERVAL: Final = 0.02  # Seconds between two checks whether requests have ended
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def chat_format_of(llm: AsyncLLM, options: ServerOptions) -> ChatFormat:
-    """Return the model's chat format, completed by the options. :raises ConfigError: an unknown name of a parser."""
+    """Return the model's chat format with the options applied. :raises ConfigError: if a parser name is unknown."""
     return ChatFormat.of(
         llm.get_tokenizer(),
         tool_parser=options.tool_call_parser,
@@ -42,16 +42,16 @@ def chat_format_of(llm: AsyncLLM, options: ServerOptions) -> ChatFormat:
 
 
 class RunningAnswer(NamedTuple):
-    """An answer that the engine works on."""
+    """An answer that the engine is generating."""
 
     id: str
-    """The client's, which other answers may have too."""
+    """The client's id, which other answers may share."""
     request_ids: Sequence[str]
-    """The engine's, one for each prompt."""
+    """The engine's ids, one per prompt."""
 
 
 class Service(Admission):
-    """One engine and its clients; for the server's event loop alone."""
+    """One engine and its clients. Only for the server's event loop."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         super().__init__([*options.served_model_names] or [llm.model.name], options)
@@ -66,73 +66,73 @@ class Service(Admission):
         self.token_bytes = TokenBytes(llm.get_tokenizer())
         own = options.template_text
         self.template_end = None if own is None else token_after_answer(llm.get_tokenizer(), own)
-        """The token that the server's own chat template writes after an answer; the engine knows that of the model's."""
+        """Token that the server's own chat template writes after an answer. The engine knows the one of the model's template."""
         self.running: dict[str, RunningAnswer] = {}
-        """Key of the answer to each request that the engine has -> the answer."""
+        """Key of an answer -> the answer, for each request in the engine."""
         self._resumed: asyncio.Event | None = None
         self._is_stopping = False
         self.is_asleep = False
-        """Whether the engine sleeps, and requests are refused."""
+        """True while the engine sleeps and requests are rejected."""
         self.num_unsubmitted = 0
-        """Requests that the engine does not know of yet: they are being tokenised."""
+        """Number of requests that are being tokenized and not yet in the engine."""
 
     def default_params(self) -> SamplingParams:
-        """Return the defaults of requests, by `generation_config`. :raises ConfigError: a value in the file is not allowed."""
+        """Return requests' default parameters by `generation_config`. :raises ConfigError: if a value in its file is invalid."""
         where = self.options.generation_config
         if where == "auto":
             return self.llm.get_default_sampling_params()
         return SamplingParams() if where == "vllm" else default_params(Path(where))
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """Read the body of a request for the model, and check the model's name; raises as `read_body` and `check_model`."""
+        """Return a request's body after checking the model's name. Raises as `read_body` and `check_model`."""
         body = await read_body(request, kind, self.options)
         self.check_model(body.model)  # type: ignore[attr-defined]
         return body
 
     @property
     def is_paused(self) -> bool:
-        """Whether requests wait before the engine hears of them."""
+        """True if new requests wait instead of going to the engine."""
         return self._resumed is not None
 
     def pause(self) -> None:
-        """Let no request go on to the engine until `resume`."""
+        """Hold back new requests from the engine until `resume`."""
         self._resumed = self._resumed or asyncio.Event()
 
     def resume(self) -> None:
-        """Let requests go on."""
+        """Let requests continue."""
         if self._resumed is not None:
             self._resumed.set()
             self._resumed = None
 
     async def resumed(self) -> None:
-        """Wait until requests may go on. :raises ApiError: the server is being stopped, so that nobody can resume it any more."""
+        """Wait until requests may continue. :raises ApiError: if the server is stopping."""
         while self._resumed is not None:
             if self._is_stopping:
                 raise ApiError(503, "the server is shutting down", retry_after=1)
             await self._resumed.wait()
 
     def stop(self) -> None:
-        """Refuse the requests that wait for a paused server."""
+        """Reject the requests that wait for a paused server."""
         self._is_stopping = True
         if self._resumed is not None:
             self._resumed.set()
 
     async def ended(self) -> None:
-        """Wait until no request is in the engine, or requests may go on."""
+        """Wait until no request is in the engine, or the server is resumed."""
         while self.running and self.is_paused:
             await asyncio.sleep(_ENDED_INTERVAL)
 
     def splits(self, asked: bool | None) -> bool:
-        """Whether the names of control tokens are text in a chat. asked: what its request says."""
+        """Return whether names of control tokens are text in a chat. asked: the request's value, or None."""
         return self.options.split_special_tokens if asked is None else asked
 
     def recommended_sampling(self) -> dict[str, Any]:
-        """The sampling parameters among them that the model recommends, for the page; none: it recommends nothing."""
+        """Return the model's recommended sampling parameters that differ from the defaults, for the web UI."""
         given, plain = self.default_params(), SamplingParams()
         return {name: value for name in _SAMPLING if (value := getattr(given, name)) != getattr(plain, name)}
 
     def check_room(self) -> None:
-        """See Admission; a sleeping engine has room for nothing."""
+        """Check for room in the queue, as Admission does; a sleeping engine has none."""
         if self.is_asleep:
             raise ApiError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep")
         super().check_room()
@@ -142,7 +142,7 @@ class Ticket:
     """A request's place in the queue, until its first token or its end."""
 
     def __init__(self, service: Service) -> None:
-        """Let a request in; raises as `check_room`."""
+        """Admit a request. Raises as `check_room`."""
         service.check_room()
         self._service = service
         self._waits = self._unsubmitted = True
@@ -150,13 +150,13 @@ class Ticket:
         service.num_unsubmitted += 1
 
     def submitted(self) -> None:
-        """Note that the engine knows of the request."""
+        """Record that the engine has the request."""
         if self._unsubmitted:
             self._unsubmitted = False
             self._service.num_unsubmitted -= 1
 
     def begun(self) -> None:
-        """Note that the request has its first token, or has ended."""
+        """Record that the request has its first token or has ended."""
         self.submitted()
         if self._waits:
             self._waits = False

@@ -1,1 +1,1 @@
-"""The crossover table: which backend is fastest for which phase, batch and length here; measured, kept and explained."""
+"""Crossover tables: the fastest backend by phase, batch size and length on this machine; measurement, reports and exports."""

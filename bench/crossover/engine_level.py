@@ -1,4 +1,4 @@
-"""`headway bench crossover --level engine`: whole generations, one process a backend: a crash or an OOM costs one cell."""
+"""`headway bench crossover --level engine`: whole generations, one process per backend, so that a crash or OOM costs one cell."""
 
 from __future__ import annotations
 
@@ -34,57 +34,56 @@ from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, SpecRecord, points
 
 AUTO = "auto"
-"""Takes part like a backend: each step's choice by the kernel-level table."""
+"""Measured like a backend: each step's choice uses the kernel-level table."""
 SIZES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "cuda": ((1, 2, 4, 8, 16, 32, 64), (512, 1024, 2048)),
     "cpu": ((1, 4), (16, 64)),
 }
-"""Batch sizes and input lengths by device type."""
+"""Device type -> batch sizes, input lengths."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What to generate."""
+    """Options of a run."""
 
     device: torch.device
     llm: Mapping[str, Any]
     """Arguments of headway.LLM, without attn_backend."""
     cases: Sequence[str]
-    """Cases of the grammar of headway.core.oracle.cases: query_len is the input's length, kv_len that of input and output."""
+    """Cases in the grammar of headway.core.oracle.cases. query_len is the input length, kv_len the input plus output length."""
     backends: Sequence[str] | None = None
-    """Names and pairs as `LLM` takes them. None: all that are available here, those without a phase beside auto; and `auto`."""
+    """Backend requests in the form of `LLM`. None means all available backends (combined with auto for missing phases) and
+    `auto`."""
     repeat: int = 1
     cell_limit: float = 120.0
-    """Seconds after which a generation is given up, with all that are no smaller."""
+    """Seconds after which a generation, and all that are not smaller, are abandoned."""
     seed: int = 0
     budget: float | None = None
     output: Path | None = None
     resume: bool = False
-    """Keep the cells that are in `output` already."""
+    """Keep the cells that are already in `output`."""
     command: str = ""
 
 
 @dataclass
 class _Run:
-    """One backend's way through the cases."""
+    """Progress of one backend through the cases."""
 
     todo: list[Point]
     cells: list[Cell] = field(default_factory=list)
     spec: SpecRecord | None = None
     reason: str = ""
-    """Why it took no part at all."""
+    """Reason if no case could run; else empty."""
 
 
 def cases(batches: Sequence[int], lens: Sequence[int]) -> list[str]:
-    """Cases with as many tokens out as in, for each batch size and input length."""
+    """Return cases with equal input and output lengths, for each batch size and input length."""
     return [f"{batch}q{n}s{2 * n}" for batch in batches for n in lens]
 
 
 def run_engine_level(options: EngineOptions, registry: Registry, console: Console | None = None) -> CrossoverTable:
-    """Generate every case through every backend. Whatever goes wrong is in the table; Ctrl-C keeps what is done.
-
-    :raises HeadwayError: an unknown backend, a case that is no generation, or no backend that could start.
-    """
+    """Generate every case with every backend. Failures are recorded in the table; Ctrl-C keeps finished cells.
+    :raises HeadwayError: if a backend is unknown, a case is not a generation, or no backend could start."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     names = list(dict.fromkeys(options.backends)) if options.backends else [*_available(registry, options.device), AUTO]
     for name in names:
@@ -113,11 +112,8 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
 
 
 def _old_table(options: EngineOptions) -> CrossoverTable | None:
-    """The table to go on with.
-
-    :raises ConfigError: --resume without a file.
-    :raises UnsupportedError: it is of another machine, level or model.
-    """
+    """Return the table to resume, or None.
+    :raises ConfigError: if there is no output file. :raises UnsupportedError: if it is for another machine, level or model."""
     if not options.resume:
         return None
     if options.output is None:
@@ -138,7 +134,7 @@ def _old_table(options: EngineOptions) -> CrossoverTable | None:
 
 
 def _begin(name: str, todo: Sequence[Point], old: CrossoverTable | None) -> _Run:
-    """A backend's way, with what the old table has of it behind."""
+    """Return a backend's run, with its cells from the old table."""
     if old is None:
         return _Run(list(todo))
     cells = [cell for cell in old.cells if cell.kernel == name and cell.case in {point.case for point in todo}]
@@ -153,10 +149,8 @@ def _available(registry: Registry, device: torch.device) -> list[str]:
 
 
 def _point(case: str) -> Point:
-    """A generation as a point: means where its requests differ.
-
-    :raises ConfigError: not of the grammar, or nothing to write.
-    """
+    """Return a generation as a point, with mean lengths if its requests differ.
+    :raises ConfigError: if the case is invalid or has no output."""
     requests = parse_case(case)
     if any(total <= query_len for query_len, total in requests):
         raise ConfigError("generation", "groups such as 8q512s1024: 512 tokens in, 512 out", repr(case))
@@ -165,7 +159,7 @@ def _point(case: str) -> Point:
 
 
 def _measure(name: str, run: _Run, options: EngineOptions, ends: float | None) -> Iterator[Cell]:
-    """Cells of a backend; a process that dies is started again for what is left."""
+    """Yield the cells of a backend, restarting its process after a crash for the remaining cases."""
     while run.todo and (ends is None or time.monotonic() < ends):
         current: Point | None = None
         with Child(python_command("headway.bench.crossover.worker")) as child:
@@ -230,20 +224,20 @@ def _table(runs: Mapping[str, _Run], options: EngineOptions, registry: Registry,
 
 
 def _owner(request: str, registry: Registry) -> str:
-    """Who brings the backends of a request; auto counts as Headway's."""
+    """Return the distributions that provide the backends of a request; auto counts as Headway's."""
     asked = BackendRequest.parse(request)
     names = (asked.prefill, asked.decode)
     return ", ".join(dict.fromkeys("headway" if name == AUTO else registry.backends[name].owner for name in names))
 
 
 def save(table: CrossoverTable | None, path: Path | None) -> None:
-    """Write what is done so far, where a file was asked for."""
+    """Write the results so far, if a file was requested."""
     if table is not None and path is not None:
         write_json(table, path)
 
 
 def _request(name: str, todo: Sequence[Point], options: EngineOptions) -> dict[str, Any]:
-    """What a worker is asked: an engine just large enough for the cases that are left."""
+    """Return a worker's request: an engine just large enough for the remaining cases."""
     llm = {
         "max_model_len": max(kv_len for point in todo for _, kv_len in parse_case(point.case)),
         "max_num_seqs": max(point.batch for point in todo),

@@ -1,4 +1,4 @@
-"""A crossover table, or a picture of it, written to a file in the form that the name ends with."""
+"""Export of a crossover table or its chart to a file, in the format of the file name's suffix."""
 
 from __future__ import annotations
 
@@ -58,30 +58,27 @@ FORMS: dict[str, Callable[[View, Path], None]] = {
     ".html": _html,
     ".png": _png,
 }
-"""Suffix -> writer. JSON and CSV hold every layout and block size, the others the view's."""
+"""Suffix -> writer. JSON and CSV have every layout and block size, the others only the view's."""
 
 
 def check_target(path: Path, table: Path | None) -> None:
-    """Check a file name before anything slow is done for the file. table: file of the table that is to be shown.
-
-    :raises ConfigError: a form that nobody writes, or the file of the table itself, whose cells would be lost.
-    """
+    """Check a file name before the slow work. table: file of the table to show.
+    :raises ConfigError: if the format is unknown or the file is the table's own, whose cells would be lost."""
     if table is not None and path.resolve() == table.resolve():
         raise ConfigError("--export", "another file than the table's", str(path))
     check_suffix(path)
 
 
 def check_suffix(path: Path) -> None:
-    """:raises ConfigError: a form that nobody writes."""
+    """:raises ConfigError: if the format is unknown."""
     if path.suffix.lower() not in FORMS:
         raise ConfigError("--export", f"a file name that ends in {' or '.join(FORMS)}", str(path))
 
 
 def export(view: View, path: Path) -> None:
-    """Write the view, whole or not at all.
-
-    :raises ConfigError: a form that nobody writes, one not of this kind, a missing library, or an unwritable folder.
-    """
+    """Write the view atomically.
+    :raises ConfigError: if the format is unknown or unsupported for this table, a library is missing, or the folder is not
+    writable."""
     check_suffix(path)
     if view.table.kind != "attention" and path.suffix.lower() in (".html", ".png"):
         raise ConfigError("--export", f"a table of attention for {path.suffix}", f"one of kind {view.table.kind}")
@@ -89,8 +86,8 @@ def export(view: View, path: Path) -> None:
 
 
 PURPOSE: dict[PhaseName, str] = {
-    "decode": "One new token a sequence over its whole cache: most of the steps of a generation.",
-    "verify": "A few new tokens a sequence at once: the guesses of a speculator.",
+    "decode": "One new token per sequence over its whole cache: most of the steps of a generation.",
+    "verify": "A few new tokens per sequence at once: the draft tokens of a speculator.",
     "prefill": "Prompts without a cached context.",
     "extend": "New tokens after a cached context: a prefix hit, or a later chunk of a long prompt.",
     "generate": "Whole generations, with as many tokens out as in.",
@@ -98,7 +95,7 @@ PURPOSE: dict[PhaseName, str] = {
 
 
 def to_html(view: View) -> str:
-    """The page. Every colour, rule and number is in it, so it can be mailed or kept beside the table."""
+    """Return the HTML page. It is self-contained, with every color, rule and number."""
     loader = PackageLoader(__package__, "")
     environment = Environment(
         loader=loader, autoescape=True, finalize=_harmless, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -123,7 +120,7 @@ def to_html(view: View) -> str:
 
 
 def _harmless(value: object) -> object:
-    """What goes into the page: autoescape takes care of markup."""
+    """Return a value for the page without control characters; autoescape handles markup."""
     return harmless(value, keep="\n") if type(value) is str else value
 
 
@@ -132,7 +129,7 @@ def _wins(view: View, name: str) -> int:
 
 
 def _panel(phase: PhaseName, blocks: list[Block]) -> dict[str, object]:
-    """What the page says of one phase."""
+    """Return the page's data for one phase."""
     return {
         "phase": phase,
         "purpose": PURPOSE[phase],
@@ -144,6 +141,6 @@ def _panel(phase: PhaseName, blocks: list[Block]) -> dict[str, object]:
 
 
 def _kind(row: TableRow, name: str) -> str:
-    """The style of a backend's time in a row."""
+    """Return the style of a backend's time in a row."""
     cell = row.cells.get(name)
     return "win" if name in row.winners else "" if cell is not None and cell.median_us is not None else "no"

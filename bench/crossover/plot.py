@@ -1,4 +1,4 @@
-"""Pictures of a table in a PNG, drawn with matplotlib (the extra `plot`): winners as a heat-map, and curves of time by length."""
+"""PNG charts of a table with matplotlib (the extra `plot`): winners as a heat map, and curves of time by length."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ LENGTHS: dict[PhaseName, str] = {
 
 
 def to_png(view: View) -> bytes:
-    """One panel for each phase: batch sizes down, lengths across, a cell in its winner's colour with its speed-up.
-
-    :raises ConfigError: matplotlib is not installed, or the table has no points.
-    """
+    """Return a PNG with one panel per phase: rows are batch sizes, columns lengths, each cell has its winner's color and
+    speed-up.
+    :raises ConfigError: if matplotlib is not installed or the table has no points."""
     if not view.blocks:
         raise ConfigError("a picture of the winners", "a table with points", "one without any")
     panels = [(phase, list(blocks)) for phase, blocks in groupby(view.blocks, key=lambda block: block.phase)]
@@ -78,7 +77,7 @@ def _panel(axis: Any, phase: PhaseName, blocks: list[Block], chosen: dict[str, s
 
 
 def lengths(blocks: list[Block]) -> list[str]:
-    """Labels of a phase's lengths, the shortest first."""
+    """Return the labels of a phase's lengths, shortest first."""
     rows: dict[str, TableRow] = {row.label: row for block in blocks for row in block.rows}
     return sorted(rows, key=lambda label: (rows[label].first.query_len, rows[label].first.kv_len))
 
@@ -102,36 +101,35 @@ def _patch(colour: str, label: str) -> Any:
 
 
 _COLUMNS = 3
-"""Panels that are drawn of each phase: the smallest, the largest and one between."""
+"""Number of panels per phase: the smallest, a middle and the largest."""
 _MARKERS = "osD^vPX*<>"
 _PHASES: tuple[PhaseName, ...] = ("decode", "prefill", "extend")
 _TOTALS = {"decode": LENGTHS["decode"], "prefill": LENGTHS["prefill"]}
-"""What is on the horizontal axis, where it is not all tokens of each sequence."""
+"""Label of the horizontal axis, if it is not all tokens of each sequence."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Points that differ in length alone, the shortest first."""
+    """Points that differ only in length, shortest first."""
 
     batch: int
     query_len: int
-    """New tokens of each sequence; 0 in prefill, where they are the length."""
+    """Number of new tokens per sequence. 0 in prefill, where they are the length."""
     rows: list[TableRow]
 
     @property
     def title(self) -> str:
-        """Whose curves these are."""
+        """Number of sequences and new tokens of the curves."""
         sequences = "1 sequence" if self.batch == 1 else f"{self.batch} sequences"
         return f"{sequences}, {self.query_len:,} new tokens each" if self.query_len > 1 else sequences
 
 
 def to_curves(view: View, phases: Sequence[str] = ()) -> bytes:
-    """A row of panels for each phase, with both axes logarithmic.
+    """Return a PNG with a row of panels per phase; both axes are logarithmic.
 
-    Decode and prefill have a panel for each of three batch sizes, extend for each of three numbers of new tokens.
-    phases: those to draw; none: decode, prefill and extend, as far as they were measured.
-
-    :raises ConfigError: matplotlib is not installed, or the view has no times against lengths.
+    Decode and prefill have a panel for each of three batch sizes, extend for each of three numbers of new tokens. phases: phases
+    to draw; empty means decode, prefill and extend, as far as measured.
+    :raises ConfigError: if matplotlib is not installed or the view has no times at several lengths.
     """
     wanted = phases or _PHASES
     found = {phase: panels(list(blocks)) for phase, blocks in groupby(view.blocks, key=lambda block: block.phase)}
@@ -159,7 +157,7 @@ def to_curves(view: View, phases: Sequence[str] = ()) -> bytes:
 
 
 def panels(blocks: list[Block]) -> list[Panel]:
-    """The points of a phase that differ in length alone: at most three groups of several lengths."""
+    """Return the points of a phase in at most three groups that differ only in length."""
     of_prompts = blocks[0].phase == "prefill"
     groups: dict[tuple[int, int], list[TableRow]] = {}
     for block in blocks:
@@ -223,6 +221,8 @@ def _legend(figure: Any, view: View, chosen: dict[str, str], drawn: list[TableRo
     handles.append(Patch(facecolor=TIE, alpha=0.45, label="tie: cannot be told apart"))
     if any(cell.status == "dropped" for row in drawn for cell in row.cells.values() if cell.layer_us):
         handles.append(
-            Line2D([], [], color="#777777", marker="o", markerfacecolor="white", linestyle="", label="a clear loser, few runs")
+            Line2D(
+                [], [], color="#777777", marker="o", markerfacecolor="white", linestyle="", label="a slower candidate, few runs"
+            )
         )
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)

@@ -1,4 +1,4 @@
-"""How much `auto` loses to perfect knowledge: its choices at points nobody measured before, against every candidate there."""
+"""Regret of `auto`: its choices at unmeasured points, compared with the fastest candidate there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, Sp
 
 _TURNS = InterleavedTimer(rounds=5)
 LAYERS = 32
-"""Layers of a model, which share the plan's cost."""
+"""Number of layers of a model, which share the plan's cost."""
 
 
 class RegretTrial(BaseModel):
@@ -49,24 +49,24 @@ class RegretTrial(BaseModel):
     phase: str
     case: str
     seed: int | None = None
-    """Seed of the draw that the point comes from; None where none was drawn, and in files of before 2026-11-22."""
+    """Seed with which the point was drawn. None if it was not drawn, and in files from before 2026-11-22."""
     chosen: str
     best: str
     chosen_us: float
-    """A step: plan and all layers."""
+    """Microseconds of a step with the choice: plan and all layers."""
     best_us: float
-    """The fastest of all backends over the layout and block size that `auto` fixed."""
+    """Microseconds of the fastest backend for the layout and block size that `auto` chose."""
     times_us: dict[str, float]
-    """Microseconds by backend, layout and block size, such as `triton nhd 256`; by the backend alone where it reads no cache."""
+    """Microseconds by backend, layout and block size, such as `triton nhd 256`; only by backend if it reads no cache."""
 
     @property
     def regret(self) -> float:
-        """Time of the choice over the best."""
+        """Time of the choice divided by that of the best."""
         return self.chosen_us / self.best_us
 
     @property
     def regret_anywhere(self) -> float:
-        """The same over the best of every layout and block size, to which an engine cannot switch from step to step."""
+        """Regret over all layouts and block sizes, between which an engine cannot switch from step to step."""
         return self.chosen_us / min(self.times_us.values())
 
 
@@ -77,7 +77,7 @@ class RegretReport(ResultFile):
     schema_: Literal["headway.regret/1"] = Field(default="headway.regret/1", alias="schema")
     command: str
     origin: Origin | None = None
-    """The code that made it; None in files of before 2026-11-22."""
+    """The code that wrote the file. None in files from before 2026-11-22."""
     date: str
     table_date: str
     device: DeviceIdentity
@@ -85,23 +85,23 @@ class RegretReport(ResultFile):
     selection: str
     layers: int
     seed: int
-    """The first, where points were drawn by several."""
+    """The first seed, if points were drawn with several."""
     geometric_mean: float
     worst: float
     geometric_mean_anywhere: float
-    """Against the best over every layout and block size that was measured."""
+    """Geometric mean of the regret over all measured layouts and block sizes."""
     worst_anywhere: float
     trials: list[RegretTrial]
     untimed: list[str]
-    """Points at which the choice, or every backend, had no time; with the reasons."""
+    """Points at which the choice, or every backend, had no time, with reasons."""
 
     @property
     def places(self) -> set[str]:
-        """Layouts and block sizes, such as `nhd 256`, over which some backend was timed."""
+        """Layouts and block sizes, such as `nhd 256`, with a time of any backend."""
         return {place for trial in self.trials for _, _, place in (key.partition(" ") for key in trial.times_us) if place}
 
     def of_seed(self, seed: int) -> tuple[float, float]:
-        """Geometric mean and worst regret of one draw's points."""
+        """Return geometric mean and worst regret of the points of one seed."""
         regrets = [trial.regret for trial in self.trials if trial.seed == seed] or [1.0]
         return _geometric_mean(regrets), max(regrets)
 
@@ -120,15 +120,13 @@ def measure_regret(
     until: float = math.inf,
     turns: InterleavedTimer = _TURNS,
 ) -> RegretReport:
-    """Measure `count` random points of each seed, within the grid's range but not on it, in the order drawn.
+    """Measure `count` random points per seed, within the grid's range but off the grid, in the order drawn.
 
-    They are steps of one engine: what served last may stay within the noise, and what it would replay as a graph is chosen and
-    timed as such. Every candidate is timed in turns with the others, over the layout and block size that `auto` fixes for the
-    workload.
-    anywhere: over all others of the table as well. others: layouts and block sizes over which each is timed as well, for
-    `judge_again` with other tables. until: when nothing more is measured, by time.perf_counter; the next point is named.
-
-    :raises ConfigError: the table has no times for any layout, so there is no choice to judge.
+    They are steps of one engine: hysteresis within the noise applies, and steps that would replay a graph are chosen and timed as
+    such. Candidates are timed in rounds, for the layout and block size that `auto` chooses for the workload. anywhere: also for
+    all others of the table. others: further layouts and block sizes to time, for `judge_again` with other tables. until:
+    time.perf_counter() after which nothing more is measured; the next point is reported as untimed.
+    :raises ConfigError: if the table has no times for any layout, so that there is no choice to evaluate.
     """
     spec = table.attention.to_spec(device)
     selector = Selector(registry, LayerSpecs([spec] * layers), costs={spec: to_costs(table)}, workload=workload)
@@ -139,9 +137,9 @@ def measure_regret(
     chosen = selector.selection
     known = {cell.case for cell in table.cells}
     drawn = ((seed, held_out(device.type, count, seed, known)) for seed in seeds)
-    # A layer of an encoder has prefill alone: of the points drawn it keeps those.
+    # Encoder layers only have prefill: drop the other points.
     draws = [[(seed, point) for point in found if point.shape.phase in chosen.names] for seed, found in drawn]
-    # Where time may end early every seed has its part of the points.
+    # If time may run out, interleave the seeds' points.
     points = list(chain(*draws) if until == math.inf else chain(*zip(*draws, strict=True)))
     pairs = [(chosen.layout, chosen.block_size)]
     more = [(layout, size) for layout, size in pairs_of(table) if layout and size] if anywhere else list(others)
@@ -171,12 +169,9 @@ def measure_regret(
 
 
 def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload) -> RegretReport:
-    """The choices that a table leads to now, by the times of an earlier report; nothing is measured, on any machine.
-
-    report: of `measure_regret` with `anywhere`, or the layout and block size chosen now may have no times in it.
-
-    :raises ConfigError: the table is of another layer than the times, or has no times for any layout.
-    """
+    """Evaluate the choices with a table, using the times of an earlier report. Measures nothing and runs on any machine. report:
+    from `measure_regret` with `anywhere`, since otherwise the layout and block size chosen now may have no times.
+    :raises ConfigError: if the table is for another layer than the times, or has no times for any layout."""
     if report.spec.key != table.spec.key:
         need = f"times of the table's layer, {table.spec}"
         raise ConfigError("--trials", need, f"those of {report.spec}", "--output of headway table regret on such a table")
@@ -189,7 +184,7 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
     known = pairs_of(table)
     registry = create_registry(load_entry_points=False)
     layouts = [info.layout for info in registry.layouts.values()]
-    sizes = sorted({size for _, size in known if size})  # in an engine's order, which decides between equals
+    sizes = sorted({size for _, size in known if size})  # in an engine's order, which breaks ties
     places = [Placement(layout, size) for size in sizes for layout in layouts if (layout.name, size) in known]
     found = MeasuredChoice([(to_costs(table), report.layers)], workload, workload.steps()).select(places, able)
     if found is None:
@@ -214,12 +209,11 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
 
 
 def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
-    """What the lookup would lose at each measured point if that point were not in the table; nothing is measured anew.
+    """Return the regret of the lookup at each measured point if the point were not in the table. Measures nothing.
 
-    Over the layout and block size of least time. Points beyond the range that the others span are left out: there only the
-    nearest edge is known. A grid without the point is coarser than the one in use, so the table itself does better.
-
-    :raises ConfigError: the table is of whole generations.
+    Uses the layout and block size with the lowest time. Points outside the range of the others are left out, since only the
+    nearest edge is known there. A grid without the point is coarser, so the actual regret is lower.
+    :raises ConfigError: if the table is for whole generations.
     """
     if table.level != "kernel":
         raise _no_choice(table, ())
@@ -270,7 +264,7 @@ def _report(
 
 
 def _no_choice(table: CrossoverTable, names: Collection[str]) -> ConfigError:
-    """Why a table leads to no choice. names: its backends that may take part."""
+    """Return why a table leads to no choice. names: its candidate backends."""
     need = "a table of level kernel with times for every phase"
     if table.level != "kernel":
         return ConfigError("regret", need, f"one of level {table.level}")
@@ -287,13 +281,13 @@ def _geometric_mean(numbers: Sequence[float]) -> float:
 
 
 def _replaying(registry: Registry, names: Iterable[str], shape: Shape) -> list[str]:
-    """The backends out of some whose graph an engine replays for a captured shape."""
+    """Return the backends in `names` whose graph an engine replays for a captured shape."""
     known = [name for name in names if shape.captured and name in registry.backends]
     return [name for name in known if registry.backend(name).captures(shape.query_len)]
 
 
 def _times_us(cells: Iterable[Cell], layers: int, replaying: Collection[str] = ()) -> dict[str, float]:
-    """As in a trial. replaying: backends whose plan and launches cost the host nothing."""
+    """Return times as in RegretTrial. replaying: backends whose plan and launches cost no host time."""
     found = {}
     for cell in cells:
         in_graph = cell.kernel in replaying
@@ -306,7 +300,7 @@ def _times_us(cells: Iterable[Cell], layers: int, replaying: Collection[str] = (
 def _trial(
     phase: str, case: str, chosen: str, times_us: Mapping[str, float], place: str, seed: int | None = None
 ) -> RegretTrial | None:
-    """A choice made over `place`, such as `nhd 256`; None if it has no time there."""
+    """Return the trial of a choice for `place`, such as `nhd 256`; None if it has no time there."""
     here = {key.removesuffix(f" {place}"): us for key, us in times_us.items() if key.endswith(f" {place}") or " " not in key}
     if chosen not in here:
         return None

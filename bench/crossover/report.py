@@ -1,4 +1,4 @@
-"""A table as people read it, over one layout and block size: a row a point, for a terminal, as Markdown, and as CSV."""
+"""Crossover table for one layout and block size, one row per point: for a terminal, as Markdown, and as CSV."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headway.tuning.table.noise import MOST_DRIFT, TIE_RULE, is_tie
 from headway.tuning.table.schema import COUNTED, Cell, CrossoverTable, DeviceIdentity, PhaseName, points, without_refusals
 
 PairName = tuple[str | None, int | None]
-"""Layout and block size by name; (None, None) in a table of level engine."""
+"""Layout and block size by name; (None, None) in an engine-level table."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class TableRow:
 
     @property
     def first(self) -> Cell:
-        """Any cell, for what all have in common."""
+        """Any cell, for the fields that all share."""
         return next(iter(self.cells.values()))
 
     @property
     def label(self) -> str:
-        """The lengths, without the batch, which heads the block."""
+        """The row's lengths; the batch size is in the block's heading."""
         cell = self.first
         if cell.phase in COUNTED:
             return str(cell.batch)
@@ -54,30 +54,30 @@ class TableRow:
 
     @cached_property
     def ranked(self) -> list[Cell]:
-        """Cells with a time, fastest first; a loser that was only roughly timed counts."""
+        """Cells with a time, fastest first, including slower candidates with a rough time."""
         return sorted((cell for cell in self.cells.values() if cell.layer_us is not None), key=lambda cell: cell.layer_us or 0)
 
     @cached_property
     def winners(self) -> list[str]:
-        """The fastest backend, and those whose times cannot be told from its."""
+        """The fastest backend, and those whose times are indistinguishable from its time."""
         ranked = self.ranked
         same = [cell.kernel for cell in ranked[1:] if cell.status != "dropped" and is_tie(ranked[0], cell)]
         return [cell.kernel for cell in ranked[:1]] + same
 
     @cached_property
     def speedup(self) -> float | None:
-        """The runner-up's time over the winner's, also where the two are a tie; None without a runner-up."""
+        """The runner-up's time divided by the winner's, even for a tie. None without a runner-up."""
         ranked = self.ranked
         return (ranked[1].layer_us or 0) / (ranked[0].layer_us or math.inf) if len(ranked) > 1 else None
 
 
 @dataclass(frozen=True)
 class Block:
-    """The rows of one phase and batch size."""
+    """Rows of one phase and batch size."""
 
     phase: PhaseName
     batch: int
-    """0 for rows, tokens or bytes, which are one block."""
+    """Batch size. 0 for the phases rows, tokens and bytes, which form one block."""
     rows: list[TableRow]
 
     @property
@@ -88,23 +88,23 @@ class Block:
 
 @dataclass(frozen=True)
 class View:
-    """A table over one layout and block size."""
+    """A table for one layout and block size."""
 
     table: CrossoverTable
     pair: PairName
     backends: list[str]
-    """Backends that were tried over this layout and block size."""
+    """Backends that were tried with this layout and block size."""
     blocks: list[Block]
     """Points of the grid."""
 
     @property
     def between(self) -> int:
-        """Points that were measured between those of the grid, and are not among the rows."""
+        """Number of points measured between those of the grid, which are not among the rows."""
         return len({cell.point for cell in self.table.cells if cell.between})
 
     @property
     def elsewhere(self) -> dict[str, list[PairName]]:
-        """Backends without a time over this layout and block size -> those over which they have one."""
+        """Backend without a time for this layout and block size -> the layouts and block sizes for which it has one."""
         timed: dict[str, list[PairName]] = {}
         for cell in self.table.cells:
             if cell.median_us is not None and cell.layout is not None:
@@ -119,23 +119,21 @@ class View:
 
     @property
     def where(self) -> str:
-        """The layout and block size, in words."""
+        """Layout and block size in words."""
         if self.pair[0] is None:
             return "layout and block size as chosen" if self.table.kind == "attention" else "without a layout"
         return f"kv_layout {self.pair[0]}, block_size {self.pair[1]}" if self.pair[1] else f"layout {self.pair[0]}"
 
 
 def pairs_of(table: CrossoverTable) -> list[PairName]:
-    """Layouts and block sizes, in the order in which they were measured."""
+    """Return layouts and block sizes, in the order in which they were measured."""
     found = [(cell.layout, cell.block_size) for cell in table.cells if cell.layout is not None]
     return list(dict.fromkeys(found)) or [(None, None)]
 
 
 def view(table: CrossoverTable, layout: str | None = None, block_size: int | None = None) -> View:
-    """The table over the asked layout and block size; what is not asked for is chosen by the least time over all points.
-
-    :raises ConfigError: none was measured over what is asked.
-    """
+    """Return the table for a layout and block size. Unspecified ones are chosen by the lowest time over all points.
+    :raises ConfigError: if no matching layout and block size was measured."""
     pairs = pairs_of(table)
     fitting = [pair for pair in pairs if layout in (None, pair[0]) and block_size in (None, pair[1])]
     if not fitting:
@@ -173,7 +171,7 @@ def _order(row: TableRow) -> tuple[int, ...]:
 
 
 def show(cell: Cell | None) -> str:
-    """A cell in a word: its time (in a generation tokens a second), or why it has none."""
+    """Return a cell's text: its time (for generations, tokens per second), or why it has none."""
     if cell is None:
         return ""
     if cell.median_us is None:
@@ -186,7 +184,7 @@ def show(cell: Cell | None) -> str:
 
 
 def unit(phase: PhaseName) -> str:
-    """What a cell's number is."""
+    """Return the unit of a cell's number."""
     return "output tok/s" if phase == "generate" else "us per layer"
 
 
@@ -203,26 +201,25 @@ _LENGTHS: dict[PhaseName, str] = {
     "bytes": "bytes",
 }
 _MOST_LAID_OUT: Final = 500
-"""Rows of all blocks together up to which rich lays them out, in colours."""
+"""Maximum number of rows of all blocks that rich lays out, in colors."""
 
 
 _MARKS: Final = {
     "unsupported": "the backend cannot compute this point",
-    "OOM": "the point needs more memory than there is",
-    "incorrect": "the answer differed from float64 by too much",
-    "error": "the backend raised an error",
+    "OOM": "the backend does not support this point",
+    "incorrect": "out of memory",
+    "error": "the result differed from float64 by more than the tolerance",
     "loser": "a slower candidate that was not timed",
 }
-"""Word in a cell without a time, as `show` writes it -> its meaning."""
+"""Text of a cell without a time, from `show` -> its meaning."""
 
 
 def print_view(view: View, console: Console, all_backends: bool = False) -> None:
-    """Print a summary, a block for each batch size, the meaning of the marks, and the notes.
+    """Print a summary, a block per batch size, the meaning of marks, and notes.
 
-    A block has a column for each backend, the winner, and its speed-up over the runner-up. A terminal that is too narrow for that
-    gets the winner and the runner-up of each row, with their times.
-
-    all_backends: also print why backends could not run where the table was measured.
+    A block has a column for each backend, the winner, and its speed-up over the runner-up. If the terminal is too narrow, each
+    row has only the winner and the runner-up with their times. all_backends: also print why backends could not run where the
+    table was measured.
     """
     table = view.table
     console.print(Text("CROSSOVER ANALYSIS", "bold"), Text(table.title))
@@ -232,7 +229,7 @@ def print_view(view: View, console: Console, all_backends: bool = False) -> None
     unbounded = console.options.update(width=10_000)
     fits = all(console.measure(block, options=unbounded).maximum <= console.width for block in blocks)
     for block in blocks if fits else [_narrow_block(block, plain) for block in view.blocks]:
-        # The lines of a Text are finished; a terminal that is too narrow wraps them itself.
+        # Lines of a Text are final; a narrow terminal wraps them itself.
         console.print(Segments([Segment(f"{block}\n")]) if isinstance(block, Text) else block, crop=False)
     if not fits:
         console.print(Text("the two fastest of each row; a wider terminal, --json or --export shows every backend", "dim"))
@@ -246,7 +243,7 @@ def print_view(view: View, console: Console, all_backends: bool = False) -> None
 
 
 def _wins(view: View) -> str:
-    """Say how many points each backend wins."""
+    """Return how many points each backend wins, as a sentence."""
     counts = Counter(winner(row) if len(row.winners) < 2 else "tie" for row in view.rows)
     total = counts.total()
     return f"fastest of {total} point{'s' * (total != 1)}: " + ", ".join(f"{name} {won}" for name, won in counts.most_common())
@@ -261,7 +258,7 @@ def legend(view: View) -> dict[str, str]:
 
 
 def _as_lines(block: Table) -> Text:
-    """The table as lines padded here: for 10,000 rows rich takes 9 s of CPU time, this takes 0.9 s."""
+    """Return the table as padded lines: for 10,000 rows rich takes 9 s of CPU time, this takes 0.9 s."""
     columns = [[" ".join(str(cell).split()) for cell in (column.header, *column.cells)] for column in block.columns]
     fills = ["<" if column.justify == "left" else ">" for column in block.columns]
     widths = [max(map(cell_len, column)) for column in columns]
@@ -271,7 +268,7 @@ def _as_lines(block: Table) -> Text:
 
 
 def _block(block: Block, backends: Sequence[str], plain: bool) -> Table | Text:
-    """A column for each backend. plain: as lines without colours."""
+    """Return a block with a column per backend. plain: as lines without colors."""
     shown = _empty(block, _LENGTHS[block.phase])
     for name in backends:
         shown.add_column(name, justify="right", no_wrap=True)
@@ -284,7 +281,7 @@ def _block(block: Block, backends: Sequence[str], plain: bool) -> Table | Text:
 
 
 def _narrow_block(block: Block, plain: bool) -> Table | Text:
-    """The two fastest of each row: fits a terminal of 80 columns. plain: as lines without colours."""
+    """Return a block with the two fastest backends per row, for terminals of 80 columns. plain: as lines without colors."""
     shown = _empty(block, _LENGTHS[block.phase].replace(" of ", "\nof "))
     short = unit(block.phase).split(" ")[0 if block.phase != "generate" else 1]
     for who in ("fastest", "runner-up"):
@@ -315,12 +312,12 @@ def _styled(cell: Cell | None, row: TableRow) -> Text:
 
 
 def winner(row: TableRow) -> str:
-    """The fastest, or the fastest ones where they cannot be told apart."""
+    """Return the fastest backend, or all that are tied."""
     return " = ".join(row.winners) or "none"
 
 
 def speedup(row: TableRow) -> str:
-    """Speed-up over the runner-up: "1.23x"; "tie" where the two cannot be told apart; a dash where nobody else has a time."""
+    """Return the speed-up over the runner-up as "1.23x", "tie", or a dash without a runner-up."""
     return "-" if row.speedup is None else "tie" if len(row.winners) > 1 else f"{row.speedup:.2f}x"
 
 
@@ -335,14 +332,14 @@ def software(device: DeviceIdentity) -> str:
 
 
 def notes(view: View) -> list[str]:
-    """Return the notes of exports: backends that took no part, remarks, marks, and what the times depend on."""
+    """Return the notes of exports: unavailable backends, remarks, marks, and what the times depend on."""
     marks = [f"{mark}: {meaning}" for mark, meaning in legend(view).items()]
     return [*_absent(view.table), *_remarks(view), *marks, _measured(view.table)]
 
 
 def _absent(table: CrossoverTable) -> list[str]:
     """Return why backends could not run where the table was measured."""
-    return [f"{record.name} takes no part: {record.reason}" for record in table.kernels if not record.available]
+    return [f"{record.name} is not used: {record.reason}" for record in table.kernels if not record.available]
 
 
 def _measured(table: CrossoverTable) -> str:
@@ -350,9 +347,9 @@ def _measured(table: CrossoverTable) -> str:
 
 
 def _remarks(view: View) -> list[str]:
-    """Return who failed, who was measured over other layouts, why cells have no time, and whether the run is complete."""
+    """Return remarks: failed backends, backends with times only for other layouts, reasons for missing times, incomplete runs."""
     table = view.table
-    lines = [f"{record.name} takes no part: {record.reason}" for record in table.kernels if record.available and record.reason]
+    lines = [f"{record.name} is not used: {record.reason}" for record in table.kernels if record.available and record.reason]
     for name, pairs in view.elsewhere.items():
         others = ", ".join(f"{layout} {size}" for layout, size in pairs)
         lines.append(f"{name} has no time over {view.where}; it was measured over {others} (--kv-layout, --block-size)")
@@ -372,14 +369,14 @@ def _remarks(view: View) -> list[str]:
         )
     if table.prior is not None:
         taken = sum(cell.prior for cell in table.cells)
-        lines.append(f"{taken} of {len(table.cells)} cells are those of the {table.prior}")
+        lines.append(f"{taken} of {len(table.cells)} cells are from the {table.prior}")
     if not table.complete:
-        lines.append("not complete: interrupted, or the budget ended; --resume goes on")
+        lines.append("incomplete: interrupted, or the budget ended; --resume continues")
     return lines
 
 
 def unsteady(table: CrossoverTable) -> list[str]:
-    """Warnings that the machine was busy, or that rounds of the same call disagree; nothing where the times can be trusted."""
+    """Return warnings if the machine was busy or rounds of the same call disagree; empty if the times are reliable."""
     lines = [f"measured on a busy machine, {table.busy}: times may be too long"] if table.busy else []
     timed = [cell for cell in table.cells if cell.drift is not None]
     shaken = [cell for cell in timed if (cell.drift or 0.0) > MOST_DRIFT]
@@ -393,12 +390,12 @@ def unsteady(table: CrossoverTable) -> list[str]:
 
 
 def to_markdown(view: View) -> str:
-    """The view as a Markdown document."""
+    """Return the view as a Markdown document."""
     return f"# Crossover: {markdown(view.table.title)}\n\n{to_section(view)}"
 
 
 def to_section(view: View) -> str:
-    """The blocks as Markdown tables, with what they were measured on and the notes."""
+    """Return the blocks as Markdown tables, with device, software and notes."""
     measured = markdown(f"{view.table.title}, {view.where}. {software(view.table.device)}.")
     lines = [f"    {harmless(view.table.command)}", "", measured, ""]
     for block in view.blocks:
@@ -422,7 +419,7 @@ def _line(parts: Iterable[str]) -> str:
 
 
 def to_plain(view: View) -> dict[str, Any]:
-    """The view as plain data: what `headway table show --json` prints."""
+    """Return the view as plain data, for `headway table show --json`."""
     return {
         "device": view.table.device.name,
         "layer": str(view.table.spec),
@@ -448,7 +445,7 @@ def to_plain(view: View) -> dict[str, Any]:
 
 
 def to_csv(table: CrossoverTable) -> str:
-    """Every cell of every layout and block size, one a line, under the names of the schema."""
+    """Return every cell of every layout and block size, one per line, with the schema's field names."""
     out = io.StringIO()
     names = [*Cell.model_fields, "layer_us", "tokens_per_second"]
     writer = csv.DictWriter(out, names, lineterminator="\n")

@@ -1,6 +1,6 @@
-"""Whole generations through one backend, in a process of its own: `python -m headway.bench.crossover.worker`.
+"""Worker process for whole generations with one backend: `python -m headway.bench.crossover.worker`.
 
-Reads one request and answers with events, see `process.events`.
+Reads one request and answers with events, see `worker_protocol.events`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from headway.tuning.table.schema import SpecRecord
 
 _WARM_UP_TOKENS = 4
 _LEAST_SECONDS = 2.0
-"""A generation is repeated until its passes have taken this long, ..."""
+"""Minimum seconds of all passes, until which a generation is repeated,"""
 _MOST_PASSES = 5
-"""... or this many passes are done. Single generations of half a second differ by up to 4 %."""
+"""and the maximum number of passes. Generations of half a second differ by up to 4 %."""
 
 
 def main() -> None:
-    """Answer the request: ready, then begin, pass before each generation, and done or failed for each case; or fatal."""
+    """Answer the request with events: "ready"; per case "begin", "pass" before each generation, and "done" or "failed"; or
+    "fatal"."""
     request, tell = receive_request()
     try:
         llm = LLM(**request["llm"])
@@ -52,12 +53,9 @@ def main() -> None:
 
 
 def _measure(llm: LLM, requests: Sequence[tuple[int, int]], repeat: int, seed: int, tell: Tell) -> list[float]:
-    """Microseconds of each pass, all requests sent at once; a short pass before the first warms everything up.
-
-    requests: (input length, input and output length) of each. repeat: passes at least; short ones are repeated more often.
-
-    :raises RuntimeError: a request ended before its time.
-    """
+    """Return microseconds of each pass with all requests sent at once. A short pass first warms everything up. requests: (input
+    length, input plus output length) of each. repeat: minimum number of passes; short ones are repeated more often.
+    :raises RuntimeError: if a request ended early."""
     draw = random.Random(seed)
     vocabulary = llm.model.decoder.vocab_size
     prompts = [[draw.randrange(vocabulary) for _ in range(query_len)] for query_len, _ in requests]
@@ -83,7 +81,7 @@ def _generate(llm: LLM, prompts: Sequence[list[int]], wanted: Sequence[int]) -> 
 
 
 def _served(llm: LLM) -> dict[str, int]:
-    """Steps that each backend has served since the start."""
+    """Return the number of steps of each backend since the start."""
     return dict(llm.engine.stats.steps_by_backend)
 
 

@@ -1,4 +1,4 @@
-"""How a worker process that generates reports to its parent: the events, both sides of the pipe, and the time limits."""
+"""Protocol between a generation worker process and its parent: events, both sides of the pipe, and time limits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Protocol
 from headway.core.system.child import Child, ChildDied, die_with_parent, message_of, open_replies, reply
 
 COMPILING_SECONDS = 60.0
-"""How much longer than the limit the short pass before the timed ones may take: libraries may compile for each new shape then."""
+"""Additional seconds for the short pass before the timed ones, in which libraries may compile for each new shape."""
 
 
 def events(child: Child, request: object, cell_limit: float) -> Iterator[dict[str, Any]]:
-    """Send a process its request, and hand on what it says.
+    """Send a process its request and yield its events.
 
-    The last event is "late", when a generation took longer than `cell_limit` seconds, or "ended", with how in `reason`.
+    The last event is "late" if a generation took longer than `cell_limit` seconds, or "ended" with a `reason`.
     """
     child.send(request)
     limit: float | None = None
@@ -30,14 +30,15 @@ def events(child: Child, request: object, cell_limit: float) -> Iterator[dict[st
 
 
 class Tell(Protocol):
-    """Says an event."""
+    """Function that sends an event."""
 
     def __call__(self, event: str, **found: object) -> None:
-        """found: what belongs to it, as JSON has it."""
+        """Send an event. found: the event's JSON fields."""
 
 
 def receive_request() -> tuple[dict[str, Any], Tell]:
-    """For the process: its request, and how it says events; what libraries print is kept apart from them."""
+    """Return the process's request and its function for sending events. The output of libraries is kept separate from the
+    events."""
     die_with_parent()
     stream = open_replies()
 

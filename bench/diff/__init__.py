@@ -1,1 +1,1 @@
-"""`headway diff`: the same tokens through two attention backends, layer by layer and head by head."""
+"""`headway diff`: comparison of two attention backends on the same tokens, by layer and head."""

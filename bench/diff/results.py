@@ -1,4 +1,4 @@
-"""The result of `headway diff`, schema `headway.diff/1`, as a file, as tables for a terminal, and as a picture."""
+"""Result of `headway diff`, schema `headway.diff/1`: file, terminal tables and chart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headway.core.system.provenance import Origin
 from headway.tuning.table.schema import DeviceIdentity
 
 Error = float | None
-"""A relative error ||a - b|| / ||b||; None where it is no number, because one side's answer holds none."""
+"""Relative error ||a - b|| / ||b||. None if a side's result is not finite."""
 
 
 class LayerDiff(BaseModel):
@@ -28,38 +28,38 @@ class LayerDiff(BaseModel):
 
     layer: int
     relative_error: Error
-    """The error of the layer's whole output, on the same q, k and v."""
+    """Error of the layer's whole output, for the same q, k and v."""
     heads: list[Error]
-    """The same of each query head."""
+    """Error of each query head."""
     free_running: Error
-    """The error where each side attends to the q, k and v of its own run, so that errors of lower layers are included."""
+    """Error if each side uses the q, k and v of its own run, which includes errors of earlier layers."""
 
     @property
     def worst_head(self) -> int:
-        """The query head with the largest error; the first without a number, if there is one."""
+        """The query head with the largest error, or the first without a finite error."""
         return max(range(len(self.heads)), key=lambda head: size(self.heads[head]))
 
     @property
     def mean(self) -> Error:
-        """The mean over the heads."""
+        """Mean error of the heads. None if one is not finite."""
         numbers = [error for error in self.heads if error is not None]
         return sum(numbers) / len(numbers) if len(numbers) == len(self.heads) else None
 
 
 class Flip(BaseModel):
-    """A position after which the two sides would greedily write different tokens."""
+    """A position after which the two sides would greedily generate different tokens."""
 
     model_config = ConfigDict(extra="forbid")
 
     prompt: int
     position: int
-    """Position of the token before, counted from the prompt's first."""
+    """Position of the previous token in the prompt's sequence."""
     token_a: int
     token_b: int
     gap: Error
-    """How far B's logit of its own token lies above B's logit of A's: a near-tie says little about A."""
+    """B's logit of its own token minus B's logit of A's token. A small gap is a near-tie."""
     kl: Error = None
-    """KL(A || B) of the next token here, in nats; None where it is no number, and in files of before 2026-11-25."""
+    """KL(A || B) of the next token here, in nats. None if not finite, and in files from before 2026-11-25."""
 
 
 class PhaseDiff(BaseModel):
@@ -74,25 +74,25 @@ class PhaseDiff(BaseModel):
     kernel_b: str
     tokens: int
     tolerance: float
-    """What the two sides declare for this dtype, added up: each may be that far from the truth."""
+    """Sum of the two sides' declared tolerances for this dtype, since each may deviate from the exact result."""
     layers: list[LayerDiff]
     first_beyond: int | None
-    """The first layer whose relative_error is beyond the tolerance."""
+    """First layer whose relative_error exceeds the tolerance. None if there is none."""
     hidden_error: Error
-    """Relative error of the last hidden states, free-running."""
+    """Relative error of the last hidden states, with each side on its own run."""
     logits_error: Error
-    """Relative error of the logits, free-running."""
+    """Relative error of the logits, with each side on its own run."""
     flip_rate: float
-    """Share of the positions whose greedy next token differs, free-running on the same tokens."""
+    """Share of positions with different greedy next tokens, with each side on its own run over the same tokens."""
     flips: list[Flip]
-    """The first of them."""
+    """The first flips."""
     kl_mean: Error
-    """Kullback-Leibler divergence KL(A || B) of the next token's distribution in nats, mean over the positions; free-running."""
+    """Mean KL(A || B) of the next token's distribution in nats, with each side on its own run."""
     kl_max: Error
 
 
 class SideReport(BaseModel):
-    """One of the two sides, as the user asked for it and as it ran."""
+    """One side, as requested and as run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -100,18 +100,18 @@ class SideReport(BaseModel):
     kv_layout: str
     block_size: int
     weights: str = ""
-    """What the side's weights are, in words; "" where both sides have the same."""
+    """Description of the side's weights; "" if both sides have the same."""
     products: list[str] = []
-    """What multiplies over the side's quantised weights, for each kind of product for which that is chosen."""
+    """Kernel of each kind of quantized linear layer for which there is a choice."""
 
 
 class DiffReport(ResultFile):
-    """One run."""
+    """Result of one run."""
 
     schema_: Literal["headway.diff/1"] = Field(default="headway.diff/1", alias="schema")
     command: str
     origin: Origin | None = None
-    """The code that made it; None in files of before 2026-11-22."""
+    """The code that wrote the file. None in files from before 2026-11-22."""
     device: DeviceIdentity
     model: str
     dtype: str
@@ -123,17 +123,17 @@ class DiffReport(ResultFile):
 
     @property
     def within_tolerance(self) -> bool:
-        """Whether no layer is beyond the tolerance in any phase."""
+        """True if no layer exceeds the tolerance in any phase."""
         return all(phase.first_beyond is None for phase in self.phases)
 
 
 def size(error: Error) -> float:
-    """For comparisons: what is no number is beyond every number."""
+    """Return an error for comparisons; infinity if it is not finite."""
     return float("inf") if error is None else error
 
 
 def print_report(report: DiffReport, console: Console) -> None:
-    """Layers and heads of each phase, then what their errors do to the next tokens, then the verdict."""
+    """Print layers and heads of each phase, the effect on next tokens, and the verdict."""
     a, b = report.a, report.b
     device = report.device
     written = f"{report.max_tokens} tokens written after each by {b.name}"
@@ -142,7 +142,7 @@ def print_report(report: DiffReport, console: Console) -> None:
         f"{report.prompts} prompts, {written}",
         *(f"{n} = {side.name} (kv_layout={side.kv_layout}, block_size={side.block_size})" for n, side in (("A", a), ("B", b))),
         *(f"{n}'s weights: {side.weights}" for n, side in (("A", a), ("B", b)) if side.weights),
-        *(f"A's products {told}" for told in a.products),
+        *(f"A's linear layers {told}" for told in a.products),
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     for phase in report.phases:
@@ -157,7 +157,7 @@ def print_report(report: DiffReport, console: Console) -> None:
 
 
 def verdict(report: DiffReport) -> list[Text]:
-    """One line a phase that is beyond the tolerance; else one that says that none is."""
+    """Return one line per phase that exceeds the tolerance, or one line if none does."""
     lines = []
     for phase in report.phases:
         if phase.first_beyond is None:
@@ -173,7 +173,7 @@ def verdict(report: DiffReport) -> list[Text]:
         )
     lines = lines or [Text("within tolerance in every layer and phase", "bold green")]
     if report.a.weights:
-        lines.append(Text("that is attention's, on the same q, k and v; for weights none is declared", "dim"))
+        lines.append(Text("the tolerance is attention's, for the same q, k and v; weights have no declared tolerance", "dim"))
     return lines
 
 
@@ -215,7 +215,7 @@ def _tokens(report: DiffReport) -> Table:
 
 
 def _flips(report: DiffReport) -> Table:
-    """The first positions, in the order of the texts, where the sides would go on differently."""
+    """Return a table of the first positions where the sides' next tokens differ, ordered by prompt."""
     flips = ((flip, phase.phase.value) for phase in report.phases for flip in phase.flips)
     listed = sorted(flips, key=lambda found: (found[0].prompt, found[0].position))
     total = sum(round(phase.flip_rate * phase.tokens) for phase in report.phases)
@@ -230,7 +230,7 @@ def _flips(report: DiffReport) -> Table:
 
 
 _LISTED = 8
-"""Positions that the table lists; a result file has more."""
+"""Number of positions in the table; a result file has more."""
 
 
 def _show(error: Error) -> str:
@@ -241,14 +241,12 @@ def _show(error: Error) -> str:
 
 _WHOLE, _HEADS, _OWN, _LIMIT = "#4477aa", "#99bbdd", "#ccbb44", "#aa3377"
 _SMALLEST = 1e-9
-"""An error of 0 is drawn here, since the axis is logarithmic."""
+"""Errors of 0 are drawn here, since the axis is logarithmic."""
 
 
 def to_png(report: DiffReport) -> bytes:
-    """A panel for each phase: relative error by layer, that of the best to the worst head, and the declared tolerance.
-
-    :raises ConfigError: matplotlib is not installed.
-    """
+    """Return a PNG with a panel per phase: relative error by layer, the range over heads, and the declared tolerance.
+    :raises ConfigError: if matplotlib is not installed."""
     figure = new_figure(8.0, 1.5 + 2.2 * len(report.phases))
     axes = figure.subplots(len(report.phases), 1, squeeze=False, sharex=True)[:, 0]
     for axis, phase in zip(axes, report.phases, strict=True):
@@ -291,5 +289,5 @@ def _is_number(error: Error) -> bool:
 
 
 def _drawn(error: Error) -> float:
-    """Where an error is drawn; what is no number leaves a gap, and its layer is shaded."""
+    """Return an error's position on the axis; errors that are not finite leave a gap in a shaded layer."""
     return max(error, _SMALLEST) if error is not None and math.isfinite(error) else math.nan

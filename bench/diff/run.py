@@ -1,4 +1,4 @@
-"""Runs the comparison and measures both: side B writes, A is held against it on B's q, k and v, and once more on its own."""
+"""The comparison: B generates, A is compared with it on B's q, k and v, and once more on A's own run."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.model import Attention, AttentionFunctions, Model, state_layers
 
 MAX_FLIPS = 20
-"""Flipped tokens that are told one by one; all are counted."""
+"""Maximum number of flipped tokens to list; all are counted."""
 
 
 class RelativeErrors:
-    """||a - b|| / ||b|| of each layer and head over all tokens added, in float64, summed where the tensors are."""
+    """||a - b|| / ||b|| of each layer and head over all added tokens, in float64, accumulated on the tensors' device."""
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
 
     def add(self, layer: int, a: Tensor, b: Tensor) -> None:
-        """a, b: [num_tokens, heads, dim]."""
+        """Add outputs of a layer. a, b: [num_tokens, heads, dim]."""
         a, b = a.double(), b.double()
         sums = torch.stack([(a - b).square().sum((0, 2)), b.square().sum((0, 2))])  # [2, heads]
         self._sums[layer] = self._sums[layer] + sums if layer in self._sums else sums
 
     def layers(self) -> list[int]:
-        """Layers that were added."""
+        """Return the layers that were added."""
         return sorted(self._sums)
 
     def heads(self, layer: int) -> list[Error]:
-        """One error per head."""
+        """Return one error per head."""
         return [_relative(*pair) for pair in self._sums[layer].T.tolist()]
 
     def whole(self, layer: int) -> Error:
-        """The relative error of all heads together."""
+        """Return the relative error of all heads together."""
         return _relative(*self._sums[layer].sum(1).tolist())
 
 
 class NextTokens:
-    """Greedy tokens and distributions of two sides' logits, position by position."""
+    """Greedy tokens and distributions of two sides' logits, by position."""
 
     def __init__(self) -> None:
         self.positions = 0
@@ -56,11 +56,11 @@ class NextTokens:
         self._kl_max = 0.0
 
     def add(self, a: Tensor, b: Tensor, places: list[tuple[int, int]]) -> None:
-        """a, b: logits [rows, vocab_size]; places: prompt and position of each row."""
+        """Add logits. a, b: [rows, vocab_size]. places: prompt and position of each row."""
         self.logits.add(0, a[:, None], b[:, None])
         a, b = a.double(), b.double()
         log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
-        kl = (log_a.exp() * (log_a - log_b)).sum(-1).clamp_min(0)  # rounding may leave it a hair below
+        kl = (log_a.exp() * (log_a - log_b)).sum(-1).clamp_min(0)  # rounding may make it slightly negative
         self.positions += len(places)
         self._kl_sum += float(kl.sum())
         largest = float(kl.max())
@@ -77,27 +77,27 @@ class NextTokens:
 
     @property
     def flip_rate(self) -> float:
-        """Share of the positions."""
+        """Share of positions with different greedy tokens."""
         return self.flipped / self.positions
 
     @property
     def kl_mean(self) -> Error:
-        """Nats a position."""
+        """Mean KL divergence in nats."""
         return _number(self._kl_sum / self.positions)
 
     @property
     def kl_max(self) -> Error:
-        """Nats at the worst position."""
+        """Largest KL divergence of a position in nats."""
         return _number(self._kl_max) if self.kl_mean is not None else None
 
 
 def first_beyond(errors: list[Error], tolerance: float) -> int | None:
-    """The first index whose error is larger than the tolerance, or no number."""
+    """Return the first index whose error exceeds the tolerance or is not finite."""
     return next((index for index, error in enumerate(errors) if size(error) > tolerance), None)
 
 
 def _relative(difference: float, expected: float) -> Error:
-    """From sums of squares; nothing differs where both are zero, and against zero nothing else has a number."""
+    """Return the relative error from sums of squares: 0 if both are zero, None against zero otherwise."""
     if difference == 0:
         return 0.0
     return _number(math.sqrt(difference / expected)) if expected else None
@@ -108,13 +108,13 @@ def _number(value: float) -> Error:
 
 
 BATCH = 16
-"""Prompts in one batch; their steps run together."""
+"""Number of prompts per batch."""
 _LOGIT_ROWS = 64
-"""Positions whose logits are held at a time: a vocabulary is large."""
+"""Number of positions whose logits are computed at a time, since vocabularies are large."""
 
 
 class _Phase:
-    """What is counted in one phase."""
+    """Statistics of one phase."""
 
     def __init__(self) -> None:
         self.forced = RelativeErrors()
@@ -124,7 +124,7 @@ class _Phase:
 
 
 class _Twin:
-    """Attends with B; A attends to the same q, k and v beside it. Keeps B's answers of the step."""
+    """Attention that returns B's result and compares A's result for the same q, k and v. Keeps B's results of the step."""
 
     def __init__(self, a: SideRun, b: SideRun, counted: RelativeErrors) -> None:
         self._a = a
@@ -139,7 +139,7 @@ class _Twin:
 
 
 class _Lone:
-    """Attends with A alone; its answers are held against those of B's run."""
+    """Attention that returns A's result and compares it with B's run."""
 
     def __init__(self, a: SideRun, answers: dict[int, Tensor], counted: RelativeErrors) -> None:
         self._a = a
@@ -153,7 +153,7 @@ class _Lone:
 
 
 def check_prompts(model: Model, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """:raises PromptError: a prompt is empty or has no room for max_tokens more."""
+    """:raises PromptError: if a prompt is empty or leaves no room for max_tokens."""
     most = model.max_position_embeddings - max_tokens
     for number, prompt in enumerate(prompts):
         if not 1 <= len(prompt) <= most:
@@ -162,7 +162,7 @@ def check_prompts(model: Model, prompts: Sequence[Sequence[int]], max_tokens: in
 
 
 def num_steps(prompts: Sequence[Sequence[int]], max_tokens: int, extend: bool) -> int:
-    """How often `compare` will call `advance`."""
+    """Return the number of times that `compare` calls `advance`."""
     batches = [prompts[first : first + BATCH] for first in range(0, len(prompts), BATCH)]
     return sum(sum(1 for _ in _steps(list(map(len, batch)), max_tokens, extend)) for batch in batches)
 
@@ -178,14 +178,12 @@ def compare(
     advance: Callable[[], None] = lambda: None,
     model_a: Model | None = None,
 ) -> list[PhaseDiff]:
-    """Hold A against B on the prompts and on B's `max_tokens` greedy tokens after each, for each phase that occurs.
-
-    model_a: what A runs on its own, of the same shape with other weights; None: the model of both.
-    extend: cut prompts of three tokens and more in two, so that the later chunk attends to a cached context.
-
-    :raises ConfigError: the model's layers keep states.
-    :raises PromptError: a prompt is empty or too long.
-    :raises BackendError: a backend raised.
+    """Compare A with B on the prompts and on B's `max_tokens` greedy tokens after each, for each phase that occurs. model_a: A's
+    model for its own run, of the same shape with other weights; None means `model`. extend: split prompts of at least three
+    tokens in two, so that the second chunk has a cached context.
+    :raises ConfigError: if the model has state layers.
+    :raises PromptError: if a prompt is empty or too long.
+    :raises BackendError: if a backend raised.
     """
     if states := state_layers(model):
         raise ConfigError("headway diff", "a model of attention layers alone", f"layers with a state: {states[0].spec}")
@@ -203,7 +201,7 @@ def compare(
             leader.begin(step)
             twin = _Twin(forced, leader, phase.forced)
             hidden_b = _forward(model, tokens, step, AttentionFunctions(twin))
-            free.begin(step)  # only now: the backend's instances are those of `forced`, and may keep a plan to themselves
+            free.begin(step)  # not earlier: the backend instances are shared with `forced` and may keep only one plan
             hidden_a = _forward(model_a, tokens, step, AttentionFunctions(_Lone(free, twin.answers, phase.free)))
             phase.hidden.add(0, hidden_a[:, None], hidden_b[:, None])
             greedy = _logits(model_a, model, hidden_a, hidden_b, step, phase.next, first)
@@ -216,7 +214,7 @@ def compare(
 
 
 def _steps(lens: Sequence[int], max_tokens: int, extend: bool) -> Iterator[DiffStep]:
-    """Prompts, whole or their first halves; the second halves; then one token of each sequence at a time."""
+    """Yield the steps: prompts or their first halves, the second halves, then one token per sequence at a time."""
     cut = [length // 2 if extend and length > 2 else length for length in lens]
     yield DiffStep(Phase.PREFILL, range(len(lens)), cut, [0] * len(lens))
     rest = [row for row, length in enumerate(lens) if cut[row] < length]
@@ -239,7 +237,7 @@ def _forward(model: Model, tokens: list[list[int]], step: DiffStep, attention: A
 def _logits(
     model_a: Model, model_b: Model, hidden_a: Tensor, hidden_b: Tensor, step: DiffStep, counted: NextTokens, first: int
 ) -> list[int]:
-    """Count all positions of a step; returns B's greedy token after each."""
+    """Add all positions of a step. Return B's greedy token after each."""
     shares = zip(step.rows, step.context_lens, step.query_lens, strict=True)
     places = [(first + row, context + n) for row, context, query in shares for n in range(query)]
     greedy: list[int] = []

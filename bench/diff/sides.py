@@ -1,4 +1,4 @@
-"""The two sides of a comparison: a backend as the engine would choose and run it, or float64 attention."""
+"""The two sides of a comparison: a backend, selected and run as in the engine, or float64 attention."""
 
 from __future__ import annotations
 
@@ -30,32 +30,28 @@ from headway.models.loader import LoadedModel, LoadOptions, load_model
 from headway.tuning.measure.products import choose_products
 
 AS_STORED = "checkpoint"
-"""What `--quantization` calls a checkpoint's own format, beside those that weights are rounded to on loading."""
+"""Value of `--quantization` for a checkpoint's own format, besides the formats for quantization while loading."""
 _OPTION = "--quantization"
 
 
 @dataclass(frozen=True, slots=True)
 class DiffModels:
-    """The models of both sides, and what their weights are, in words; no words where they are the same."""
+    """Models of both sides, with descriptions of their weights; "" if both are the same."""
 
     a: LoadedModel
     b: LoadedModel
     weights_a: str = ""
     weights_b: str = ""
     products: tuple[str, ...] = ()
-    """What multiplies over A's quantised weights, where that is chosen."""
+    """Kernels of A's quantized linear layers, if there is a choice."""
 
 
 def load_models(
     name: str, dtype: str, device: torch.device, load_format: str, model_impl: str, quantization: str | None
 ) -> DiffModels:
-    """Load the sides' models.
-
-    quantization: None: one model for both. Of ON_LOADING: A's weights are rounded, B's are the checkpoint's plain ones.
-    "checkpoint": A's products read the checkpoint's quantised weights as they are, B's the same weights expanded.
-
-    :raises ConfigError: weights that do not suit `quantization`. ModelError: as `load_model`.
-    """
+    """Load the sides' models. quantization: None uses one model for both. A name in ON_LOADING quantizes A's weights, and B keeps
+    the plain ones. "checkpoint" uses the checkpoint's quantized weights for A and dequantized ones for B.
+    :raises ConfigError: if the weights do not suit `quantization`. :raises ModelError: as `load_model`."""
     load = partial(load_model, name, dtype, device, load_format, model_impl=model_impl)
     if quantization is None:
         both = load()
@@ -78,7 +74,7 @@ def load_models(
 
 
 def _checked(name: str, load_format: str, quantization: str) -> str:
-    """The format of a checkpoint's weights, in words; "" where they are plain. Nothing large is read."""
+    """Return the checkpoint's quantization format in words; "" if plain. Reads only small files."""
     if quantization not in (known := (*ON_LOADING, AS_STORED)):
         raise ConfigError(_OPTION, " or ".join(known), repr(quantization))
     if load_format == "dummy":
@@ -96,24 +92,24 @@ def _checked(name: str, load_format: str, quantization: str) -> str:
 
 
 REFERENCE = "reference"
-"""The name of float64 attention (`headway.core.oracle.cases`), beside those of the backends."""
+"""Name of float64 attention (`headway.core.oracle.cases`) as a side."""
 _REFERENCE_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class DiffStep:
-    """New tokens of some sequences, all of one phase."""
+    """New tokens of some sequences, in one phase."""
 
     phase: Phase
     rows: Sequence[int]
-    """Which sequences."""
+    """Indices of the sequences."""
     query_lens: Sequence[int]
     context_lens: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class SideOptions:
-    """How the caches are to be laid out, and the backends' options."""
+    """Cache layout, block size and backend options."""
 
     kv_layout: str = "auto"
     block_size: int | None = None
@@ -121,17 +117,18 @@ class SideOptions:
 
 
 class SideRun(Protocol):
-    """One side with caches of its own, in the course of one batch of sequences."""
+    """One side with its own caches, for one batch of sequences."""
 
     def begin(self, step: DiffStep) -> None:
-        """Prepare a step; then each layer calls once."""
+        """Prepare a step. Each layer then calls once."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]. Returns the shape of q."""
+        """Return attention in the shape of q. q: [num_tokens, num_heads, head_dim]. k, v: [num_tokens, num_kv_heads,
+        head_dim]."""
 
 
 class Side(Protocol):
-    """One of the two."""
+    """One side of the comparison."""
 
     @property
     def name(self) -> str:
@@ -146,16 +143,16 @@ class Side(Protocol):
         """Block size of the side's caches."""
 
     def backend(self, phase: Phase) -> str:
-        """Name of the backend that serves a phase."""
+        """Return the name of the backend for a phase."""
 
     def kernel(self, phase: Phase) -> str:
-        """Name of the kernel that serves the first layer."""
+        """Return the name of the kernel for the first layer."""
 
     def tolerance(self, phase: Phase) -> float:
-        """Declared relative error in the model's dtype."""
+        """Return the declared relative error in the model's dtype."""
 
     def open(self, max_lens: Sequence[int]) -> SideRun:
-        """Allocate caches for sequences that grow up to these lengths."""
+        """Allocate caches for sequences with these maximum lengths."""
 
 
 def make_side(name: str, source: Kernels, specs: Sequence[AttentionSpec], options: SideOptions) -> Side:
@@ -177,7 +174,7 @@ def check_side(name: str, source: Kernels, options: SideOptions) -> None:
 
 
 class BackendSide:
-    """A backend, or one for each phase, over the layout and block size that the selector finds for it."""
+    """A backend, or one per phase, with the layout and block size that the selector chooses for it."""
 
     def __init__(self, name: str, source: Kernels, specs: Sequence[AttentionSpec], options: SideOptions) -> None:
         self.name = name
@@ -193,27 +190,27 @@ class BackendSide:
                 block_size=options.block_size,
                 options=options.options,
             )
-        except UnsupportedError as error:  # its fix is to take another backend: that would be another comparison
+        except UnsupportedError as error:  # the hint would suggest another backend, which would be another comparison
             raise UnsupportedError(error.asked, error.reasons) from None
         self.layout = self._selector.selection.layout
         self.block_size = self._selector.selection.block_size
 
     def backend(self, phase: Phase) -> str:
-        """Name of the backend that serves a phase."""
+        """Return the name of the backend for a phase."""
         return self._selector.selection.names[phase]
 
     def kernel(self, phase: Phase) -> str:
-        """Name of the kernel that serves the first layer."""
+        """Return the name of the kernel for the first layer."""
         kernel: str = self._kernels.backend(self.backend(phase)).kernel(self._specs[0], phase)
         return kernel
 
     def tolerance(self, phase: Phase) -> float:
-        """What the backend declares for the model's dtype."""
+        """Return the backend's declared tolerance for the model's dtype."""
         tolerance: float = self._kernels.backend(self.backend(phase)).tolerance[self._specs[0].dtype]
         return tolerance
 
     def open(self, max_lens: Sequence[int]) -> SideRun:
-        """Caches of its own, written by the layout's one writer, read by the backend's own instances."""
+        """Allocate caches, written by the layout's writer and read by new backend instances."""
         blocks = _Blocks(max_lens, self.block_size)
         writer = self._source.layout(self.layout.name).writer(self._specs[0].device)
         caches = blocks.allocate(self._specs, self.layout)
@@ -221,7 +218,7 @@ class BackendSide:
 
 
 class ReferenceSide:
-    """Float64 attention over what a plain writer stored; shares no code with any backend."""
+    """Float64 attention on a cache with a plain writer. Shares no code with any backend."""
 
     layout = NHD
     block_size = _REFERENCE_BLOCK_SIZE
@@ -231,19 +228,19 @@ class ReferenceSide:
         self._specs = specs
 
     def backend(self, phase: Phase) -> str:
-        """The side's own name."""
+        """Return the side's own name."""
         return self.name
 
     def kernel(self, phase: Phase) -> str:
-        """What is computed."""
+        """Return a description of the computation."""
         return "explicit softmax in float64 (torch)"
 
     def tolerance(self, phase: Phase) -> float:
-        """Zero: float64 attention is what others are held against."""
+        """Return 0: float64 attention is the reference."""
         return 0.0
 
     def open(self, max_lens: Sequence[int]) -> SideRun:
-        """Caches of its own."""
+        """Allocate caches."""
         blocks = _Blocks(max_lens, self.block_size)
         return _ReferenceRun(self._specs, blocks.allocate(self._specs, self.layout), blocks)
 
@@ -252,7 +249,7 @@ _BESIDE_BACKENDS: Mapping[str, Callable[[str, Kernels, Sequence[AttentionSpec], 
 
 
 class _Blocks:
-    """Room for each sequence, in shuffled blocks as in a pool that has been in use."""
+    """Cache blocks for each sequence, shuffled as in a used pool."""
 
     def __init__(self, max_lens: Sequence[int], block_size: int) -> None:
         counts = [-(-length // block_size) for length in max_lens]
@@ -281,7 +278,7 @@ class _PagedRun:
     def begin(self, step: DiffStep) -> None:
         metadata = self._blocks.metadata(step, self._attention.specs[0])
         backends = self._selector.backends_for(step.phase)
-        self._attention.begin(metadata, backends, backends)  # a step is of one phase
+        self._attention.begin(metadata, backends, backends)  # a step has one phase
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attention(layer, q, k, v)
@@ -298,7 +295,7 @@ class _ReferenceRun:
         self._metadata = self._blocks.metadata(step, self._specs[0])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Float64: the comparison sees it unrounded."""
+        """Return float64, so that the comparison sees unrounded values."""
         assert self._metadata is not None, "begin() a step first"
         cache = self._caches[layer]
         write_rows(k, v, cache, self._metadata.slot_mapping)

@@ -1,1 +1,1 @@
-"""Whole generations, offline: tokens per second, and the share of the roofline."""
+"""Benchmarks of whole generations, offline: tokens per second and share of the roofline."""

@@ -1,7 +1,7 @@
-"""A few decode steps in the middle of a generation, looked at closely: how busy the GPU is, and a trace of them.
+"""Profile of a few decode steps in the middle of a generation: GPU idle share and a trace.
 
-The profiler makes the host slower but the kernels hardly, so a step's length is taken from steps without it and the time in which
-the GPU is busy from the ones that follow with it.
+The profiler slows the host but hardly the kernels. Step time is therefore measured without it, and GPU busy time in later
+steps with it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.system.json_files import write_bytes
 
 STEP = "headway.step"
-"""The name of a step in a trace."""
+"""Name of a step in a trace."""
 MAX_STEPS = 20
 _SETTLED = 3
-"""Steps without a prompt in them, one after the other, before anything is looked at."""
+"""Number of consecutive decode-only steps before profiling."""
 
 
 class Window:
-    """Decode steps of one workload at half of its outputs' lengths, as many sequences as the engine runs at once.
+    """Decode steps of one workload at half of the output lengths, with as many sequences as the engine runs at once.
 
-    Leave it by `close`, which drops the sequences.
+    `close` must be called at the end, to drop the sequences.
     """
 
     def __init__(
@@ -43,14 +43,12 @@ class Window:
         temperature: float,
         adapters: Sequence[LoRARequest | None] = (None,),
     ) -> None:
-        """Queue the sequences, each as it is halfway, and run them until only decode steps are left.
-
-        adapters: of the sequences, in turn.
-        """
+        """Queue each sequence as it is halfway, and run until only decode steps are left. adapters: adapters of the sequences, in
+        turn."""
         self._engine = engine
         self._device = device
         self.num_steps = min(MAX_STEPS, min(requests.output_lens) // 8)
-        """Steps that are looked at; 0 where the outputs are too short for any."""
+        """Number of profiled steps; 0 if the outputs are too short."""
         engine.forget_prefixes()
         for number, prompt in enumerate(requests.halfway() if self.num_steps else []):
             room = engine.capacity.max_model_len - len(prompt)
@@ -65,18 +63,18 @@ class Window:
 
     @property
     def open(self) -> bool:
-        """Whether there is anything to look at."""
+        """True if there are steps to profile."""
         return self.num_steps > 0 and self._engine.has_unfinished
 
     def gpu_idle_share(self) -> float | None:
-        """1 - busy / wall: the union of kernels and copies a profiled step, over the time of a step before the profiler began.
+        """Return 1 - busy / wall: the union of kernels and copies per profiled step, divided by the step time without profiler.
 
-        None on a CPU, or where nothing is left to look at.
+        None on a CPU, or without steps to profile.
         """
         if self._device.type != "cuda" or not self.open:
             return None
         started = time.perf_counter()
-        unprofiled = self._run()  # a step returns when the device has done it, or the one before: as many end as are launched
+        unprofiled = self._run()  # a step returns when it or the previous step is finished, so as many steps finish as start
         wall = (time.perf_counter() - started) / unprofiled
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -90,10 +88,9 @@ class Window:
         return 1 - 1e-6 * covered(spans) / profiled / wall if profiled else None
 
     def write_trace(self, path: Path) -> None:
-        """A Chrome trace of the steps (chrome://tracing, https://ui.perfetto.dev); studies/step_trace.py adds up its kernels.
-
-        :raises ConfigError: no step to look at, or a file that cannot be written.
-        """
+        """Write a Chrome trace of the steps (chrome://tracing, https://ui.perfetto.dev); studies/step_trace.py sums up its
+        kernels.
+        :raises ConfigError: if there are no steps to profile or the file cannot be written."""
         if not self.open:
             raise ConfigError(
                 "--profile", "outputs of at least 16 tokens, and a pool that holds them", "too few steps to look at"
@@ -103,7 +100,7 @@ class Window:
             self._run()
             if self._device.type == "cuda":
                 torch.cuda.synchronize()
-        with TemporaryDirectory(prefix="headway-trace-") as folder:  # the profiler writes into a file of its own alone
+        with TemporaryDirectory(prefix="headway-trace-") as folder:  # the profiler can only write its own file
             trace = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(trace))
             write_bytes(trace.read_bytes(), path, "--profile")
@@ -113,7 +110,7 @@ class Window:
         self._engine.abort_all()
 
     def _run(self) -> int:
-        """Steps that were run: `num_steps`, or as many as there were."""
+        """Run up to `num_steps` steps. Return their number."""
         for number in range(self.num_steps):
             if not self._engine.has_unfinished:
                 return number
@@ -123,7 +120,7 @@ class Window:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of (start, end)."""
+    """Return the length of the union of (start, end) intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -1,4 +1,4 @@
-"""The result file of offline runs, schema `headway.offline/1`, that of peers' figures, and both as tables."""
+"""Result file of offline runs, schema `headway.offline/1`, files of peers' results, and their tables."""
 
 from __future__ import annotations
 
@@ -18,90 +18,90 @@ from headway.tuning.table.schema import DeviceInfo
 
 
 class OfflineCell(BaseModel):
-    """One workload. Every figure is of the same pass: that of the median rate among the timed ones (the slower of two)."""
+    """Results of one workload, all from the timed pass with the median rate (the slower of two)."""
 
     model_config = ConfigDict(extra="forbid")
 
     label: str
     num_adapters: int = 0
-    """Adapters of random numbers that the requests had in turn; 0: none, as in files of before 2026-11-26."""
+    """Number of random adapters that the requests used in turn. 0 means none, as in files from before 2026-11-26."""
     batch_size: int
-    """Requests, all sent at once."""
+    """Number of requests, all sent at once."""
     input_len: int | None
-    """None where requests differ; likewise output_len."""
+    """Length of each prompt. None if they differ; the same applies to output_len."""
     output_len: int | None
     temperature: float
     prompt_tokens: int
     output_tokens: int
     seconds: float
-    """From the first request to the last token."""
+    """Seconds from the first request to the last token."""
     tokens_per_second: float
-    """Output tokens over `seconds`."""
+    """Output tokens divided by `seconds`."""
     fastest: float
-    """Tokens a second of the fastest timed pass; likewise slowest."""
+    """Tokens per second of the fastest timed pass; `slowest` is the slowest pass."""
     slowest: float
     time_to_first_token_ms: float
     """Mean over the requests."""
     time_per_output_token_ms: float | None
-    """Mean over the requests, of the time after the first token; None where none writes a second."""
+    """Mean over the requests of the time per token after the first. None if no request has two tokens."""
     roofline_share: float | None
-    """floor_seconds over seconds. None, like the next two, for a model of transformers' code, whose products are not counted."""
+    """floor_seconds / seconds. None, like the next two, for transformers implementations, whose GEMMs are not counted."""
     floor_seconds: float | None
-    """Least time by headway.bench.generate.roofline, prefill_floor_seconds included."""
+    """Minimum seconds by headway.bench.generate.roofline, including prefill_floor_seconds."""
     prefill_floor_seconds: float | None
-    """Operations of the prompts over the device's matrix rate."""
+    """Prompt operations divided by the device's matrix rate."""
     num_steps: int
     num_graph_steps: int
-    """Steps that were one CUDA graph's replay."""
+    """Steps that replayed one CUDA graph."""
     steps_in_pieces: dict[str, int] = Field(default_factory=dict)
-    """Steps that were graphs' replays with attention launched between them, by reason; empty in files of before 2026-11-22."""
+    """Steps with piecewise CUDA graphs, by reason; empty in files from before 2026-11-22."""
     steps_without_graph: dict[str, int] = Field(default_factory=dict)
-    """Steps that were launched kernel by kernel although graphs were in use, by the reason; likewise."""
+    """Steps without a CUDA graph although graphs were enabled, by reason; empty in files from before 2026-11-22."""
     compilations: dict[str, int] = Field(default_factory=dict)
-    """Kernels that were compiled during the pass, by name; likewise."""
+    """Kernels compiled during the pass, by name; empty in files from before 2026-11-22."""
     num_preemptions: int
     host_ms_per_step: float
-    """The host's own work, without waiting for the device."""
+    """Host time without waiting for the device."""
     host_ms_by_part: dict[str, float] = Field(default_factory=dict)
-    """Milliseconds per step of each part of that work, and of the client's ("outputs"), which comes on top; empty in files of
-    before 2026-11-23."""
+    """Milliseconds per step of each part of the host time, and of the client ("outputs"), which is additional; empty in files
+    from before 2026-11-23."""
     wait_ms_per_step: float
-    """The host blocked on the device."""
+    """Host time blocked on the device."""
     gpu_idle_share: float | None
-    """1 - (time in which a kernel or copy ran, a step) / (time of a step), by headway.bench.generate.profile; None on a CPU."""
+    """1 - (kernel and copy time per step) / (step time), by headway.bench.generate.profile. None on a CPU."""
     steps_by_backend: dict[str, int]
 
 
 class OfflineReport(ResultFile):
-    """One run: an engine built once, and its workloads."""
+    """One run: an engine, built once, and its workloads."""
 
     schema_: Literal["headway.offline/1"] = Field(default="headway.offline/1", alias="schema")
     command: str
     origin: Origin | None = None
-    """The code that made it; None in files of before 2026-11-22."""
+    """The code that wrote the file. None in files from before 2026-11-22."""
     busy: str = ""
-    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
+    """CPU load of other processes at the start or end of the run; empty if negligible."""
     date: str
     """UTC, ISO 8601."""
     model: str
     load_format: str
     dtype: str
     warmup: int
-    """Passes before the timed ones, of each workload."""
+    """Number of untimed passes of each workload."""
     repeat: int
-    """Timed passes."""
+    """Number of timed passes."""
     start_seconds: float
-    """Until the engine was ready: weights, self-tests, cache, graphs; the process's imports left out."""
+    """Seconds until the engine was ready (weights, self-tests, cache, graphs), without imports."""
     settings: dict[str, str]
-    """Backends by phase, cache and limits, as they came to be."""
+    """Backends by phase, cache and limits in effect."""
     device: DeviceInfo
     read_gbps: float
-    """Measured rate of a large sum: what the roofline divides by."""
+    """Measured read rate of a large sum, used by the roofline."""
     cells: list[OfflineCell]
 
 
 class PeerEngine(BaseModel):
-    """Another engine's figures for the same workloads."""
+    """Another engine's results for the same workloads."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -109,20 +109,20 @@ class PeerEngine(BaseModel):
     version: str
     settings: str
     tokens_per_second: dict[str, float]
-    """Label of the workload -> output tokens per second."""
+    """Workload label -> output tokens per second."""
     passes: dict[str, list[float]] = Field(default_factory=dict)
-    """Tokens per second of each timed pass, by label; empty where it was not written down."""
+    """Workload label -> tokens per second of each timed pass; empty if not recorded."""
 
 
 class PeersFile(ResultFile):
-    """Figures that were measured elsewhere, for reference columns."""
+    """Results measured elsewhere, for reference columns."""
 
     schema_: Literal["headway.offline-peers/1"] = Field(default="headway.offline-peers/1", alias="schema")
     device: str
     model: str
     date: str
     measured_by: str = ""
-    """Who measured, where that was no command of Headway's; empty for a run of `python -m headway.bench.studies.engines`."""
+    """Source of the results if not a command of Headway; empty for `python -m headway.bench.studies.engines`."""
     command: str = ""
     """The command of such a run, as typed."""
     origin: Origin | None = None
@@ -130,18 +130,18 @@ class PeersFile(ResultFile):
 
 
 class Share(BaseModel):
-    """Speed as a share of the fastest library's, over the cells of one phase."""
+    """Speed relative to the fastest library, over the cells of one phase."""
 
     model_config = ConfigDict(extra="forbid")
 
     mean: float
-    """Geometric, over all cells."""
+    """Geometric mean over all cells."""
     lowest: float | None
-    """The lowest mean of a geometry; None where it was not written down."""
+    """Lowest mean of a geometry. None if not recorded."""
 
 
 class KernelShares(BaseModel):
-    """One kernel."""
+    """Results of one kernel."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -152,7 +152,7 @@ class KernelShares(BaseModel):
 
 
 class KernelPeersFile(ResultFile):
-    """Kernels beside libraries over shapes that no grid of ours holds, measured outside Headway."""
+    """Comparison of kernels with libraries for shapes outside Headway's grids, measured outside Headway."""
 
     schema_: Literal["headway.kernel-peers/1"] = Field(default="headway.kernel-peers/1", alias="schema")
     device: str
@@ -160,7 +160,7 @@ class KernelPeersFile(ResultFile):
     measured_by: str
     what: str
     cells: dict[str, int]
-    """How many of each phase."""
+    """Phase -> number of cells."""
     contenders: list[KernelShares]
 
 
@@ -175,15 +175,15 @@ COLUMNS = (
     "GPU idle",
     "graphs",
 )
-"""One row for each workload. "spread": half of fastest less slowest. "of floor": the least time over the time it took, the
-roofline's share. Times: to the first token, per later token, the host's own work per step.
-"graphs": steps that were one graph's replay; notes below the table say what the others were."""
+"""Columns; one row per workload. "spread": half of fastest minus slowest. "of floor": the roofline's share, minimum time over
+time. Times: to first token, per later token, host time per step. "graphs": share of steps that replayed one graph; notes below
+the table explain the others."""
 _ROOMY = 90
-"""Characters from which the columns need not stand close."""
+"""Minimum console width, in characters, for wide columns."""
 
 
 def print_offline(report: OfflineReport, console: Console) -> None:
-    """The device, the settings, and the table."""
+    """Print device, settings and table."""
     console.print(describe(report.device) + f", read {report.read_gbps:.0f} GB/s", highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in report.settings.items()), highlight=False)
     title = (
@@ -203,13 +203,13 @@ def print_offline(report: OfflineReport, console: Console) -> None:
 
 
 def _beside_the_base(cell: OfflineCell, base: OfflineCell) -> str:
-    """What a cell with adapters is beside the one without, which comes before it."""
+    """Return a cell's speed with adapters relative to the cell without, which precedes it."""
     share = cell.tokens_per_second / base.tokens_per_second
     return f"{cell.label}: {share:.3f} of the tokens/s without adapters"
 
 
 def row(cell: OfflineCell) -> tuple[str, ...]:
-    """A cell's figures, in the order of COLUMNS."""
+    """Return a cell's values, in the order of COLUMNS."""
     per_token, idle = cell.time_per_output_token_ms, cell.gpu_idle_share
     spread = (cell.fastest - cell.slowest) / 2 / cell.tokens_per_second
     return (
@@ -226,7 +226,7 @@ def row(cell: OfflineCell) -> tuple[str, ...]:
 
 
 def notes(report: OfflineReport) -> list[str]:
-    """What is worth a line beside the table."""
+    """Return notes below the table."""
     lines = [f"measured on a busy machine, {report.busy}: rates may be too low"] if report.busy else []
     lines += [
         f"{cell.label}: passes disagree, {cell.slowest:,.0f} to {cell.fastest:,.0f} tokens/s: the machine was not steady"
@@ -239,8 +239,8 @@ def notes(report: OfflineReport) -> list[str]:
             told = ", ".join(f"{part} {ms:.3f}" for part, ms in cell.host_ms_by_part.items())
             lines.append(f"{cell.label}: host time per step in ms: {told}")
         for what, counted in (
-            ("steps in pieces of graphs", cell.steps_in_pieces),
-            ("steps launched kernel by kernel", cell.steps_without_graph),
+            ("steps with piecewise CUDA graphs", cell.steps_in_pieces),
+            ("steps without a CUDA graph", cell.steps_without_graph),
             ("kernels compiled while it ran", cell.compilations),
         ):
             if counted:
@@ -254,7 +254,7 @@ def notes(report: OfflineReport) -> list[str]:
 
 
 def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
-    """Command, device and table; a column of output tokens a second for each peer, the best of a row in bold."""
+    """Return command, device and table, with a column of output tokens per second for each peer and the best of a row in bold."""
     device = report.device
     names = [] if peers is None else [f"{peer.name} {peer.version}" for peer in peers.peers]
     lines = [

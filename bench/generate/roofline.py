@@ -1,4 +1,4 @@
-"""The least time a generation could take: what must be read at the device's read rate, and computed at its matrix rate."""
+"""Roofline: the minimum time of a generation from the bytes to read and the operations to compute, at the device's rates."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from headway.tuning.measure.timing import Timer
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device was measured to do."""
+    """Measured rates of the device."""
 
     read_gbps: float
-    """1e9 bytes a second, of a large sum."""
+    """Read rate of a large sum, in GB/s."""
     matrix_tflops: float
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds."""
+    """Minimum seconds."""
 
     decode: float
     """Every step's weights, and K and V of every decoded token's context, read once."""
     prefill: float
-    """The prompts' floating-point operations, less the reading of weights that `decode` counts for those steps already."""
+    """Floating-point operations of the prompts, minus the time to read weights in these steps, which `decode` includes."""
 
     @property
     def total(self) -> float:
@@ -41,7 +41,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes of a weight's element on average, as they are held: quantised ones with their scales."""
+    """Mean bytes per weight element in the stored format, including scales."""
 
     products: float
     head: float
@@ -49,7 +49,7 @@ class ElementBytes:
 
     @classmethod
     def of(cls, decoder: Decoder) -> ElementBytes:
-        """Count what a model's products and experts hold."""
+        """Return the bytes per element of a model's linear layers, head and experts."""
         linears = [linear for linear, _ in decoder.products]
         experts = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertsMLP)]
         usual = float(decoder.dtype.itemsize)
@@ -61,15 +61,14 @@ class ElementBytes:
 
 
 class Roofline:
-    """The counts of one model. Norms, activations, sampling, states and writes are left out, so the floor is a little too low."""
+    """Operation and byte counts of one model. Omits norms, activations, sampling, states and writes, so the minimum is slightly
+    low."""
 
     def __init__(
         self, config: DecoderConfig, specs: Sequence[AttentionSpec], ranks: int = 1, held: ElementBytes | None = None
     ) -> None:
-        """config: the whole model's. specs: one rank's. ranks: so many devices read and compute a part each, all at once.
-
-        held: bytes of an element of each kind of weight; None: every element takes what one of the model's does.
-        """
+        """config: the whole model's. specs: one rank's. ranks: number of devices that read and compute a shard each, in parallel.
+        held: bytes per element of each kind of weight. None means the model's element size."""
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size * (3 if config.gated else 2)
         layers = config.layers
@@ -83,7 +82,7 @@ class Roofline:
         self._config = config
         self._ranks = ranks
         self._expert_params = 0
-        """One routed expert's in every layer that has experts."""
+        """Parameters of one routed expert, summed over all expert layers."""
         if config.experts is not None:
             experts = config.experts
             products = 3 if experts.gated else 2
@@ -93,13 +92,13 @@ class Roofline:
         self._held = held or ElementBytes(*[float(specs[0].dtype.itemsize)] * 3)
         self._head_params = config.vocab_size * config.hidden_size
         self.weight_bytes = round((self._layer_params * self._held.products + self._head_params * self._held.head) / ranks)
-        """Read by every step: all products but routed experts' and the output head; of the embedding a step reads single rows,
-        which are left out."""
+        """Bytes that every step reads: all linear layers and the head, without routed experts. A step reads only single rows of
+        the embedding, which are omitted."""
         self.kv_bytes = sum(spec.cache_row_bytes for spec in specs)
-        """K and V of one token, all layers."""
+        """Bytes of K and V of one token, in all layers."""
 
     def expert_bytes(self, num_tokens: float) -> float:
-        """Weights of the routed experts that a step of so many tokens touches, if all experts are chosen equally often."""
+        """Return the bytes of routed experts that a step with `num_tokens` touches, if experts are chosen uniformly."""
         experts = self._config.experts
         if experts is None:
             return 0.0
@@ -108,9 +107,9 @@ class Roofline:
         return touched * self._expert_params * self._held.experts / self._ranks
 
     def prefill_flops(self, prompt_lens: Sequence[int]) -> float:
-        """Operations of a device to compute prompts once.
+        """Return the operations per device to compute prompts once.
 
-        Products of every token, attention by causality and window, logits of the last.
+        Counts linear layers for every token, attention within mask and window, and logits of the last token.
         """
         config = self._config
         keys = sum(keys_seen(length, window) for length in prompt_lens for window in config.sliding_windows)
@@ -119,9 +118,9 @@ class Roofline:
         return (2 * products + 4 * config.num_heads * config.head_dim * keys) / self._ranks
 
     def floor(self, stats: EngineStats, prompt_lens: Sequence[int], step_tokens: int, rates: Rates) -> Floor:
-        """Least time for prompts and the steps that were counted; step_tokens: most tokens of a step.
+        """Return the minimum time for prompts and the counted steps. step_tokens: maximum number of tokens per step.
 
-        Contexts count in full, also where a sliding window reads less.
+        Contexts count in full, even if a sliding window reads less.
         """
         read = 1e9 * rates.read_gbps
         step_bytes = self.weight_bytes + self.expert_bytes(stats.num_decode_tokens / max(stats.num_steps, 1))
@@ -132,20 +131,20 @@ class Roofline:
 
 
 def _average(counted: Iterable[tuple[int, int]], usual: float) -> float:
-    """Bytes for each element. counted: bytes and elements; usual: of no elements at all."""
+    """Return bytes per element. counted: bytes and elements. usual: result without elements."""
     counted = list(counted)
     elements = sum(each for _, each in counted)
     return sum(each for each, _ in counted) / elements if elements else usual
 
 
 def keys_seen(length: int, window: int | None) -> int:
-    """Keys that the queries of a prompt see, summed over the queries."""
+    """Return the number of keys that a prompt's queries see, summed over the queries."""
     full = length if window is None else min(length, window)
     return full * (full + 1) // 2 + (length - full) * full
 
 
 def measure_read_gbps(device: torch.device, timer: Timer) -> float:
-    """1e9 bytes a second of a sum over 2 GiB of float32 (64 MiB on a CPU, an eighth of a GPU's free memory if that is less)."""
+    """Return the GB/s of a sum over 2 GiB of float32 (64 MiB on a CPU, or an eighth of the GPU's free memory if less)."""
     size = min(2**31, torch.cuda.mem_get_info(device)[0] // 8) if device.type == "cuda" else 2**26
     numbers = torch.ones(size // 4, device=device)
     return numbers.nbytes / timer.time(lambda: numbers.sum(), device).median_us * 1e-3

@@ -1,4 +1,4 @@
-"""Offline runs of one engine: every workload warmed up, timed, held against the roofline, and looked at in the middle."""
+"""Offline runs of one engine: every workload is warmed up, timed, compared with the roofline, and profiled in the middle."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from headway.tuning.measure.timing import Timer
 
 @dataclass(frozen=True)
 class OfflineOptions:
-    """How the workloads are run."""
+    """Options of a run."""
 
     repeat: int = 3
-    """Timed passes of each; the one of the median rate counts."""
+    """Number of timed passes; the one with the median rate counts."""
     warmup: int = 1
-    """Passes before them."""
+    """Number of untimed passes first."""
     adapters: int = 0
-    """Adapters that requests have in turn, in passes beside those without; 0: there are none."""
+    """Number of adapters that requests use in turn, in passes in addition to those without adapters. 0 means none."""
     trace: Path | None = None
-    """Where a trace of the steps in the middle of the last workload goes."""
+    """File for a trace of steps in the middle of the last workload."""
     ranks: int = 1
-    """The engine's: each reads and computes a part."""
+    """Number of the engine's ranks, which read and compute a shard each."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Pass:
     first_seconds: float
     """Mean time to the first token."""
     later_seconds: float | None
-    """Mean time of a token after the first."""
+    """Mean time per token after the first."""
     stats: EngineStats
 
 
@@ -63,12 +63,8 @@ def run_offline(
     command: str,
     advance: Callable[[str], None] = lambda _: None,
 ) -> OfflineReport:
-    """Run the workloads one after the other.
-
-    advance: told after each pass which workload it was of.
-
-    :raises HeadwayError: a request that cannot be sent, or that did not write what it was to write.
-    """
+    """Run the workloads one after the other. advance: called after each pass with the workload's label.
+    :raises HeadwayError: if a request cannot be sent or has not generated all of its tokens."""
     device = describe_device(llm.device, llm.model.decoder.dtype, Timer())
     rates = Rates(measure_read_gbps(llm.device, Timer()), device.matrix_tflops)
     cells, busy, adapters = [], crowding(), _drawn_adapters(llm, options.adapters)
@@ -102,7 +98,7 @@ def run_offline(
 
 
 def settings(llm: LLM) -> dict[str, str]:
-    """What the engine runs with, by name."""
+    """Return the engine's settings in effect, by name."""
     chosen, config = llm.engine.selection, llm.engine.config
     return {
         "model_impl": llm.model.implementation,
@@ -123,10 +119,8 @@ def settings(llm: LLM) -> dict[str, str]:
 
 
 def _drawn_adapters(llm: LLM, count: int) -> list[LoRARequest]:
-    """Adapters of random numbers that the engine takes for read ones.
-
-    :raises ConfigError: the engine has no slots for adapters.
-    """
+    """Return random adapters, registered with the engine as if loaded.
+    :raises ConfigError: if the engine has no adapter slots."""
     made = [LoRARequest(f"drawn {number}", number, "no folder") for number in range(1, count + 1)]
     decoder = llm.model.decoder
     bank = decoder.adapters if isinstance(decoder, Decoder) else None
@@ -140,7 +134,7 @@ def _drawn_adapters(llm: LLM, count: int) -> list[LoRARequest]:
 
 
 def _run(llm: LLM, requests: Requests, temperature: float, adapters: Sequence[LoRARequest] = ()) -> _Pass:
-    # Every pass would find the last one's prompts in the prefix cache.
+    # Otherwise every pass would get prefix cache hits on the previous pass's prompts.
     llm.engine.forget_prefixes()
     params = [SamplingParams(temperature=temperature, max_tokens=size, ignore_eos=True) for size in requests.output_lens]
     before = llm.engine.stats.snapshot()
@@ -225,7 +219,7 @@ def _summary(
 
 
 def _floor(llm: LLM, requests: Requests, stats: EngineStats, rates: Rates, ranks: int) -> tuple[float, float] | None:
-    """Least seconds of all the work, and of its prompts alone; None for a model of transformers' own code."""
+    """Return the minimum seconds of all work and of the prompts; None for transformers implementations."""
     if not isinstance(llm.model.decoder, Decoder):
         return None
     decoder = llm.model.decoder

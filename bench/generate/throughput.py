@@ -27,7 +27,7 @@ Generated = list[list[int]]
 
 @dataclass(frozen=True)
 class TextWorkload:
-    """What is generated: greedy, exactly `output_len` tokens a prompt."""
+    """Texts to generate: greedy, exactly `output_len` tokens per prompt."""
 
     num_prompts: int = 16
     output_len: int = 64
@@ -35,35 +35,35 @@ class TextWorkload:
 
 
 class EngineResult(BaseModel):
-    """One engine on the workload; medians over the repeats, after one warm-up."""
+    """Results of one engine: medians over the repeats, after one warm-up."""
 
     model_config = ConfigDict(extra="forbid")
 
     engine: str
     settings: dict[str, str]
     tokens_per_second: float
-    """Output tokens over the time from the first request to the last token."""
+    """Output tokens divided by the time from the first request to the last token."""
     fastest: float
     slowest: float
     time_to_first_token_ms: float
     """Mean over the prompts, all sent at once."""
     time_per_output_token_ms: float
-    """Mean over the prompts, of the time after the first token."""
+    """Mean over the prompts of the time per token after the first."""
     same_tokens: float | None = None
-    """Share of the output tokens, up to each text's end, equal to Headway's; None for Headway itself."""
+    """Share of the output tokens, up to each text's end, that equal Headway's. None for Headway itself."""
 
 
 class ThroughputReport(BaseModel):
-    """One run."""
+    """Result of one run."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     schema_: Literal["headway.throughput/1"] = Field(default="headway.throughput/1", alias="schema")
     command: str
     origin: Origin | None = None
-    """The code that made it; None in files of before 2026-11-22."""
+    """The code that wrote the file. None in files from before 2026-11-22."""
     busy: str = ""
-    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
+    """CPU load of other processes at the start or end of the run; empty if negligible."""
     date: str
     model: str
     dtype: str
@@ -76,13 +76,13 @@ class ThroughputReport(BaseModel):
 
     @property
     def speedup(self) -> float | None:
-        """Headway's tokens a second over the other engine's."""
+        """Headway's tokens per second divided by the other engine's."""
         return self.results[0].tokens_per_second / self.results[1].tokens_per_second if len(self.results) > 1 else None
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One generation of the whole workload. Times in seconds from its start, one a prompt."""
+    """One generation of the whole workload. Times are seconds from its start, one per prompt."""
 
     tokens: Generated
     seconds: float
@@ -93,10 +93,8 @@ class _Pass:
 def run_throughput(
     llm: LLM, workload: TextWorkload, compare: bool, command: str, advance: Callable[[str], None] = lambda _: None
 ) -> ThroughputReport:
-    """Run the workload through Headway and, if asked, through transformers with the same weights, dtype and threads.
-
-    advance: told after each generation which engine made it.
-    """
+    """Run the workload with Headway and, if `compare`, with transformers using the same weights, dtype and threads. advance:
+    called after each generation with the engine's name."""
     prompts = take_prompts(workload.num_prompts)
     ids = [llm.tokenizer(prompt)["input_ids"] for prompt in prompts]
     runners: list[tuple[str, dict[str, str], Callable[[], _Pass]]] = [
@@ -129,7 +127,7 @@ def run_throughput(
 
 
 def num_passes(workload: TextWorkload, compare: bool) -> int:
-    """Generations that `run_throughput` makes."""
+    """Return the number of generations that `run_throughput` makes."""
     return (workload.repeat + 1) * (1 + compare)
 
 
@@ -151,7 +149,7 @@ def _settings(llm: LLM) -> dict[str, str]:
 
 
 def _headway_pass(llm: LLM, ids: Sequence[list[int]], output_len: int) -> _Pass:
-    # Every pass would find the last one's prompts in the prefix cache, which is not what is compared here.
+    # Otherwise every pass would get prefix cache hits on the previous pass's prompts.
     llm.engine.forget_prefixes()
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     start = time.perf_counter()
@@ -163,7 +161,8 @@ def _headway_pass(llm: LLM, ids: Sequence[list[int]], output_len: int) -> _Pass:
 
 
 class TransformersPeer:
-    """transformers' `generate` on one left-padded batch: what most people run. Greedy, end-of-text banned up to the end."""
+    """transformers' `generate` on one left-padded batch, its common use. Greedy, with end-of-text banned until the output
+    length."""
 
     def __init__(self, llm: LLM) -> None:
         from transformers import AutoModelForCausalLM
@@ -177,7 +176,7 @@ class TransformersPeer:
         self.settings = {"attn_implementation": str(self._model.config._attn_implementation), "batch": "left-padded"}
 
     def generate(self, prompts: Sequence[str], output_len: int) -> _Pass:
-        """One pass."""
+        """Run one pass."""
         self._tokenizer.padding_side = "left"
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
         batch = self._tokenizer(list(prompts), return_tensors="pt", padding=True).to(self._device)
@@ -204,9 +203,10 @@ class TransformersPeer:
 
 
 def same_tokens(ours: Generated, theirs: Generated, eos: frozenset[int]) -> float:
-    """Share of tokens that agree, each text counted up to its first end-of-text token in `ours` and its first difference.
+    """Return the share of equal tokens, counting each text up to its first end-of-text token in `ours`, and equal up to the
+    first difference.
 
-    Beyond the end the two differ by construction: one may write the end-of-text token, the other may not.
+    After the end the two differ by construction: only one may generate the end-of-text token.
     """
     compared = equal = 0
     for a, b in zip(ours, theirs, strict=True):

@@ -1,4 +1,4 @@
-"""What the end-to-end benchmark sends: random token ids, all at once, with outputs of a set length; and short texts."""
+"""Workloads of the end-to-end benchmark: random token ids, all sent at once, with fixed output lengths; and short texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.core.contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class Requests:
-    """Prompts and how many tokens each is to write, end-of-text ignored."""
+    """Prompts, and the number of tokens to generate for each, ignoring end-of-text."""
 
     prompts: list[list[int]]
     output_lens: list[int]
@@ -28,7 +28,7 @@ class Requests:
         return sum(self.output_lens)
 
     def halfway(self) -> list[list[int]]:
-        """What each sequence is like when half of its output is written: the prompt, with its own tokens again as output."""
+        """Return each sequence with half of its output: the prompt, followed by its own tokens again as output."""
         return [
             prompt + [prompt[at % len(prompt)] for at in range(output_len // 2)]
             for prompt, output_len in zip(self.prompts, self.output_lens, strict=True)
@@ -44,27 +44,27 @@ class RequestSet(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Requests."""
+        """Number of requests."""
 
     @property
     def lengths(self) -> tuple[int, int] | None:
-        """(input_len, output_len) where all requests have the same."""
+        """(input_len, output_len) if all requests have the same, else None."""
 
     @property
     def temperature(self) -> float:
-        """0: greedy."""
+        """Sampling temperature. 0 is greedy."""
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Maximum tokens of a request, prompt plus output."""
 
     def requests(self, vocab_size: int) -> Requests:
-        """The same ones every time."""
+        """Return the requests, which are the same for every call."""
 
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """batch_size requests of input_len random tokens that write output_len each."""
+    """batch_size requests with input_len random tokens, which generate output_len tokens each."""
 
     batch_size: int
     input_len: int
@@ -87,7 +87,7 @@ class RandomTokens:
         return self.input_len + self.output_len
 
     def requests(self, vocab_size: int) -> Requests:
-        """Token ids from the whole vocabulary, from a fixed seed."""
+        """Return token ids from the whole vocabulary, with a fixed seed."""
         draw = Random(0).randrange
         prompts = [[draw(vocab_size) for _ in range(self.input_len)] for _ in range(self.batch_size)]
         return Requests(prompts, [self.output_len] * self.batch_size)
@@ -95,9 +95,9 @@ class RandomTokens:
 
 @dataclass(frozen=True)
 class Nano:
-    """The work of nano-vllm's bench.py: 256 requests of 100 to 1,024 tokens that write 100 to 1,024; 133,966 in all.
+    """Workload of nano-vllm's bench.py: 256 requests with 100 to 1,024 input and output tokens; 133,966 output tokens in all.
 
-    The draws are made in that script's order from the same generator and seed, so the lengths and ids are its own.
+    Random numbers are drawn in that script's order with the same generator and seed, so lengths and ids are identical.
     """
 
     temperature: float = 0.6
@@ -112,18 +112,18 @@ class Nano:
         return max(len(prompt) + size for prompt, size in zip(drawn.prompts, drawn.output_lens, strict=True))
 
     def requests(self, vocab_size: int) -> Requests:
-        """Token ids 0 to 10,000 whatever the vocabulary; a smaller one is refused when they are sent."""
+        """Return token ids 0 to 10,000 for any vocabulary; sending them fails if the vocabulary is smaller."""
         draw = Random(0).randint
         prompts = [[draw(0, 10000) for _ in range(draw(100, 1024))] for _ in range(self.batch_size)]
         return Requests(prompts, [draw(100, 1024) for _ in range(self.batch_size)])
 
 
 def random_workloads(batch_size: str, input_len: str, output_len: str | None, temperature: float) -> list[RequestSet]:
-    """Every batch size with every pair of lengths; each text is a number or a list such as "1,16,64".
+    """Return every batch size with every pair of lengths; each text is a number or a list such as "1,16,64".
 
-    Input and output lengths are paired in order; a single one goes with all of the other. None: outputs as long as inputs.
-
-    :raises ConfigError: not such a list, or lists of different sizes.
+    Input and output lengths are paired in order; a single one is paired with all of the other. None means outputs as long as
+    inputs.
+    :raises ConfigError: if a text is invalid or the lists have different lengths.
     """
     batches, inputs = parse_sizes("--batch-size", batch_size), parse_sizes("--input-len", input_len)
     outputs = parse_sizes("--output-len", output_len) if output_len else inputs
@@ -135,14 +135,11 @@ def random_workloads(batch_size: str, input_len: str, output_len: str | None, te
 
 
 _MOST: Final = 1 << 20
-"""Requests, and tokens of one: prompts of more would be made for minutes."""
+"""Maximum number of requests and of tokens per request; larger prompts would take minutes to generate."""
 
 
 def parse_sizes(option: str, text: str) -> list[int]:
-    """Whole numbers from a text such as "1,16,64".
-
-    :raises ConfigError: it is none.
-    """
+    """Return integers from a text such as "1,16,64". :raises ConfigError: if the text has another form."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 8 and 0 < int(part) <= _MOST for part in parts):
         raise ConfigError(option, f"whole numbers from 1 to {_MOST:,}, such as 16 or 1,16,64", repr(text))
@@ -174,7 +171,7 @@ PROMPTS = [
 
 
 def take_prompts(count: int) -> list[str]:
-    """`count` prompts: those above, then numbered variations of them, all different."""
+    """Return `count` different prompts: the ones above, then numbered variations of them."""
     rounds = -(-count // len(PROMPTS))
     texts = [prompt if turn == 0 else f"{turn}. {prompt}" for turn in range(rounds) for prompt in PROMPTS]
     return texts[:count]

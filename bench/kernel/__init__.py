@@ -1,1 +1,1 @@
-"""Attention alone: backends, peers and cache writers on one call."""
+"""Kernel benchmarks: single calls of backends, other libraries, cache writers and linear kernels."""

@@ -1,4 +1,4 @@
-"""Who takes part in `headway bench kernel`: backends, cache writers and peers (bare kernels of other libraries, handed in)."""
+"""Contenders of `headway bench kernel`: backends, cache writers and peers (kernels of other libraries, passed by the caller)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_BLOCK_SIZES = (16, 256)
 
 @dataclass(frozen=True)
 class Entry:
-    """One contender with one layout and block size on one work: a row of the result."""
+    """One contender with one layout and block size on one workload: a row of the result."""
 
     name: str
     owner: Owner
@@ -38,11 +38,11 @@ class Entry:
     peer: KernelPeer | None = None
     writer: CacheWriter | None = None
     dense: bool = field(default=False)
-    """Whether no cache is read, so that layout and block size say nothing."""
+    """True if no cache is read, so that layout and block size do not matter."""
 
 
 EntriesOf = Callable[[AttentionWork, "Sequence[str] | None", "Sequence[int] | None"], list[Entry]]
-"""(work, layouts, block sizes) -> its rows, in the order in which they are shown."""
+"""(work, layouts, block sizes) -> its rows, in display order."""
 
 
 def entrants(
@@ -52,12 +52,11 @@ def entrants(
     device: torch.device,
     registry: Registry,
 ) -> tuple[list[ContenderRecord], EntriesOf]:
-    """Everybody asked for, with reasons for who cannot come, and a function that makes the rows of one work.
+    """Return all contenders, with reasons for unavailable ones, and a function that makes the rows of one workload.
 
-    A backend asked for by name gets a row even where it cannot run, with the reason; by default such a one is only listed.
-
-    :raises UnknownBackendError: a backend nobody registered.
-    :raises ConfigError: backends are named, and the phase calls none.
+    A backend requested by name gets a row with the reason even if it cannot run; others are then only listed.
+    :raises UnknownBackendError: if a backend is not registered.
+    :raises ConfigError: if backends are named but the phase does not call any.
     """
     if phase == "write":
         if backends is not None:
@@ -69,7 +68,7 @@ def entrants(
     contenders, present = [], []
     for name in names:
         if backends is not None and name not in registry.backends:
-            registry.backend(name)  # raises, naming all that are registered
+            registry.backend(name)  # raises an error that lists the registered backends
         support = registry.availability(name)
         reason = "; ".join(map(str, support.reasons))
         contenders.append(ContenderRecord(name=name, owner="backend", available=bool(support), reason=reason))
@@ -115,7 +114,7 @@ def _backend_entries(
             for size in blocks or DEFAULT_BLOCK_SIZES
         ]
         accepted = [row for row in tried if row.support]
-        # Of the default sizes only those that fit are meant, but one refusal is kept where none does: it says why.
+        # Of the default sizes, keep only supported ones; if there are none, keep one rejection for its reason.
         rows += tried if blocks else accepted or tried[:1]
     return rows
 
@@ -124,7 +123,7 @@ def _peer_entry(peer: KernelPeer, work: AttentionWork, rows: Sequence[Entry]) ->
     support = peer.supports(work)
     if work.phase == "decode" or (peer.extends and work.attention_phase is Phase.EXTEND):
         return Entry(peer.name, "peer", NHD, peer.block_size, support, peer=peer)
-    # Dense: it reads no cache, so it joins the first case there is instead of filling one more.
+    # Dense: it reads no cache, so it uses the first existing case instead of filling another one.
     shared = next((row for row in rows if row.support), None)
     layout, block_size = (shared.layout, shared.block_size) if shared else (NHD, DEFAULT_BLOCK_SIZES[0])
     return Entry(peer.name, "peer", layout, block_size, support, peer=peer, dense=True)
@@ -133,7 +132,7 @@ def _peer_entry(peer: KernelPeer, work: AttentionWork, rows: Sequence[Entry]) ->
 def _writer_entries(
     registry: Registry, work: AttentionWork, layouts: Sequence[str] | None, blocks: Sequence[int] | None
 ) -> list[Entry]:
-    """One row for each layout and block size; of all layouts, those that hold such a layer."""
+    """Return one row per layout and block size; by default, only layouts that support the layer."""
     rows = []
     for name in layouts or list(registry.layouts):
         info = registry.layout(name)
@@ -146,10 +145,10 @@ def _writer_entries(
 
 
 Call = Callable[[], Tensor]
-"""One bare call; returns [num_tokens, num_heads, head_dim] under any leading shape."""
+"""One call; returns [num_tokens, num_heads, head_dim], possibly with leading dimensions."""
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
-"""Largest accepted relative error, by dtype; the dtypes peers take."""
+"""Maximum accepted relative error by dtype. Peers support only these dtypes."""
 
 
 class KernelPeer(ABC):
@@ -157,27 +156,27 @@ class KernelPeer(ABC):
 
     name: str
     distribution: str
-    """What pip calls it."""
+    """Name of the library on PyPI."""
     package: str
-    """The peer's top-level package."""
+    """Top-level package of the library."""
     block_size: int = 0
-    """Block size of the paged cache that the kernel decodes from; 0 if it does not decode."""
+    """Block size of the paged cache from which the kernel decodes; 0 if it does not decode."""
     phases: frozenset[PhaseName] = frozenset({"decode", "prefill"})
     uniform_query_len: int = 1
-    """Most query tokens a sequence in decode, the same for all."""
+    """Maximum number of query tokens per sequence in decode, equal for all sequences."""
     extends: bool = False
-    """Whether its prefill reads a context out of a cache of `block_size`."""
+    """True if its prefill supports a context in a cache with `block_size`."""
 
     @property
     def version(self) -> str:
-        """Version of the installed distribution; empty if there is none."""
+        """Version of the installed distribution; empty if it is not installed."""
         try:
             return metadata.version(self.distribution)
         except metadata.PackageNotFoundError:
             return ""
 
     def available(self, device: torch.device) -> Support:
-        """Whether the functions that the peer needs can be imported; nothing is on a CPU, where none of them has a kernel."""
+        """Return whether the peer's functions can be imported. On a CPU none is available, since none has a CPU kernel."""
         support = YES
         if find_spec(self.package) is None:
             support &= Support.no("package", self.distribution, "not installed", f"pip install {self.distribution}")
@@ -187,12 +186,12 @@ class KernelPeer(ABC):
             return support
         try:
             self.probe()
-        except Exception as error:  # a library may raise anything while it loads
+        except Exception as error:  # a library may raise anything on import
             return Support.no("import", f"what {self.name} calls", f"{type(error).__name__}: {error}")
         return YES
 
     def supports(self, work: AttentionWork) -> Support:
-        """Whether the bare call can do this work."""
+        """Return whether the kernel supports this workload."""
         spec, support = work.spec, YES
         if spec.dtype not in TOLERANCE:
             support &= Support.no("dtype", "bfloat16 or float16", str(spec.dtype).removeprefix("torch."))
@@ -208,23 +207,23 @@ class KernelPeer(ABC):
         return support
 
     def prepare(self, case: Case) -> Call:
-        """Everything a step needs before the call itself: reshaped inputs, masks, plans. No host copy of q, k or v."""
+        """Prepare reshaped inputs, masks and plans. Return the call to time. Does not copy q, k or v to the host."""
         return self.decode(case) if case.metadata.num_decodes else self.prefill(case)
 
     @abstractmethod
     def probe(self) -> None:
-        """Import the functions that the peer calls; raises whatever that raises."""
+        """Import the functions that the peer calls. Raises whatever the import raises."""
 
     @abstractmethod
     def decode(self, case: Case) -> Call:
-        """The call of one decode step."""
+        """Return the call of one decode step."""
 
     @abstractmethod
     def prefill(self, case: Case) -> Call:
-        """The call of one dense causal prefill."""
+        """Return the call of one dense causal prefill."""
 
 
 def peer_contender(peer: KernelPeer, case: Case, error: Callable[[Tensor], float]) -> Contender:
-    """A library's bare call; its output is its own affair, its plan (flashinfer's) is made beforehand and not timed."""
+    """Return a library's kernel as a contender. It allocates its own output; its plan (flashinfer) is made before timing."""
     shape = case.q.shape
     return Contender(peer.prepare(case), lambda out: error(out.reshape(shape)), TOLERANCE[case.spec.dtype], kernel=peer.name)

@@ -1,4 +1,4 @@
-"""Random weights of products in each form, the ways of multiplying over them on a device, and which an engine takes."""
+"""Random weights in each format, the linear kernels for them on a device, and the kernel that an engine would choose."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from headway.tuning.measure.products import linear_layer
 _EXACT, _ROUNDED = 1e-2, 8e-2
 _MOST_COPIES = 16
 _CPU_CACHE = 32 << 20
-"""Bytes taken for a CPU's cache, whose size torch does not tell."""
+"""Assumed size of a CPU's cache in bytes, which torch does not report."""
 
 
 def float8(rows: int, columns: int, device: torch.device, block: tuple[int, int] | None = None) -> Float8Weight:
-    """A random weight. block: rows and columns under a scale; None: a scale a row."""
+    """Return a random weight. block: rows and columns per scale; None means one scale per row."""
     high, wide = block or (1, columns)
     scales = torch.rand(-(-rows // high), -(-columns // wide), device=device) + 0.5
     return Float8Weight(torch.randn(rows, columns, device=device).to(torch.float8_e4m3fn), scales, (high, wide))
 
 
 def int4(rows: int, columns: int, device: torch.device) -> Int4Weight:
-    """A random weight in groups of 128."""
+    """Return a random weight with groups of 128."""
     packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
     return Int4Weight(packed, (torch.rand(rows, columns // 128, device=device) + 0.5).half(), None, 128)
 
 
 def mxfp4(rows: int, columns: int, device: torch.device) -> Float4Weight:
-    """A random weight."""
+    """Return a random weight."""
     packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
     return Float4Weight(packed, torch.randint(120, 132, (rows, columns // MX_GROUP), dtype=torch.uint8, device=device))
 
@@ -52,21 +52,21 @@ FORMS: Mapping[str, Callable[[int, int, torch.device], QuantizedWeight]] = {
 
 @dataclass
 class ProductLayers:
-    """Layers of one shape and form, larger together than the device's cache."""
+    """Layers of one shape and format, together larger than the device's cache."""
 
     shape: tuple[int, int]
-    """out_features, in_features."""
+    """(out_features, in_features)."""
     form: str
     weights: list[Tensor | QuantizedWeight]
     linears: list[Linear]
     dense: Tensor
-    """The first one's weight, float32."""
+    """float32 [out_features, in_features]: the first layer's dequantized weight."""
     num_bytes: int
-    """Bytes of one weight, its scales included."""
+    """Bytes of one weight, including its scales."""
 
     @classmethod
     def drawn(cls, shape: tuple[int, int], form: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ProductLayers:
-        """Draw them. form: of FORMS or PLAIN_FORMS. dtype: of x."""
+        """Return layers with random weights. form: name in FORMS or PLAIN_FORMS. dtype: element type of x."""
         plain = PLAIN_FORMS.get(form)
         cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _CPU_CACHE
         weights: list[Tensor | QuantizedWeight] = []
@@ -77,50 +77,51 @@ class ProductLayers:
         return cls(shape, form, weights, [Linear(weight, dtype=dtype) for weight in weights], dense, first.nbytes)
 
     def error(self, y: Tensor, x: Tensor) -> float:
-        """How far a product of the first layer is off, relative to its norm. x: [rows, in_features]."""
+        """Return the relative error (norm) of the first layer's output. x: [rows, in_features]."""
         expected = x.float() @ self.dense.t()
         return float((y.float() - expected).norm() / expected.norm())
 
 
 PLAIN_FORMS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""What weights that are not quantised are called, by their element type."""
+"""Name of an unquantized format -> its element type."""
 
 
 def tolerance(rounds: bool) -> float:
-    """Error of a right answer relative to its norm: of x in bfloat16, and of x that a way rounds to floats of 8 bits."""
+    """Return the maximum relative error (norm): `rounds` is True if the kernel rounds x from bfloat16 to FP8."""
     return _ROUNDED if rounds else _EXACT
 
 
 Step = Callable[[Tensor, Linear], Tensor]
 EXPANDED, PACKED, MM = "expanded", "packed", "torch.mm"
-"""The weight expanded once, when it is loaded; torch's product over a weight packed for a CPU; and over one as it lies."""
+"""Names of kernels: the weight dequantized at load time; torch's GEMM with a weight packed for a CPU; and torch.mm with it
+unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedProduct:
-    """One way of computing x [rows, in_features] times each layer's weight."""
+    """One kernel that computes x [rows, in_features] times each layer's weight."""
 
     name: str
     step: Step
     linears: Sequence[Linear]
     rounds: bool = False
-    """Whether x is rounded to floats of 8 bits."""
+    """True if x is rounded to FP8."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductWays:
-    """All ways of some layers."""
+    """All kernels for some layers."""
 
     of: Callable[[Tensor], Sequence[TimedProduct]]
-    """The ways that compute products of x."""
+    """Returns the kernels that support x."""
     chosen: Callable[[int], str] = field(default=lambda rows: "")
-    """The name of the one that an engine takes for so many rows; "": there is nothing to choose."""
+    """Returns the name of the kernel that an engine chooses for a number of rows; "" if there is no choice."""
     source: str = "its form"
-    """Whose word that is."""
+    """Source of the choice: measurement or heuristic."""
 
 
 def ways_of(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> ProductWays:
-    """Find what multiplies over the layers' weights. dtype: of x."""
+    """Return the kernels for the layers' weights. dtype: element type of x."""
     weight = layers.weights[0]
     if device.type == "cuda":
         return _on_gpu(layers, device)
@@ -135,7 +136,7 @@ def ways_of(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _on_gpu(layers: ProductLayers, device: torch.device) -> ProductWays:
-    """The engine's own: kept times choose among them, or the rule."""
+    """Return the engine's own kernels, chosen by cached times or the heuristic."""
     choice = builtin_kernels(device, ON_GPU).choice(layers.linears[0].spec(device))
     plain = isinstance(layers.weights[0], Tensor)
     if not plain:
@@ -149,7 +150,7 @@ def _on_gpu(layers: ProductLayers, device: torch.device) -> ProductWays:
 
 
 def _by(kernel: LinearKernel) -> Step:
-    """One kernel, which is bound to each layer once."""
+    """Return a step with one kernel, which is bound to each layer once."""
     bound: dict[Linear, Callable[..., Tensor]] = {}
 
     def step(x: Tensor, linear: Linear) -> Tensor:

@@ -1,4 +1,4 @@
-"""`headway bench kernel --linear`: every way of multiplying over a weight, checked, then timed; and the table of it."""
+"""`headway bench kernel --linear`: every linear kernel, checked and then timed, and the table of results."""
 
 from __future__ import annotations
 
@@ -33,30 +33,31 @@ from headway.tuning.table.schema import DeviceInfo
 PLAIN = "plain"
 _FORM_OF = {"int4": "int4", "fp8": "fp8 rows", "fp8-blocks": "fp8 blocks", "mxfp4": "mxfp4", PLAIN: PLAIN}
 FORM_NAMES = tuple(_FORM_OF)
-"""int4 in groups of 128, fp8 with a scale a row, fp8 in blocks of 128 x 128, mxfp4, and weights in the element type of x."""
+"""int4 in groups of 128, fp8 with one scale per row, fp8 in blocks of 128 x 128, mxfp4, and plain weights in the element type of
+x."""
 _MULTIPLES = {"int4": 128, "mxfp4": 32}
-"""What in_features must be a multiple of."""
+"""Format -> number of which in_features must be a multiple."""
 
 
 @dataclass(frozen=True)
 class ProductOptions:
-    """What to measure."""
+    """Options of a run."""
 
     shapes: Sequence[tuple[int, int]]
-    """out_features, in_features."""
+    """(out_features, in_features) of each layer."""
     forms: Sequence[str] = FORM_NAMES
     rows: Sequence[int] = (1, 4, 16, 64)
-    """Rows of x."""
+    """Numbers of rows of x."""
     dtype: torch.dtype | None = None
-    """Element type of x; None: bfloat16 on a GPU, float32 on a CPU."""
+    """Element type of x. None means bfloat16 on a GPU, float32 on a CPU."""
     device: torch.device = field(default_factory=default_device)
     timer: Timer = field(default_factory=Timer)
     seed: int = 0
     peak_gbps: float | None = None
     peak_tflops: float | None = None
-    """See `KernelOptions`."""
+    """This and `peak_gbps`: see `KernelOptions`."""
     output: Path | None = None
-    """Result file, written anew after each shape and form."""
+    """Result file, rewritten after each shape and format."""
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class ProductOptions:
 
 
 class ProductTime(BaseModel):
-    """One way on one shape, form and number of rows. Only an answer that was right has a time."""
+    """Result of one kernel for one shape, format and number of rows. Only correct kernels have a time."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -80,24 +81,24 @@ class ProductTime(BaseModel):
     rows: int
     way: str
     chosen: bool
-    """Whether an engine takes this way for so many rows."""
+    """True if an engine chooses this kernel for this number of rows."""
     status: Status
     reason: str = ""
     median_us: float | None = None
-    """Microseconds of a product; weights are read in turn, and are larger together than the device's cache."""
+    """Microseconds per GEMM. Weights are read in turn and together exceed the device's cache."""
     p20_us: float | None = None
     p80_us: float | None = None
     floor_us: float
-    """The larger of what its bytes take at the memory's rate, and its operations at the rate of the element type of x."""
+    """Microseconds of the larger of two lower bounds: bytes at the memory's rate, operations at the rate for x's element type."""
     bound: Literal["bytes", "operations"]
-    """Which of the two it is."""
+    """The larger of the two lower bounds."""
     relative_error: float | None = None
-    """||y - x W^T|| / ||x W^T|| with the dequantised weight in float32."""
+    """||y - x W^T|| / ||x W^T|| with the dequantized weight in float32."""
     tolerance: float | None = None
 
 
 class ProductsBench(ResultFile):
-    """One run."""
+    """Result of one run."""
 
     schema_: Literal["headway.kernel_products/1"] = Field(default="headway.kernel_products/1", alias="schema")
     command: str
@@ -113,17 +114,17 @@ class ProductsBench(ResultFile):
     """Element type of x."""
     peak: DevicePeak
     choices: dict[str, str] = Field(default_factory=dict)
-    """Shape and form -> by whose word an engine chooses."""
+    """Shape and format -> source of the engine's choice."""
     cells: list[ProductTime]
 
     @property
     def rates(self) -> tuple[float, float]:
-        """GB/s and TFLOP/s of the floors: the device's peak, or where it is not known what was measured."""
+        """GB/s and TFLOP/s of the lower bounds: the device's peak, or measured rates if it is unknown."""
         return self.peak.gbps or self.device.copy_gbps, self.peak.tflops or self.device.matrix_tflops
 
 
 def run_products_bench(options: ProductOptions, console: Console | None = None) -> ProductsBench:
-    """Time all ways of all products. What a way does wrong is in the report. console: where the progress bar goes."""
+    """Time all kernels for all layers. Failures are recorded in the report. console: shows the progress bar."""
     dtype = options.dtype or (torch.float32 if options.device.type == "cpu" else torch.bfloat16)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     works = [(shape, form) for shape in options.shapes for form in options.forms]
@@ -158,12 +159,12 @@ def run_products_bench(options: ProductOptions, console: Console | None = None) 
 def _run_work(
     shape: tuple[int, int], form: str, dtype: torch.dtype, options: ProductOptions, report: ProductsBench
 ) -> Iterator[list[ProductTime]]:
-    """Cells for each number of rows; the ways of one number run on the same x."""
+    """Yield the cells of each number of rows; its kernels all use the same x."""
     held = next(name for name, each in PLAIN_FORMS.items() if each == dtype) if form == PLAIN else _FORM_OF[form]
     try:
         layers = ProductLayers.drawn(shape, held, options.device, dtype)
         ways = ways_of(layers, dtype, options.device)
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         got = f"{shape[0]}x{shape[1]} {form}: {failed(error).reason}"
         raise ConfigError("--linear", f"weights that fit into the memory of {options.device}", got) from error
     report.choices[f"{shape[0]}x{shape[1]} {form}"] = ways.source
@@ -207,7 +208,8 @@ def _cell(
 
 
 def _contender(layers: ProductLayers, way: TimedProduct, x: Tensor) -> Contender:
-    """All layers one after the other, so that weights come from memory: on a GPU as a CUDA graph, as an engine runs them."""
+    """Return all layers run one after another, so that weights come from memory. On a GPU they are a CUDA graph, as in an
+    engine."""
     answers: list[Tensor] = []
 
     def all_layers() -> None:
@@ -228,7 +230,7 @@ def _contender(layers: ProductLayers, way: TimedProduct, x: Tensor) -> Contender
 
 
 def _floor(layers: ProductLayers, x: Tensor, rates: tuple[float, float]) -> tuple[float, Literal["bytes", "operations"]]:
-    """Microseconds that a product takes at least: its weight as it is stored and x read, y written; or 2 rows N K operations."""
+    """Return the minimum microseconds of a GEMM and its bound: stored weight and x read, y written; or 2 rows N K operations."""
     rows, (out_features, in_features) = len(x), layers.shape
     moved = layers.num_bytes + rows * (out_features + in_features) * x.element_size()
     by_bytes, by_operations = moved / rates[0] * 1e-3, 2 * rows * out_features * in_features / rates[1] * 1e-6
@@ -236,7 +238,7 @@ def _floor(layers: ProductLayers, x: Tensor, rates: tuple[float, float]) -> tupl
 
 
 def print_products(report: ProductsBench, console: Console) -> None:
-    """Print the device and its rates, the tables, and why any cell has no time."""
+    """Print the device and its rates, the tables, and reasons for missing times."""
     (gbps, tflops), peak = report.rates, report.peak
     of = (
         f"peak ({peak.source})"
@@ -250,7 +252,7 @@ def print_products(report: ProductsBench, console: Console) -> None:
     for shape, form in dict.fromkeys((cell.shape, cell.form) for cell in report.cells):
         cells = [cell for cell in report.cells if (cell.shape, cell.form) == (shape, form)]
         source = report.choices[f"{shape} {form}"]
-        console.print(Text(f"\n{shape} {form}").append(f"; *: what an engine takes, by {source}", "dim"), soft_wrap=True)
+        console.print(Text(f"\n{shape} {form}").append(f"; *: the engine's choice, by {source}", "dim"), soft_wrap=True)
         console.print(_table(cells))
     told: dict[str, list[str]] = {}
     for cell in report.cells:
@@ -264,10 +266,10 @@ def print_products(report: ProductsBench, console: Console) -> None:
 
 
 def _table(cells: Sequence[ProductTime]) -> Table:
-    """The fastest way of a number of rows first."""
+    """Return a table, with the fastest kernel first for each number of rows."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("rows", justify="right")
-    table.add_column("way", no_wrap=True)
+    table.add_column("kernel", no_wrap=True)
     for column in ("us", "floor us", "of", "share", "error"):
         table.add_column(column, justify="right", no_wrap=True)
     for rows in dict.fromkeys(cell.rows for cell in cells):

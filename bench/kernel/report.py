@@ -1,4 +1,4 @@
-"""Results of `headway bench kernel` as tables for people, the states' too, and which backends are slower than another."""
+"""Result tables of `headway bench kernel`, including states, and comparison of backends with one of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from headway.tuning.table.schema import Cell, CrossoverTable, DeviceInfo, points
 
 
 def compare(cells: Sequence[KernelCell], than: str, most: float) -> SpeedComparison:
-    """Hold every backend to the times of another, over the same layout and block size where it has one there, else its fastest.
+    """Compare every backend's times with `than`, for the same layout and block size or else with its fastest.
 
-    A cell that a backend declines (unsupported) is not compared; one whose answer is wrong, or that raises, has failed.
+    Unsupported cells are not compared; a wrong result or an error counts as failed.
     """
     found = [each for cell in cells if cell.owner == "backend" and cell.backend != than for each in _held(cell, cells, than)]
     slower = [each for each in found if each.factor is None or each.factor > most]
@@ -30,9 +30,7 @@ def compare(cells: Sequence[KernelCell], than: str, most: float) -> SpeedCompari
 
 def check_request(most: float | None, than: str | None, phase: str) -> None:
     """Check `--fail-if-slower` and `--than`.
-
-    :raises ConfigError: one without the other, a factor that is none, or a phase without backends.
-    """
+    :raises ConfigError: if only one is given, the factor is invalid, or the phase has no backends."""
     if (most is None) != (than is None):
         given, missing = ("--fail-if-slower", "--than NAME") if than is None else ("--than", "--fail-if-slower FACTOR")
         raise ConfigError(given, f"{missing} beside it", f"{given} alone", "both together say what is too slow")
@@ -68,8 +66,8 @@ def _work(cell: KernelCell) -> tuple[str, ...]:
 
 
 def step_bytes(spec: StateSpec, batch: int, query_len: int) -> int:
-    """Bytes that a step must move: states read once and written after each token, the tokens, the convolution's weights."""
-    state = KEY_VALUE.bytes_per_slot(spec)  # as large in every layout
+    """Return the bytes that a step must move: states read once and written after each token, tokens, and convolution weights."""
+    state = KEY_VALUE.bytes_per_slot(spec)  # equal in every layout
     gates = sum(math.prod(shape) for shape in gate_shapes(spec))
     token = spec.input_channels + spec.out_channels + gates
     weights = spec.conv_channels * (spec.conv_width + 1)
@@ -77,14 +75,12 @@ def step_bytes(spec: StateSpec, batch: int, query_len: int) -> int:
 
 
 def print_state_report(table: CrossoverTable, spec: StateSpec, peak: DevicePeak, copy_gbps: float, console: Console) -> None:
-    """Print the layer, a table of steps and one of scans, and why any cell has no time.
-
-    peak: of the device; where its bandwidth is not known, rates are shares of what a copy was measured at.
-    """
+    """Print the layer, tables of steps and scans, and reasons for missing times. peak: the device's. If its bandwidth is unknown,
+    rates are shares of the measured copy rate."""
     most = peak.gbps or copy_gbps
-    of = f"{most:,.0f} GB/s, " + (f"the peak ({peak.source})" if peak.gbps else "what a large copy was measured at")
+    of = f"{most:,.0f} GB/s, " + (f"the peak ({peak.source})" if peak.gbps else "the measured rate of a large copy")
     console.print(Text(f"{table.device.name}, {table.spec}"), soft_wrap=True)
-    for verb, rate in (("step", f"GB/s of states read and written, and share of {of}"), ("scan", "tokens a second")):
+    for verb, rate in (("step", f"GB/s of states read and written, and share of {of}"), ("scan", "tokens per second")):
         cells = [cell for cell in table.cells if cell.phase == verb and cell.median_us is not None]
         console.print(_state_table(f"{verb}: median us of one layer, {rate}", cells, spec, most))
     told: dict[str, list[str]] = {}
@@ -105,7 +101,7 @@ def _case(cell: Cell) -> str:
 
 
 def _state_table(title: str, cells: list[Cell], spec: StateSpec, most: float) -> Table:
-    """One row for each cell, the fastest of a case first. most: GB/s of which rates are shares."""
+    """Return a table with one row per cell, fastest first for each case. most: GB/s that rates are divided by."""
     steps = bool(cells) and cells[0].phase == "step"
     hosts = any(cell.graph or cell.host_us is not None for cell in cells)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -131,13 +127,13 @@ def _state_table(title: str, cells: list[Cell], spec: StateSpec, most: float) ->
 
 RATE_OF = {
     "decode": "GB/s of K and V read once",
-    "prefill": "TFLOP/s of the keys that causality shows",
+    "prefill": "TFLOP/s of the keys within the causal mask",
     "write": "GB/s read plus written",
 }
 
 
 def print_report(report: KernelReport, console: Console) -> None:
-    """Print the device, a table for each phase, geometry and dtype, and why any cell has no time."""
+    """Print the device, a table per phase, geometry and dtype, and reasons for missing times."""
     console.print(describe(report.device), highlight=False)
     if report.peak is not None:
         console.print(_peak(report.peak, report.device.matrix_dtype), highlight=False)
@@ -155,18 +151,18 @@ def print_report(report: KernelReport, console: Console) -> None:
 
 
 def describe(device: DeviceInfo) -> str:
-    """Two lines: the device with its software, and its measured limits."""
+    """Return two lines: the device with its software, and its measured limits."""
     parts = [device.name]
     parts += [f"compute capability {device.compute_capability}, {device.sm_count} SMs"] if device.sm_count else []
     parts += [f"{device.threads} thread{'s' if device.threads > 1 else ''}"] if device.threads else []
     parts += [f"driver {device.driver}"] if device.driver else []
     parts += [f"torch {device.torch}", *(f"{name} {version}" for name, version in device.libraries.items() if name != "headway")]
-    limits = f"copy {device.copy_gbps:.0f} GB/s read+write, {device.matrix_dtype} product {device.matrix_tflops:.3g} TFLOP/s"
+    limits = f"copy {device.copy_gbps:.0f} GB/s read+write, {device.matrix_dtype} GEMM {device.matrix_tflops:.3g} TFLOP/s"
     return f"{', '.join(parts)}\nmeasured limits: {limits}"
 
 
 def _peak(peak: DevicePeak, dtype: str) -> str:
-    """One line: the peaks that are known, and how to give those that are not."""
+    """Return a line with the known peaks and the options for unknown ones."""
     known = [f"{peak.gbps:.0f} GB/s"] if peak.gbps is not None else []
     known += [f"{peak.tflops:.3g} TFLOP/s in {dtype}"] if peak.tflops is not None else []
     unknown = [] if peak.gbps is not None else ["--peak-bandwidth GB/s"]
@@ -176,7 +172,7 @@ def _peak(peak: DevicePeak, dtype: str) -> str:
 
 
 def notes(report: KernelReport) -> list[str]:
-    """Every contender that could not come, and every reason for a cell without a time with the cases it holds for."""
+    """Return notes on unavailable contenders, and the reasons for missing times with their cases."""
     absent: dict[str, list[str]] = {}
     for contender in report.contenders:
         if not contender.available:

@@ -1,4 +1,4 @@
-"""The result file of `headway bench kernel`, schema `headway.kernel/1`, and what devices could do at most."""
+"""Result file of `headway bench kernel`, schema `headway.kernel/1`, and peak rates of devices."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from headway.tuning.table.schema import DeviceInfo
 
 
 class DevicePeak(BaseModel):
-    """The most that a device reads and computes in a second. A rate that nobody knows is None."""
+    """Peak rates of a device. None means unknown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     gbps: float | None = Field(default=None, gt=0)
-    """Bytes that its memory moves, 1e9 a second."""
+    """Memory bandwidth in GB/s."""
     tflops: float | None = Field(default=None, gt=0)
-    """Dense operations in the element type of the run, 1e12 a second, sums in float32."""
+    """Dense TFLOP/s in the element type of the run, with float32 accumulation."""
     source: str = ""
-    """Whose word it is: the data sheet's, the user's, or both."""
+    """Source of the rates: data sheet, user, or both."""
 
 
-# Name as the driver tells it, its longest match counts -> GB/s, TFLOP/s of 16-bit products without sparsity, TFLOP/s of float32
-# without tensor cores. From NVIDIA's data sheets; where these give a figure with sparsity, half of it stands here.
+# Name reported by the driver (the longest match counts) -> GB/s, TFLOP/s of 16-bit GEMMs without sparsity, TFLOP/s of float32
+# without tensor cores. From NVIDIA's data sheets; numbers with sparsity are halved.
 _SHEETS: dict[str, tuple[float, float, float]] = {
     "NVIDIA A100": (1555, 312, 19.5),  # A100 Tensor Core GPU data sheet, 40 GB
     "NVIDIA A100-SXM4-80GB": (2039, 312, 19.5),  # the same, 80 GB SXM
@@ -50,10 +50,8 @@ def peak_of(
     bandwidth: float | None = None,
     flops: float | None = None,
 ) -> DevicePeak:
-    """Look up a device's peaks by the name that its driver tells.
-
-    dtype: the element type of the run. bandwidth, flops: GB/s and TFLOP/s that the user gives, which count before a data sheet.
-    """
+    """Return a device's peaks by the name that its driver reports. dtype: element type of the run. bandwidth, flops: the user's
+    GB/s and TFLOP/s, which take precedence over data sheets."""
     names = [name for name in _SHEETS if device_name == name or device_name.startswith((f"{name} ", f"{name}-"))]
     gbps, half, single = _SHEETS[max(names, key=len)] if names else (None, None, None)
     tflops = single if dtype == "float32" else half
@@ -66,48 +64,48 @@ Owner = Literal["backend", "peer", "writer"]
 
 
 class KernelCell(BaseModel):
-    """One contender on one case, layout and block size. Only an answer that was right has a time."""
+    """Result of one contender for one case, layout and block size. Only correct results have a time."""
 
     model_config = ConfigDict(extra="forbid")
 
     backend: str
-    """Name of the backend, of the peer, or of the layout's cache writer."""
+    """Name of the backend, peer, or cache writer."""
     owner: Owner
     """"peer" is a library called without Headway."""
     phase: PhaseName
     case: str
-    """The case as it was asked for, in the grammar of headway.core.oracle.cases."""
+    """The case as requested, in the grammar of headway.core.oracle.cases."""
     geometry: str
     """num_heads/num_kv_heads/head_dim."""
     layout: str
     block_size: int | None
-    """None where no cache is read: a peer's dense prefill."""
+    """None if no cache is read (a peer's dense prefill)."""
     dtype: str
     """Element type of q, k, v and out."""
     kv_dtype: str
     """Element type of the cache."""
     status: Status
     reason: str = ""
-    """Why there is no time; empty where there is one."""
+    """Reason for a missing time; else empty."""
     kernel: str = ""
-    """The kernel that ran, as the backend names it."""
+    """Name of the kernel that ran, from the backend."""
     median_us: float | None = None
     p20_us: float | None = None
     p80_us: float | None = None
     plan_us: float | None = None
-    """Host time of `plan`, once a step and spec; None for peers and writers."""
+    """Host microseconds of `plan`, once per step and spec. None for peers and writers."""
     host_us: float | None = None
-    """Host time until a step's call has returned, `plan` included; None on a CPU, where it is the whole time."""
+    """Host microseconds until a step's call returns, including `plan`. None on a CPU, where it is the whole time."""
     gbps: float | None = None
-    """Decode: bytes of K and V read once. Write: bytes read plus written. 1e9 bytes a second."""
+    """Decode: bytes of K and V read once. Write: bytes read plus written. In GB/s."""
     tflops: float | None = None
-    """Prefill: 4 * head_dim * num_heads * keys seen, summed over the queries."""
+    """Prefill: 4 * head_dim * num_heads * keys seen, summed over the queries. In TFLOP/s."""
     fraction: float | None = None
-    """The rate as a share of the device's measured copy rate (decode, write) or matrix rate (prefill)."""
+    """Rate divided by the device's measured copy rate (decode, write) or matrix rate (prefill)."""
     peak_fraction: float | None = None
-    """The rate as a share of the device's peak; None where that is not known, and in files of before 2026-11-24."""
+    """Rate divided by the device's peak. None if that is unknown, and in files from before 2026-11-24."""
     relative_error: float | None = None
-    """||out - reference|| / ||reference||, the worse of before and after timing; None where nothing, or no number, came out."""
+    """||out - reference|| / ||reference||, the larger of before and after timing. None if there was no finite result."""
     tolerance: float | None = None
 
     @model_validator(mode="after")
@@ -120,21 +118,21 @@ class KernelCell(BaseModel):
 
     @property
     def spread(self) -> float | None:
-        """Half the range from p20 to p80 as a share of the median; None without a time."""
+        """Half the range from p20 to p80 divided by the median. None without a time."""
         if self.median_us is None or self.p20_us is None or self.p80_us is None:
             return None
         return (self.p80_us - self.p20_us) / (2 * self.median_us)
 
     @property
     def label(self) -> str:
-        """The contender and how its cache lies: one column of a table."""
+        """Contender, layout and block size: a column of the table."""
         if self.owner == "peer":
             return f"{self.backend} (bare)" if self.block_size is None else f"{self.backend} (bare) {self.block_size}"
         return f"{self.backend} {self.layout} {self.block_size}"
 
 
 class ContenderRecord(BaseModel):
-    """A backend or peer that was asked for by name or by default, and whether it could take part."""
+    """A backend or peer that was requested, and whether it is available."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -146,7 +144,7 @@ class ContenderRecord(BaseModel):
 
 
 class SlowerCell(BaseModel):
-    """A cell in which a backend takes longer than it may, or in which it has failed."""
+    """A cell in which a backend is slower than allowed or has failed."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -157,13 +155,13 @@ class SlowerCell(BaseModel):
     layout: str
     block_size: int | None
     median_us: float | None
-    """None: its answer was wrong, or it raised."""
+    """None if its result was wrong or it raised."""
     than_us: float
-    """What the other took."""
+    """Microseconds of the other backend."""
     factor: float | None
     """median_us / than_us."""
     reason: str = ""
-    """Why there is no median_us."""
+    """Reason if median_us is None; else empty."""
 
     def __str__(self) -> str:
         where = f"{self.phase} {self.geometry} {self.case}, {self.layout} {self.block_size}"
@@ -173,37 +171,37 @@ class SlowerCell(BaseModel):
 
 
 class SpeedComparison(BaseModel):
-    """Backends held to another's times."""
+    """Comparison of backends with one of them."""
 
     model_config = ConfigDict(extra="forbid")
 
     than: str
-    """The backend that the others are held to."""
+    """Backend to compare with."""
     most: float
-    """How many times as long they may take."""
+    """Maximum allowed ratio of times."""
     compared: int
-    """Cells in which both were measured, or the other alone."""
+    """Number of cells in which both, or only the other backend, were measured."""
     slower: list[SlowerCell]
 
     @property
     def fault(self) -> str:
-        """Why the comparison has failed, in one line; empty where it has not."""
+        """Reason why the comparison failed, in one line; else empty."""
         if not self.compared:
-            return f"nothing could be compared with {self.than}: no cell has a time of it beside another backend's"
+            return f"nothing could be compared with {self.than}: no cell has times of both it and another backend"
         if not self.slower:
             return ""
         return f"{len(self.slower)} of {self.compared} cells take more than {self.most:g} times as long as {self.than}, or failed"
 
 
 class KernelReport(ResultFile):
-    """One run."""
+    """Result of one run."""
 
     schema_: Literal["headway.kernel/1"] = Field(default="headway.kernel/1", alias="schema")
     command: str
     origin: Origin | None = None
-    """The code that made it; None in files of before 2026-11-22."""
+    """The code that wrote the file. None in files from before 2026-11-22."""
     busy: str = ""
-    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
+    """CPU load of other processes at the start or end of the run; empty if negligible."""
     date: str
     """UTC, ISO 8601: the start of the run."""
     warmup_ms: float
@@ -211,8 +209,8 @@ class KernelReport(ResultFile):
     seed: int
     device: DeviceInfo
     peak: DevicePeak | None = None
-    """The device's data sheet, or what the user said in its place; None in files of before 2026-11-24."""
+    """Peaks from the data sheet or the user. None in files from before 2026-11-24."""
     comparison: SpeedComparison | None = None
-    """What came of `--fail-if-slower`; None where nobody asked."""
+    """Result of `--fail-if-slower`. None if not requested."""
     contenders: list[ContenderRecord]
     cells: list[KernelCell]

@@ -1,4 +1,4 @@
-"""`headway bench kernel`: every backend, peer and cache writer on every work, checked against float64 before it is timed."""
+"""`headway bench kernel`: every backend, peer and cache writer on every workload, checked against float64 and then timed."""
 
 from __future__ import annotations
 
@@ -52,44 +52,41 @@ from headway.tuning.measure.workloads import (
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What to measure; the defaults suit the device."""
+    """Options of a run. The defaults suit the device."""
 
     phase: PhaseName = "decode"
     backends: Sequence[str] | None = None
-    """Names of registered backends; None: all that are available here."""
+    """Names of registered backends. None means all that are available."""
     peers: Sequence[KernelPeer] = ()
-    """Kernels of other libraries, called bare in the same run."""
+    """Kernels of other libraries to call in the same run."""
     geometries: Sequence[Geometry] = (Geometry(32, 8, 128),)
     cases: Sequence[str] | None = None
-    """Cases of the grammar of headway.core.oracle.cases; None: the device's default cells."""
+    """Cases in the grammar of headway.core.oracle.cases. None means the device's default cells."""
     dtype: torch.dtype | None = None
-    """None: bfloat16 on a GPU, float32 on a CPU."""
+    """Element type. None means bfloat16 on a GPU, float32 on a CPU."""
     kv_dtype: torch.dtype | None = None
-    """None: the cache is of the layer's dtype."""
+    """Element type of the KV cache. None means `dtype`."""
     layouts: Sequence[str] | None = None
-    """None: the one a backend prefers; for writers, all."""
+    """Cache layouts. None means each backend's preferred one, or all for writers."""
     block_sizes: Sequence[int] | None = None
-    """None: those of 16 and 256 that a backend accepts."""
+    """Block sizes. None means those of 16 and 256 that a backend supports."""
     device: torch.device = field(default_factory=default_device)
     timer: Timer = field(default_factory=Timer)
     seed: int = 0
     peak_gbps: float | None = None
-    """What the device's memory moves at most; None: as its data sheet says, where Headway knows it."""
+    """Peak memory bandwidth in GB/s. None means the data sheet's, if known."""
     peak_tflops: float | None = None
-    """What it computes at most in the element type of the run; None: likewise."""
+    """Peak compute in TFLOP/s for the element type of the run. None means the data sheet's, if known."""
     output: Path | None = None
-    """Result file, written anew after each case: a run that is cut short keeps what it has."""
+    """Result file, rewritten after each case, so that an interrupted run keeps its results."""
     command: str = ""
     """The command as typed, for the result file."""
 
 
 def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, console: Console | None = None) -> KernelReport:
-    """Measure every contender on every work. What a contender does wrong is in the report, never an exception.
-
-    registry: None makes one with every installed plugin. console: where the progress bar goes; None shows none.
-
-    :raises ConfigError: options that name an unknown layout, case or dtype. UnknownBackendError: an unknown backend.
-    """
+    """Measure every contender on every workload. Failures are recorded in the report, never raised. registry: None creates one
+    with every installed plugin. console: shows the progress bar; None shows none.
+    :raises ConfigError: if a layout, case or dtype is unknown. :raises UnknownBackendError: if a backend is unknown."""
     registry = registry or create_registry()
     date = datetime.now(UTC).isoformat(timespec="seconds")
     dtype = options.dtype or (torch.float32 if options.device.type == "cpu" else torch.bfloat16)
@@ -134,7 +131,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
 
 
 def _run_work(work: AttentionWork, entries: Sequence[Entry], options: KernelOptions) -> Iterator[tuple[int, Measurement]]:
-    """(index of an entry, what came of it); entries that share layout and block size share one filled cache."""
+    """Yield (index of an entry, its result). Entries with the same layout and block size share one filled cache."""
     groups: dict[tuple[CacheLayout, int], list[int]] = {}
     for number, entry in enumerate(entries):
         if entry.support:
@@ -151,7 +148,7 @@ def _run_work(work: AttentionWork, entries: Sequence[Entry], options: KernelOpti
             if work.phase != "write":
                 inputs = GuardedInputs.of(case, partial(build, work, layout, block_size, options.seed))
                 expected = reference(case) if expected is None else expected
-        except Exception as error:  # out of memory, mostly: the next layout may still fit
+        except Exception as error:  # mostly out of memory: the next layout may still fit
             case, failure = None, failed(error)
         for number in numbers:
             if case is None:
@@ -161,7 +158,7 @@ def _run_work(work: AttentionWork, entries: Sequence[Entry], options: KernelOpti
                 contender = _contender(entries[number], case, expected, block_size)
                 yield number, measure(contender, options.device, options.timer, check)
         case = inputs = None
-        gc.collect()  # libraries' wrappers hold caches in cycles, and the next one may be as large
+        gc.collect()  # libraries' wrappers hold caches in reference cycles, and the next cache may be as large
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -183,7 +180,7 @@ def _contender(entry: Entry, case: Case, expected: Tensor | None, block_size: in
 
 
 def _to_cell(work: AttentionWork, entry: Entry, measured: Measurement, report: KernelReport) -> KernelCell:
-    """Rates from times: 1e9 bytes and 1e12 operations a second."""
+    """Return the result with rates computed from times: GB/s and TFLOP/s."""
     times: dict[str, float | None] = {}
     if measured.timing is not None:
         us, peak = measured.timing.median_us, report.peak or DevicePeak()

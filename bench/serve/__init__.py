@@ -1,1 +1,1 @@
-"""`headway bench serve`: a server under load, by its URL."""
+"""`headway bench serve`: load test for a server, by its URL."""

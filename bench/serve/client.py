@@ -1,4 +1,4 @@
-"""A client that costs little per token, so that what is measured is the server: one connection a request, parsed by httptools."""
+"""HTTP client with little overhead per token, so that the server is measured: one connection per request, parsed by httptools."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ T = TypeVar("T")
 
 @dataclass
 class ServerAnswer:
-    """What came back for one request. Times are those of time.perf_counter."""
+    """Answer to one request. Times are from time.perf_counter."""
 
     sent: float
     status: int = 0
     error: str = ""
-    """Why it has failed; empty where it has not."""
+    """Error if the request failed; else empty."""
     token_times: list[float] = field(default_factory=list)
-    """When each event with a part of the text came."""
+    """Arrival time of each event with a part of the text."""
     ended: float = 0.0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """Where the server tells them."""
+    """Token ids, if the server returns them."""
     prompt_tokens: int = 0
     output_tokens: int = 0
-    """Output tokens that the server's usage counts; where it tells none, the number of events."""
+    """Output tokens by the server's usage, or else the number of events."""
     cached_tokens: int = 0
 
 
 class RequestSender(Protocol):
-    """A client as a run needs it."""
+    """Client interface that a run needs."""
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> ServerAnswer:
         """Send a request."""
 
 
 class _Reader(asyncio.Protocol):
-    """Notes when parts of an answer come; they are understood when it is complete."""
+    """Records the arrival times of an answer's parts, which are parsed when it is complete."""
 
     def __init__(self, head: bytes, body: bytes) -> None:
         self._request = head + body
@@ -94,18 +94,15 @@ class _Reader(asyncio.Protocol):
 
 
 class Client:
-    """Requests to one server."""
+    """Client for one server."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
-        """timeout: seconds of a request.
-
-        :raises ConfigError: not a URL.
-        """
+        """timeout: seconds per request. :raises ConfigError: if the URL is invalid."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname, parts.port
             url.encode("ascii")
-        except ValueError as error:  # an address that is none, a port beyond 65535, other characters than a URL has
+        except ValueError as error:  # invalid address, port beyond 65535, or invalid characters
             raise ConfigError("--url", "a URL such as http://127.0.0.1:8000", repr(url), str(error)) from None
         if parts.scheme not in ("http", "https") or not host:
             raise ConfigError("--url", "a URL such as http://127.0.0.1:8000", repr(url))
@@ -117,7 +114,7 @@ class Client:
         self._timeout = timeout
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> ServerAnswer:
-        """Send a request, a GET where there is no body; what fails is told in the answer."""
+        """Send a request, a GET without a body. Errors are recorded in the answer."""
         content = b"" if body is None else orjson.dumps(body)
         lines = [f"{'GET' if body is None else 'POST'} {self._base}{path} HTTP/1.1", f"host: {self._host}:{self._port}"]
         lines += [f"content-length: {len(content)}", "content-type: application/json", "connection: close"]
@@ -138,13 +135,13 @@ class Client:
 
     @staticmethod
     def run(work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine that uses a client, on the fastest event loop that there is."""
+        """Run a coroutine that uses a client, on the fastest available event loop."""
         factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-        with suppress(ImportError):  # Windows has none
+        with suppress(ImportError):  # Windows has no uvloop
             import uvloop
 
             factory = uvloop.new_event_loop
-        # asyncio makes Ctrl-C a cancellation of the requests, where Python's own handler is in place
+        # asyncio turns Ctrl-C into a cancellation only if Python's own handler is installed
         with (
             handle_sigint(signal.default_int_handler, instead_of=interrupt_command),
             asyncio.Runner(loop_factory=factory) as runner,
@@ -152,10 +149,7 @@ class Client:
             return runner.run(work)
 
     async def model(self) -> str:
-        """The first of the names by which the server lists its models.
-
-        :raises ConfigError: it does not answer, or lists none.
-        """
+        """Return the first model name that the server lists. :raises ConfigError: if the server does not answer or lists none."""
         answer = await self.ask("/v1/models")
         try:
             return str(parse_json(answer.text, "/v1/models")["data"][0]["id"])
@@ -165,7 +159,7 @@ class Client:
 
 
 def understood(reader: Any) -> ServerAnswer:
-    """What the parts of an answer say."""
+    """Return the answer parsed from its parts."""
     answer = ServerAnswer(reader.sent, reader.status, ended=reader.ended)
     whole = b"".join(part for _, part in reader.parts)
     if reader.status != 200 or not whole.startswith(b"data:"):
@@ -187,7 +181,7 @@ def understood(reader: Any) -> ServerAnswer:
 
 
 def _message(text: str) -> str:
-    """What an error in OpenAI's shape says; else all of it."""
+    """Return the message of an error in OpenAI's format, or else the whole text."""
     try:
         return str(parse_json(text, "answer")["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -207,6 +201,6 @@ def _take(answer: ServerAnswer, event: dict[str, Any], at: float, texts: list[st
         text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
         answer.token_ids += choice.get("token_ids") or ()
         told = bool(text) or (text == "" and "role" not in (delta or ()) and not choice.get("prompt_token_ids"))
-        if told:  # a chunk that only says who speaks is no token; a token without a text of its own is one
+        if told:  # a chunk with only the role is not a token; a token with empty text is one
             answer.token_times.append(at)
             texts.append(text or "")

@@ -1,4 +1,4 @@
-"""What is sent to a server, and when: lengths, shared beginnings, conversations, and arrivals."""
+"""Load for a server: lengths, shared prefixes, conversations and arrival times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Length:
     """One kind of request of a mix."""
 
     input_len: int
-    """Tokens of a prompt's own part."""
+    """Tokens of a prompt, without the shared prefix."""
     output_len: int
     weight: float = 1.0
 
@@ -28,10 +28,8 @@ class Length:
 
 
 def parse_mix(text: str) -> list[Length]:
-    """Kinds of requests from a text such as "512/128" or "128/64:3,4096/256:1": tokens in and out, and a weight.
-
-    :raises ConfigError: a text of another form.
-    """
+    """Return request kinds from a text such as "512/128" or "128/64:3,4096/256:1": input and output tokens, and a weight.
+    :raises ConfigError: if the text has another form."""
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)/(\d+)(?::(\d+(?:\.\d+)?))?\s*", part)
@@ -42,10 +40,8 @@ def parse_mix(text: str) -> list[Length]:
 
 
 def limits_of(text: str | None) -> dict[str, float]:
-    """The milliseconds that a good request keeps, from a text such as "ttft:200,tpot:20"; empty where there is none.
-
-    :raises ConfigError: a text of another form.
-    """
+    """Return limit name -> milliseconds from a text such as "ttft:200,tpot:20"; empty if there is none.
+    :raises ConfigError: if the text has another form."""
     limits: dict[str, float] = {}
     for part in filter(None, (text or "").split(",")):
         name, _, value = part.strip().partition(":")
@@ -60,25 +56,25 @@ def limits_of(text: str | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Load:
-    """A set of conversations; a request without a second turn is a conversation of one."""
+    """A set of conversations. A single request is a conversation with one turn."""
 
     num_requests: int
-    """Conversations."""
+    """Number of conversations."""
     mix: Sequence[Length]
     shared_prefix: int = 0
-    """Tokens of a system prompt that comes before every conversation."""
+    """Tokens of a system prompt before every conversation."""
     num_prefixes: int = 1
-    """Different system prompts, drawn evenly."""
+    """Number of different system prompts, drawn uniformly."""
     turns: int = 1
-    """Messages of each conversation; the answers so far come before the next."""
+    """Number of user messages per conversation; each prompt contains the earlier messages and answers."""
     vocab_size: int = 10000
-    """Token ids of prompts lie below it."""
+    """Upper bound of the prompts' token ids."""
     seed: int = 0
 
 
 @dataclass
 class ClientConversation:
-    """One client's messages, as token ids (and as words, which are about as many tokens)."""
+    """One client's messages as token ids (or as words, each about one token)."""
 
     prefix: list[int]
     messages: list[list[int]]
@@ -86,7 +82,7 @@ class ClientConversation:
 
 
 def conversations(load: Load) -> list[ClientConversation]:
-    """The same ones every time."""
+    """Return the load's conversations, which only depend on its fields."""
     draw = Random(load.seed)
 
     def ids(count: int) -> list[int]:
@@ -101,16 +97,16 @@ def conversations(load: Load) -> list[ClientConversation]:
 
 
 def words(ids: Sequence[int]) -> str:
-    """A text of as many words."""
+    """Return a text with the same number of words as token ids."""
     return " ".join(_WORDS[each % len(_WORDS)] for each in ids)
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int = 0) -> list[float]:
-    """Seconds from the start at which requests arrive, on average `rate` of them a second.
+    """Return arrival times in seconds from the start, on average `rate` per second.
 
-    The gaps are drawn from a gamma distribution whose shape is `burstiness`, as in vLLM's benchmark: 1 is a Poisson process, less
-    is burstier, more is steadier. rate: infinity sends all at once. The gaps are scaled so that the last arrival is due where
-    the rate puts it, whatever was drawn.
+    The gaps follow a gamma distribution with shape `burstiness`, as in vLLM's benchmark: 1 is a Poisson process, less is
+    burstier, more is steadier. rate: infinity sends all at once. The gaps are scaled so that the last arrival matches the
+    rate exactly.
     """
     if math.isinf(rate):
         return [0.0] * count

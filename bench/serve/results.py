@@ -1,4 +1,4 @@
-"""The result file of `headway bench serve`, schema `headway.serve/1`, as tables and pictures; a profile of the server as one."""
+"""Result of `headway bench serve`, schema `headway.serve/1`: file, tables, charts, and the server's profile."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ from headway.hosting.profiling import ProfileRequest, StepsProfile
 
 
 async def begin(client: RequestSender, asked: ProfileRequest) -> None:
-    """Have the server begin.
-
-    :raises ConfigError: it does not.
-    """
+    """Start the server's profile. :raises ConfigError: if the server does not."""
     answer = await client.ask("/start_profile", asked.model_dump())
     if answer.error:
         hint = "start it with headway serve --profile-dir FOLDER"
@@ -32,10 +29,8 @@ async def begin(client: RequestSender, asked: ProfileRequest) -> None:
 
 
 async def end(client: RequestSender) -> StepsProfile | None:
-    """Have the server end its profile; None: another server, which keeps what it has found to itself.
-
-    :raises ConfigError: it does not.
-    """
+    """Stop the server's profile and return it; None if the server returns no profile data.
+    :raises ConfigError: if the server does not stop it."""
     answer = await client.ask("/stop_profile", {})
     if answer.error:
         raise ConfigError("--profile", "a server that answers /stop_profile", answer.error)
@@ -46,7 +41,7 @@ async def end(client: RequestSender) -> StepsProfile | None:
 
 
 def print_profile(label: str, found: StepsProfile, console: Console) -> None:
-    """Where the time of a step went, and what took longest on the device."""
+    """Print how the step time was spent, and the longest kernels."""
     console.print(
         f"{label}: {found.steps} steps of {found.step_ms:.2f} ms, {found.output_tokens:,} tokens written, "
         f"{found.prefill_tokens:,} of prompts computed",
@@ -63,7 +58,7 @@ def print_profile(label: str, found: StepsProfile, console: Console) -> None:
     if found.kernels_ms:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column(f"longest in {found.traced_steps} traced steps", overflow="ellipsis", no_wrap=True, max_width=60)
-        table.add_column("ms a step", justify="right", no_wrap=True)
+        table.add_column("ms per step", justify="right", no_wrap=True)
         for name, ms in found.kernels_ms.items():
             table.add_row(name, f"{ms:.3f}")
         console.print(table)
@@ -77,7 +72,7 @@ def _why_none(found: StepsProfile) -> str:
 
 
 class Spread(BaseModel):
-    """Mean and percentiles of a time, in milliseconds, over requests or over tokens."""
+    """Mean and percentiles of a time in milliseconds, over requests or tokens."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -88,7 +83,7 @@ class Spread(BaseModel):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Self | None:
-        """None: there are no values."""
+        """Return the mean and percentiles of times, or None without values."""
         if not seconds:
             return None
         values = sorted(1e3 * each for each in seconds)
@@ -98,7 +93,7 @@ class Spread(BaseModel):
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """A quantile of rising values, by linear interpolation."""
+    """Return a quantile of ascending values, by linear interpolation."""
     at = share * (len(ordered) - 1)
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
@@ -106,46 +101,46 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 class ServeCell(BaseModel):
-    """One mode at one rate."""
+    """Results of one mode at one rate."""
 
     model_config = ConfigDict(extra="forbid")
 
     mode: Literal["online", "offline", "naive"]
-    """Requests that arrive by a clock; all at once; one after the other."""
+    """online: requests arrive at a rate; offline: all at once; naive: one after the other."""
     rate: float | None
-    """Requests a second that arrive, in mode online."""
+    """Requests per second, in online mode."""
     burstiness: float | None
-    """Shape of the gamma distribution of gaps, in mode online; 1 is Poisson."""
+    """Shape of the gamma distribution of gaps, in online mode; 1 is Poisson."""
     completed: int
     failed: int
     errors: dict[str, int]
-    """Why requests failed, and how many."""
+    """Error -> number of requests that failed with it."""
     seconds: float
-    """From the first request to the last token."""
+    """Seconds from the first request to the last token."""
     requests_per_second: float
     output_tokens_per_second: float
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
-    """Prompt tokens that the server found in its cache; 0 where it does not tell."""
+    """Prompt tokens that were prefix cache hits on the server; 0 if it does not report them."""
     time_to_first_token_ms: Spread | None
     time_per_output_token_ms: Spread | None
     """Each request's mean time per token after the first."""
     inter_token_latency_ms: Spread | None
-    """From each event with text to the next."""
+    """Time from each event with text to the next."""
     end_to_end_ms: Spread | None
     lateness_ms: Spread | None
-    """How much later than planned requests were sent: what the client could not keep up with."""
+    """Time by which requests were sent later than planned: the client's own delay."""
     goodput: float | None
-    """Requests a second that kept every limit; None where there are none."""
+    """Requests per second that met every limit. None without limits."""
     good_share: float | None
-    """Requests that kept every limit, as a share of all."""
+    """Share of all requests that met every limit."""
     profile: StepsProfile | None = None
-    """Where the time of the server's steps went, with --profile."""
+    """Breakdown of the server's step time, with --profile."""
 
     @property
     def label(self) -> str:
-        """The server's name in tables and pictures."""
+        """Name of the cell in tables and charts."""
         return self.mode if self.rate is None else f"{self.rate:g}/s"
 
 
@@ -158,14 +153,14 @@ class ServeReport(ResultFile):
     date: str
     """UTC, ISO 8601."""
     busy: str = ""
-    """What other processes took of the client's CPU when the run began or ended."""
+    """Load of other processes on the client's CPU at the start or end of the run."""
     url: str
     model: str
     endpoint: str
     load: dict[str, str]
-    """What was sent, in words."""
+    """Description of the load."""
     limits_ms: dict[str, float]
-    """What goodput asks for: ttft, tpot, e2e -> milliseconds."""
+    """Limits for goodput: ttft, tpot, e2e -> milliseconds."""
     cells: list[ServeCell]
 
 
@@ -178,7 +173,7 @@ _TIMES = {
 
 
 def print_report(report: ServeReport, console: Console) -> None:
-    """Rates first, then the times of each cell."""
+    """Print rates first, then the times of each cell."""
     console.print(f"{report.model} at {report.url}, /v1/{report.endpoint}", highlight=False)
     console.print(f"{report.load['conversations']} conversations of {report.load['turns']}, {_rest(report)}", highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -206,13 +201,13 @@ def print_report(report: ServeReport, console: Console) -> None:
 
 
 def _rest(report: ServeReport) -> str:
-    """What else is known of the load, in few words."""
+    """Return the rest of the load's description."""
     prefix = report.load["shared prefix"]
     return f"tokens {report.load['tokens in/out']}" + ("" if prefix == "none" else f", shared prefix {prefix}")
 
 
 def notes(report: ServeReport) -> list[str]:
-    """What is worth a line beside the tables."""
+    """Return notes below the tables."""
     lines = [f"measured on a busy machine, {report.busy}: times may be too long"] if report.busy else []
     if report.limits_ms:
         lines.append("good: " + ", ".join(f"{name} of at most {most:g} ms" for name, most in report.limits_ms.items()))
@@ -235,10 +230,8 @@ def _ms(value: float) -> str:
 
 
 def draw(report: ServeReport, folder: Path) -> list[Path]:
-    """One picture for the times to first token, one for those per token, one for the rates; returns their files.
-
-    :raises ConfigError: matplotlib is not installed, or the folder cannot be written to.
-    """
+    """Draw charts of time to first token, time per token and rates. Return their files.
+    :raises ConfigError: if matplotlib is not installed or the folder is not writable."""
     groups = [cell.label for cell in report.cells]
     cells = [cell for cell in report.cells if cell.completed]
     if not cells:

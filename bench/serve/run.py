@@ -1,4 +1,4 @@
-"""A run: conversations sent to a server by a clock, all at once or one by one, and what became of them."""
+"""A run: conversations sent to a server at a rate, all at once or one by one, and its results."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Mode = Literal["online", "offline", "naive"]
 
 @dataclass(frozen=True)
 class ServePlan:
-    """How one cell is run."""
+    """Mode and limits of one cell."""
 
     mode: Mode
     rate: float = float("inf")
     burstiness: float = 1.0
     max_concurrency: int | None = None
-    """Conversations at a time; more of them wait, and their wait counts as lateness, not as the server's."""
+    """Maximum number of concurrent conversations. Waiting ones count as lateness of the client, not as server time."""
 
 
 @dataclass(frozen=True)
 class Sending:
-    """What requests look like."""
+    """Fields that all requests share."""
 
     model: str
     endpoint: Literal["completions", "chat"] = "completions"
     temperature: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """More fields of every body."""
+    """Further fields of every body."""
 
 
 async def run_cell(
@@ -47,7 +47,7 @@ async def run_cell(
     limits: Mapping[str, float],
     tell: Callable[[], None] = lambda: None,
 ) -> ServeCell:
-    """Send a load. limits: see ServeReport.limits_ms. tell: called after each answer."""
+    """Send a load and return the results. limits: see ServeReport.limits_ms. tell: called after each answer."""
     talks = conversations(load)
     rate = plan.rate if plan.mode == "online" else float("inf")
     due = arrivals(len(talks), rate, plan.burstiness, load.seed)
@@ -63,14 +63,14 @@ async def run_cell(
     found = await asyncio.gather(*map(talk, range(len(talks))))
     answers = [answer for listed, _ in found for answer in listed]
     lateness = [late for _, late in found] if plan.mode == "online" else []
-    ended = max((answer.ended for answer in answers), default=start)  # what the client still does then is not the server's time
+    ended = max((answer.ended for answer in answers), default=start)  # exclude the client's own work after the last answer
     return summary(plan, answers, ended - start, lateness, limits)
 
 
 async def _converse(
     client: RequestSender, talk: ClientConversation, sending: Sending, tell: Callable[[], None]
 ) -> list[ServerAnswer]:
-    """One conversation, turn by turn; it ends with a failure."""
+    """Return the answers of one conversation, turn by turn, up to the first failure."""
     answers: list[ServerAnswer] = []
     chat = sending.endpoint == "chat"
     history: list[int] = list(talk.prefix)
@@ -102,7 +102,7 @@ async def _converse(
 def summary(
     plan: ServePlan, answers: Sequence[ServerAnswer], seconds: float, late: Sequence[float], limits: Mapping[str, float]
 ) -> ServeCell:
-    """A cell's figures."""
+    """Return the results of a cell."""
     good = [answer for answer in answers if not answer.error]
     kept = [answer for answer in good if all(times(answer).get(name, 0.0) <= most for name, most in limits.items())]
     online = plan.mode == "online"
@@ -132,7 +132,7 @@ def summary(
 
 
 def times(answer: ServerAnswer) -> dict[str, float]:
-    """Milliseconds of a request, under the names of limits."""
+    """Return the milliseconds of a request by limit name."""
     first, last = answer.token_times[0], answer.token_times[-1]
     found = {"ttft": 1e3 * (first - answer.sent), "e2e": 1e3 * (last - answer.sent)}
     if answer.output_tokens > 1:

@@ -1,1 +1,1 @@
-"""Measurements for this repository's own pages; no part of the wheel."""
+"""Studies for this repository's documentation; not part of the wheel."""

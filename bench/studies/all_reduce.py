@@ -1,6 +1,6 @@
-"""Sums over the GPUs of one machine, in CUDA graphs: our kernel, NCCL, torch's symmetric memory, and vLLM's own all-reduce.
+"""All-reduce on the GPUs of one host, in CUDA graphs: Headway's kernel, NCCL, torch's symmetric memory, and vLLM's kernel.
 
-Without times of these GPUs that are kept, ours are measured and kept first, so that engines that start later choose by them.
+If there are no saved times for these GPUs, Headway's are measured and saved first, so that later engines use them.
 
 python -m headway.bench.studies.all_reduce
 """
@@ -34,11 +34,11 @@ from headway.tuning.measure.all_reduce import choose_all_reduce, sums_table, tim
 from headway.tuning.measure.device import identify_device
 
 _MEASURED = 5.0
-"""Seconds in which GPUs may measure their own ways."""
+"""Maximum seconds for measuring Headway's own methods."""
 
 
 class TorchOneShot:
-    """`one_shot_all_reduce_copy_out` of torch's symmetric memory; what waits for a rank that is gone cannot be ended."""
+    """`one_shot_all_reduce_copy_out` of torch's symmetric memory. A launch that waits for a missing rank cannot be aborted."""
 
     name = "torch one_shot"
 
@@ -54,21 +54,21 @@ class TorchOneShot:
         symmetric.rendezvous(self._buffer, self._group)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether a tensor is no larger than those that are timed."""
+        """Return whether a tensor is at most as large as the timed ones."""
         return x.nbytes <= int(SIZES[-1])
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Sum x over the ranks, and add the sum to `onto`."""
+        """Sum x over the ranks, adding the sum to `onto` if given."""
         shared = self._buffer[: x.numel()]
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._group, x)
         return x if onto is None else onto.add_(x)
 
     def abort(self) -> None:
-        """Do nothing: torch's launches cannot be ended."""
+        """Do nothing: torch's launches cannot be aborted."""
 
 
 class TorchTwoShot(TorchOneShot):
-    """`two_shot_all_reduce_` of torch's symmetric memory, and the copy to that memory and from it."""
+    """`two_shot_all_reduce_` of torch's symmetric memory, including copies to and from that memory."""
 
     name = "torch two_shot"
 
@@ -77,47 +77,45 @@ class TorchTwoShot(TorchOneShot):
         self._group = other._group
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Sum x over the ranks, and add the sum to `onto`."""
+        """Sum x over the ranks, adding the sum to `onto` if given."""
         shared = self._buffer[: x.numel()].copy_(x)
         torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._group)
         return x.copy_(shared) if onto is None else onto.add_(shared)
 
 
 class VllmCustom:
-    """vLLM's own all-reduce, out of place, with the buffers of a graph registered as vLLM registers them."""
+    """vLLM's own all-reduce, out of place, with graph buffers registered as in vLLM."""
 
     name = "vllm custom"
 
     def __init__(self, device: torch.device) -> None:
-        """torch's default group is there.
-
-        :raises ImportError, RuntimeError: vLLM is not installed, or does not serve these GPUs.
-        """
+        """torch's default group must exist.
+        :raises ImportError: if vLLM is not installed. :raises RuntimeError: if vLLM does not support these GPUs."""
         import torch.distributed as dist
 
-        os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # it would ask vLLM's own groups, which are not there
+        os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # the check would use vLLM's own groups, which do not exist
         library: Any = importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
         self._sum: Any = library.CustomAllreduce(dist.new_group(backend="gloo"), device)
-        getattr(self._sum, "finalize_p2p", lambda: None)()  # of later releases, which do a part of it late
+        getattr(self._sum, "finalize_p2p", lambda: None)()  # later releases finish their setup here
         if self._sum.disabled:
             raise RuntimeError("vLLM's all-reduce does not serve these GPUs")
 
     def takes(self, x: Tensor) -> bool:
-        """Whether vLLM's own rule takes a tensor."""
+        """Return whether vLLM's own rule accepts a tensor."""
         return bool(self._sum.should_custom_ar(x))
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Sum x over the ranks, and add the sum to `onto`."""
+        """Sum x over the ranks, adding the sum to `onto` if given."""
         found: Tensor = self._sum.custom_all_reduce(x)
         return found if onto is None else onto.add_(found)
 
     def capture(self) -> AbstractContextManager[object]:
-        """What vLLM wants around a capture."""
+        """Return the context that vLLM needs around a capture."""
         found: AbstractContextManager[object] = self._sum.capture()
         return found
 
     def abort(self) -> None:
-        """Do nothing: a launch cannot be ended."""
+        """Do nothing: a launch cannot be aborted."""
 
 
 def _peers(ranks: TorchRanks) -> Iterator[TorchOneShot | VllmCustom]:
@@ -133,8 +131,8 @@ def _peers(ranks: TorchRanks) -> Iterator[TorchOneShot | VllmCustom]:
         way = None
         try:
             way = make()
-        except Exception as error:  # whatever a library raises
-            print(f"left out by rank {ranks.rank}: {' '.join(str(error).split())}")
+        except Exception as error:  # a library may raise anything
+            print(f"unavailable on rank {ranks.rank}: {' '.join(str(error).split())}")
         if bool(ranks.all_gather(torch.tensor([way is not None], dtype=torch.int32, device=ranks.device)).min()):
             assert way is not None
             yield way
@@ -160,10 +158,10 @@ def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[
 
 
 def all_reduce(
-    ranks: Annotated[int, typer.Option(min=2, help="GPUs.")] = 2,
+    ranks: Annotated[int, typer.Option(min=2, help="Number of GPUs.")] = 2,
     output: Annotated[Path | None, typer.Option(help="Write the times to this JSON file.")] = None,
 ) -> None:
-    """Time sums over GPUs, alone and added to a residual stream."""
+    """Time all-reduce over GPUs, with and without adding to a residual stream."""
     if torch.cuda.device_count() < ranks:
         raise ConfigError("--ranks", f"at most {torch.cuda.device_count()}, the GPUs that torch sees", ranks)
     store, found = make_store(ranks), dict[str, list[float | None]]()

@@ -1,4 +1,4 @@
-"""A study as a command, `python -m headway.bench.studies.NAME`: an error of Headway is one line and exit code 2."""
+"""Studies as commands, `python -m headway.bench.studies.NAME`: an error of Headway is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from headway.core.system.terminal import Terminal
 
 
 def study_app(command: Callable[..., Any]) -> typer.Typer:
-    """The command as an application of its own; an error of Headway passes through it."""
+    """Return the command as a typer application that does not catch Headway's errors."""
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(command)
     return app
 
 
 def run_study(command: Callable[..., Any]) -> None:
-    """Read the options of a command from the command line and call it."""
+    """Parse a command's options from the command line and run it."""
     try:
         study_app(command)()
     except HeadwayError as error:

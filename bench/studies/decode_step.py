@@ -1,5 +1,5 @@
-"""One decode step of a model with random weights, from a CUDA graph: microseconds, the share of what the memory allows, and what
-attention adds to each layer of the same step without any.
+"""One decode step of a model with random weights in a CUDA graph: microseconds, share of the memory roofline, and the time
+that attention adds per layer.
 
 python -m headway.bench.studies.decode_step --model qwen3-0.6b --batch-size 1,16,64 --context 512
 """
@@ -35,12 +35,12 @@ from headway.tuning.measure.timing import Timer
 
 
 def shapes(model: str) -> DecoderConfig:
-    """The configuration of one of the models whose shapes ship with Headway."""
+    """Return the configuration of a model whose shape ships with Headway."""
     return read_decoder_config(read_config(locate(model, weights=False)))
 
 
 class CapturedDecode:
-    """A graph of one greedy decode step, its next tokens included."""
+    """CUDA graph of one greedy decode step, including the next tokens."""
 
     def __init__(self, model: Decoder, batch_size: int, attention: Attention, context: int) -> None:
         self._model = model
@@ -50,7 +50,7 @@ class CapturedDecode:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compile, and let libraries set themselves up
+            for _ in range(2):  # compile kernels and initialize libraries
                 self._step()
         stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
@@ -61,12 +61,12 @@ class CapturedDecode:
         return self._model.compute_logits(self._model(self._ids, self._positions, self._attention)).argmax(dim=-1)
 
     def __call__(self) -> None:
-        """Run it."""
+        """Replay the graph."""
         self._graph.replay()
 
 
 def paged_attention(model: Decoder, backend: str, batch_size: int, context: int, block_size: int = 256) -> PagedAttention:
-    """Attention over a random cache, ready for one decode step of sequences with `context` cached tokens."""
+    """Return attention over a random cache, ready for one decode step of sequences with `context` cached tokens."""
     registry, specs = create_registry(), model.attention_specs
     selector = Selector(registry, LayerSpecs(specs), BackendRequest.parse(backend), kv_layout="nhd", block_size=block_size)
     blocks = -(-(context + 1) // block_size)
@@ -82,9 +82,9 @@ def paged_attention(model: Decoder, backend: str, batch_size: int, context: int,
 
 
 def step_bytes(model: Decoder, batch_size: int, context: int) -> int:
-    """Bytes a step cannot avoid reading: every weight once (an embedding table that is not the lm_head apart), K and V once.
+    """Return the bytes that a step must read: every weight once (without an untied embedding table), K and V once.
 
-    Of experts, those that tokens touch which choose each as often as the others.
+    Experts count as if chosen uniformly.
     """
     roofline = Roofline(model.config, model.attention_specs)
     weights = roofline.weight_bytes + roofline.expert_bytes(batch_size)
@@ -93,14 +93,14 @@ def step_bytes(model: Decoder, batch_size: int, context: int) -> int:
 
 def main(
     model: Annotated[str, typer.Option(help=", ".join(shape_names()))] = "qwen3-0.6b",
-    batch_size: Annotated[str, typer.Option(help="Sequences, several with commas.")] = "1,16,64",
-    context: Annotated[int, typer.Option(min=1, help="Cached tokens of each.")] = 512,
-    attn_backend: Annotated[str, typer.Option(help="auto, NAME, or none: a step without attention and cache.")] = "auto",
-    block_size: Annotated[int, typer.Option(min=16, help="Slots of a block of the cache.")] = 256,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="As in deterministic mode.")] = False,
-    read_gbps: Annotated[float, typer.Option(help="What the memory reads, GB/s.")] = 4192.0,
+    batch_size: Annotated[str, typer.Option(help="Number of sequences, comma-separated for several.")] = "1,16,64",
+    context: Annotated[int, typer.Option(min=1, help="Cached tokens per sequence.")] = 512,
+    attn_backend: Annotated[str, typer.Option(help="auto, NAME, or none for a step without attention and cache.")] = "auto",
+    block_size: Annotated[int, typer.Option(min=16, help="Block size of the KV cache.")] = 256,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Use deterministic mode.")] = False,
+    read_gbps: Annotated[float, typer.Option(help="Memory read rate in GB/s.")] = 4192.0,
 ) -> None:
-    """Print a table."""
+    """Print a table of decode step times."""
     if model not in shape_names():
         raise typer.BadParameter(f"--model: needs {' or '.join(shape_names())}, got {model!r}")
     sizes = batch_size.split(",")
@@ -116,7 +116,7 @@ def main(
     mode = ", deterministic" if deterministic else ""
     title = f"{model}, bfloat16, context {context}, attention {attn_backend}{mode}; {who.name}, torch {who.torch}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("batch", "us a step", "floor us", "share", "tokens/s", "attention, us a layer"):
+    for column in ("batch", "us per step", "floor us", "share", "tokens/s", "attention, us per layer"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*row)

@@ -1,4 +1,4 @@
-"""Another engine in a process of its own: `python -m headway.bench.studies.engine_child`, started by engines.py beside it.
+"""Another engine in its own process: `python -m headway.bench.studies.engine_child`, started by engines.py.
 
 Reads one request and answers with events, as headway.bench.crossover.worker does.
 """
@@ -15,12 +15,12 @@ from typing import Any
 from headway.bench.crossover.worker_protocol import receive_request
 
 Generate = Callable[[Sequence[list[int]], Sequence[int], float], Sequence[int]]
-"""(prompts, output lengths, temperature) -> how many tokens each request wrote, of those that were wanted."""
+"""(prompts, output lengths, temperature) -> number of requested tokens that each request generated."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A peer that is ready."""
+    """A peer engine that is ready."""
 
     version: str
     settings: str
@@ -28,9 +28,9 @@ class Engine:
 
 
 def vllm(request: dict[str, Any]) -> Engine:
-    """vLLM's offline LLM."""
+    """Return vLLM's offline LLM."""
     library: Any = import_module("vllm")
-    # On Hopper it takes FlashInfer for prompts of gated delta layers, and does not look whether FlashInfer is there.
+    # On Hopper vLLM uses FlashInfer for gated delta prefill without checking that it is installed.
     without = {} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
     llm = library.LLM(
         model=request["folder"],
@@ -59,12 +59,12 @@ def vllm(request: dict[str, Any]) -> Engine:
 
 
 def nano_vllm(request: dict[str, Any]) -> Engine:
-    """nano-vllm's LLM, which reads a tokenizer and the weights from the model's folder."""
+    """Return nano-vllm's LLM, which reads a tokenizer and weights from the model's folder."""
     library: Any = import_module("nanovllm")
     llm = library.LLM(request["folder"], enforce_eager=False, max_model_len=request["max_model_len"])
 
     def generate(prompts: Sequence[list[int]], output_lens: Sequence[int], temperature: float) -> list[int]:
-        drawn = temperature or 0.6  # it refuses 0
+        drawn = temperature or 0.6  # it rejects 0
         params = [library.SamplingParams(temperature=drawn, max_tokens=size, ignore_eos=True) for size in output_lens]
         outputs = llm.generate(list(prompts), params, use_tqdm=False)
         return [len(output["token_ids"]) for output in outputs]
@@ -73,7 +73,7 @@ def nano_vllm(request: dict[str, Any]) -> Engine:
 
 
 def transformers(request: dict[str, Any]) -> Engine:
-    """transformers' `generate` on one left-padded batch: every request runs until the longest output is written."""
+    """Return transformers' `generate` on one left-padded batch: every request runs until the longest output is complete."""
     import torch
 
     library: Any = import_module("transformers")
@@ -110,11 +110,11 @@ ENGINES: dict[str, tuple[str, Callable[[dict[str, Any]], Engine]]] = {
     "nano-vllm": ("nanovllm", nano_vllm),
     "transformers": ("transformers", transformers),
 }
-"""Engine's name -> the module that must be installed, and what makes the engine ready."""
+"""Engine's name -> the required module, and the function that returns the engine."""
 
 
 def main() -> None:
-    """Answer the request: ready, then begin, pass before each generation, and done for each workload; or fatal."""
+    """Answer the request with events: "ready"; per workload "begin", "pass" before each generation, and "done"; or "fatal"."""
     request, tell = receive_request()
     try:
         engine = ENGINES[request["engine"]][1](request)
@@ -133,7 +133,7 @@ def main() -> None:
                     )
                 seconds += [took] if number >= request["warmup"] else []
             tell("done", label=work["label"], seconds=seconds)
-    except Exception as error:  # whatever a peer raises is the answer
+    except Exception as error:  # any error of a peer is reported
         tell("fatal", reason=" ".join(f"{type(error).__name__}: {error}".split())[:400])
 
 

@@ -1,6 +1,6 @@
 """Other engines on the workloads of `headway bench throughput`: `python -m headway.bench.studies.engines ENGINE`.
 
-One engine runs in a process of its own: engine_child.py under this Python, or llama_child.py under one that has llama-cpp-python.
+Each engine runs in its own process: engine_child.py with this Python, or llama_child.py with one that has llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from headway.tuning.measure.device import identify_device, resolve_device
 
 LLAMA = "llama.cpp"
 _LIMIT = 600.0
-"""Seconds for one generation."""
+"""Maximum seconds per generation."""
 
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """What a peer is asked for."""
+    """Options of a run with a peer engine."""
 
     engine: str
     model: str = "qwen3-0.6b"
     load_format: str = "dummy"
     dtype: str = "bfloat16"
     repeat: int = 3
-    """Timed passes of each workload; the one of the median rate counts."""
+    """Number of timed passes per workload; the one with the median rate counts."""
     warmup: int = 1
     command: str = ""
     tensor_parallel_size: int = 1
-    """GPUs, of vLLM alone."""
+    """Number of GPUs; only for vLLM."""
     quantization: str | None = None
-    """What plain weights are rounded to on loading, of vLLM alone."""
+    """Format to which plain weights are quantized while loading; only for vLLM."""
     python: str = "python3"
-    """A Python that has llama-cpp-python."""
+    """Python with llama-cpp-python."""
     threads: int = 2
-    """Threads of llama.cpp."""
+    """Number of threads of llama.cpp."""
 
     def __post_init__(self) -> None:
         if self.engine not in (*ENGINES, LLAMA):
@@ -69,13 +69,8 @@ class PeerOptions:
 def run_peer(
     options: PeerOptions, workloads: Sequence[RequestSet], device: torch.device, advance: Callable[[str], None] = lambda _: None
 ) -> PeersFile:
-    """Run the workloads through another engine.
-
-    advance: told before each pass which workload it is of.
-
-    :raises UnsupportedError: the engine is not installed.
-    :raises HeadwayError: it failed; the message is its own.
-    """
+    """Run the workloads with another engine. advance: called before each pass with the workload's label.
+    :raises UnsupportedError: if the engine is not installed. :raises HeadwayError: if the engine failed, with its message."""
     folder = locate(options.model, weights=options.load_format != "dummy")
     vocab_size = int(read_config(folder).vocab_size)
     passes: dict[str, list[float]] = {}
@@ -119,10 +114,7 @@ def run_peer(
 
 
 def _child(options: PeerOptions) -> Child:
-    """The process of the engine.
-
-    :raises UnsupportedError: the engine is not installed.
-    """
+    """Return the process of the engine. :raises UnsupportedError: if the engine is not installed."""
     if options.engine == LLAMA:
         try:
             return Child([options.python, str(Path(__file__).with_name("llama_child.py"))], {"PYTHONPATH": ""})
@@ -164,23 +156,23 @@ def _request(
 
 def engines(
     engine: Annotated[str, typer.Argument(help="vllm, nano-vllm, transformers or llama.cpp.")],
-    workload: Annotated[str | None, typer.Option(help="nano: 256 random prompts as in nano-vllm's bench.")] = None,
-    batch_size: Annotated[str, typer.Option(help="Random prompts sent at once: N, or a list 1,16,64.")] = "1,16,64",
-    input_len: Annotated[str, typer.Option(help="Their tokens: N, or a list.")] = "512",
-    output_len: Annotated[str | None, typer.Option(help="Tokens written for each. [as the input]")] = None,
-    model: Annotated[str, typer.Option(help="A folder, or as dummy a model's shapes; of llama.cpp a .gguf file.")] = "qwen3-0.6b",
+    workload: Annotated[str | None, typer.Option(help="nano: 256 random prompts as in nano-vllm's benchmark.")] = None,
+    batch_size: Annotated[str, typer.Option(help="Number of random prompts sent at once: N, or a list 1,16,64.")] = "1,16,64",
+    input_len: Annotated[str, typer.Option(help="Tokens per prompt: N, or a list.")] = "512",
+    output_len: Annotated[str | None, typer.Option(help="Tokens to generate per prompt. [as the input]")] = None,
+    model: Annotated[str, typer.Option(help="Folder, or with dummy a model's shape; for llama.cpp a .gguf file.")] = "qwen3-0.6b",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "dummy",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs; of vLLM alone.")] = 1,
-    quantization: Annotated[str | None, typer.Option(help="What plain weights are rounded to: fp8; of vLLM alone.")] = None,
-    python: Annotated[str, typer.Option(help="A Python that has llama-cpp-python.")] = "python3",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of llama.cpp.")] = 2,
-    repeat: Annotated[int, typer.Option(min=1, help="Timed passes; the median counts.")] = 3,
-    warmup: Annotated[int, typer.Option(min=0, help="Passes before them.")] = 1,
-    output: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Number of GPUs; only for vLLM.")] = 1,
+    quantization: Annotated[str | None, typer.Option(help="Format for plain weights: fp8; only for vLLM.")] = None,
+    python: Annotated[str, typer.Option(help="Python with llama-cpp-python.")] = "python3",
+    threads: Annotated[int, typer.Option(min=1, help="Number of threads of llama.cpp.")] = 2,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of timed passes; the median is reported.")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Number of untimed passes first.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
-    """Measure another engine on the requests that Headway's own benchmark sends."""
+    """Measure another engine on the workloads of Headway's own benchmark."""
     err = Terminal(stderr=True)
     works = [Nano()] if workload == "nano" else random_workloads(batch_size, input_len, output_len, 0.0)
     options = PeerOptions(

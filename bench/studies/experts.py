@@ -1,4 +1,4 @@
-"""`python -m headway.bench.studies.experts`: a layer of experts alone, beside other libraries' layers."""
+"""`python -m headway.bench.studies.experts`: a layer of experts, compared with other libraries' layers."""
 
 from __future__ import annotations
 
@@ -24,24 +24,22 @@ from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.timing import Timer
 
 _FILE_WIDTH = 160
-"""Columns of the table where no terminal says how many it has."""
+"""Columns of the table if the output is not a terminal."""
 
 
 def experts(
-    shape: Annotated[
-        list[str] | None, typer.Option(help="A model's name or experts/top_k/intermediate/hidden; repeatable.")
-    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Model name, or experts/top_k/intermediate/hidden. Repeatable.")] = None,
     tokens: Annotated[str, typer.Option(help="Numbers of tokens, comma-separated.")] = "1,16,64,256,4096",
     form: Annotated[
-        str, typer.Option(help="Of the experts' weights: plain, fp8-blocks, fp8-rows, mxfp4, int4 or int8.")
+        str, typer.Option(help="Format of the experts' weights: plain, fp8-blocks, fp8-rows, mxfp4, int4 or int8.")
     ] = "plain",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="cuda or cuda:1. Default: the GPU.")] = None,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
-    rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds over which runs are repeated.")] = 60.0,
+    rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of timed runs.")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
-    """Time a layer of experts, each answer checked against float32 first, beside the bare libraries."""
+    """Time a layer of experts and other libraries' layers, after checking each result against float32."""
     place = resolve_device(device)
     if place.type != "cuda":
         raise ConfigError("headway.bench.studies.experts", "a GPU", place.type)
@@ -66,9 +64,9 @@ def experts(
 
 
 def print_report(report: ExpertsReport, console: Console) -> None:
-    """A table for each shape: a row for each number of tokens, a column for each way."""
+    """Print a table per shape, with a row per token count and a column per kernel."""
     console.print(f"{report.device.name}, torch {report.device.torch}, {report.dtype}, weights {report.form}", highlight=False)
-    console.print(f"read {report.read_gbps:.0f} GB/s, product {report.device.matrix_tflops:.0f} TFLOP/s", highlight=False)
+    console.print(f"read {report.read_gbps:.0f} GB/s, GEMM {report.device.matrix_tflops:.0f} TFLOP/s", highlight=False)
     for name, chosen in report.chosen.items():
         cells = [cell for cell in report.cells if cell.shape == name]
         console.print(_table(name, cells))
@@ -83,7 +81,7 @@ def print_report(report: ExpertsReport, console: Console) -> None:
 
 
 def _table(name: str, cells: list[ExpertsCell]) -> Table:
-    title = f"{name}: median us of the experts' products and sum (whole layer) · share of the nearer floor"
+    title = f"{name}: median us of the experts' GEMMs and sum (whole layer) · share of the higher floor"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("tokens", justify="right")
     table.add_column("experts touched", justify="right")
@@ -104,7 +102,7 @@ def _text(cell: ExpertsCell | None) -> str:
 
 
 def ratios(cells: list[ExpertsCell]) -> list[str]:
-    """For each peer, how many times as fast Headway's best method is: the geometric mean over token counts, and the least."""
+    """Return, for each peer, its time divided by that of Headway's best kernel: geometric mean over token counts, and minimum."""
     lines = []
     ours: dict[int, float] = {}
     for cell in cells:
@@ -116,7 +114,7 @@ def ratios(cells: list[ExpertsCell]) -> list[str]:
         ]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
-            lines.append(f"beside {peer}: {mean:.2f} times as fast in the geometric mean, {min(found):.2f} at worst")
+            lines.append(f"compared with {peer}: {mean:.2f} times as fast in the geometric mean, {min(found):.2f} at worst")
     return lines
 
 

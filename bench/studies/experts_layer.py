@@ -1,4 +1,4 @@
-"""Layers of experts, Headway's and other libraries', each answer held to a float32 reference first and then timed."""
+"""Expert layers of Headway and other libraries: each result is checked against a float32 reference and then timed."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ from headway.tuning.table.schema import DeviceInfo
 
 
 class ExpertsCell(BaseModel):
-    """One way of computing a layer of one shape with so many tokens. Only an answer that was right has a time."""
+    """Result of one method for a layer of one shape and token count. Only correct results have a time."""
 
     model_config = ConfigDict(extra="forbid")
 
     way: str
-    """A method of Headway's, or a library."""
+    """Kernel of Headway, or a library."""
     peer: bool
-    """Whether it is a library called without Headway."""
+    """True for a library called without Headway."""
     shape: str
     tokens: int
     touched: int
-    """Experts that at least one token passes, shared ones included."""
+    """Number of experts that at least one token uses, including shared ones."""
     median_us: float | None = None
-    """Time of the products and the sum over experts, from a CUDA graph, the L2 cache flushed; the choice of experts is given."""
+    """Microseconds of the GEMMs and the weighted sum over experts, in a CUDA graph with a flushed L2 cache; routing is given."""
     layer_us: float | None = None
-    """The same with norm, router and choice; None for peers."""
+    """Microseconds of the layer including norm, router and routing. None for peers."""
     relative_error: float | None = None
     """||out - reference|| / ||reference||."""
     reason: str = ""
-    """Why there is no time."""
+    """Reason for a missing time; else empty."""
     bytes_share: float | None = None
-    """Bytes of the touched experts' weights at the measured read rate, as a share of `median_us`."""
+    """Bytes of the touched experts' weights at the measured read rate, divided by `median_us`."""
     operations_share: float | None = None
-    """Likewise the floating-point operations at the measured matrix rate."""
+    """Floating-point operations at the measured matrix rate, divided by `median_us`."""
 
 
 class ExpertsReport(ResultFile):
-    """One run."""
+    """Result of one run."""
 
     schema_: Literal["headway.bench_experts/1"] = Field(default="headway.bench_experts/1", alias="schema")
     command: str
@@ -74,40 +74,40 @@ class ExpertsReport(ResultFile):
     """UTC, ISO 8601."""
     dtype: str
     form: str = "plain"
-    """The form of the experts' weights."""
+    """Format of the experts' weights."""
     device: DeviceInfo
     read_gbps: float
-    """Measured rate of reading, 1e9 bytes a second."""
+    """Measured read rate in GB/s."""
     libraries: dict[str, str]
-    """Peer -> its version, or why it is not here."""
+    """Peer -> its version, or why it is unavailable."""
     chosen: dict[str, str]
-    """Shape -> which of Headway's methods serves how many tokens."""
+    """Shape -> Headway's chosen kernels by token count."""
     cells: list[ExpertsCell]
 
 
 Layer = Callable[[Routed], Tensor]
-"""The weighted sum of what the experts give, [num_tokens, hidden_size]."""
+"""Function that returns the weighted sum over experts, [num_tokens, hidden_size]."""
 MakeLayer = Callable[[ExpertsConfig, RoutedWeights], Layer]
 
 
 @dataclass(frozen=True)
 class ExpertsPeer:
-    """A library that is installed."""
+    """An installed library."""
 
     name: str
     version: str
     make: MakeLayer
     plain_gate: bool = False
-    """Whether its call, as it is made here, takes neither biases nor a clamped gate (gpt-oss's)."""
+    """True if the call used here supports neither biases nor a clamped gate (gpt-oss)."""
 
     def refusal(self, config: ExpertsConfig) -> str:
-        """Why a layer is not timed; empty if it is."""
+        """Return why a layer is not timed, or "" if it is."""
         clamped = config.biases or config.swiglu_limit is not None
         return "its plain call takes neither biases nor a clamped gate" if self.plain_gate and clamped else ""
 
 
 def grouped_mm() -> ExpertsPeer:
-    """torch's grouped product with torch's operations around it, none fused."""
+    """Return torch's grouped GEMM with unfused torch operations around it."""
     if not hasattr(torch, "_grouped_mm"):
         raise ImportError("torch has no _grouped_mm: needs 2.9 or newer")
 
@@ -134,14 +134,14 @@ def grouped_mm() -> ExpertsPeer:
 
 
 def _plain(weights: RoutedWeights) -> tuple[Tensor, Tensor]:
-    """The experts' weights, which are given to peers plain alone."""
+    """Return the experts' weights; peers only get unquantized ones."""
     assert isinstance(weights.gate_up, Tensor)
     assert isinstance(weights.down, Tensor)
     return weights.gate_up, weights.down
 
 
 def vllm() -> ExpertsPeer:
-    """vLLM's Triton experts."""
+    """Return vLLM's Triton experts."""
     library: Any = import_module("vllm.model_executor.layers.fused_moe.fused_moe")
 
     def make(config: ExpertsConfig, weights: RoutedWeights) -> Layer:
@@ -155,7 +155,7 @@ def vllm() -> ExpertsPeer:
 
 
 def flashinfer() -> ExpertsPeer:
-    """FlashInfer's CUTLASS experts, which it compiles at the first call (minutes)."""
+    """Return FlashInfer's CUTLASS experts, which are compiled at the first call (minutes)."""
     library: Any = import_module("flashinfer.fused_moe")
 
     def make(config: ExpertsConfig, weights: RoutedWeights) -> Layer:
@@ -175,16 +175,16 @@ def flashinfer() -> ExpertsPeer:
 
 
 PEERS: dict[str, Callable[[], ExpertsPeer]] = {"torch": grouped_mm, "vllm": vllm, "flashinfer": flashinfer}
-"""Each raises where the library is not installed."""
+"""Name -> function that returns the peer, or raises if the library is not installed."""
 
 
 def installed() -> tuple[list[ExpertsPeer], dict[str, str]]:
-    """The peers that are here; and for each its version, or why it is not."""
+    """Return the available peers, and for each library its version or why it is unavailable."""
     found, versions = [], {}
     for name, load in PEERS.items():
         try:
             peer = load()
-        except Exception as error:  # whatever an import raises
+        except Exception as error:  # an import may raise anything
             versions[name] = f"not here: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}"
         else:
             found.append(peer)
@@ -194,12 +194,12 @@ def installed() -> tuple[list[ExpertsPeer], dict[str, str]]:
 
 Products = Callable[[], Tensor]
 TOLERANCE = 2e-2
-"""Relative to the answer's norm, in half precision."""
+"""Maximum error relative to the result's norm, in half precision."""
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """A layer's sizes."""
+    """Sizes of a layer."""
 
     name: str
     hidden_size: int
@@ -220,10 +220,8 @@ SHAPES = {
 
 
 def parse_shape(text: str) -> ExpertsShape:
-    """A name of SHAPES, or num_experts/top_k/intermediate_size/hidden_size.
-
-    :raises ConfigError: neither.
-    """
+    """Return the shape of a name in SHAPES or of num_experts/top_k/intermediate_size/hidden_size.
+    :raises ConfigError: if the text is neither."""
     parts = text.split("/")
     if text in SHAPES:
         return SHAPES[text]
@@ -247,14 +245,11 @@ EXPERT_FORMS: Mapping[str, Callable[[Tensor], QuantizedWeight] | None] = {
     "int4": partial(int4, group_size=128),
     "int8": int8,
 }
-"""What rounds the rows of all experts [experts * out, in]. fp8-blocks: of 128 x 128; int4: groups of 128, symmetric."""
+"""Function that quantizes the rows of all experts [experts * out, in]. fp8-blocks: 128 x 128; int4: groups of 128, symmetric."""
 
 
 def parse_form(text: str) -> Callable[[Tensor], QuantizedWeight] | None:
-    """Find a form by its name; None: weights stay plain.
-
-    :raises ConfigError: there is none of the name.
-    """
+    """Return the quantization function of a format's name; None for plain. :raises ConfigError: if the name is unknown."""
     if text not in EXPERT_FORMS:
         raise ConfigError("form", ", ".join(EXPERT_FORMS), repr(text))
     return EXPERT_FORMS[text]
@@ -271,13 +266,9 @@ def run_experts_bench(
     tell: Callable[[str], None] = lambda what: None,
     form: str = "plain",
 ) -> ExpertsReport:
-    """Time all of Headway's methods and all peers that are installed.
-
-    budget: seconds that choosing among Headway's methods may take for a shape that has not been measured here. form: of
-    EXPERT_FORMS; quantised weights are given to no peer.
-
-    :raises ConfigError: no GPU, or a form that the kernels do not read of a shape or in this type.
-    """
+    """Time all of Headway's kernels and all installed peers. budget: maximum seconds to measure Headway's kernels for a shape
+    without saved times. form: a name in EXPERT_FORMS; peers only get plain weights.
+    :raises ConfigError: if there is no GPU, or the kernels do not support the format for this shape or type."""
     if device.type != "cuda":
         raise ConfigError("headway.bench.studies.experts", "a GPU", device.type)
     quantize = parse_form(form)
@@ -310,7 +301,7 @@ def run_experts_bench(
 
 
 class RandomLayer:
-    """Random weights of a shape, and what computes them."""
+    """Layer with random weights of a shape, and its kernels."""
 
     def __init__(
         self,
@@ -319,10 +310,8 @@ class RandomLayer:
         device: torch.device,
         quantize: Callable[[Tensor], QuantizedWeight] | None = None,
     ) -> None:
-        """quantize: what rounds the experts' weights; None: they stay plain.
-
-        :raises ConfigError: the kernels do not read what it makes of them.
-        """
+        """quantize: quantizes the experts' weights; None leaves them plain.
+        :raises ConfigError: if the kernels do not support the quantized weights."""
         config, hidden, inner = shape.config, shape.hidden_size, shape.config.intermediate_size
         self._shape = shape
         self._generator = torch.Generator(device).manual_seed(0)
@@ -357,7 +346,7 @@ class RandomLayer:
     def cells(
         self, count: int, peers: Sequence[ExpertsPeer], timer: Timer, read_gbps: float, tflops: float
     ) -> Iterator[ExpertsCell]:
-        """One number of tokens."""
+        """Yield the cells of one token count."""
         config, kind = self._shape.config, self.kind
         hidden, inner = self._shape.hidden_size, config.intermediate_size
         x = torch.empty(count, hidden, dtype=kind.dtype, device=kind.device).normal_(generator=self._generator)
@@ -396,7 +385,7 @@ class RandomLayer:
                 yield timed(peer.name, partial(peer.make(config, self._weights), given), given, None)
 
     def _calls(self, kernel: ExpertsKernel, x: Tensor, routed: Routed) -> tuple[Products, Routed, Callable[[], object]]:
-        """A kernel's products alone, and the whole layer. Both add to what is there, so the first sum is the answer."""
+        """Return a kernel's GEMMs and the whole layer as calls. Both accumulate, so the first sum is the result."""
         sums, stream, bound = torch.zeros_like(x), x.clone(), self._bound
 
         def products() -> Tensor:
@@ -409,7 +398,7 @@ class RandomLayer:
         return products, routed, layer
 
     def _error(self, found: Tensor, routed: Routed) -> float:
-        """Beside the same experts computed in float32, the weights rounded as they are."""
+        """Return the relative error against the same experts computed in float32 from the quantized weights."""
 
         def product(rows: Tensor, one: object) -> Tensor:
             bias = getattr(one, "bias", None)
@@ -427,7 +416,7 @@ def _bytes(*weights: Tensor | QuantizedWeight) -> int:
 
 
 def _replayed(call: Callable[[], object]) -> Callable[[], None]:
-    """What replays a call's CUDA graph."""
+    """Return a function that replays a call's CUDA graph."""
 
     def run() -> None:
         call()

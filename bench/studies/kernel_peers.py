@@ -1,8 +1,8 @@
-"""`python -m headway.bench.studies.kernel_peers`: `headway bench kernel` beside other libraries, called bare in the same run.
+"""`python -m headway.bench.studies.kernel_peers`: `headway bench kernel` compared with other libraries in the same run.
 
-Each peer imports its library only when it is asked, and finds out whether it is there by importing the function it needs: a
-package without its compiled part still lists as installed, and another package may own part of its folder (flash_attn.cute).
-Decode reads an `nhd` cache at the peer's own block size; prefill is dense, over the step's own k and v.
+A peer imports its library only when used, and checks availability by importing the function that it calls: a package without
+its compiled part still counts as installed, and another package may own part of its folder (flash_attn.cute). Decode reads an
+`nhd` cache with the peer's own block size; prefill is dense, over the step's own k and v.
 """
 
 from __future__ import annotations
@@ -34,32 +34,33 @@ if TYPE_CHECKING:
 
 
 class FlashAttn3(KernelPeer):
-    """One `fwd` for all phases, over blocks of 128 where there is a context; the library splits, and plans that in the call."""
+    """FlashAttention 3: one `fwd` for all phases, with blocks of 128 if there is a context. The library plans its splits inside
+    the call."""
 
     name, distribution, package, block_size, uniform_query_len = "flash_attn_3.bare", "flash-attn-3", "flash_attn_3", 128, 8
     extends = True
 
     @property
     def version(self) -> str:
-        """The package that brought the library, which has no version of its own."""
+        """Package that provides the library, which has no version."""
         library = find_library()[0]
         return library.home if library is not None else ""
 
     def available(self, device: torch.device) -> Support:
-        """Whether the backend finds a library that works; nothing is on a CPU."""
+        """Return whether a working library is found; on a CPU there is none."""
         if device.type != "cuda":
             return Support.no("device", "cuda", device.type)
         return find_library()[1]
 
     def probe(self) -> None:
-        """Nothing more than `available`."""
+        """Do nothing: `available` checks everything."""
 
     def decode(self, case: Case) -> Call:
-        """Paged."""
+        """Return the paged call."""
         return self._paged(case)
 
     def prefill(self, case: Case) -> Call:
-        """Dense varlen, or paged where there is a context."""
+        """Return the dense varlen call, or the paged call if there is a context."""
         if case.metadata.kv_lens != case.metadata.query_lens:
             return self._paged(case)
         starts, longest = case.metadata.query_start_loc, case.metadata.max_query_len
@@ -96,7 +97,7 @@ FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
 
 class FlashAttn2(KernelPeer):
-    """flash-attn 2: `flash_attn_with_kvcache` over blocks of 256, `flash_attn_varlen_func`."""
+    """flash-attn 2: `flash_attn_with_kvcache` with blocks of 256, and `flash_attn_varlen_func`."""
 
     name, distribution, package, block_size, uniform_query_len = "flash_attn", "flash-attn", "flash_attn", 256, 8
 
@@ -105,7 +106,7 @@ class FlashAttn2(KernelPeer):
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
 
     def decode(self, case: Case) -> Call:
-        """Splits are the library's own choice."""
+        """Return the call; the library chooses the number of splits."""
         from flash_attn import flash_attn_with_kvcache
 
         q, cache, step, scale = _by_sequence(case), case.cache, case.metadata, case.spec.scale
@@ -120,7 +121,7 @@ class FlashAttn2(KernelPeer):
         )
 
     def prefill(self, case: Case) -> Call:
-        """Dense varlen."""
+        """Return the dense varlen call."""
         from flash_attn import flash_attn_varlen_func
 
         starts, longest, scale = case.metadata.query_start_loc, case.metadata.max_query_len, case.spec.scale
@@ -129,12 +130,13 @@ class FlashAttn2(KernelPeer):
 
 
 class FlashAttn4(KernelPeer):
-    """flash-attn-4 (CuTe DSL): `flash_attn.cute.flash_attn_varlen_func`, paged at 128, the size its TMA path wants on Hopper."""
+    """flash-attn-4 (CuTe DSL): `flash_attn.cute.flash_attn_varlen_func`, with pages of 128, the size for its TMA path on
+    Hopper."""
 
     name, distribution, package, block_size, uniform_query_len = "flash_attn_4", "flash-attn-4", "flash_attn", 128, 8
 
     def probe(self) -> None:
-        """Import the function; the folder of flash-attn 2 holds an old copy of it without paging."""
+        """Import the function. flash-attn 2's folder contains an old copy without paging."""
         from flash_attn.cute import flash_attn_varlen_func
 
         missing = {"page_table", "seqused_k", "num_splits"} - set(signature(flash_attn_varlen_func).parameters)
@@ -142,7 +144,7 @@ class FlashAttn4(KernelPeer):
             raise ImportError(f"flash_attn.cute.flash_attn_varlen_func takes no {', '.join(sorted(missing))}")
 
     def decode(self, case: Case) -> Call:
-        """Split-KV by the library's heuristic where it has it: Blackwell; Hopper's forward pass refuses to split."""
+        """Return the call, with the library's split-KV heuristic on Blackwell; Hopper's forward pass does not support splits."""
         from flash_attn.cute import flash_attn_varlen_func
 
         q, cache, step, scale = _by_sequence(case), case.cache, case.metadata, case.spec.scale
@@ -162,7 +164,7 @@ class FlashAttn4(KernelPeer):
         )
 
     def prefill(self, case: Case) -> Call:
-        """Dense varlen."""
+        """Return the dense varlen call."""
         from flash_attn.cute import flash_attn_varlen_func
 
         starts, longest, scale = case.metadata.query_start_loc, case.metadata.max_query_len, case.spec.scale
@@ -172,7 +174,7 @@ class FlashAttn4(KernelPeer):
 
 
 class FlashInfer(KernelPeer):
-    """flashinfer's batch wrappers over blocks of 16; it compiles a kernel at first use. Planning is not part of the call."""
+    """flashinfer's batch wrappers with blocks of 16, compiled at first use. Planning is not part of the call."""
 
     distribution, package, block_size = "flashinfer-python", "flashinfer", 16
 
@@ -182,14 +184,15 @@ class FlashInfer(KernelPeer):
         self.phases = frozenset({"decode"} if kernel == "cuda_cores" else {"decode", "prefill"})
 
     def probe(self) -> None:
-        """Import the two wrappers; fa3 is Hopper's alone."""
+        """Import the two wrappers. fa3 needs Hopper."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper  # noqa: F401
 
         if self.kernel == "fa3" and torch.cuda.get_device_capability()[0] != 9:
             raise RuntimeError("flashinfer's fa3 kernels run on compute capability 9.x only")
 
     def decode(self, case: Case) -> Call:
-        """Query heads of a kv head share a tile on the tensor cores, or (cuda_cores) its own kernel without them."""
+        """Return the call, with tensor cores for the query heads of a KV head, or (cuda_cores) flashinfer's kernel without
+        them."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         spec, step, q = case.spec, case.metadata, case.q
@@ -210,7 +213,7 @@ class FlashInfer(KernelPeer):
         return lambda: wrapper.run(q, caches, out=out)
 
     def prefill(self, case: Case) -> Call:
-        """Ragged."""
+        """Return the ragged call."""
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
         spec, starts, q, k, v = case.spec, case.metadata.query_start_loc, case.q, case.k, case.v
@@ -222,7 +225,7 @@ class FlashInfer(KernelPeer):
 
 
 class XFormers(KernelPeer):
-    """xformers' memory_efficient_attention_forward with the operator named; grouped heads by its 5-dimensional form."""
+    """xformers' memory_efficient_attention_forward with a given operator; grouped heads use its 5-dimensional form."""
 
     distribution, package = "xformers", "xformers"
 
@@ -233,7 +236,7 @@ class XFormers(KernelPeer):
         self.block_size = 64 if phase == "decode" else 0
 
     def probe(self) -> None:
-        """Import the operator and ask it whether its compiled part is there."""
+        """Import the operator and check that its compiled part is available."""
         from xformers.ops.fmha import memory_efficient_attention_forward  # noqa: F401
 
         if not self._op().is_available():
@@ -243,7 +246,7 @@ class XFormers(KernelPeer):
         return import_module(f"xformers.ops.fmha.{self.module}").FwOp
 
     def decode(self, case: Case) -> Call:
-        """Paged, one query token a sequence."""
+        """Return the paged call, with one query token per sequence."""
         from xformers.ops.fmha.attn_bias import PagedBlockDiagonalPaddedKeysMask
 
         step = case.metadata
@@ -253,7 +256,7 @@ class XFormers(KernelPeer):
         return self._call(case, case.cache.key.flatten(0, 1), case.cache.value.flatten(0, 1), mask)
 
     def prefill(self, case: Case) -> Call:
-        """Dense, block-diagonal causal."""
+        """Return the dense, block-diagonal causal call."""
         from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
 
         return self._call(
@@ -261,7 +264,8 @@ class XFormers(KernelPeer):
         )
 
     def _call(self, case: Case, k: Tensor, v: Tensor, mask: object) -> Call:
-        """k, v: [rows, num_kv_heads, head_dim]; as [1, rows, num_kv_heads, group_size, head_dim] without repeating a head."""
+        """Return the call. k, v: [rows, num_kv_heads, head_dim], expanded without copies to [1, rows, num_kv_heads, group_size,
+        head_dim]."""
         from xformers.ops.fmha import memory_efficient_attention_forward
 
         groups, op, scale = case.spec.group_size, self._op(), case.spec.scale
@@ -271,7 +275,7 @@ class XFormers(KernelPeer):
 
 
 def all_peers() -> list[KernelPeer]:
-    """Every peer this benchmark knows, installed or not."""
+    """Return every known peer, installed or not."""
     return [
         FlashAttn2(),
         FlashInfer("fa2"),
@@ -286,7 +290,8 @@ def all_peers() -> list[KernelPeer]:
 
 
 def page_lists(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
-    """flashinfer's form of a block table, int32 on the CPU: indptr [num_seqs + 1], blocks in order, slots used in the last."""
+    """Return flashinfer's form of a block table, int32 on the CPU: indptr [num_seqs + 1], blocks in order, slots used in the
+    last."""
     lens = metadata.seq_lens_cpu
     counts = (lens + metadata.block_size - 1) // metadata.block_size
     indptr = torch.zeros(len(lens) + 1, dtype=torch.int32)
@@ -296,7 +301,7 @@ def page_lists(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_sequence(case: Case) -> Tensor:
-    """[num_seqs, query_len, num_heads, head_dim]"""
+    """Return q as [num_seqs, query_len, num_heads, head_dim]."""
     return case.q.view(case.metadata.num_seqs, -1, *case.q.shape[1:])
 
 
@@ -309,10 +314,8 @@ def _first(answer: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def peers_of(phase: str, names: Sequence[str] | None) -> list[KernelPeer]:
-    """Peers of a phase by name; None: all of them, installed or not.
-
-    :raises ConfigError: a name that no peer of the phase has.
-    """
+    """Return the peers of a phase by name; None means all, installed or not.
+    :raises ConfigError: if no peer of the phase has a name."""
     known = {peer.name: peer for peer in all_peers() if phase in peer.phases}
     unknown = [name for name in names or () if name not in known]
     if unknown:
@@ -326,7 +329,7 @@ def main(
     plugin: PluginFiles = None,
     only_peers: Annotated[str | None, typer.Option(help="Only these libraries' kernels, comma-separated. Default: all.")] = None,
 ) -> None:
-    """Time attention kernels, each checked against float64 first, beside the bare libraries."""
+    """Time attention kernels and other libraries' kernels, after checking each against float64."""
     peers = peers_of(options.phase, names_of(only_peers))
     command = command_line("python", "-m", "headway.bench.studies.kernel_peers")
     measure_attention(replace(options, peers=peers, command=command), plugin)

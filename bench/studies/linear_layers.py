@@ -1,4 +1,5 @@
-"""Why kernels/linear/linear.py packs weights: F.linear beside the packed product, at the row counts of decode and prefill.
+"""Benefit of packed weights in kernels/linear/linear.py: F.linear compared with the packed GEMM, for decode and prefill row
+counts.
 
 python -m headway.bench.studies.linear_layers
 """
@@ -26,7 +27,7 @@ SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "lm_he
 """(out_features, in_features) of SmolLM2-135M."""
 ROWS = (1, 4, 16, 64, 256)
 _COPIES = 12
-"""Weights taken in turn, so that each comes from memory as it does in a model."""
+"""Number of weights used in turn, so that each is read from memory as in a model."""
 
 
 def main() -> None:
@@ -37,10 +38,10 @@ def main() -> None:
 
 
 def measure(dtype: torch.dtype, threads: int) -> Table:
-    """Time every product in one element type."""
+    """Return a table of GEMM times in one element type."""
     cpu, timer = torch.device("cpu"), Timer()
     table = Table(
-        title=f"{DTYPE_NAMES[dtype]} product, ms (F.linear / packed), {threads} threads, torch {torch.__version__}",
+        title=f"{DTYPE_NAMES[dtype]} GEMM, ms (F.linear / packed), {threads} threads, torch {torch.__version__}",
         box=box.SIMPLE_HEAD,
     )
     table.add_column("layer")

@@ -1,7 +1,7 @@
-"""llama.cpp in a process of its own, by llama-cpp-python's functions: equal batches of prompts, greedy tokens.
+"""llama.cpp in its own process, with llama-cpp-python's functions: equal batches of prompts, greedy tokens.
 
-engines.py starts it under the Python of an environment that has llama-cpp-python; it imports nothing of Headway. It reads the
-request that engine_child.py reads and answers with the same events, as lines of JSON.
+engines.py starts it with a Python that has llama-cpp-python, so it does not import Headway. It reads the request of
+engine_child.py and answers with the same events, as JSON lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy
 
 
 def generate(context: Any, batch: Any, vocab: int, prompts: list[list[int]], new: int) -> None:
-    """Make one pass: all prompts at once, then one token of each sequence a step."""
+    """Run one pass: all prompts at once, then one token per sequence and step."""
     llama.llama_memory_clear(llama.llama_get_memory(context), True)
     rows = [(token, at, row, at == len(prompt) - 1) for row, prompt in enumerate(prompts) for at, token in enumerate(prompt)]
     position = len(prompts[0])
@@ -38,9 +38,9 @@ def generate(context: Any, batch: Any, vocab: int, prompts: list[list[int]], new
 
 
 def main() -> None:
-    """Answer the request: ready, then begin, pass before each generation, and done for each workload; or fatal."""
+    """Answer the request with events: "ready"; per workload "begin", "pass" before each generation, and "done"; or "fatal"."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what llama.cpp prints is no answer
+    os.dup2(2, 1)  # keep llama.cpp's output out of the answers
     request = json.loads(sys.stdin.readline())
 
     def tell(event: str, **found: object) -> None:
@@ -56,12 +56,12 @@ def main() -> None:
         for work in request["workloads"]:
             tell("begin", label=work["label"])
             tell("done", label=work["label"], seconds=_times(request, work, model, vocab, tell))
-    except Exception as error:  # whatever llama.cpp raises is the answer
+    except Exception as error:  # any error of llama.cpp is reported
         tell("fatal", reason=" ".join(f"{type(error).__name__}: {error}".split())[:400])
 
 
 def _times(request: dict[str, Any], work: dict[str, Any], model: Any, vocab: int, tell: Any) -> list[float]:
-    """Seconds of each timed pass over requests of equal lengths."""
+    """Return the seconds of each timed pass over requests of equal lengths."""
     prompts, new = work["prompts"], work["output_lens"][0]
     if len({len(prompt) for prompt in prompts}) > 1 or set(work["output_lens"]) != {new}:
         raise ValueError(f"{work['label']}: needs requests of equal lengths")

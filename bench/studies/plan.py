@@ -1,8 +1,8 @@
-"""`python -m headway.bench.studies.plan check|fit|measure`: how far `headway plan` is off.
+"""`python -m headway.bench.studies.plan check|fit|measure`: accuracy of `headway plan`.
 
-check predicts every time of a whole generation in bench/results/h200, and the latencies of two rates of arrivals; fit chooses the
-numbers of `headway.plan.devices` from half of those times; measure times generations on the GPU that is here, and prints
-predicted beside measured.
+check predicts all whole generations in bench/results/h200 and the latencies of two arrival rates. fit chooses the parameters
+of `headway.plan.devices` from half of these times. measure times generations on this machine's GPU and compares them with
+predictions.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _WIDTH = 100
 def plan(
     what: Annotated[str, typer.Argument(help="check, fit or measure.")] = "check",
     models: Annotated[str, typer.Option(help="Shapes to measure, comma-separated.")] = "qwen3-0.6b,llama-3-8b,qwen3-30b-a3b",
-    batch_sizes: Annotated[str, typer.Option(help="Requests at once, to measure.")] = "1,8,16,64,128",
-    lengths: Annotated[str, typer.Option(help="Tokens in and out of each request, to measure.")] = "512/256,2048/256",
-    kv_cache_dtypes: Annotated[str, typer.Option(help="Types of the cache, to measure.")] = "auto,fp8_e4m3",
-    output: Annotated[Path | None, typer.Option(help="Write what was measured and predicted to this JSON file.")] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Numbers of concurrent requests to measure.")] = "1,8,16,64,128",
+    lengths: Annotated[str, typer.Option(help="Input and output tokens per request to measure.")] = "512/256,2048/256",
+    kv_cache_dtypes: Annotated[str, typer.Option(help="KV cache types to measure.")] = "auto,fp8_e4m3",
+    output: Annotated[Path | None, typer.Option(help="Write measurements and predictions to this JSON file.")] = None,
 ) -> None:
-    """Predict, and say how far off it is."""
+    """Check or fit predictions, or measure new points."""
     from headway.bench.studies.plan_points import arrivals
 
     console = Terminal(width=_WIDTH, highlight=False)
@@ -119,10 +119,8 @@ def measure(
     kv_cache_dtypes: Sequence[str],
     told: Callable[[str], None],
 ) -> list[MeasuredPoint]:
-    """Measure every workload of every model: the median of three passes after one.
-
-    :raises ConfigError: no GPU, or one of another kind than an H200, whose tables and utilisations the predictions take.
-    """
+    """Measure every workload of every model: the median of three passes after a warm-up pass.
+    :raises ConfigError: if there is no H200, for which the tables and utilizations are."""
     if not torch.cuda.is_available() or torch.cuda.get_device_name() != GPU_KINDS["h200"].title:
         got = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
         raise ConfigError("headway.bench.studies.plan measure", f"an {GPU_KINDS['h200'].title}", got)
@@ -141,11 +139,12 @@ def measure(
 
 
 def measure_points(llm: LLM, model: str, cache: str, batch: int, input_len: int, output_len: int) -> list[MeasuredPoint]:
-    """Time per token and to the first token of `batch` requests at once: medians of three passes after one."""
+    """Return time per token and to the first token of `batch` concurrent requests: medians of three passes after a warm-up
+    pass."""
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     passes = []
     for number in range(_PASSES + 1):
-        llm.engine.blocks.forget_prefixes()  # else a pass would find the prompts of the one before
+        llm.engine.blocks.forget_prefixes()  # otherwise a pass would get prefix cache hits on the previous pass's prompts
         prompts = _prompts(batch, input_len, llm.model.decoder.vocab_size, seed=number)
         passes.append(llm.generate(prompts, params, use_tqdm=False))
     figures: dict[Metric, float] = {
@@ -164,14 +163,14 @@ def _prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[i
 
 
 def _first_token_ms(outputs: Sequence[RequestOutput]) -> float:
-    """Mean over the requests, all of which arrived together."""
+    """Return the mean over the requests, all of which arrived together."""
     times = [each.metrics for each in outputs if each.metrics is not None]
     begun = min(each.arrival_time for each in times)
     return 1e3 * statistics.mean((each.first_token_time or 0.0) - begun for each in times)
 
 
 def _per_token_ms(outputs: Sequence[RequestOutput]) -> float:
-    """Mean over the requests, of the time after the first token."""
+    """Return the mean over the requests of the time per token after the first."""
     times = [each.metrics for each in outputs if each.metrics is not None]
     counts = [len(each.outputs[0].token_ids) for each in outputs]
     spans = [(each.finished_time or 0.0) - (each.first_token_time or 0.0) for each in times]

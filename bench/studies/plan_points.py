@@ -1,4 +1,4 @@
-"""Whole generations that bench/results holds, as points; what `headway plan` predicts of them, and how far off that is."""
+"""Whole generations in bench/results as points, predictions of `headway plan` for them, and the errors."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from headway.tuning.table.files import read_table
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results" / "h200"
 Metric = Literal["seconds", "first_token_ms", "per_token_ms"]
 WEIGHT_FORMS: Final = {"bf16": "model", "fp8": "fp8", "fp8-blocks": "fp8", "w4a16": "int4", "mxfp4": "mxfp4"}
-"""Forms of headway.bench.studies.weight_shapes -> the format of `headway plan`."""
+"""Form of headway.bench.studies.weight_shapes -> weight format of `headway plan`."""
 
 DEEPSEEK_V2_LITE: Final = Path(__file__).parent / "deepseek-v2-lite.json"
-"""Sizes of deepseek-ai/DeepSeek-V2-Lite with 12 of its 27 layers, as they were measured."""
+"""Configuration of deepseek-ai/DeepSeek-V2-Lite with 12 of its 27 layers, as measured."""
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """One figure of one workload: `batch` requests of so many tokens, all sent at once."""
+    """One metric of one workload: `batch` requests with the same lengths, all sent at once."""
 
     model: str
-    """A name in models/shapes, or deepseek-v2-lite."""
+    """Name in models/shapes, or deepseek-v2-lite."""
     num_layers: int | None
-    """Layers that were measured, the first ones; None: all."""
+    """Number of measured layers, counted from the first. None means all."""
     batch: int
     input_len: int
     output_len: int
@@ -57,11 +57,11 @@ class MeasuredPoint:
     kv_cache_dtype: str = "auto"
     max_num_seqs: int = 256
     gpu: str = "h200"
-    """A kind of GPU that `headway plan` knows."""
+    """Kind of GPU in `headway plan`."""
     ranks: int = 1
-    """GPUs of the engine."""
+    """Number of the engine's GPUs."""
     weights: str = "model"
-    """A format of `headway plan`."""
+    """Weight format of `headway plan`."""
 
     def __str__(self) -> str:
         others = [each for each in (self.kv_cache_dtype, self.weights) if each not in ("auto", "model")]
@@ -69,7 +69,8 @@ class MeasuredPoint:
 
 
 def measured_points() -> list[MeasuredPoint]:
-    """Every point, in an order that does not depend on any figure. What was measured several times is one point: the median."""
+    """Return every point, in an order independent of the measurements. Repeated measurements become one point with their
+    median."""
     runs: dict[MeasuredPoint, list[MeasuredPoint]] = {}
     for each in (*_throughput(), *_engine_level(), *_experts(), *_wide(), *_generations()):
         runs.setdefault(replace(each, measured=0.0, file=""), []).append(each)
@@ -81,7 +82,7 @@ def measured_points() -> list[MeasuredPoint]:
 
 
 def weight_points() -> list[MeasuredPoint]:
-    """Times per token with weights in other formats, on an H100: bench/results/h100/weights-MODEL-FORM.json."""
+    """Return times per token with other weight formats on an H100, from bench/results/h100/weights-MODEL-FORM.json."""
     found = []
     for form, weights in WEIGHT_FORMS.items():
         for path in sorted((RESULTS.parent / "h100").glob(f"weights-*-{form}.json")):
@@ -98,8 +99,8 @@ def _read(name: str) -> Any:
 
 
 def _throughput() -> Iterator[MeasuredPoint]:
-    """Mean times per token of `headway bench throughput`. Its first tokens of 2026-11-21 are of an engine whose prompts were not
-    graphs yet, and are left out; that of 8,190 tokens was measured later."""
+    """Yield mean times per token of `headway bench throughput`. Its first-token times of 2026-11-21 are excluded, since that
+    engine ran prompts without graphs; the one of 8,190 tokens was measured later."""
     for path in sorted(RESULTS.glob("throughput-*.json")):
         read = json.loads(path.read_text(encoding="utf-8"))
         cache = "fp8_e4m3" if "fp8_e4m3" in read["command"] else "auto"
@@ -114,7 +115,7 @@ def _throughput() -> Iterator[MeasuredPoint]:
 
 
 def _engine_level() -> Iterator[MeasuredPoint]:
-    """Whole generations through `auto`."""
+    """Yield whole generations with `auto`."""
     read = _read("crossover-engine.json")
     for cell in read["cells"]:
         if cell["backend"] == "auto":
@@ -123,7 +124,7 @@ def _engine_level() -> Iterator[MeasuredPoint]:
 
 
 def _experts() -> Iterator[MeasuredPoint]:
-    """Models with experts, the best pass of each batch size."""
+    """Yield models with experts, the best pass of each batch size."""
     shapes: Mapping[str, Any] = _read("experts-vllm.json")["shapes"]
     for model, shape in shapes.items():
         for batch, cell in shape["batches"].items():
@@ -132,7 +133,7 @@ def _experts() -> Iterator[MeasuredPoint]:
 
 
 def _wide() -> Iterator[MeasuredPoint]:
-    """More than 256 sequences, and single first tokens."""
+    """Yield more than 256 sequences, and single first tokens."""
     read = _read("engine-wide.json")
     for batch in (320, 512):
         seconds = batch * 256 / read["median"][f"{batch} x 256/256"]
@@ -142,30 +143,30 @@ def _wide() -> Iterator[MeasuredPoint]:
 
 
 def _generations() -> Iterator[MeasuredPoint]:
-    """What `measure` has measured."""
+    """Yield the points measured by `measure`."""
     for each in _read("plan-points.json")["points"]:
         yield MeasuredPoint(**{name: value for name, value in each.items() if name != "predicted"} | {"file": "plan-points.json"})
 
 
 _LONGEST = 16384
 _PAGES = 400_000
-"""Pages of 16 tokens: none of the points was short of memory."""
+"""Number of pages of 16 tokens, more than any point needed."""
 SHARES = ("product_read", "product_matrix", "element_read", "decode_read", "prefill_matrix", "state_read")
-"""Fields of `Utilisation` that lie between 0 and 1."""
+"""Fields of `Utilisation` between 0 and 1."""
 ATTENTION = ("decode_read", "decode_us", "prefill_matrix", "prefill_us")
-"""Fields that crossover tables tell: a kernel's time by the data sheet."""
+"""Fields fitted to crossover tables: a kernel's time from the data sheet."""
 FITTED = tuple(
     each.name
     for each in fields(Utilisation)
     if each.name not in ATTENTION
     and not each.name.startswith(("state", "scan", "narrow", "host_us", "host_sequence", "host_mixed"))
 )
-"""Fields that whole generations tell."""
+"""Fields fitted to whole generations."""
 
 
 @cache
 def read_model(name: str, num_layers: int | None) -> PlannedModel:
-    """A model's sizes, of its first layers alone where fewer were measured."""
+    """Return a model's sizes, with only the measured layers."""
     if name == "deepseek-v2-lite":
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(DEEPSEEK_V2_LITE.read_text())
@@ -180,35 +181,35 @@ def _read_folder(name: str, num_layers: int | None) -> PlannedModel:
 
 @cache
 def h200_tables() -> tuple[MeasuredLayer, ...]:
-    """The crossover tables of an H200 that the repository holds."""
+    """Return the repository's crossover tables of an H200."""
     return tuple(MeasuredLayer.of(read_table(RESULTS / f"crossover-{heads}-8-128.json")) for heads in (16, 32))
 
 
 class _Recorder:
-    """Stands in for `StepPredictor`: every step takes a second, so that a token's time is the number of its step."""
+    """Replacement for `StepPredictor` in which every step takes a second, so that a token's time is its step's index."""
 
     def __init__(self) -> None:
         self.works: list[StepWork] = []
 
     def step(self, work: StepWork) -> StepParts:
-        """Write a step down."""
+        """Record a step."""
         self.works.append(work)
         return StepParts(products=1e6)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The steps of a point, which no time changes, because all requests come at once."""
+    """Steps of a point, which do not depend on step times, because all requests arrive at once."""
 
     works: Sequence[StepWork]
     first: Sequence[int]
-    """The step of each request's first token, and of its last."""
+    """Step indices of each request's first token; `last`: of its last token."""
     last: Sequence[int]
 
 
 @cache
 def trace(point: MeasuredPoint) -> Trace:
-    """Run the scheduler over a point."""
+    """Run the scheduler on a point. Return its steps."""
     recorder = _Recorder()
     found = _replica(point, recorder).run(_requests(point))
     first = [round(each) - 1 for each in found.first_token]
@@ -218,7 +219,7 @@ def trace(point: MeasuredPoint) -> Trace:
 
 
 def step_times(point: MeasuredPoint, reached: Utilisation) -> StepPredictor:
-    """The times of a point's steps."""
+    """Return the predictor for a point's steps."""
     gpu = GPU_KINDS[point.gpu]
     return StepPredictor(gpu, _costs(point), reached, AttentionTimes(gpu, reached, h200_tables() if point.gpu == "h200" else ()))
 
@@ -241,12 +242,12 @@ def _requests(point: MeasuredPoint) -> list[SimulatedRequest]:
 
 
 def latencies(point: MeasuredPoint, reached: Utilisation) -> Latencies:
-    """What the requests of a point see by the simulation, as `headway plan` makes it."""
+    """Return the latencies of a point from the simulation, as in `headway plan`."""
     return _replica(point, step_times(point, reached), 1e-6 * reached.request_us).run(_requests(point))
 
 
 def simulate(point: MeasuredPoint, reached: Utilisation) -> float:
-    """A point's figure by the simulation."""
+    """Return a point's metric from the simulation."""
     found = latencies(point, reached)
     if point.metric == "seconds":
         return found.seconds
@@ -254,7 +255,7 @@ def simulate(point: MeasuredPoint, reached: Utilisation) -> float:
 
 
 def predict(point: MeasuredPoint, reached: Utilisation) -> float:
-    """The same figure out of the point's trace, a hundred times as fast."""
+    """Return a point's metric from its trace, a hundred times as fast as `simulate`."""
     times, steps = step_times(point, reached), trace(point)
     ends: list[float] = []
     seen: list[float] = []
@@ -279,41 +280,41 @@ class Errors:
     """Relative errors of predictions."""
 
     values: Sequence[float]
-    """Predicted over measured, less 1."""
+    """Predicted divided by measured, minus 1."""
 
     @property
     def median(self) -> float:
-        """Median of their sizes."""
+        """Median of the absolute errors."""
         return statistics.median(map(abs, self.values))
 
     @property
     def worst(self) -> float:
-        """The largest size."""
+        """Largest absolute error."""
         return max(map(abs, self.values))
 
     @property
     def mean(self) -> float:
-        """Mean of their sizes."""
+        """Mean of the absolute errors."""
         return statistics.mean(map(abs, self.values))
 
     @property
     def loss(self) -> float:
-        """What a fit makes small: the mean size, and a tenth of the worst."""
+        """Loss that a fit minimizes: mean plus a tenth of the largest absolute error."""
         return self.mean + 0.1 * self.worst
 
 
 def errors(points: Sequence[MeasuredPoint], reached: Utilisation) -> Errors:
-    """How far the predictions of these points are off."""
+    """Return the relative errors of the predictions for these points."""
     return Errors([predict(point, reached) / point.measured - 1 for point in points])
 
 
 def halves(points: Sequence[MeasuredPoint]) -> tuple[list[MeasuredPoint], list[MeasuredPoint]]:
-    """Every second point to choose utilisations from, and the others to judge them by."""
+    """Return every second point, to fit utilizations, and the other points, to test them."""
     return list(points[::2]), list(points[1::2])
 
 
 def kernel_cells() -> list[tuple[MeasuredLayer, Shape]]:
-    """Every point of the grids of attention tables at which a backend has a time."""
+    """Return every point of the attention tables' grids at which a backend has a time."""
     found = [
         (table, shape)
         for table in h200_tables()
@@ -325,7 +326,7 @@ def kernel_cells() -> list[tuple[MeasuredLayer, Shape]]:
 
 
 def kernel_errors(cells: Sequence[tuple[MeasuredLayer, Shape]], reached: Utilisation) -> Errors:
-    """How far attention by the data sheet is off where a table tells."""
+    """Return the errors of attention times from the data sheet, compared with tables."""
     times = AttentionTimes(GPU_KINDS["h200"], reached)
     found = []
     for table, shape in cells:
@@ -341,7 +342,7 @@ def fit(
     rounds: int = 7,
     told: Callable[[str], None] = lambda line: None,
 ) -> Utilisation:
-    """Choose utilisations by a search along one after the other, with steps that shrink."""
+    """Return utilizations from a coordinate search with decreasing steps."""
     best, least, step = start, loss(start), 0.3
     for number in range(rounds):
         for name in names:
@@ -357,8 +358,8 @@ def fit(
 
 
 def fit_all(points: Sequence[MeasuredPoint], start: Utilisation, told: Callable[[str], None] = lambda line: None) -> Utilisation:
-    """Choose every utilisation: of attention from half of the kernels' times, of the rest from these points; and once again,
-    because the second changes how long a kernel alone takes to start."""
+    """Return all utilizations: attention's fitted to half of the kernel times, the others to these points. Both fits run twice,
+    because the second changes the start time of a single kernel, which the first uses."""
     cells = kernel_cells()[::2]
     for _ in range(2):
         start = fit(lambda tried: kernel_errors(cells, tried).mean, ATTENTION, start, told=told)
@@ -367,7 +368,7 @@ def fit_all(points: Sequence[MeasuredPoint], start: Utilisation, told: Callable[
 
 
 def arrivals(reached: Utilisation) -> list[tuple[str, float, float]]:
-    """(what, measured, predicted) of Poisson arrivals at a server; what HTTP adds to the first token is not predicted."""
+    """Return (name, measured, predicted) for Poisson arrivals at a server; HTTP overhead of the first token is not predicted."""
     found = []
     for cell in json.loads((RESULTS / "server.json").read_text(encoding="utf-8"))["own_process"]["online"].values():
         point = MeasuredPoint("qwen3-0.6b", None, 1, 512, 128, "per_token_ms", 0.0, "server.json")

@@ -1,6 +1,6 @@
-"""`python -m headway.bench.studies.ranks predict|report`: several GPUs as `headway plan` expects them, and as they were measured.
+"""`python -m headway.bench.studies.ranks predict|report`: several GPUs, as predicted by `headway plan` and as measured.
 
-predict writes down what `headway plan` expects of a kind of GPU, and needs none; report puts files of one folder side by side.
+predict writes the predictions of `headway plan` for a kind of GPU and needs no GPU; report compares the files of one folder.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from headway.core.system.terminal import Terminal
 from headway.plan.devices import GPU_KINDS, H200, gpu_kind
 
 LENGTHS: Final = (512, 512)
-"""Tokens in and out of every request."""
+"""Input and output tokens of every request."""
 SUM_BYTES: Final = tuple(2**power for power in range(13, 24))
-"""8 KiB to 8 MiB."""
+"""Bytes of the summed tensors: 8 KiB to 8 MiB."""
 
 
 class PlannedWork(NamedTuple):
-    """A model with as many requests at once, on one GPU too or on several alone."""
+    """A model with batch sizes, on several GPUs and perhaps also on one."""
 
     model: str
     weights: str
     batches: Sequence[int]
     alone: bool
-    """Whether one GPU has room for it."""
+    """True if one GPU has enough memory for it."""
 
 
 WORKS: Final = (
@@ -50,10 +50,8 @@ WORKS: Final = (
 
 
 def predict_runs(gpu: str, ranks: int) -> RanksPrediction:
-    """Predict every workload on one GPU and on `ranks` of a kind.
-
-    :raises ConfigError: `headway plan` does not know the kind, or has no times of so many.
-    """
+    """Predict every workload on one GPU and on `ranks` GPUs of a kind.
+    :raises ConfigError: if `headway plan` does not know the kind or has no times for this number of GPUs."""
     kind = gpu_kind(gpu)
     runs = [
         _run(work, batch, size, kind.name)
@@ -101,7 +99,7 @@ def print_prediction(prediction: RanksPrediction, console: Terminal) -> None:
 
 
 def _kind_here() -> str:
-    """The kind of GPU that is here, by the name that `headway plan` has for it."""
+    """Return the kind of this machine's GPU, by its name in `headway plan`."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     found = next((kind.name for kind in GPU_KINDS.values() if kind.title == name), None)
     if found is None:
@@ -111,14 +109,14 @@ def _kind_here() -> str:
 
 def ranks(
     what: Annotated[str, typer.Argument(help="predict or report.")],
-    folder: Annotated[Path | None, typer.Argument(help="Of the files to report on.")] = None,
-    size: Annotated[int, typer.Option("--ranks", min=2, help="Ranks.")] = 2,
+    folder: Annotated[Path | None, typer.Argument(help="Folder of the files to report on.")] = None,
+    size: Annotated[int, typer.Option("--ranks", min=2, help="Number of ranks.")] = 2,
     gpu: Annotated[
-        str | None, typer.Option(help="To predict: a kind of GPU that `headway plan` knows. Default: that which is here.")
+        str | None, typer.Option(help="Kind of GPU to predict, as in `headway plan`. Default: this machine's.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
-    """Predict, or report."""
+    """Predict or report runs on several GPUs."""
     console = Terminal(width=120, highlight=False)
     if what == "predict":
         prediction = predict_runs(gpu or _kind_here(), size)

@@ -1,4 +1,4 @@
-"""The result files of several GPUs: predictions made before, and the files of one folder side by side."""
+"""Result files for several GPUs: earlier predictions, and a comparison of the files of one folder."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ from headway.tuning.table.files import read_table
 
 _NAME: Final = re.compile(r"throughput-(.+)-tp(\d+)\.json")
 SMALLEST_SUM: Final = 8192
-"""Bytes of the smallest tensor whose sum is reported: that of one token of a model of 4,096 in half precision."""
+"""Bytes of the smallest tensor to report: one token of a model with hidden size 4,096 in half precision."""
 
 
 class PlannedRun(BaseModel):
-    """One workload on so many GPUs as `headway plan` predicts it."""
+    """Prediction of `headway plan` for one workload on a number of GPUs."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str
     weights: str
-    """A format of `headway plan`: model, or fp8."""
+    """Weight format of `headway plan`: model or fp8."""
     ranks: int
     batch: int
     input_len: int
     output_len: int
     tokens_per_second: float
-    """Output tokens over the time from the first request to the last token."""
+    """Output tokens divided by the time from the first request to the last token."""
     first_token_ms: float
-    """Mean over the requests; likewise the next."""
+    """Mean over the requests; also for per_token_ms."""
     per_token_ms: float
 
 
 class RanksPrediction(ResultFile):
-    """Predictions for GPUs of one kind, made before anything was measured on them."""
+    """Predictions for GPUs of one kind, made before any measurement."""
 
     schema_: Literal["headway.ranks-prediction/1"] = Field(default="headway.ranks-prediction/1", alias="schema")
     command: str
     origin: Origin | None = None
     date: str
     gpu: str
-    """The driver's name of the kind of GPU."""
+    """Name of the GPU in the driver."""
     runs: list[PlannedRun]
     sum_bytes: list[int]
-    """Bytes of tensors that ranks sum."""
+    """Bytes of the tensors that ranks sum."""
     sum_us: dict[str, list[float]]
-    """Ranks -> microseconds at each of them, as the predictions take them from tables that others measured."""
+    """Number of ranks -> microseconds for each size in sum_bytes, from the published tables that predictions use."""
 
 
 class RanksRow(BaseModel):
-    """One workload on several GPUs beside one, beside vLLM on as many, and beside its prediction."""
+    """One workload on several GPUs, compared with one GPU, with vLLM on as many GPUs, and with its prediction."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -69,36 +69,36 @@ class RanksRow(BaseModel):
     ranks: int
     tokens_per_second: float
     one: float | None = None
-    """The same on one GPU; None where it was not measured there."""
+    """Tokens per second on one GPU. None if not measured."""
     speedup: float | None = None
-    """`tokens_per_second` over `one`."""
+    """`tokens_per_second` divided by `one`."""
     vllm: float | None = None
     """vLLM's output tokens per second on as many GPUs."""
     ratio: float | None = None
-    """`tokens_per_second` over `vllm`."""
+    """`tokens_per_second` divided by `vllm`."""
     planned: float | None = None
-    """The prediction; None where none was made before."""
+    """Predicted tokens per second. None if there was no earlier prediction."""
     off: float | None = None
-    """The prediction over what was measured, less 1, in per cent."""
+    """Relative error of the prediction in percent."""
     planned_one: float | None = None
-    """The same of one GPU; likewise the next."""
+    """Predicted tokens per second on one GPU; `off_one` is its error."""
     off_one: float | None = None
 
 
 class RanksReport(ResultFile):
-    """What the files of one folder say of several GPUs."""
+    """Comparison of the files of one folder for several GPUs."""
 
     schema_: Literal["headway.ranks/1"] = Field(default="headway.ranks/1", alias="schema")
     date: str
-    """Date of the newest of the files."""
+    """Date of the newest file."""
     device: str
     origin: Origin | None = None
-    """The code that made that file."""
+    """The code that wrote that file."""
     rows: list[RanksRow]
     median_off: float | None
-    """Median size of all errors of predictions, in per cent; None where there is none."""
+    """Median absolute error of all predictions in percent. None without predictions."""
     sums: dict[str, list[float | None]]
-    """Way -> microseconds of a sum for each of sum_bytes, as they were measured in CUDA graphs."""
+    """All-reduce method -> measured microseconds in CUDA graphs for each size in sum_bytes."""
     sum_bytes: list[int]
 
 
@@ -106,7 +106,7 @@ class _Measured(NamedTuple):
     """One workload of one file."""
 
     name: str
-    """What the file's name says of the model."""
+    """Model name in the file's name."""
     ranks: int
     report: OfflineReport
     cell: OfflineCell
@@ -118,15 +118,13 @@ class _Measured(NamedTuple):
 
     @property
     def weights(self) -> str:
-        """The format of weights, as `headway plan` calls it."""
+        """Weight format, as in `headway plan`."""
         return "fp8" if "--quantization fp8" in self.report.command else "model"
 
 
 def report_of(folder: Path) -> RanksReport:
-    """Put side by side what a folder holds: throughput-NAME-tpN.json, vllm-NAME-tpN.json, predicted.json, all-reduce.json.
-
-    :raises ConfigError: no file of a run on several GPUs.
-    """
+    """Compare the files of a folder: throughput-NAME-tpN.json, vllm-NAME-tpN.json, predicted.json, all-reduce.json.
+    :raises ConfigError: if there is no file of a run on several GPUs."""
     measured = [each for path in sorted(folder.glob("throughput-*-tp*.json")) for each in _read(path)]
     several = [each for each in measured if each.ranks > 1]
     if not several:
@@ -174,7 +172,7 @@ def _row(each: _Measured, one: _Measured | None, vllm: float | None, planned: Ra
 
 
 def _planned(each: _Measured, planned: RanksPrediction | None) -> float | None:
-    """The prediction of a run, if it was made for such a GPU and before the run."""
+    """Return the prediction for a run, if it is for the same GPU and older than the run."""
     if planned is None or planned.gpu != each.report.device.name or planned.date >= each.report.date:
         return None
     cell = each.cell
@@ -192,7 +190,7 @@ def _vllm(folder: Path, each: _Measured) -> float | None:
 
 
 def _sums(path: Path) -> tuple[list[int], dict[str, list[float | None]]]:
-    """Bytes of SMALLEST_SUM and above, and each way's times; nothing where there is no file."""
+    """Return sizes of at least SMALLEST_SUM and each method's times; empty if there is no file."""
     if not path.exists():
         return [], {}
     found = read_table(path, "all_reduce")
@@ -201,7 +199,7 @@ def _sums(path: Path) -> tuple[list[int], dict[str, list[float | None]]]:
 
 
 def columns_of(report: RanksReport) -> dict[str, list[str]]:
-    """The table of whole generations: heading -> a text for each row."""
+    """Return the table of whole generations: heading -> text of each row."""
     rows = report.rows
     columns: Mapping[str, Sequence[str]] = {
         "work": [row.work for row in rows],
@@ -223,7 +221,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def median_text(report: RanksReport) -> str:
-    """How far off predictions are, in words."""
+    """Return the error of the predictions in words."""
     if report.median_off is None:
         return "No prediction was made before."
     return f"Predictions of `headway plan`, made before, are {report.median_off:.1f} % off in the median."
@@ -249,7 +247,7 @@ def print_report(report: RanksReport, console: Terminal) -> None:
 
 
 def markdown(report: RanksReport) -> str:
-    """Both tables in a document."""
+    """Return both tables as Markdown."""
     columns = columns_of(report)
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in zip(*columns.values(), strict=True)]

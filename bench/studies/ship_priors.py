@@ -1,6 +1,6 @@
-"""`python -m headway.bench.studies.ship_priors FILES`: measured files as those that ship with Headway.
+"""`python -m headway.bench.studies.ship_priors FILES`: convert measured tables to the form that ships with Headway.
 
-They hold what a lookup needs, to four digits, a cell a line. A commit then holds them.
+The files contain only what a lookup needs, with four digits and one cell per line. They must then be committed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from headway.tuning.table.schema import SCHEMA, Cell, CrossoverTable
 
 _DIGITS = 4
 _UNSHIPPED = {"variant", "relative_error", "tolerance", "prior"}
-"""Fields of a cell that no lookup reads."""
+"""Fields of a cell that lookups do not read."""
 
 
 def ship(path: Path, folder: Path) -> Path:
-    """Write a measured table as one that ships; returns where it lies. path: a whole table of level kernel, of any kind.
-
-    :raises ConfigError: another file, one that was not measured in full, or made by changed or unknown sources.
-    """
+    """Write a measured table in the form that ships. Return its path. path: a complete kernel-level table of any kind.
+    :raises ConfigError: if the file is another one, incomplete, or made by modified or unknown sources."""
     table = read_table(path, kind=None)
     if table.level != "kernel" or not table.complete:
         raise ConfigError("ship", "a whole table of level kernel", f"{path}: level {table.level}, complete: {table.complete}")
@@ -43,7 +41,7 @@ def ship(path: Path, folder: Path) -> Path:
 
 
 def as_text(table: CrossoverTable) -> str:
-    """A table without what no lookup reads, as JSON with a line for each cell."""
+    """Return a table as JSON with one line per cell, without fields that lookups do not read."""
     lines = [json.dumps(_plain(cell), separators=(",", ":")) for cell in table.cells if cell.status != "unsupported"]
     head = table.model_dump(mode="json", by_alias=True, exclude={"cells"}, exclude_defaults=True)
     head |= {"schema": SCHEMA, "kind": table.kind, "cells": []}
@@ -62,10 +60,10 @@ def _rounded(value: float) -> float:
 
 
 def ship_priors(
-    files: Annotated[list[Path], typer.Argument(help="Whole tables of level kernel.")],
-    folder: Annotated[Path, typer.Option("--to", help="The package's folder.")] = Path("tuning/priors"),
+    files: Annotated[list[Path], typer.Argument(help="Complete kernel-level tables.")],
+    folder: Annotated[Path, typer.Option("--to", help="Folder of the package for the tables.")] = Path("tuning/priors"),
 ) -> None:
-    """Write measured files as those that ship with Headway."""
+    """Write measured tables in the form that ships with Headway."""
     for path in files:
         shipped = ship(path, folder)
         print(f"{shipped}: {shipped.stat().st_size / 1024:.0f} KiB")

@@ -1,6 +1,6 @@
-"""Time `headway generate --chat` on a machine where nothing is cached, and again: `python -m headway.bench.studies.starts`.
+"""Time `headway generate --chat` with empty caches, and again: `python -m headway.bench.studies.starts`.
 
-Prints, for the first start and the later ones, the seconds from the command to its answer, and the rate of the answer's tokens.
+Prints, for the first and later starts, seconds from command to answer, and tokens per second of the answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUESTION = "What is the capital of France?"
 
 
 def _start(cache: Path, options: list[str]) -> dict[str, Any]:
-    """Return what one command's `--json` reports, and `seconds`, from its beginning to its end."""
+    """Return a command's `--json` output, with `seconds` from its start to its end."""
     command = [sys.executable, "-m", "headway", "generate", "--chat", "--json", "--temperature", "0", *options, QUESTION]
     began = time.perf_counter()
     done = run(command, env={**os.environ, "HEADWAY_CACHE": str(cache)}, capture_output=True, text=True, check=True)
@@ -33,9 +33,9 @@ def _start(cache: Path, options: list[str]) -> dict[str, Any]:
 
 def main(
     later: Annotated[int, typer.Option(help="Number of starts after the first.")] = 3,
-    option: Annotated[list[str] | None, typer.Option(help="Option of `headway generate`; repeatable.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Option of `headway generate`. Repeatable.")] = None,
 ) -> None:
-    """Time a first start and later ones, each a process of its own. Let nothing else run meanwhile."""
+    """Time a first start and later ones, each in its own process. The machine should be otherwise idle."""
     out = Terminal(highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1 + later):

@@ -1,4 +1,4 @@
-"""Where a decode step's time on the GPU goes: the kernels of a trace by name, and for how long the GPU was idle before each.
+"""GPU time of a decode step: kernels of a trace by name, and GPU idle time before each.
 
 headway bench throughput --model llama-3-8b --load-format dummy --batch-size 16 --input-len 512 --profile step.json
 python -m headway.bench.studies.step_trace step.json
@@ -30,40 +30,38 @@ _LONGEST_NAME = 38
 
 @dataclass
 class KernelShare:
-    """All launches of one kernel in a trace; microseconds."""
+    """All launches of one kernel in a trace, in microseconds."""
 
     name: str
     launches: int = 0
     busy: float = 0.0
-    """Time in which it ran and no kernel that had begun before it did: of all kernels together the GPU was busy for so long."""
+    """Time in which it ran and no earlier kernel did; summed over all kernels, this is the GPU's busy time."""
     idle: float = 0.0
-    """Time in which nothing ran, directly before it began."""
+    """Idle time directly before its launches."""
 
 
 @dataclass(frozen=True)
 class TracedSteps:
-    """What the GPU did in the steps of a trace."""
+    """GPU activity in the steps of a trace."""
 
     num_steps: int
     kernels: Sequence[KernelShare]
-    """Kernels, those that took longest first."""
+    """Kernels, longest first."""
 
     @property
     def busy(self) -> float:
-        """Microseconds of a step in which something ran."""
+        """Busy microseconds per step."""
         return sum(each.busy for each in self.kernels) / self.num_steps
 
     @property
     def idle(self) -> float:
-        """Microseconds of a step in which nothing ran, the host's pauses between steps included."""
+        """Idle microseconds per step, including the host's pauses between steps."""
         return sum(each.idle for each in self.kernels) / self.num_steps
 
 
 def read_trace(path: Path) -> TracedSteps:
-    """Add up the kernels of a Chrome trace that `--profile` of `headway bench throughput` wrote.
-
-    :raises ConfigError: a file that is no such trace, or one in which no kernel ran.
-    """
+    """Return the kernel times of a Chrome trace from `headway bench throughput --profile`.
+    :raises ConfigError: if the file is not such a trace or has no kernels."""
     need = "a trace that `headway bench throughput --profile` wrote on a GPU"
     try:
         events = json.loads(path.read_text())["traceEvents"]
@@ -77,7 +75,7 @@ def read_trace(path: Path) -> TracedSteps:
 
 
 def _shares(work: Sequence[tuple[float, float, str]]) -> list[KernelShare]:
-    """work: start, end and name of each launch, by their starts."""
+    """Return the times by kernel. work: start, end and name of each launch, by start."""
     shares: dict[str, KernelShare] = {}
     reached = work[0][0]
     for start, end, name in work:
@@ -90,18 +88,18 @@ def _shares(work: Sequence[tuple[float, float, str]]) -> list[KernelShare]:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without its result, namespaces, template arguments and parameters."""
+    """Return a kernel's name without return type, namespaces, template arguments and parameters."""
     plain = re.sub(r"[<(].*", "", name.removeprefix("void ").replace("(anonymous namespace)::", ""))
     return plain.rsplit("::", 1)[-1].strip()[:_LONGEST_NAME]
 
 
 def step_trace(
-    trace: Annotated[Path, typer.Argument(help="What `headway bench throughput --profile` wrote.")],
-    most: Annotated[int, typer.Option(min=1, help="Kernels that have a row of their own.")] = 20,
+    trace: Annotated[Path, typer.Argument(help="Trace from `headway bench throughput --profile`.")],
+    most: Annotated[int, typer.Option(min=1, help="Number of kernels with their own row.")] = 20,
 ) -> None:
-    """Show which kernels a decode step spends its time in, and before which of them the GPU is idle."""
+    """Show the kernels of a decode step by time, and the GPU's idle time before each."""
     found = read_trace(trace)
-    table = Table(box=box.SIMPLE_HEAD, title=f"microseconds of a step, mean of {found.num_steps}")
+    table = Table(box=box.SIMPLE_HEAD, title=f"microseconds per step, mean of {found.num_steps}")
     table.add_column("kernel")
     for column in ("launches", "busy", "idle before"):
         table.add_column(column, justify="right")

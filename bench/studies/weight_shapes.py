@@ -1,11 +1,11 @@
-"""A folder with a config.json of a model's shapes whose weights are published in another form, to be filled with random ones.
+"""Create a folder with a model's config.json for another weight format, to be used with random weights.
 
 python -m headway.bench.studies.weight_shapes w4a16 FOLDER --model llama-3-8b
 
 Headway and other engines then read the same folder with `--load-format dummy`.
 
-How many experts' weights a step reads depends on where the router sends its tokens, and each engine draws random weights in its
-own way. `mxfp4 FOLDER --model gpt-oss-20b --weights` therefore writes the weights too, which all engines then load.
+The number of experts that a step reads depends on the router's weights, and each engine draws different random weights.
+`mxfp4 FOLDER --model gpt-oss-20b --weights` therefore also writes weights, which all engines then load.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ FORMS: dict[str, dict[str, Any] | None] = {
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
     },
 }
-"""Name -> `quantization_config`, as RedHatAI's, Qwen's and OpenAI's checkpoints have it; None: weights in bfloat16."""
+"""Name -> `quantization_config`, as in checkpoints of RedHatAI, Qwen and OpenAI. None means bfloat16 weights."""
 STD: Final = 0.02
-"""The standard deviation of random weights, that of most published models' own initialisation."""
+"""Standard deviation of random weights, as in the initialization of most published models."""
 _GROUP: Final = 32
-"""Values of MXFP4 that share a scale."""
+"""Number of MXFP4 values per scale."""
 _EXPONENT: Final = 127 - 7
-"""The scale of random codes: e2m1's values, all equally likely, have a standard deviation of 2.9, and 2**-7 of that is 0.023."""
+"""Scale of random values: uniformly drawn e2m1 values have a standard deviation of 2.9, and 2**-7 of that is 0.023."""
 
 
 def weight_shapes(
     form: Annotated[str, typer.Argument(help=f"{', '.join(FORMS)}.")],
-    folder: Annotated[Path, typer.Argument(help="Made where it is missing; its config.json is written anew.")],
-    model: Annotated[str, typer.Option(help="Shapes that ship, or a folder with a config.json.")] = "llama-3-8b",
-    weights: Annotated[bool, typer.Option(help="Write random weights too, of mxfp4 alone, on a GPU where there is one.")] = False,
+    folder: Annotated[Path, typer.Argument(help="Folder to create if missing; its config.json is overwritten.")],
+    model: Annotated[str, typer.Option(help="Shape that ships with Headway, or a folder with a config.json.")] = "llama-3-8b",
+    weights: Annotated[bool, typer.Option(help="Also write random weights, only for mxfp4, on a GPU if available.")] = False,
 ) -> None:
-    """Write the config.json of a model with its weights in another form."""
+    """Write the config.json of a model for another weight format."""
     if form not in FORMS:
         raise ConfigError("form", ", ".join(FORMS), form)
     if weights and form != "mxfp4":
@@ -94,7 +94,7 @@ def weight_shapes(
 
 
 def _write_weights(folder: Path) -> None:
-    """Write model-LAYER.safetensors, and the index that names which tensor is where."""
+    """Write model-LAYER.safetensors, and the index of tensors."""
     import torch
     from safetensors.torch import save_file
 
@@ -115,7 +115,7 @@ def _write_weights(folder: Path) -> None:
 
 
 def _parameters(folder: Path) -> Iterator[tuple[str, torch.Size]]:
-    """Names and shapes of a model's parameters, as transformers has them where weights are in bfloat16."""
+    """Yield names and shapes of a model's bfloat16 parameters, as in transformers."""
     import torch
     import transformers
 
@@ -128,10 +128,10 @@ def _parameters(folder: Path) -> Iterator[tuple[str, torch.Size]]:
 
 
 def _drawn(name: str, shape: torch.Size, generator: torch.Generator) -> Mapping[str, torch.Tensor]:
-    """Random values of a parameter under the names of the checkpoint, on the CPU.
+    """Return random values of a parameter under the checkpoint's names, on the CPU.
 
-    A norm is 1. The experts' [experts, in, out] become NAME_blocks [experts, out, in / 32, 16], two codes a byte, and NAME_scales
-    [experts, out, in / 32].
+    A norm is 1. The experts' [experts, in, out] become NAME_blocks [experts, out, in / 32, 16], two values per byte, and
+    NAME_scales [experts, out, in / 32].
     """
     import torch
 

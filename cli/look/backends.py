@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from headway.core.select.kernels import KernelRegistry
 
 Row = dict[str, Any]
-"""A backend as plain data; what is claimed is lacking where its module does not load."""
+"""A backend as plain data, without its claims if its module does not load."""
 
 
 def _described(kernels: KernelRegistry[Any, Any], name: str, own: Callable[[Any], Row]) -> Row:
-    """Describe a backend. own: makes what only its kind claims of its capabilities."""
+    """Describe a backend. own: returns the entries that only its kind has."""
     from headway.core.contract.metadata import Phase
 
     entry, available = kernels.entries[name], kernels.availability(name)
@@ -88,9 +88,9 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plugin: PluginFiles = None,
 ) -> None:
-    """List the backends, those that are ready here first.
+    """List the backends; those that are ready on this machine come first.
 
-    The first table is of attention, the second of layers with a state.
+    The first table lists attention backends, the second backends for layers with a state.
     """
     if context.invoked_subcommand is not None:
         return
@@ -136,7 +136,7 @@ def _print_table(
     rows: Iterable[Row],
     availability: Callable[[str], Support],
 ) -> Mapping[str, list[Row]]:
-    """Print a row for each backend, by readiness; returns the groups that have any. columns: how each is shown."""
+    """Print a row for each backend, by readiness. Return the non-empty groups. columns: column -> its text for a row."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     wide = out.width >= _WIDE
     table.add_column("name", style="bold", no_wrap=True)
@@ -156,7 +156,7 @@ def _print_table(
             table.add_row(*(f"  {row['name']}", kind, *cells))
         table.add_section()
     out.print(table)
-    for row in groups.get(NOT_READY, ()):  # below the table, where a whole sentence fits
+    for row in groups.get(NOT_READY, ()):  # below the table, which has space for a whole sentence
         out.print(Text(f" {row['name']} is not ready: ", "red").append(availability(row["name"]).brief, "default"))
     return groups
 

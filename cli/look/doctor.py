@@ -1,4 +1,4 @@
-"""`headway doctor`: one screen with the machine, the backends that are ready, and what would install the others here."""
+"""`headway doctor`: the machine, the backends that are ready, and the commands that would install the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headway.machine.doctor import Advice, Machine
     from headway.registry import Registry
 
-_NAME = 16  # Columns of the names
+_NAME = 16  # Columns for names
 _REASON_CHARACTERS = 160
 
 
@@ -30,7 +30,7 @@ def doctor(
 ) -> None:
     """Show what is ready on this machine, and what installs the rest.
 
-    With --json, also every reason why a backend is not ready.
+    --json also gives every reason why a backend is not ready.
     """
     from headway.machine.doctor import PACKAGES, examine, library
     from headway.tuning.isolated.trial import create_registry
@@ -49,7 +49,7 @@ def doctor(
 
 
 def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
-    """Everything the doctor found, as plain data."""
+    """Return all findings as plain data."""
     from headway.version import __version__
 
     failures = [{"plugin": failure.name, "owner": failure.owner, "error": str(failure)} for failure in registry.failures]
@@ -64,7 +64,7 @@ def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
 
 
 def _vllm_library(machine: Machine) -> dict[str, Any]:
-    """Return what the doctor found of vLLM's library, which has GEMM kernels for quantized weights."""
+    """Return the findings on vLLM's library, which has GEMM kernels for quantized weights."""
     from headway.kernels.runtime.vllm_library import find_library
     from headway.machine.doctor import advise_vllm_library
 
@@ -74,7 +74,7 @@ def _vllm_library(machine: Machine) -> dict[str, Any]:
 
 
 def _diagnosed(kernels: KernelRegistry[Any, Any], machine: Machine) -> list[dict[str, Any]]:
-    """Each backend of one kind, whether it is available, and what to do where it is not."""
+    """Return each backend of one kind, whether it is available, and advice if it is not."""
     from headway.machine.doctor import advise
 
     found = []
@@ -83,7 +83,9 @@ def _diagnosed(kernels: KernelRegistry[Any, Any], machine: Machine) -> list[dict
         if support:
             origin = kernels.backend(name).origin()
         else:
-            loads = all(reason.what != "import" for reason in support.reasons)  # one that does not is not tried a second time
+            loads = all(
+                reason.what != "import" for reason in support.reasons
+            )  # a module that failed to load is not loaded a second time
             advice = advise(entry.info.extra, support, kernels.backend(name).capabilities.devices if loads else None, machine)
         own = {"name": name, "kind": entry.owner, "summary": entry.info.summary}
         found.append({**own, **_finding(support, origin, advice)})
@@ -91,7 +93,7 @@ def _diagnosed(kernels: KernelRegistry[Any, Any], machine: Machine) -> list[dict
 
 
 def _finding(support: Support, origin: str, advice: Advice | None) -> dict[str, Any]:
-    """Whether something is available, from where, and why not. advice: None where there is none to give."""
+    """Return whether something is available, its origin, and the reasons if not. advice: None if there is none."""
     from headway.machine.doctor import Advice
 
     return {
@@ -103,7 +105,7 @@ def _finding(support: Support, origin: str, advice: Advice | None) -> dict[str, 
 
 
 def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]:
-    """The findings in lines of at most `width` columns, as long as no single word is longer."""
+    """Return the findings in lines of at most `width` columns, unless a word is longer."""
     lines = [line for name, fact in facts(machine) for line in _entry(name, fact, width)]
     lines += [Text(), Text("attention backends", "bold"), *_rows(findings["backends"], width)]
     lines += [Text(), Text("backends of layers with a state", "bold"), *_rows(findings["state_backends"], width)]
@@ -116,7 +118,7 @@ def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]
 
 
 def _rows(rows: Iterable[dict[str, Any]], width: int) -> list[Text]:
-    """Return the lines of backends by group: ready, of no use without a GPU, and others with the reason and what would help."""
+    """Return the lines of backends by group: ready, needs a GPU, and not ready with reason and advice."""
     from headway.machine.doctor import NO_GPU
 
     groups: dict[str, list[dict[str, Any]]] = {READY: [], NEEDS_GPU: [], NOT_READY: []}
@@ -129,7 +131,7 @@ def _rows(rows: Iterable[dict[str, Any]], width: int) -> list[Text]:
     for row in groups[READY]:
         where = f" (from {row['origin']})" if row["origin"] else ""
         lines += _entry(f"  {row['name']}", row["summary"] + where, width)
-    if groups[NEEDS_GPU]:  # nothing here would help, so names are enough
+    if groups[NEEDS_GPU]:  # no command would help, so names are enough
         lines += [Text(NEEDS_GPU, "dim"), *_indented(", ".join(row["name"] for row in groups[NEEDS_GPU]), width, 2)]
     if groups[NOT_READY]:
         lines.append(Text(NOT_READY, "red"))
@@ -145,7 +147,7 @@ def _rows(rows: Iterable[dict[str, Any]], width: int) -> list[Text]:
 
 
 def facts(machine: Machine) -> list[tuple[str, str]]:
-    """The machine in a few lines."""
+    """Return the machine's properties as (name, value) pairs."""
     from headway.version import __version__
 
     gpus = [f"{gpu.name}, {'{}.{}'.format(*gpu.capability)}, {gpu.memory_gib:g} GiB" for gpu in machine.gpus]
@@ -169,7 +171,7 @@ def facts(machine: Machine) -> list[tuple[str, str]]:
 
 
 def command_lines(command: str, width: int) -> list[str]:
-    """A command to copy, broken at spaces with backslashes if longer than a line."""
+    """Return the lines of a command to copy, continued with backslashes if it is longer than a line."""
     parts = textwrap.wrap(command, width - 6, break_long_words=False, break_on_hyphens=False)
     return [f"    {part} \\" for part in parts[:-1]] + [f"    {part}" for part in parts[-1:]]
 
@@ -188,7 +190,7 @@ def _indented(text: str, width: int, columns: int = 4) -> list[Text]:
 
 
 def _why(reason: dict[str, str]) -> str:
-    if "Error" in reason["got"]:  # an exception says by itself what was needed
+    if "Error" in reason["got"]:  # an exception already says what was needed
         return f"{reason['what']}: {reason['got']}"
     return f"{reason['what']}: needs {reason['need']}, got {reason['got']}"
 

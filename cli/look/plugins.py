@@ -1,4 +1,4 @@
-"""`headway plugins`, which lists the installed plugins, and `headway new-kernel`, which writes the package of a new one."""
+"""`headway plugins` lists the installed plugins; `headway new-kernel` writes the package of a new one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headway.registry.records import PluginRecord
 
 TEMPLATE: Final = Path(__file__).parents[2] / "template"
-"""Folder of the package's template, in copier's form."""
+"""Folder of the package template for copier."""
 
 
 _WRITTEN: Final = {
@@ -42,27 +42,27 @@ _WRITTEN: Final = {
         'headway generate --model MODEL-MOE --plugin {module} --experts-kernel {name} "Hello"',
     ),
 }
-"""Kind of operation -> the function that an author replaces, and what to type next."""
+"""Kind of operation -> the function that an author replaces, and the next commands to run."""
 Name = Annotated[
-    str, typer.Argument(help="The kernel's name, as --attn-backend, --linear-kernel or --experts-kernel will take it: my_kernel.")
+    str, typer.Argument(help="Name of the kernel for --attn-backend, --linear-kernel or --experts-kernel: my_kernel.")
 ]
 Into = Annotated[Path | None, typer.Option(help="Folder to write. Default: headway-NAME, here.")]
 
 
 def new_backend(name: Name, into: Into = None) -> None:
-    """Write the package of a backend that runs, with its tests.
+    """Write a package with a working backend and its tests.
 
-    It has a README and a workflow too. docs/tutorial-backend.md continues from there.
+    The package has a README and a CI workflow. docs/tutorial-backend.md continues from there.
     """
     new_kernel(name, "attention", into)
 
 
 def new_kernel(
     name: Name,
-    kind: Annotated[str, typer.Option(help="Operation: attention, linear or experts.")] = "attention",
+    kind: Annotated[str, typer.Option(help="Kind of kernel: attention, linear or experts.")] = "attention",
     into: Into = None,
 ) -> None:
-    """Write the package of a kernel that runs, with its tests.
+    """Write a package with a working kernel and its tests.
 
     docs/tutorial-backend.md and docs/tutorial-linear-kernel.md continue from there.
     """
@@ -82,15 +82,13 @@ def new_kernel(
 
 
 def distribution_of(name: str) -> str:
-    """Return the name of a backend's package, which is that of its folder, too."""
+    """Return the name of a kernel's package, which is also the name of its folder."""
     return f"headway-{name.replace('_', '-')}"
 
 
 def write_package(name: str, folder: Path, registry: Registry, kind: OperationKind | None = None) -> list[Path]:
-    """Write the package of a kernel (of attention, if no kind is given) into a new folder; returns the files, relative to it.
-
-    :raises ConfigError: an invalid name or one that is taken, a folder that exists or cannot be made, or copier is missing.
-    """
+    """Write the package of a kernel into a new folder and return the files, relative to it. kind: attention if None.
+    :raises ConfigError: if the name is invalid or taken, the folder exists or cannot be made, or copier is missing."""
     from headway.core.contract.backend import API_VERSION
     from headway.core.contract.operation import ATTENTION
     from headway.registry.validate import RESERVED
@@ -135,13 +133,13 @@ _KINDS = {
 
 
 def plugins(
-    retry: Annotated[bool, typer.Option("--retry", help="Try every plugin again, whatever is remembered of it.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Try every plugin again, ignoring saved results.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """List installed plugins: what they add, or why not.
+    """List installed plugins: what they add, or why they are left out.
 
-    A plugin is tried in a process of its own before it is let in, once for each version: a crash, a hang or an exit there leaves
-    it out until --retry. headway -v plugins shows tracebacks and what it printed. HEADWAY_PLUGINS and --plugins choose.
+    Each version of a plugin is tried once in a separate process. After a crash, a hang or an exit there it is left out until
+    --retry. headway -v plugins shows tracebacks and output. HEADWAY_PLUGINS and --plugins choose plugins.
     """
     from headway.core.system.terminal import Terminal
     from headway.tuning.isolated.trial import create_registry
@@ -152,7 +150,7 @@ def plugins(
         return
     console = Terminal(highlight=False)
     if not found:
-        console.print("no plugins are installed beside the built-in one; docs/backends.md says how to write one")
+        console.print("no plugins are installed besides the built-in one; docs/backends.md says how to write one")
     for record in found:
         _show(record, console)
 

@@ -1,4 +1,4 @@
-"""`headway table`: look at crossover tables, compare them, put them together, and see whether they fit this machine."""
+"""`headway table`: show, compare, merge and plot crossover tables, and check whether they fit this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 table = typer.Typer(help="Show, compare, merge, draw and check crossover tables.", no_args_is_help=True)
 
-_FILE = typer.Argument(help="A table file. Default: the newest that auto keeps for this machine.")
+_FILE = typer.Argument(help="Table file. Default: the newest table for this machine.")
 
 
 @table.command()
@@ -31,13 +31,13 @@ def show(
     file: Annotated[Path | None, _FILE] = None,
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
-    export_to: Annotated[list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png.")] = None,
+    export_to: Annotated[list[Path] | None, typer.Option("--export", help="Also export as .csv, .md, .html or .png.")] = None,
     all_backends: Annotated[
-        bool, typer.Option("--all", help="Also print why backends could not run where the table was measured.")
+        bool, typer.Option("--all", help="Also print why backends could not run on the machine that measured the table.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Print a table over one layout and block size: the winners, and the time of each backend."""
+    """Print a table for one layout and block size: the fastest backends, and the time of each."""
     from headway.bench.crossover.export import check_target, export
     from headway.bench.crossover.report import print_view, to_plain, view
     from headway.tuning.table.files import read_table
@@ -58,13 +58,13 @@ def show(
 
 @table.command()
 def plot(
-    file: Annotated[Path, typer.Argument(help="A table file.")],
+    file: Annotated[Path, typer.Argument(help="Table file.")],
     picture: Annotated[Path, typer.Argument(help="File to write: .png or .html.")],
-    curves: Annotated[bool, typer.Option("--curves", help="Draw time against length, a curve for each backend (.png).")] = False,
+    curves: Annotated[bool, typer.Option("--curves", help="Draw time against length, one curve per backend (.png).")] = False,
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
 ) -> None:
-    """Draw the winners and their speed-ups as a heat-map, or with --curves time against length."""
+    """Draw the fastest backends and their speed-ups as a heat map, or with --curves time against length."""
     from headway.bench.crossover.export import check_target, export
     from headway.bench.crossover.report import view
     from headway.tuning.table.files import read_table
@@ -85,7 +85,7 @@ def plot(
 
 @table.command()
 def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None) -> None:
-    """Say whether a table still fits this machine: device, driver, libraries. Exit code 1: it does not."""
+    """Check whether a table fits this machine: device, driver, libraries. Exit code 1 if not."""
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import identify_device, resolve_device
     from headway.tuning.measure.self_test import owners
@@ -114,7 +114,7 @@ def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None
 
 @table.command()
 def priors(plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the tables that ship with Headway, and say which a first start on this machine checks and takes."""
+    """List the tables that ship with Headway, and which of them a first start on this machine checks and uses."""
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import identify_device, resolve_device
     from headway.tuning.measure.self_test import owners
@@ -153,11 +153,11 @@ def priors(plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--
 
 @table.command()
 def diff(
-    first: Annotated[Path, typer.Argument(help="A table file.")],
-    second: Annotated[Path, typer.Argument(help="Another.")],
-    at_least: Annotated[float, typer.Option(min=0.0, help="Least relative difference of two times that is shown.")] = 0.05,
+    first: Annotated[Path, typer.Argument(help="Table file.")],
+    second: Annotated[Path, typer.Argument(help="Table file to compare with.")],
+    at_least: Annotated[float, typer.Option(min=0.0, help="Minimum relative difference of two times to show.")] = 0.05,
 ) -> None:
-    """Show which cells differ: times beyond the noise, and what has no time in one of them."""
+    """Show cells that differ: times beyond the noise, and cells without a time in one table."""
     from headway.tuning.table import compare
     from headway.tuning.table.files import read_table
 
@@ -185,7 +185,7 @@ def merge(
     files: Annotated[list[Path], typer.Argument(help="Table files of one machine and one kind of layer.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
 ) -> None:
-    """Put tables together; where two have the same cell, the later one's counts."""
+    """Merge tables; the later table's cell replaces an earlier one."""
     from headway.core.system.json_files import write_json
     from headway.tuning.table import compare
     from headway.tuning.table.files import read_table
@@ -203,19 +203,20 @@ def merge(
 @table.command()
 def regret(
     context: typer.Context,
-    files: Annotated[list[Path] | None, typer.Argument(help="Table files. Default: the newest that auto keeps here.")] = None,
-    points: Annotated[int, typer.Option(min=1, help="Held-out random points to measure, of each seed.")] = 40,
+    files: Annotated[list[Path] | None, typer.Argument(help="Table files. Default: the newest table for this machine.")] = None,
+    points: Annotated[int, typer.Option(min=1, help="Number of held-out random points to measure per seed.")] = 40,
     seed: Annotated[str, typer.Option(help="Seeds of the points and their inputs, comma-separated.")] = "1",
-    workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
-    without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave each point of the table out.")] = False,
-    anywhere: Annotated[bool, typer.Option("--anywhere", help="Also against every other layout and block size.")] = False,
+    workload: Annotated[str, typer.Option(help="Expected workload: chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
+    without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave out each point in turn.")] = False,
+    anywhere: Annotated[bool, typer.Option("--anywhere", help="Also compare with every other layout and block size.")] = False,
     plugin: PluginFiles = None,
-    trials: Annotated[Path | None, typer.Option(help="Measure nothing: judge by the times of this earlier --output.")] = None,
+    trials: Annotated[Path | None, typer.Option(help="Measure nothing: use the times of this earlier --output.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write the results to this JSON file; for several tables a folder, a file for each.")
+        Path | None,
+        typer.Option(help="JSON file for the results; for several tables, a folder with one file each."),
     ] = None,
 ) -> None:
-    """Measure how much auto, obeying a table, loses to the best backend at points that are not in it."""
+    """Measure how much slower auto with a table is than the best backend at points outside the table."""
     from headway.bench.crossover.regret import RegretReport, judge_again, leave_one_out, measure_regret
     from headway.cli.options import sizes_of
     from headway.core.select.request import Workload
@@ -228,7 +229,7 @@ def regret(
     paths = files or [_found(None)]
     if trials is not None and len(paths) > 1:
         raise ConfigError("headway table regret --trials", "one table, which the times are of", f"{len(paths)} tables")
-    seeds = list(dict.fromkeys(sizes_of("--seed", seed, least=0) or [1]))  # the points of one draw count once
+    seeds = list(dict.fromkeys(sizes_of("--seed", seed, least=0) or [1]))  # duplicate seeds count once
     tables = [read_table(path) for path in paths]
     expected, registry = Workload.parse(workload), create_registry(plugin or ())
     reports: list[RegretReport] = []
@@ -256,7 +257,7 @@ def regret(
 
 
 def _check_judged(context: typer.Context, without: bool, trials: Path | None) -> None:
-    """:raises ConfigError: two ways to measure nothing, or an option that such a way would pass over."""
+    """:raises ConfigError: if both options that measure nothing are given, or an option that they do not read."""
     if without and trials is not None:
         raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
     if not without and trials is None:
@@ -268,7 +269,7 @@ def _check_judged(context: typer.Context, without: bool, trials: Path | None) ->
 
 
 def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
-    """Every point with the choice and the best, then the means."""
+    """Print every point with the chosen and the best backend, then the means."""
     console = _console()
     shown = Table(title=f"{path}: {report.selection}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("phase", "case", "auto", "best", "auto us", "best us", "regret"):
@@ -298,7 +299,7 @@ def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
 
 
 def _found(file: Path | None) -> Path:
-    """The file asked for, or the newest that auto keeps. :raises ConfigError: there is none."""
+    """Return the given file, or the newest table for this machine. :raises ConfigError: if there is none."""
     from headway.tuning.table.files import stored_tables, table_folder
 
     if file is not None:
@@ -310,7 +311,7 @@ def _found(file: Path | None) -> Path:
 
 
 def _registered(known: CrossoverTable) -> OperationKind | None:
-    """Return the kind of operation of a table if its kernels are backends of the registry; None if not."""
+    """Return the table's kind of operation if its kernels are backends of the registry, else None."""
     from headway.core.contract.operation import ATTENTION, STATE
 
     return {kind.name: kind for kind in (ATTENTION, STATE)}.get(known.kind)

@@ -1,4 +1,4 @@
-"""The command `headway bench crossover`: options to a run, the table on the terminal, and files of it."""
+"""`headway bench crossover`: run the measurement, print the table and export it."""
 
 from __future__ import annotations
 
@@ -26,75 +26,76 @@ if TYPE_CHECKING:
     from headway.tuning.table.schema import CrossoverTable
 
 GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
-"""Geometries of smollm2, which `headway generate` runs if no model is named, and of an 8B model."""
+"""Geometries: smollm2's, the default model of `headway generate`, on a CPU and an 8B model's on a GPU."""
 LAYERS = {"9/3/64": 30, "32/8/128": 32}
 """Number of layers of the models with these geometries."""
-_FILE_WIDTH = 160  # Columns of the table where no terminal says how many it has
+_FILE_WIDTH = 160  # Columns of the table if the output is not a terminal
 
 
 _OWN_OPTIONS = {
     "engine": ("model", "load_format", "mixed", "repeat", "cell_limit", "crossover_table", "workload"),
     "kernel": ("geometry", "kv_dtype", "layouts", "block_sizes", "phases", "refine", "graph_len"),
 }
-"""What only one level reads."""
+"""Options that only one level reads."""
 
 
 class Level(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
-    """What is timed."""
+    """Level at which to measure."""
 
     kernel = "kernel"
     engine = "engine"
 
 
 def crossover(
-    level: Annotated[Level, typer.Option(help="Attention kernels one by one, or whole generations.")] = Level.kernel,
+    level: Annotated[Level, typer.Option(help="Time attention kernels, or whole generations.")] = Level.kernel,
     model: Annotated[str, typer.Option(help="Level engine: smollm2, a folder, a .gguf file, or a hub id.")] = "smollm2",
     load_format: Annotated[str, typer.Option(help="Level engine: auto, or dummy for random weights.")] = "auto",
     mixed: Annotated[
-        str | None, typer.Option(help="Level engine: instead of the grid, requests such as 48q128s256_2q8ks8448 (in, in + out).")
+        str | None,
+        typer.Option(help="Level engine: requests, not the grid: 48q128s256_2q8ks8448 (input, input + output)."),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Level engine: fewest timed passes; short generations get more.")] = 1,
-    cell_limit: Annotated[str, typer.Option(help="Level engine: give a generation up after this long.")] = "120s",
+    repeat: Annotated[int, typer.Option(min=1, help="Level engine: minimum timed passes; short generations get more.")] = 1,
+    cell_limit: Annotated[str, typer.Option(help="Level engine: abandon a generation after this long.")] = "120s",
     crossover_table: Annotated[
-        list[Path] | None, typer.Option(help="Level engine: the table that auto obeys. Repeatable.")
+        list[Path] | None, typer.Option(help="Level engine: crossover table for auto to use. Repeatable.")
     ] = None,
-    workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",
+    workload: Annotated[str, typer.Option(help="Level engine: workload for auto: chat, long, batch, or 16x1024+256.")] = "chat",
     backends: Annotated[
         str | None,
-        typer.Option(help="Names, comma-separated; level engine: also prefill=NAME,decode=NAME. Default: all available ones."),
+        typer.Option(help="Backends, comma-separated; level engine: also prefill=NAME,decode=NAME. Default: all available ones."),
     ] = None,
     geometry: Annotated[
         str | None,
-        typer.Option(help="The layer's query heads, kv heads and head_dim, 32/8/128; then v_head_dim, /dense or /bidirectional."),
+        typer.Option(help="Query heads, KV heads, head_dim: 32/8/128; optionally v_head_dim, /dense or /bidirectional."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16, float16 or auto.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: all.")] = None,
-    block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: 16 and 256.")] = None,
+    block_sizes: Annotated[str | None, typer.Option(help="Block sizes, comma-separated. Default: 16 and 256.")] = None,
     phases: Annotated[
-        str | None, typer.Option(help="Phases to measure, out of prefill,extend,decode,verify. Default: all.")
+        str | None, typer.Option(help="Phases to measure: prefill, extend, decode, verify; comma-separated. Default: all.")
     ] = None,
-    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated, instead of the device's usual ones.")] = None,
-    input_lens: Annotated[str | None, typer.Option(help="Comma-separated lengths, instead of the device's usual ones.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Stop after this long (120s, 5m); what matters most comes first.")] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: the device's usual ones.")] = None,
+    input_lens: Annotated[str | None, typer.Option(help="Lengths, comma-separated. Default: the device's usual ones.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Stop after this long (120s, 5m); important points come first.")] = None,
     refine: Annotated[
-        int, typer.Option(min=0, help="Rounds of points that are added between neighbours where the fastest backend changes.")
+        int, typer.Option(min=0, help="Rounds of points to add between neighbours whose fastest backends differ.")
     ] = 2,
     graph_len: Annotated[
-        int | None, typer.Option(min=1, help="Context for which decode graphs are captured. Default: 32,768.")
+        int | None, typer.Option(min=1, help="Context length for which decode graphs are captured. Default: 32,768.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted table.")] = False,
     plugin: PluginFiles = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     output: Annotated[
-        Path | None, typer.Option(help="File of the table. Default: the one that auto reads, if the grid is whole.")
+        Path | None, typer.Option(help="File of the table. Default: the file that auto reads, if the grid is complete.")
     ] = None,
     export_to: Annotated[
-        list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png; repeatable.")
+        list[Path] | None, typer.Option("--export", help="Also export as .csv, .md, .html or .png. Repeatable.")
     ] = None,
 ) -> None:
-    """Measure which backend is fastest where, each checked against float64 first, and keep it as a table that auto obeys."""
+    """Measure the fastest backend at each point, each checked against float64 first, and save a table for auto."""
     given = SimpleNamespace(**locals())
     from headway.bench.crossover.engine_level import run_engine_level
     from headway.bench.crossover.export import check_target
@@ -112,13 +113,13 @@ def crossover(
         finish(run_engine_level(_engine_run(given, place), registry, Terminal(stderr=True)), output, export_to or [])
         return
     if place.type == "cpu":
-        set_threads()  # as an engine does; one of level engine does it in its own process
+        set_threads()  # as an engine does; at level engine it sets them in its own process
     options = _kernel_run(given, place)
     finish(run_kernel_level(options, registry, Terminal(stderr=True)), options.output, export_to or [])
 
 
 def _engine_run(given: Any, device: torch.device) -> EngineOptions:
-    """Return the engine-level run described by the options in `given`. :raises ConfigError: an option that cannot be read."""
+    """Return the engine-level run that the options in `given` describe. :raises ConfigError: if an option is invalid."""
     from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases
     from headway.core.system.provenance import command_line
 
@@ -144,7 +145,7 @@ def _engine_run(given: Any, device: torch.device) -> EngineOptions:
 
 
 def _kernel_run(given: Any, device: torch.device) -> CrossoverOptions:
-    """Return the kernel-level run described by the options in `given`. :raises ConfigError: an option that cannot be read."""
+    """Return the kernel-level run that the options in `given` describe. :raises ConfigError: if an option is invalid."""
     from headway.core.system.provenance import command_line
     from headway.kernels.runtime.compile_ahead import compile_ahead
     from headway.tuning.measure.device import identify_device
@@ -181,7 +182,7 @@ def _kernel_run(given: Any, device: torch.device) -> CrossoverOptions:
 
 
 def _refuse_other_level(level: Level, given: Mapping[str, object]) -> None:
-    """:raises ConfigError: an option is given that the level would pass over."""
+    """:raises ConfigError: if an option is given that the level does not read."""
     usual = inspect.signature(crossover).parameters
     for other, names in _OWN_OPTIONS.items():
         for name in names if other != level.value else ():
@@ -191,7 +192,7 @@ def _refuse_other_level(level: Level, given: Mapping[str, object]) -> None:
 
 
 def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> None:
-    """Print a table that was measured, say where it is, and write its other forms."""
+    """Print a measured table and its path, and write its exports."""
     from headway.bench.crossover.export import export
     from headway.bench.crossover.report import print_view, view
 
@@ -208,13 +209,13 @@ def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> Non
     for target in exports:
         export(shown, target)
     if path is None:
-        console.print(Text("not kept: without every backend, phase and length it is no table for auto; --output FILE keeps it"))
+        console.print(Text("not saved: auto needs a table with every backend, phase and length; --output FILE saves it"))
     for target in [*([path] if path else []), *exports]:
         console.print(Text(f"written to {target}"), soft_wrap=True)
 
 
 def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device) -> AttentionSpec:
-    """The layer that options describe. :raises ConfigError: a geometry or dtype that is none."""
+    """Return the layer that the options describe. :raises ConfigError: if a geometry or dtype is invalid."""
     import torch
 
     from headway.core.contract.spec import DTYPES, KV_DTYPES
@@ -227,7 +228,7 @@ def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device)
 
 
 def parse_seconds(option: str, text: str | None) -> float | None:
-    """Read 120, 120s, or 2m; None stays None. :raises ConfigError: none of these."""
+    """Return the seconds of 120, 120s or 2m; None stays None. :raises ConfigError: if the form differs."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|)", text.strip())

@@ -1,4 +1,4 @@
-"""The command `headway bench kernel`: options to `KernelOptions`, and the table."""
+"""`headway bench kernel`: time attention, state and linear kernels."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from headway.core.system.terminal import Terminal
 if TYPE_CHECKING:
     from headway.bench.kernel.run import KernelOptions
 
-_FILE_WIDTH = 240  # Columns of the table where no terminal says how many it has
+_FILE_WIDTH = 240  # Columns of the table if the output is not a terminal
 
 
 class TimedPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
-    """What to measure."""
+    """Operation to time."""
 
     decode = "decode"
     prefill = "prefill"
@@ -40,32 +40,33 @@ class TimedPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str E
 
 
 def options_of(
-    phase: Annotated[TimedPhase, typer.Option(help="Attention over the cache, of prompts, or the cache writers.")] = (
-        TimedPhase.decode
-    ),
-    backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
+    phase: Annotated[
+        TimedPhase, typer.Option(help="Operation to time: attention of decode or prefill, or the cache writers.")
+    ] = TimedPhase.decode,
+    backends: Annotated[str | None, typer.Option(help="Backends, comma-separated. Default: all that are available.")] = None,
     geometry: Annotated[
         list[str] | None,
-        typer.Option(help="Query heads, kv heads, head_dim, and v_head_dim where it differs: 32/8/128. Repeatable."),
+        typer.Option(help="Query heads, KV heads, head_dim, and v_head_dim if it differs: 32/8/128. Repeatable."),
     ] = None,
     cases: Annotated[str | None, typer.Option(help="Cases such as 8q1s2k,1q1s512. Default: the device's usual cells.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16, float16 or auto.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: the preferred one.")] = None,
-    block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: those of 16 and 256 that fit.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
+    block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: 16 and 256, if supported.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
-    rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds over which runs are repeated.")] = 60.0,
+    rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of timed runs.")] = 60.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     peak_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s that the device's memory moves at most. Default: its data sheet, where known.")
+        float | None, typer.Option(help="Peak memory bandwidth of the device in GB/s. Default: from its data sheet, if known.")
     ] = None,
     peak_flops: Annotated[
-        float | None, typer.Option(help="TFLOP/s that the device computes at most in --dtype. Default: likewise.")
+        float | None,
+        typer.Option(help="Peak compute in TFLOP/s at --dtype. Default: from the data sheet, if known."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> Any:
-    """The `KernelOptions` that a command line says; typer reads the options from this function's parameters."""
+    """Return the `KernelOptions` of a command line; typer reads the options from this function's parameters."""
     from headway.bench.kernel.run import KernelOptions
     from headway.core.contract.spec import DTYPES, KV_DTYPES
     from headway.core.system.provenance import command_line
@@ -97,14 +98,14 @@ def options_of(
 
 
 def _peak(option: str, rate: float | None) -> float | None:
-    """:raises ConfigError: a rate that no device has."""
+    """Return `rate`. :raises ConfigError: if it is not a finite positive number."""
     if rate is not None and not 0 < rate < float("inf"):
         raise ConfigError(option, "a rate above 0", rate)
     return rate
 
 
 def takes_kernel_options(command: Command) -> Command:
-    """Give a command the options of `options_of` in the place of its parameter `options`."""
+    """Replace a command's parameter `options` by the options of `options_of`."""
     flags = inspect.signature(options_of, eval_str=True).parameters.values()
     by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flags]
     return with_flags(command, "options", by_name, lambda values: options_of(**values))
@@ -115,25 +116,25 @@ def kernel(
     options: Any,
     plugin: PluginFiles = None,
     fail_if_slower: Annotated[
-        float | None, typer.Option(help="Exit with 1 where a backend takes more than this many times as long as that of --than.")
+        float | None,
+        typer.Option(help="Exit with 1 if a backend takes more than this many times as long as --than."),
     ] = None,
-    than: Annotated[str | None, typer.Option(help="The backend that --fail-if-slower holds the others to.")] = None,
+    than: Annotated[str | None, typer.Option(help="Backend that --fail-if-slower compares with.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="With --states: a folder, a config.json or a name; no weights are read.")
+        str | None, typer.Option(help="With --states: a folder, a config.json or a name. No weights are read.")
     ] = None,
-    states: Annotated[
-        bool, typer.Option("--states", help="Time scan and step of the model's layers with a state instead.")
-    ] = False,
+    states: Annotated[bool, typer.Option("--states", help="Time scan and step of the model's state layers instead.")] = False,
     linear: Annotated[
         list[str] | None,
-        typer.Option(help="Time products over a weight of out_features x in_features instead: 4096x14336. Repeatable."),
+        typer.Option(help="Time linear layers of out_features x in_features instead: 4096x14336. Repeatable."),
     ] = None,
     form: Annotated[
-        str | None, typer.Option(help="With --linear: int4, fp8, fp8-blocks, mxfp4, plain, comma-separated. Default: all.")
+        str | None,
+        typer.Option(help="With --linear: int4, fp8, fp8-blocks, mxfp4, plain, comma-separated. Default: all."),
     ] = None,
-    rows: Annotated[str | None, typer.Option(help="With --linear: rows of x, comma-separated. Default: 1,4,16,64.")] = None,
+    rows: Annotated[str | None, typer.Option(help="With --linear: row counts of x, comma-separated. Default: 1,4,16,64.")] = None,
 ) -> None:
-    """Time attention kernels, with --states those of layers with a state, or with --linear products; each is checked first."""
+    """Time attention kernels, state kernels (--states) or linear kernels (--linear), after checking each for correctness."""
     compared = fail_if_slower is not None or than is not None
     if linear or form is not None or rows is not None:
         measure_products(options, linear or [], form, rows, others=bool(plugin or states or model is not None or compared))
@@ -146,7 +147,7 @@ def kernel(
 def measure_attention(
     options: KernelOptions, plugin: Sequence[str] | None, fail_if_slower: float | None = None, than: str | None = None
 ) -> None:
-    """Time attention kernels, and compare them with `than` where that is asked for."""
+    """Time attention kernels, and compare them with `than` if it is given."""
     from headway.bench.kernel.report import check_request, compare, print_report
     from headway.bench.kernel.run import run_kernel_bench
     from headway.tuning.isolated.trial import create_registry
@@ -156,7 +157,7 @@ def measure_attention(
         options = replace(options, backends=[*options.backends, than])
     registry = create_registry(plugin or ())
     if than is not None:
-        registry.backend(than)  # raises for a name that nobody registered
+        registry.backend(than)  # raises for an unregistered name
     report = run_kernel_bench(options, registry, console=Terminal(stderr=True))
     if fail_if_slower is not None and than is not None:
         report.comparison = compare(report.cells, than, fail_if_slower)
@@ -179,7 +180,7 @@ def measure_attention(
 def measure_states(
     options: KernelOptions, plugin: Sequence[str] | None, model: str | None, *, asked_to_compare: bool = False
 ) -> None:
-    """Time `scan` and `step` of a model's layers with a state. :raises ConfigError: wrong options, or no such layers."""
+    """Time `scan` and `step` of a model's state layers. :raises ConfigError: if options are wrong or there are no such layers."""
     import torch
 
     from headway.bench.kernel.report import print_state_report
@@ -221,7 +222,8 @@ def measure_states(
 
 
 def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | None, rows: str | None, *, others: bool) -> None:
-    """Time the kernels of quantised linear layers. others: unsuitable options were given. :raises ConfigError: bad options."""
+    """Time the kernels of quantized linear layers. others: whether options were given that do not apply. :raises ConfigError:
+    if options are invalid."""
     from headway.bench.kernel.products import FORM_NAMES, ProductOptions, print_products, run_products_bench
 
     if not shapes:
@@ -253,7 +255,7 @@ def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | 
 
 
 def product_shape(text: str) -> tuple[int, int]:
-    """(out_features, in_features) of a text. :raises ConfigError: it is no OUTxIN."""
+    """Return (out_features, in_features) of a text. :raises ConfigError: if the text is not OUTxIN."""
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and 0 < int(size) < 2**20 for size in sizes):
         raise ConfigError("--linear", "out_features x in_features, such as 4096x14336", repr(text))

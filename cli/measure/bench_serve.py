@@ -1,4 +1,4 @@
-"""The command `headway bench serve`: a server under load, by its URL."""
+"""`headway bench serve`: load test for a server, by its URL."""
 
 from __future__ import annotations
 
@@ -25,47 +25,50 @@ _MODES = ("online", "offline", "naive")
 
 
 def serve(
-    url: Annotated[str, typer.Option(help="Of any server with OpenAI's API.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Name to ask for. Default: the first of /v1/models.")] = None,
+    url: Annotated[str, typer.Option(help="URL of a server with OpenAI's API.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model name to request. Default: the first of /v1/models.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as Authorization: Bearer KEY.")] = None,
-    endpoint: Annotated[str, typer.Option(help="completions (prompts of token ids) or chat (words).")] = "completions",
+    endpoint: Annotated[str, typer.Option(help="Endpoint: completions (prompts of token ids) or chat (words).")] = "completions",
     modes: Annotated[
-        str, typer.Option(help="online: by a clock; offline: all at once; naive: one by one. Comma-separated.")
+        str, typer.Option(help="online: requests at --rate; offline: all at once; naive: one by one. Comma-separated.")
     ] = "online,offline,naive",
-    rate: Annotated[str, typer.Option(help="Requests that arrive per second, online; several: comma-separated.")] = "4",
+    rate: Annotated[str, typer.Option(help="Requests per second in online mode; several comma-separated.")] = "4",
     burstiness: Annotated[
-        float, typer.Option(min=0.001, help="Shape of the gaps' gamma distribution: 1 is Poisson, less is burstier.")
+        float, typer.Option(min=0.001, help="Shape of the gamma distribution of the gaps. 1 is Poisson; less is burstier.")
     ] = 1.0,
-    num_requests: Annotated[int, typer.Option(min=1, help="Conversations of each run.")] = 100,
-    num_naive: Annotated[int, typer.Option(min=1, help="Conversations of the naive run, which takes longest.")] = 10,
+    num_requests: Annotated[int, typer.Option(min=1, help="Number of conversations per run.")] = 100,
+    num_naive: Annotated[int, typer.Option(min=1, help="Number of conversations in the naive run, which takes longest.")] = 10,
     mix: Annotated[
-        str, typer.Option(help="Tokens in/out of requests, with weights: 512/128, or 128/64:3,4096/256:1.")
+        str, typer.Option(help="Input/output tokens of requests, with weights: 512/128, or 128/64:3,4096/256:1.")
     ] = "512/128",
     shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens of a system prompt before every conversation.")] = 0,
-    num_prefixes: Annotated[int, typer.Option(min=1, help="Different system prompts.")] = 1,
-    turns: Annotated[int, typer.Option(min=1, help="Messages of each conversation.")] = 1,
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Conversations at a time. Default: any.")] = None,
-    goodput: Annotated[
-        str | None, typer.Option(help="Limits in ms that a good request keeps: ttft:200,tpot:20,e2e:5000.")
+    num_prefixes: Annotated[int, typer.Option(min=1, help="Number of different system prompts.")] = 1,
+    turns: Annotated[int, typer.Option(min=1, help="Number of user messages per conversation.")] = 1,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Maximum concurrent conversations. Default: no limit.")
     ] = None,
-    vocab_size: Annotated[int, typer.Option(min=200, help="Prompts' token ids lie below it.")] = 10000,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
+    goodput: Annotated[
+        str | None, typer.Option(help="Latency limits in ms for a request to count as good: ttft:200,tpot:20,e2e:5000.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=200, help="Token ids of prompts are below this number.")] = 10000,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Random seed for lengths, prompts and arrival times.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Maximum number of seconds per request.")] = 600.0,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Have a server with --profile-dir tell where its steps' time goes, and trace some.")
+        bool,
+        typer.Option("--profile", help="Report where a server with --profile-dir spends step time; trace some steps."),
     ] = False,
-    profile_skip: Annotated[int, typer.Option(min=0, help="Steps before the trace begins.")] = 50,
-    profile_steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the trace.")] = 20,
+    profile_skip: Annotated[int, typer.Option(min=0, help="Number of steps before the trace begins.")] = 50,
+    profile_steps: Annotated[int, typer.Option(min=1, max=1000, help="Number of steps to trace.")] = 20,
     nvtx: Annotated[
-        bool, typer.Option("--nvtx", help="With --profile: mark those steps for Nsight Systems in place of a trace.")
+        bool, typer.Option("--nvtx", help="With --profile: mark these steps for Nsight Systems instead of tracing them.")
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Draw pictures into this folder.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Draw charts into this folder.")] = None,
 ) -> None:
-    """Load a server: times to first token and per token, rates, and goodput under limits.
+    """Load-test a server: time to first token, time per token, rates, and goodput.
 
-    Limits, lengths and arrivals are the same for every server, so that two reports compare.
+    Limits, lengths and arrival times are the same for every server, so that reports are comparable.
     """
     try:
         from headway.bench.serve.client import Client

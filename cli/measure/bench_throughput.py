@@ -1,4 +1,4 @@
-"""`headway bench throughput`: real prompts beside another engine, or random tokens in any batch size and length."""
+"""`headway bench throughput`: real prompts compared with another engine, or random tokens at any batch size and length."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ if TYPE_CHECKING:
     from headway.bench.generate.workloads import RequestSet
 
 MIN_SAME_TOKENS = 0.9
-"""Below this the engines did not do the same work. Near-ties in float32 may flip a token and so the rest of a text."""
+"""Minimum share of equal tokens for engines to have done the same work. Near-ties in float32 may flip tokens."""
 TEXT_OUTPUT_LEN = 64
 
 
 @takes_engine_options(*(name for name in help_texts() if name not in ("workload", "seed", "skip_tokenizer_init")))
 def throughput(
     engine: dict[str, Any],
-    compare: Annotated[str | None, typer.Option(help="Another engine in the same run, on texts: transformers.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Texts, all sent at once.")] = 16,
-    workload: Annotated[str | None, typer.Option(help="nano: 256 random prompts as in nano-vllm's bench.")] = None,
-    batch_size: Annotated[str | None, typer.Option(help="Random prompts sent at once: N, or a list 1,16,64.")] = None,
-    input_len: Annotated[str | None, typer.Option(help="Their tokens: N, or a list.")] = None,
+    compare: Annotated[str | None, typer.Option(help="Other engine to run on the same texts: transformers.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of texts, all sent at once.")] = 16,
+    workload: Annotated[str | None, typer.Option(help="nano: 256 random prompts as in nano-vllm's benchmark.")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="Number of random prompts sent at once: N, or a list 1,16,64.")] = None,
+    input_len: Annotated[str | None, typer.Option(help="Tokens per random prompt: N, or a list.")] = None,
     output_len: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens written for each: N, or a list that goes with --input-len. Default: 64, or as many as the input has."
-        ),
+        typer.Option(help="Tokens to generate per prompt: N, or a list parallel to --input-len. Default: 64, or --input-len."),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="For random prompts; 0 is greedy. Default: 0, and 0.6 for nano.")
+        float | None, typer.Option(help="Sampling temperature for random prompts; 0 is greedy. Default: 0, and 0.6 for nano.")
     ] = None,
     lora: Annotated[
         int,
-        typer.Option(min=0, help="Random adapters that the requests have in turn, beside passes without any (random prompts)."),
+        typer.Option(
+            min=0, help="Number of random LoRA adapters to use in turn, in addition to passes without (random prompts)."
+        ),
     ] = 0,
-    lora_rank: Annotated[int, typer.Option(min=1, help="Their rank.")] = 16,
-    repeat: Annotated[int, typer.Option(min=1, help="Timed passes after the warm-up; the median counts.")] = 3,
-    warmup: Annotated[int, typer.Option(min=0, help="Passes of random prompts before the timed ones.")] = 1,
+    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the random adapters.")] = 16,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of timed passes after warm-up; the median is reported.")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Number of untimed passes of random prompts first.")] = 1,
     profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of steps in the middle (random prompts).")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
 ) -> None:
-    """Time whole generations: tokens a second, time to first token, time per output token.
+    """Time whole generations: tokens per second, time to first token, time per output token.
 
     Without --workload or --batch-size the prompts are texts.
     """
@@ -81,7 +81,7 @@ def throughput(
 def _workloads(
     workload: str | None, batch_size: str | None, input_len: str | None, output_len: str | None, temperature: float | None
 ) -> list[RequestSet]:
-    """What the options ask for; nothing for texts."""
+    """Return the random workloads that the options describe; none means texts."""
     from headway.bench.generate.workloads import Nano, parse_sizes, random_workloads
 
     if workload not in (None, "nano"):
@@ -175,7 +175,7 @@ def _run_texts(model: str, engine: dict[str, Any], workload: TextWorkload, compa
 
 @contextmanager
 def _progress(err: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; yields what is told after each pass what was run."""
+    """Show a progress bar on stderr; yield a function to call with a name after each pass."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task("generating", total=total)
@@ -183,7 +183,7 @@ def _progress(err: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def print_report(report: ThroughputReport) -> None:
-    """The table a person reads; times are to the first token and of each later one, "same" the share of equal tokens."""
+    """Print the table of results. "same" is the share of equal tokens."""
     device = report.device
     threads = f", {device.threads} threads" if device.threads else ""
     title = (
@@ -207,7 +207,7 @@ def print_report(report: ThroughputReport) -> None:
 
 
 def text_notes(report: ThroughputReport) -> list[str]:
-    """Notes that the machine was busy, or that passes of an engine disagree."""
+    """Return notes if the machine was busy or an engine's passes disagree."""
     from headway.tuning.table.noise import MOST_DRIFT
 
     lines = [f"measured on a busy machine, {report.busy}: rates may be too low"] if report.busy else []

@@ -1,4 +1,4 @@
-"""`headway check`: hold a kernel or a cache layout to the whole contract, along the calls the engine makes."""
+"""`headway check`: test a kernel or a cache layout against the contract, with the calls that the engine makes."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ if TYPE_CHECKING:
 
 
 def check(
-    target: Annotated[str, typer.Argument(help="A kernel's name, FILE.py:CLASS, or broken:NAME.", show_default=False)] = "",
+    target: Annotated[str, typer.Argument(help="Kernel name, FILE.py:CLASS, or broken:NAME.", show_default=False)] = "",
     kind: Annotated[
         str, typer.Option(help="Kind of the kernel: attention, state, linear or experts.", show_default="attention")
     ] = "",
-    device: Annotated[str, typer.Option(help="Where the backend runs: cpu or cuda.")] = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help="Try each value once in place of each pair of values.")] = False,
-    layout: Annotated[str, typer.Option(help="Check a cache layout: its writer, its check() and gather().")] = "",
+    device: Annotated[str, typer.Option(help="Device for the backend: cpu or cuda.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Test each value once instead of each pair of values.")] = False,
+    layout: Annotated[str, typer.Option(help="Cache layout to check: its writer, check() and gather().")] = "",
     plugin: PluginFiles = None,
-    states: Annotated[
-        bool, typer.Option("--states", help="The name is that of a backend for layers with a state, as with --kind state.")
-    ] = False,
+    states: Annotated[bool, typer.Option("--states", help="Same as --kind state.")] = False,
     model: Annotated[
-        str, typer.Option(help="Try the layers of a model: a config.json, its folder, llama-3-8b or another name.")
+        str, typer.Option(help="Test the layers of a model: a config.json, its folder, llama-3-8b or another name.")
     ] = "",
-    only: Annotated[str, typer.Option(help="Run these checks, by their names in the scorecard, comma-separated.")] = "",
+    only: Annotated[str, typer.Option(help="Checks to run, by their names in the scorecard, comma-separated.")] = "",
     cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
     stop_at_failure: Annotated[bool, typer.Option("-x", "--stop-at-failure", help="Stop at the first cell that fails.")] = False,
     no_guess: Annotated[
-        bool, typer.Option("--no-guess", help="Do not look for what a failure looks like, which may take longer than the cell.")
+        bool, typer.Option("--no-guess", help="Do not diagnose failures, which may take longer than the cell.")
     ] = False,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="A.json B.json", help="Compare two result files in place of a run; exit with 1 if B is worse."),
+        typer.Option(
+            metavar="A.json B.json", help="Compare two result files instead of running checks; exit with 1 if B is worse."
+        ),
     ] = None,
     in_process: Annotated[
         bool,
-        typer.Option("--in-process", help="Run the cell in this process: print and breakpoint() work. A crash ends the command."),
+        typer.Option("--in-process", help="Run the cell in this process, for print and breakpoint(). A crash ends the command."),
     ] = False,
     sanitize: Annotated[
-        bool, typer.Option("--sanitize", help="Run the cells under compute-sanitizer, whose first error is the finding. Slow.")
+        bool, typer.Option("--sanitize", help="Run the cells under compute-sanitizer and report its first error. Slow.")
     ] = False,
     jobs: Annotated[
-        int, typer.Option(min=0, max=1024, help="Processes that run cells side by side; 0: one for each core, up to 4.")
+        int, typer.Option(min=0, max=1024, help="Number of processes that run cells in parallel. 0 means one per core, up to 4.")
     ] = 0,
     timeout: Annotated[
-        float, typer.Option(min=0.0, max=86_400.0, help="Seconds for one cell; 0: 60 on a CPU, 240 on a GPU, 600 interpreted.")
+        float, typer.Option(min=0.0, max=86_400.0, help="Seconds per cell. 0 means 60 on a CPU, 240 on a GPU, 600 interpreted.")
     ] = 0.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result as JSON.")] = None,
-    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the outcome as an SVG badge.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result to this JSON file.")] = None,
+    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the outcome as an SVG badge to this file.")] = None,
 ) -> None:
     """Test a backend against the contract.
 
-    The exit code is 1 if anything fails. Ctrl-C shows what was found by then.
+    The exit code is 1 if anything fails. Ctrl-C shows the results so far.
 
-    The backend runs in child processes, so that one that crashes, hangs or exits is a finding like any other.
+    The backend runs in child processes, so that a crash, a hang or an exit is reported as a failure.
     """
     from headway.core.contract.errors import ConfigError
     from headway.testing.kit.checking import Wanted
@@ -83,7 +83,7 @@ def check(
     if sanitize and in_process:
         raise ConfigError("--sanitize", "child processes, which it watches", "--in-process")
     sanitizer = find_sanitizer(device) if sanitize else ""
-    try_installed()  # other plugins than the one to be checked may end the processes that check it
+    try_installed()  # plugins other than the tested one could crash the processes that test it
     children = jobs or min(4, os.cpu_count() or 1)
     wanted = Wanted(
         *(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()), sanitizer, model),
@@ -94,16 +94,13 @@ def check(
     if all(report.unavailable for report in reports):
         raise typer.Exit(2)
     if any(report.not_run and not (stop_at_failure and report.failed) for report in reports):
-        raise KeyboardInterrupt  # which ends a command as it always does
+        raise KeyboardInterrupt  # handled like an interrupt: it ends the command
     if any(report.failed for report in reports):
         raise typer.Exit(1)
 
 
 def _with_kind(target: str, kind: str) -> str:
-    """Return a target with the prefix of a kind. kind: empty means that the target says it.
-
-    :raises ConfigError: there is no such kind.
-    """
+    """Return a target with the prefix of a kind. kind: empty if it has one. :raises ConfigError: if there is no such kind."""
     from headway.core.contract.operation import kind_of
     from headway.testing.kit.subject import PREFIXES
 
@@ -113,8 +110,8 @@ def _with_kind(target: str, kind: str) -> str:
 
 
 def _each(wanted: Wanted, kind: str, file: Path | None) -> list[Wanted]:
-    """Return the request for each kernel: for the named one, or for each of the plugins' files. kind: only its kernels; "": all.
-    file: of one report."""
+    """Return one request per kernel: for the named kernel, or for each kernel in the plugins' files.
+    kind: the kind of kernels to include; "" means all. file: the file for a single report."""
     from headway.core.contract.errors import ConfigError
     from headway.testing.kit.checking import brought_kernels
     from headway.testing.kit.subject import PREFIXES
@@ -149,7 +146,7 @@ def _checked(wanted: Wanted, json_file: Path | None, badge_file: Path | None) ->
 
 
 def _compare(first: Path, second: Path) -> None:
-    """Print what changed from one result file to another; exit with 1 if the second is worse."""
+    """Print what changed between two result files; exit with 1 if the second is worse."""
     from headway.testing.kit.report import ReportComparison, read_check
 
     found = ReportComparison(read_check(first), read_check(second))
@@ -160,7 +157,7 @@ def _compare(first: Path, second: Path) -> None:
 
 
 def _run(wanted: Wanted, console: Terminal) -> CheckReport:
-    """Run what is wanted, with a line on the terminal that says how far it is."""
+    """Run the checks, with a progress line on the terminal."""
     from headway.testing.kit.checking import check as run
     from headway.tuning.isolated.trial import try_plugins
 

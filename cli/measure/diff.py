@@ -1,4 +1,4 @@
-"""`headway diff A B`: the same tokens through two attention backends, or through one and float64 attention."""
+"""`headway diff A B`: compare two attention backends, or one and a float64 reference, on the same tokens."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from headway.bench.diff.sides import DiffModels, Side
     from headway.models.loader import LoadedModel
 
-_NUM_PROMPTS = 4  # Number of built-in prompts that run where the user gives none
+_NUM_PROMPTS = 4  # Number of built-in prompts to run if the user gives none
 _QUANTIZATION = (
-    "A's weights: fp8 rounds the plain ones on loading, which B keeps; checkpoint: products read a quantised checkpoint's as "
-    "they are, and B has them expanded. Loads the model twice."
+    "A's weights: fp8 quantizes plain weights while loading and B keeps them; checkpoint: A uses quantized kernels and B "
+    "dequantizes the checkpoint. Loads the model twice."
 )
-_RANDOM_LENGTHS = (7, 64, 300, 1000)  # Tokens of the prompts where the model has no tokenizer
+_RANDOM_LENGTHS = (7, 64, 300, 1000)  # Tokens per prompt if the model has no tokenizer
 
 
 @takes_engine_options(
@@ -34,27 +34,27 @@ _RANDOM_LENGTHS = (7, 64, 300, 1000)  # Tokens of the prompts where the model ha
     *("num_threads", "plugins"),
 )
 def diff(
-    a: Annotated[str, typer.Argument(help="The side in question: a backend, prefill=NAME,decode=NAME, or reference.")],
+    a: Annotated[str, typer.Argument(help="Backend to test: a name, prefill=NAME,decode=NAME, or reference.")],
     engine: dict[str, Any],
-    b: Annotated[str, typer.Argument(help="The side to compare with; reference is attention in float64.")] = "reference",
-    prompt: Annotated[list[str] | None, typer.Option(help="A text to run. Repeatable.")] = None,
-    prompts_file: Annotated[Path | None, typer.Option(help="A file with a text on each line.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens that B writes after each text: the decode steps.")] = 16,
-    extend: Annotated[bool, typer.Option(help="Cut each text in two, so that EXTEND is compared too.")] = True,
+    b: Annotated[str, typer.Argument(help="Backend to compare with; reference is attention in float64.")] = "reference",
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to run. Repeatable.")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(help="File with one text per line.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens that B generates after each text, as decode steps.")] = 16,
+    extend: Annotated[bool, typer.Option(help="Split each text in two, so that the extend phase is compared too.")] = True,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="Type of A's cache: auto, fp8_e4m3 or int8_per_token_head; B keeps the model's.")
+        str, typer.Option(help="Type of A's KV cache: auto, fp8_e4m3 or int8_per_token_head. B uses the model's type.")
     ] = "auto",
     quantization: Annotated[str | None, typer.Option(help=_QUANTIZATION)] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw each layer's error by phase, as a .png.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw each layer's error by phase into this .png file.")] = None,
 ) -> None:
-    """Compare the answers of two backends, layer by layer.
+    """Compare the outputs of two backends, layer by layer.
 
-    The report ends with what the difference does to the next tokens.
+    The report ends with the effect of the difference on the next tokens.
 
     With --quantization the weights are compared as well.
 
-    Exit code 0: within the declared tolerance; 1: beyond it; 2: it could not be compared.
+    Exit code 0: within the declared tolerance; 1: beyond it; 2: the comparison failed.
     """
     from headway.bench.diff.results import DiffReport, print_report, to_png
     from headway.bench.diff.run import check_prompts, compare, num_steps
@@ -124,7 +124,7 @@ def _load(args: EngineArgs, device: torch.device, quantization: str | None, err:
 
 
 def _check_picture(path: Path) -> None:
-    """Find a missing library or a wrong file name before the comparison begins."""
+    """Raise for a missing library or a wrong file name before the comparison begins."""
     from headway.bench.charts import new_figure
     from headway.core.contract.errors import ConfigError
 
@@ -154,7 +154,7 @@ def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
 
 
 def _token_ids(model: LoadedModel, texts: list[str] | None) -> list[list[int]]:
-    """Token ids of the texts, or of the first built-in ones; random ids for a model without a tokenizer."""
+    """Return token ids of the texts, or of the first built-in prompts; random ids for a model without a tokenizer."""
     from random import Random
 
     from headway.bench.generate.workloads import take_prompts

@@ -1,4 +1,4 @@
-"""`headway plan`: how to lay a model out on GPUs of a kind, and how many of them a load takes."""
+"""`headway plan`: deployments of a model on GPUs of one kind, ranked by predicted throughput, and the GPUs that a load needs."""
 
 from __future__ import annotations
 
@@ -26,46 +26,47 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 80
-_MODEL = "A folder with a config.json, a Hugging Face hub id, or the name of a shape; no weights are read."
-_LIMIT = "milliseconds that --percentile of the requests must not exceed."
+_MODEL = "Folder with a config.json, Hugging Face hub id, or name of a shape. No weights are read."
+_LIMIT = "in milliseconds, that --percentile of the requests must not exceed."
 
 
 def plan(
     model: Annotated[str, typer.Argument(help=_MODEL)],
     gpu: Annotated[str, typer.Option(help="Kind of GPU: h100, h200, a100, l40s or b200.")] = "h200",
-    num_gpus: Annotated[int, typer.Option(help="GPUs that there are; hosts hold eight.")] = 1,
-    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
-    output_len: Annotated[int, typer.Option(help="Tokens written for it.")] = 256,
-    rate: Annotated[float | None, typer.Option(help="Requests a second. Default: as many as can be served.")] = None,
+    num_gpus: Annotated[int, typer.Option(help="Number of available GPUs; a host has eight.")] = 1,
+    input_len: Annotated[int, typer.Option(help="Tokens per prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = 256,
+    rate: Annotated[float | None, typer.Option(help="Requests per second. Default: the maximum that can be served.")] = None,
     arrivals: Annotated[
         Path | None,
-        typer.Option(help="Requests with times and lengths of their own, as JSON lines, in place of the three above."),
+        typer.Option(help="JSON lines of requests with their own times and lengths, instead of the three options above."),
     ] = None,
     first_token: Annotated[float | None, typer.Option(help=f"Time to first token, {_LIMIT}")] = None,
     time_per_token: Annotated[float | None, typer.Option(help=f"Time per later token, {_LIMIT}")] = None,
-    percentile: Annotated[float, typer.Option(min=0, max=100, help="Per cent of the requests that the limits hold for.")] = 95.0,
-    prefix_len: Annotated[int, typer.Option(help="Tokens with which prompts begin alike.")] = 0,
-    prefixes: Annotated[int, typer.Option(help="How many such beginnings there are.")] = 1,
-    routing: Annotated[str, typer.Option(help="Between replicas: round-robin or prefix-aware.")] = "round-robin",
+    percentile: Annotated[float, typer.Option(min=0, max=100, help="Percentage of requests that must meet the limits.")] = 95.0,
+    prefix_len: Annotated[int, typer.Option(help="Tokens of a common prefix of prompts.")] = 0,
+    prefixes: Annotated[int, typer.Option(help="Number of different prefixes.")] = 1,
+    routing: Annotated[str, typer.Option(help="Routing between replicas: round-robin or prefix-aware.")] = "round-robin",
     tensor_parallel_sizes: Annotated[
-        str | None, typer.Option(help="Sizes to try, comma-separated. Default: powers of two up to a host's GPUs.")
+        str | None,
+        typer.Option(help="Tensor-parallel sizes to try, comma-separated. Default: powers of two up to a host's GPUs."),
     ] = None,
-    kv_cache_dtypes: Annotated[str, typer.Option(help="Types of the cache to try: auto, fp8_e4m3, int8_per_token_head.")] = (
+    kv_cache_dtypes: Annotated[str, typer.Option(help="KV cache types to try: auto, fp8_e4m3, int8_per_token_head.")] = (
         "auto,fp8_e4m3"
     ),
     weights: Annotated[
-        str, typer.Option(help="Formats of the weights to try: model (as they are), fp8, int4, mxfp4 (experts alone).")
+        str, typer.Option(help="Weight formats to try: model (as they are), fp8, int4, mxfp4 (only experts).")
     ] = "model",
     crossover_table: Annotated[
         list[Path] | None,
-        typer.Option(help="Measured attention of this kind of GPU. Repeatable. Default: this machine's tables."),
+        typer.Option(help="Measured attention times for this kind of GPU. Repeatable. Default: this machine's tables."),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this JSON file.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw tokens a GPU over tokens a user into this .png file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the full result to this JSON file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw tokens per GPU against tokens per user into this .png file.")] = None,
 ) -> None:
     """Rank deployments of a model by predicted throughput.
 
-    A deployment is a number of ranks and replicas, a cache and a batch, shown with its latencies and memory.
+    A deployment is a number of ranks and replicas, a KV cache type and a batch size. Latency and memory are shown for each.
     """
     from headway.core.system.json_files import write_json
     from headway.core.system.provenance import command_line
@@ -110,7 +111,7 @@ def _routing(name: str) -> Routing:
 
 
 def _tables(paths: list[Path] | None, kind: GpuKind) -> list[MeasuredLayer]:
-    """Return crossover tables of a GPU kind: the named ones, else this machine's. :raises ConfigError: one of another device."""
+    """Return the named crossover tables, or this machine's for the GPU kind. :raises ConfigError: if one is for another GPU."""
     from headway.plan.attention_times import MeasuredLayer
     from headway.tuning.table.files import TableError, read_table, stored_tables
 
@@ -121,7 +122,7 @@ def _tables(paths: list[Path] | None, kind: GpuKind) -> list[MeasuredLayer]:
         except TableError:
             if paths:
                 raise
-            continue  # `auto` tells of it when it reads the file
+            continue  # `auto` reports it when it reads the file
         fits = table.device.name == kind.title and table.level == "kernel"
         if paths and not fits:
             got = f"{path}: level {table.level}, {table.device.name}"
@@ -132,7 +133,7 @@ def _tables(paths: list[Path] | None, kind: GpuKind) -> list[MeasuredLayer]:
 
 
 def _search(model: str, kind: GpuKind, num_gpus: int, demand: Demand, tables: Sequence[MeasuredLayer]) -> FleetSearch:
-    """The search over a model's layouts. :raises HeadwayError: no such model, or one whose sizes are not known."""
+    """Return the search over a model's layouts. :raises HeadwayError: if the model does not exist or its sizes are unknown."""
     from headway.plan.model_costs import read_planned_model
     from headway.plan.search import FleetSearch
 
@@ -146,8 +147,8 @@ def _search(model: str, kind: GpuKind, num_gpus: int, demand: Demand, tables: Se
 
 
 def print_report(report: PlanReport, console: Terminal) -> None:
-    """Print a report: what was asked, the table, the command, why others lose, and where the times come from."""
-    load = "all that it can serve" if report.rate is None else f"{report.rate:g} requests/s"
+    """Print a report: the request, the table, the command, why other layouts are slower, and the sources of the times."""
+    load = "maximum load" if report.rate is None else f"{report.rate:g} requests/s"
     lengths = f"{report.input_len:,} tokens in, {report.output_len:,} out"
     console.print(Text(f"{report.model} on {report.num_gpus:,} x {report.gpu}; {lengths}; {load}"))
     limits = [
@@ -158,10 +159,10 @@ def print_report(report: PlanReport, console: Terminal) -> None:
     console.print(Text(f"limits for {report.percentile:g} % of the requests: {', '.join(limits) or 'none'}; all times predicted"))
     console.print(_table(report.plans))
     best = report.plans[0]
-    console.print(Text("start each replica of the first by"))
+    console.print(Text("command for each replica of the first plan"))
     console.print(Text(f"  {best.command or 'the same with a checkpoint in that format'}"), soft_wrap=True)
     _print_reasons(report, console)
-    console.print(Text("where the times come from"))
+    console.print(Text("sources of the times"))
     for line in report.sources:
         _print_point(line, console)
 
@@ -170,19 +171,19 @@ def _print_reasons(report: PlanReport, console: Terminal) -> None:
     reasons = [(_name(row), row.reason) for row in report.plans[1:]]
     reasons += [(each.layout, each.reason) for each in report.refused]
     if reasons:
-        console.print(Text("why the others lose"))
+        console.print(Text("why the other layouts rank lower"))
     for name, reason in reasons:
         _print_point(f"{name}: {reason}", console)
 
 
 def _print_point(text: str, console: Terminal) -> None:
-    """Print a line of a list, its continuation further in."""
+    """Print a list item with its continuation lines indented."""
     for line in textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False):
         console.print(Text(line))
 
 
 def _name(row: PlanRow, size: str = "tensor-parallel size", of_cache: str = " cache") -> str:
-    """Name of a layout. size, of_cache: the words for both, which a picture shortens."""
+    """Return the name of a layout. size, of_cache: words for both, which a picture shortens."""
     cache = "" if row.kv_cache_dtype == "auto" else f", {row.kv_cache_dtype}{of_cache}"
     weights = "" if row.weights == "model" else f", {row.weights} weights"
     return f"{size} {row.tensor_parallel_size}{cache}{weights}"
@@ -211,7 +212,7 @@ def _table(rows: Sequence[PlanRow]) -> Table:
 
 
 def to_picture(report: PlanReport) -> bytes:
-    """Draw a report's full load as a PNG: batch sizes, and the chosen plan. :raises ConfigError: matplotlib is not installed."""
+    """Return a PNG of a report's full load, by batch size. :raises ConfigError: if matplotlib is not installed."""
     from headway.bench.charts import BAR_COLOURS, bare, heading, new_figure, png
 
     figure = new_figure(8.0, 5.2, "leave --picture out")
@@ -221,13 +222,13 @@ def to_picture(report: PlanReport) -> bytes:
         colour, style = BAR_COLOURS[number % len(BAR_COLOURS)], "-" if number < len(BAR_COLOURS) else "--"
         x, y = [row.tokens_per_second_per_user for row in curve], [row.tokens_per_second_per_gpu for row in curve]
         axis.plot(x, y, color=colour, linestyle=style, marker="o", markersize=4, label=name)
-    axis.set(xlabel="Output tokens a second of one user", ylabel="Output tokens a second of one GPU", xscale="log", yscale="log")
+    axis.set(xlabel="Output tokens per second per user", ylabel="Output tokens per second per GPU", xscale="log", yscale="log")
     if report.max_per_token_ms is not None:
         axis.axvline(1e3 / report.max_per_token_ms, color="#444444", linewidth=1, linestyle=":", label="limit of time per token")
     for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter, axis.yaxis.set_major_formatter):
         formatter("{x:,.0f}")
     bare(axis)
     lengths = f"{report.input_len:,} tokens in, {report.output_len:,} out"
-    heading(figure, f"{report.model} on {report.num_gpus:,} x {report.gpu}, {lengths}: predicted, each point a batch size")
+    heading(figure, f"{report.model} on {report.num_gpus:,} x {report.gpu}, {lengths}: predicted, one point per batch size")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return png(figure)

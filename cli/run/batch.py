@@ -1,4 +1,4 @@
-"""`headway batch`: the requests of a file, answered without a server."""
+"""`headway batch`: answer the requests in a file without a server."""
 
 from __future__ import annotations
 
@@ -26,34 +26,36 @@ if TYPE_CHECKING:
 
 BATCH = "Batch"
 JOURNAL = ".journal"
-"""End of the name of the file that collects answers until all of them are there."""
+"""Suffix of the file that collects answers until the run is complete."""
 _LONGEST_LINE = 2**28
-_INTERVAL = 0.5  # Seconds between two lines of progress
+_INTERVAL = 0.5  # Seconds between two progress lines
 
 
 @takes_engine_options(*(name for name in help_texts() if name != "model"))
 def batch(
     engine: dict[str, Any],
     file: Annotated[
-        Path | None, typer.Argument(help="JSON lines as OpenAI's batches have them: custom_id, method, url and body.")
+        Path | None, typer.Argument(help="JSON lines in the format of OpenAI's batches: custom_id, method, url and body.")
     ] = None,
     input_file: Annotated[
-        Path | None, typer.Option("--input-file", "-i", help="The same as FILE.", rich_help_panel=BATCH)
+        Path | None, typer.Option("--input-file", "-i", help="Same as the argument FILE.", rich_help_panel=BATCH)
     ] = None,
     output_file: Annotated[
         Path | None,
-        typer.Option("--output-file", "-o", help="Where the answers go. Default: FILE.results.jsonl", rich_help_panel=BATCH),
+        typer.Option("--output-file", "-o", help="File for the answers. Default: FILE.results.jsonl", rich_help_panel=BATCH),
     ] = None,
     model: Annotated[str, typer.Option("--model", help=help_texts()["model"], rich_help_panel=BATCH)] = "smollm2",
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="Name by which lines call the model. Repeatable; default: MODEL.", rich_help_panel=BATCH),
+        typer.Option(help="Model name that the lines use. Repeatable; default: MODEL.", rich_help_panel=BATCH),
     ] = None,
     lora_modules: AdapterModules = None,
     config: ConfigFile = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help="Lines at a time. Default: twice what a step of the engine serves.", rich_help_panel=BATCH),
+        typer.Option(
+            min=1, help="Lines to process at a time. Default: twice the engine's --max-num-seqs.", rich_help_panel=BATCH
+        ),
     ] = None,
 ) -> None:
     """Answer the requests in FILE, and resume a run that was stopped.
@@ -95,7 +97,7 @@ def batch(
 
 
 def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | AsyncPooling:
-    """Load the model and adapters; one that writes has an engine in a process of its own, as behind a server."""
+    """Load the model and adapters. A generation model's engine gets its own process, as under a server."""
     from headway.engine_args import find_pooling_model
 
     pooled = find_pooling_model(args)
@@ -134,7 +136,7 @@ def _answers(
 
 
 def _progress(err: Terminal, run: BatchRun, before: int) -> Callable[[], None]:
-    """What tells from time to time how many lines are done. before: lines that an earlier run has answered."""
+    """Return a function that prints progress at intervals. before: number of lines answered by an earlier run."""
     total, told_at = run.count(), time.monotonic()
     if before:
         err.print(f"{before} of {total} lines were answered by an earlier run", highlight=False, markup=False)

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _MAX_TOKENS: Final = 1024
 _HELP: Final = """\
 /reset   forget the conversation
-/stats   what the engine has done: tokens a second, prompts found in the cache, backends
-/help    these lines
-/exit    leave, as does Ctrl-D
-Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
+/stats   engine statistics: tokens per second, prefix cache hits, backends
+/help    show these lines
+/exit    leave; Ctrl-D also leaves
+Ctrl-C stops an answer. A line that ends with \\ continues on the next."""
 
 
 @takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
@@ -40,14 +40,14 @@ def chat(
     sampling: dict[str, Any],
     engine: dict[str, Any],
     lora: AdapterFolder = None,
-    system: Annotated[str | None, typer.Option(help="A message of the system, before all others.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Show what the engine does while it answers.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Show the engine's statistics while it answers.")] = False,
 ) -> None:
-    """Talk to a model in the terminal, in its chat template.
+    """Talk to a model in the terminal, using its chat template.
 
-    Tokens are sampled as the model recommends, unless flags say otherwise.
+    By default, sampling uses the model's recommended parameters.
     """
-    SamplingParams(**sampling)  # what cannot work is refused before the model is loaded
+    SamplingParams(**sampling)  # report invalid parameters before loading the model
     adapter = adapter_of(lora, engine)
     err = Terminal(stderr=True, highlight=False, soft_wrap=True)
     with err.status(f"loading {engine['model']}"):
@@ -55,8 +55,8 @@ def chat(
 
         llm = LLM(**engine)
     if adapter is not None:
-        llm.add_lora(adapter)  # one that cannot be served is refused before anybody types
-    llm.chat_prompt("")  # a model without a template is refused before anybody types
+        llm.add_lora(adapter)  # report an unsupported adapter before the user types
+    llm.chat_prompt("")  # report a model without a template before the user types
     params = replace(llm.get_default_sampling_params(), **sampling)
     talk = ChatSession(llm, params, err, system, stats, adapter)
     if sys.stdin.isatty():
@@ -67,12 +67,12 @@ def chat(
 
 
 class ChatSession:
-    """A conversation: its messages, and the making and showing of answers."""
+    """A conversation: its messages, and the generation and display of answers."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, err: Console, system: str | None, stats: bool, adapter: LoRARequest | None = None
     ) -> None:
-        """err: gets everything but answers. stats: show the live line. adapter: writes the answers."""
+        """err: console for all but answers. stats: whether to show live statistics. adapter: LoRA adapter for the answers."""
         self._llm = llm
         self._params = params
         self._err = err
@@ -83,7 +83,7 @@ class ChatSession:
         self._begun = llm.stats()
 
     def take(self, message: str) -> bool:
-        """Answer a message, or obey a command; returns False to leave."""
+        """Answer a message or run a command. Return False to leave."""
         command = message.strip()
         if command in ("/exit", "/quit"):
             return False
@@ -105,7 +105,7 @@ class ChatSession:
         try:
             with _noted_interrupts(self._llm) as interrupts:
                 text, output = self._stream(messages, interrupts)
-        except HeadwayError as error:  # of this message alone
+        except HeadwayError as error:  # only this message failed
             hint = "; /reset forgets the conversation" if isinstance(error, PromptError) and self._messages else ""
             self._err.print(f"headway: {error}{hint}", style="red")
             return
@@ -119,7 +119,7 @@ class ChatSession:
             self._err.print(answer_line(output, self._llm.stats().totals - begun, "/stats"), style="dim")
 
     def _stream(self, messages: list[dict[str, str]], interrupts: list[int]) -> tuple[str, RequestOutput]:
-        """Write an answer as it grows; return its text and its request's output. :raises HeadwayError: it cannot be made."""
+        """Write an answer as it grows. Return its text and its request's output. :raises HeadwayError: if it fails."""
         from headway.cli.engine_view import LiveStats
 
         text, last = "", None
@@ -132,7 +132,7 @@ class ChatSession:
                     sys.stdout.write(for_standard_output(shown))
                     sys.stdout.flush()
                     live.refresh()
-                    if interrupts:  # one may have come before there was a request to end
+                    if interrupts:  # an interrupt may precede the request
                         self._llm.abort(last.request_id)
         finally:
             if text or last is not None:
@@ -152,12 +152,12 @@ class ChatSession:
 
 
 def _messages() -> Iterator[str]:
-    """Yield the messages that are typed, with a prompt and a history of lines; or those of a pipe, one per line."""
+    """Yield the typed messages, with a prompt and line history, or the lines of a pipe as one message each."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
-    with suppress(ImportError):  # Windows has none
-        import readline  # noqa: F401  # input() uses it from here on
+    with suppress(ImportError):  # Windows has no readline
+        import readline  # noqa: F401  # loading it gives input() editing and history
     lines: list[str] = []
     while True:
         try:
@@ -177,12 +177,12 @@ def _messages() -> Iterator[str]:
 
 @contextmanager
 def _noted_interrupts(llm: LLM) -> Iterator[list[int]]:
-    """Note Ctrl-C in the list and end the request after the running step, which an exception would leave half done."""
+    """Record Ctrl-C in the list and end the request after the running step; an exception would interrupt the step."""
     interrupts: list[int] = []
 
     def note(number: int, _: object) -> None:
         interrupts.append(number)
-        Thread(target=llm.abort, daemon=True).start()  # which waits for the end of the step
+        Thread(target=llm.abort, daemon=True).start()  # abort waits for the end of the step
 
     before = signal.signal(signal.SIGINT, note)
     try:

@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 @takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
 @takes_sampling_options(max_tokens=64)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, the message to answer.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat the message to answer.")],
     sampling: dict[str, Any],
     engine: dict[str, Any],
     lora: AdapterFolder = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put PROMPT into the model's chat template and answer it.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to PROMPT and answer it.")] = False,
     stats: Annotated[
         bool,
-        typer.Option("--stats", help="Show what the engine does while it runs, and at the end its times, steps and backends."),
+        typer.Option("--stats", help="Show statistics while the engine runs, and at the end times, steps and backends."),
     ] = False,
     show_cache: Annotated[
-        bool, typer.Option("--show-cache", help="Draw the cache's blocks as they were at the last token, by sequence and group.")
+        bool, typer.Option("--show-cache", help="Draw the KV cache's blocks at the last token, by sequence and group.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the text is complete.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object after the last token.")] = False,
 ) -> None:
     """Continue PROMPT, or answer it with --chat.
 
-    Answers are sampled as the model recommends, continuations at temperature 0, unless flags say otherwise.
+    By default, answers use the model's recommended sampling parameters and continuations use temperature 0.
     """
-    SamplingParams(**sampling)  # what cannot work is refused before the model is loaded
+    SamplingParams(**sampling)  # report invalid parameters before loading the model
     adapter = adapter_of(lora, engine)
     if not prompt:
         raise ConfigError("prompt", "at least one character", "an empty text")
@@ -70,7 +70,7 @@ def generate(
 
     def keep_usage() -> None:
         usage = llm.engine.cache_usage()
-        if usage.sequences or not usages:  # after the last token nobody holds anything
+        if usage.sequences or not usages:  # after the last token no sequence holds blocks
             usages[:] = [usage]
 
     begun = llm.stats()
@@ -103,7 +103,7 @@ def generate(
 def _write(
     stream: Iterable[tuple[str, RequestOutput]], params: SamplingParams, shown: bool, after_step: Callable[[], None]
 ) -> RequestOutput:
-    """Generate; show a single text as it grows, several when all are done. :raises BackendError: a backend failed in a step."""
+    """Generate, printing one text as it grows and several at the end. :raises BackendError: if a backend failed in a step."""
     begun, last, streamed = False, None, shown and params.n == 1
     for text, output in stream:
         last = output
@@ -125,7 +125,7 @@ def _write(
 
 
 def _print_logprobs(err: Console, output: RequestOutput) -> None:
-    """Print a line per token: its log-probability, and the most likely tokens beside the token."""
+    """Print a line per token: its log-probability, and the most likely other tokens."""
     for completion in output.outputs:
         for token, place in zip(completion.token_ids, completion.logprobs or (), strict=False):
             others = "  ".join(f"{each.decoded_token!r} {each.logprob:.3f}" for other, each in place.items() if other != token)
@@ -135,7 +135,7 @@ def _print_logprobs(err: Console, output: RequestOutput) -> None:
 
 
 def _record(prompt: str, output: RequestOutput, loaded: float, llm: LLM) -> dict[str, Any]:
-    """The object that --json prints; times are in seconds. The first completion's text and tokens stand at the top as well."""
+    """Return the object for --json, with times in seconds. Its top level repeats the first completion's text and tokens."""
     first, tokens = output.outputs[0], sum(len(each.token_ids) for each in output.outputs)
     return {
         "prompt": prompt,
@@ -159,11 +159,11 @@ def _record(prompt: str, output: RequestOutput, loaded: float, llm: LLM) -> dict
 
 
 def _guesses(llm: LLM) -> str:
-    """A sentence on the guessed tokens: how many held, and the steps without guesses."""
+    """Return a sentence on speculation: accepted draft tokens, and steps without drafts."""
     stats = llm.engine.stats
     without = ", ".join(f"{count} {reason}" for reason, count in stats.steps_without_drafts.most_common())
-    held = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses held in {stats.num_draft_steps} steps"
-    return f"{held}; steps without: {without or 'none'}"
+    held = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens accepted in {stats.num_draft_steps} steps"
+    return f"{held}; steps without drafts: {without or 'none'}"
 
 
 def _seconds(output: RequestOutput) -> float:
@@ -171,7 +171,7 @@ def _seconds(output: RequestOutput) -> float:
 
 
 def _report(err: Console, output: RequestOutput, loaded: float, llm: LLM, begun: EngineSnapshot) -> None:
-    """Print what --stats shows when the text is complete: times, counters since `begun`, and what computed the model."""
+    """Print the --stats report of a complete text: times, counters since `begun`, and the model's implementation."""
     from headway.hosting.stats_report import stats_page
 
     tokens, seconds = sum(len(each.token_ids) for each in output.outputs), _seconds(output)

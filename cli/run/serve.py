@@ -1,4 +1,4 @@
-"""`headway serve`: a model behind OpenAI's API."""
+"""`headway serve`: an OpenAI-compatible HTTP server for a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def takes_server_options(command: Command) -> Command:
-    """Give a command the flags of `ServerOptions` in the place of its parameter `server`, a dict of their values."""
+    """Replace a command's parameter `server`, a dict of values, by options for the fields of `ServerOptions`."""
     hints = get_type_hints(ServerOptions, include_extras=True)
     many = [field.name for field in fields(ServerOptions) if field.default == ()]
     flags = []
@@ -48,17 +48,17 @@ def takes_server_options(command: Command) -> Command:
     )
 
 
-@takes_engine_options(*(name for name in help_texts() if name not in ("model", "generation_config")))  # which the server has
+@takes_engine_options(*(name for name in help_texts() if name not in ("model", "generation_config")))  # `serve` has its own
 @takes_server_options
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
-    model_option: Annotated[str | None, typer.Option("--model", help="Another way to give MODEL.", rich_help_panel=PANEL)] = None,
+    model_option: Annotated[str | None, typer.Option("--model", help="Same as MODEL.", rich_help_panel=PANEL)] = None,
     *,
     engine: dict[str, Any],
     config: ConfigFile = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of this machine.", rich_help_panel="Server")
+        str, typer.Option(help="Address to listen on. 0.0.0.0 means all addresses of this machine.", rich_help_panel="Server")
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on. 0 picks a free port.", rich_help_panel="Server")
@@ -69,18 +69,18 @@ def serve(
         int,
         typer.Option(
             min=0,
-            help="Times that an engine is started again which a fault has ended. With none left the server ends, exit code 1.",
+            help="Number of times to restart an engine that has failed. After that the server exits with code 1.",
             rich_help_panel="Limits",
         ),
     ] = 0,
 ) -> None:
-    """Serve MODEL over HTTP, with OpenAI's API and a web page.
+    """Serve MODEL over HTTP with OpenAI's API and a web UI.
 
-    The API has chats and completions, or embeddings and scores, by the model. /metrics is for Prometheus.
+    Generation models have chat and text completions, pooling models embeddings and scores. /metrics is for Prometheus.
     """
     model = _model(context, model, model_option)
     if server["api_key"] is None:
-        server["api_key"] = os.environ.get("HEADWAY_API_KEY")  # typer takes an empty variable for none
+        server["api_key"] = os.environ.get("HEADWAY_API_KEY")  # typer treats an empty variable as unset
     server["served_model_names"] = server["served_model_names"] or (model,)
     server["allowed_origins"] = _origins(server["allowed_origins"])
     server["lora_modules"] = adapters_of(lora_modules or (), engine["enable_lora"])
@@ -104,7 +104,7 @@ def serve(
 
 
 def _check_at_once(options: ServerOptions) -> None:
-    """Check the tracing libraries and the files folder before the model loads. :raises ConfigError: one cannot be used."""
+    """Check the tracing libraries and the files folder before loading the model. :raises ConfigError: if one cannot be used."""
     if options.otlp_traces_endpoint is not None:
         from headway.server.operators.tracing import find_exporter
 
@@ -116,7 +116,7 @@ def _check_at_once(options: ServerOptions) -> None:
 
 
 def _model(context: typer.Context, argument: str, option: str | None) -> str:
-    """Return MODEL or --model, from the command line or else --config. :raises ConfigError: both are given, and differ."""
+    """Return MODEL or --model, from the command line or --config. :raises ConfigError: if both are given and differ."""
     told = [name for name in ("model", "model_option") if on_command_line(context, name)]
     if len(told) == 2 and argument != option:
         hint = "--served-model-name is repeated for each name of the model"
@@ -125,7 +125,7 @@ def _model(context: typer.Context, argument: str, option: str | None) -> str:
 
 
 def _origins(given: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of --allowed-origins, a JSON list taken apart. :raises ConfigError: an invalid list."""
+    """Return the values of --allowed-origins, with JSON lists expanded. :raises ConfigError: if a list is invalid."""
     found: list[str] = []
     for text in given:
         try:
@@ -141,12 +141,12 @@ def _origins(given: Sequence[str]) -> tuple[str, ...]:
 def _listen(
     args: EngineArgs, pooled: PoolingModel | None, options: ServerOptions, host: str, sock: socket.socket, restart_engine: int
 ) -> None:
-    """Load the model and serve it until a signal. sock: bound to the host."""
+    """Load the model and serve it until a signal arrives. sock: a socket bound to the host."""
     from headway.hosting.process_messages import spawn_engine
 
     model = args.model
-    # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread, and
-    # so has one that pools, whose texts wait for no other process.
+    # The child imports its modules while this process imports its own. Windows cannot pass sockets to children, so there the
+    # engine runs in a thread. A pooling model also runs in a thread, since its texts do not wait for another process.
     spawned = None if sys.platform == "win32" or pooled is not None else spawn_engine()
     try:
         from headway.server.launch import ready_lines
@@ -179,7 +179,7 @@ def _listen(
 
 
 def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
-    """Add the chat parsers of plugins to the options. :raises HeadwayError: an invalid plugin, or an unknown parser name."""
+    """Add the chat parsers of plugins to the options. :raises HeadwayError: if a plugin or a parser name is invalid."""
     from headway.core.chat.builtin import BUILTIN
     from headway.requests.chats import check_names
 
@@ -189,7 +189,7 @@ def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
 
 
 def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, options: ServerOptions) -> tuple[AsyncLLM, str]:
-    """Load the model in the engine's process or here; return it, its backends in words, and how its chats are read."""
+    """Load the model in the engine's process or in this one. Return it with a text of its backends and its chat format."""
     from headway.async_llm import AsyncLLM
     from headway.hosting.driver import driver_of
     from headway.hosting.host import EngineHost, EngineThread, add_adapter

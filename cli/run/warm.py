@@ -1,4 +1,4 @@
-"""`headway warm` and `headway build`: compile the kernels of a model, or of a backend, before they are needed."""
+"""`headway warm` and `headway build`: compile the kernels of a model or a backend ahead of time."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ _BACKEND = "vllm_paged"
 
 
 def build(
-    backend: Annotated[str, typer.Argument(help=f"The backend to compile; {_BACKEND} is the only one that is.")],
-    head_dim: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 64 and 128.")] = None,
-    block_size: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 16.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: bfloat16 and float16.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
-    arch: Annotated[str | None, typer.Option(help="Such as sm_90. Default: that of the GPU here.")] = None,
+    backend: Annotated[str, typer.Argument(help="Backend to compile. Only {_BACKEND} has kernels to compile.")],
+    head_dim: Annotated[list[int] | None, typer.Option(help="Head dimension. Repeatable. Default: 64 and 128.")] = None,
+    block_size: Annotated[list[int] | None, typer.Option(help="KV cache block size. Repeatable. Default: 16.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Type of queries and outputs. Repeatable. Default: bfloat16 and float16.")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(help="Type of the KV cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
+    arch: Annotated[str | None, typer.Option(help="GPU architecture, such as sm_90. Default: this machine's GPU.")] = None,
 ) -> None:
     """Compile kernels for layers of these shapes ahead of time.
 
-    Each takes half a second. Without this command the first use of a kernel compiles it.
+    Each kernel takes half a second. Without this command, kernels are compiled at their first use.
     """
     import torch
 
@@ -74,7 +76,7 @@ def build(
     print(f"{backend}: {len(variants)} kernels for {target} with {compiler.name} ({compiler.version})")
     for number, (variant, built) in enumerate(build_all(variants, target, compiler, os.cpu_count() or 1), 1):
         print(f"[{number}/{len(variants)}] {variant}: {built.seconds:.1f} s", flush=True)
-    print(f"kept in {built.path.parent}" if built.path else "kept nowhere: the folder cannot be written")
+    print(f"saved in {built.path.parent}" if built.path else "not saved: the folder is not writable")
 
 
 @takes_engine_options(
@@ -83,10 +85,10 @@ def build(
 def warm(engine: dict[str, Any]) -> None:
     """Compile every kernel that a model may need on this GPU.
 
-    Engines that start later are ready in seconds.
+    Later engine starts then take seconds.
 
-    Give the options that the engine will be started with. The weights are random unless --load-format says otherwise, so that a
-    config.json is all it takes.
+    Give the options that the engine will be started with. Weights are random unless --load-format is given, so that only a
+    config.json is needed.
     """
     import torch
 
@@ -110,24 +112,24 @@ def warm(engine: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """The kernels that an engine's start has compiled or loaded, and those that are kept for the next start."""
+    """Kernels that an engine's start compiled or loaded, and the folders that cache them."""
 
     seconds: float
-    """Seconds from the call to an engine that is ready, random weights included."""
+    """Seconds from the call until the engine is ready, including creating random weights."""
     kernels: Counter[str] = field(default_factory=Counter)
-    """Kernel -> variants that were compiled, or loaded from an earlier compilation."""
+    """Kernel -> number of variants that were compiled, or loaded from the kernel cache."""
     compiled: int = 0
-    """Variants that were not kept before, and are now."""
+    """Number of variants that this start added to the kernel cache."""
     folders: dict[Path, int] = field(default_factory=dict)
-    """Folder of kernels -> bytes of its files."""
+    """Folder of the kernel cache -> bytes of its files."""
 
 
 def watch_start(start: Callable[[], object], tell: Callable[[int], None] = lambda count: None) -> WarmStart:
-    """Start an engine by `start`, and call `tell` with the number of kernels compiled or loaded so far."""
+    """Start an engine with `start`, calling `tell` with the number of kernels compiled or loaded so far."""
     from headway.core.engine.execution.model_runner import CompilationWatch
 
     with suppress(ImportError):
-        import headway.backends.triton  # noqa: F401 -- the watch looks for Triton where it is loaded
+        import headway.backends.triton  # noqa: F401 -- the watch only observes Triton if it is loaded
     folders = kernel_folders()
     before, kernels = _cubins(folders), Counter[str]()
 
@@ -144,7 +146,7 @@ def watch_start(start: Callable[[], object], tell: Callable[[int], None] = lambd
 
 
 def show(warmed: WarmStart, model: str, console: Console) -> None:
-    """Print the kernels as a table, and the folders that hold them."""
+    """Print the kernels as a table, and the folders of the kernel cache."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("kernel", style="bold")
     table.add_column("variants", justify="right")

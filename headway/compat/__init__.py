@@ -1,1 +1,1 @@
-"""Modules with the names of other engines."""
+"""Modules with the names of other engines' APIs."""

@@ -1,8 +1,8 @@
-"""The names of vLLM's offline API: a program written for vLLM runs with `vllm` replaced by `headway.compat.vllm` in its imports.
+"""vLLM's offline API: a program for vLLM runs with `vllm` replaced by `headway.compat.vllm` in its imports.
 
-`LLM`, `AsyncLLM`, `LLMEngine` and `EngineArgs` take vLLM's options besides Headway's own. vLLM's modules, such as
-`headway.compat.vllm.sampling_params`, are made of the table MODULES when this module is imported; what Headway has nothing for is
-refused with the reason.
+`LLM`, `AsyncLLM`, `LLMEngine` and `EngineArgs` accept vLLM's options in addition to Headway's. Importing this module creates
+vLLM's modules, such as `headway.compat.vllm.sampling_params`, from the table MODULES. Names without an equivalent raise an
+error with the reason.
 """
 
 # ruff: noqa: F401 -- programs import the names from here
@@ -72,10 +72,10 @@ _OWN: Final = {each.name: each for each in dataclasses.fields(engine_args.Engine
 
 
 class VllmEngineArgs(engine_args.EngineArgs):
-    """Options of a model by Headway's names or vLLM's, which are translated, left out if they ask for nothing, or refused."""
+    """Model options under Headway's or vLLM's names. vLLM's are translated, ignored if they have no effect, or rejected."""
 
     def __init__(self, *model: object, **options: object) -> None:
-        """Translate the options and check them. :raises ConfigError: an unknown option, with the nearest name; or a bad value."""
+        """Translate and check the options. :raises ConfigError: if a name is unknown or a value is bad."""
         translated = from_vllm(options, frozenset(_OWN))
         refuse_unknown("LLM", translated, _OWN, LLM_OPTIONS)
         engine_args.check_model(model)
@@ -83,7 +83,7 @@ class VllmEngineArgs(engine_args.EngineArgs):
 
     @staticmethod
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
-        """Give a parser of Python's a flag for each option, vLLM's included; `from_cli_args` reads what it has parsed."""
+        """Add a command-line flag for each option, including vLLM's, to an argparse parser. See `from_cli_args`."""
         group = parser.add_argument_group("model and engine")
         for name, text in engine_args.help_texts().items():
             if name not in ("registry", "backends", "plugins", "logits_processors"):
@@ -95,13 +95,13 @@ class VllmEngineArgs(engine_args.EngineArgs):
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
-        """Make options from what a parser of `add_cli_args` has parsed; what else it holds is left alone. Raises as `of`."""
+        """Return the options in a namespace parsed with `add_cli_args`; other entries are ignored. Raises as `of`."""
         known = {*_OWN, *TAKEN, *LLM_OPTIONS}
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
 
 def _translating(kind: C) -> C:
-    """Return a class of the same name whose options may be vLLM's."""
+    """Return a class of the same name that also accepts vLLM's options."""
 
     @engine_args.takes_arguments_of(engine_args.EngineArgs)
     @functools.wraps(kind.__init__)  # type: ignore[misc]
@@ -121,10 +121,10 @@ AsyncLLM = AsyncLLMEngine = _translating(async_llm.AsyncLLM)
 
 
 class FlexibleArgumentParser(ArgumentParser):
-    """A parser whose flags may be written with underscores in place of hyphens."""
+    """A parser whose flags may be written with underscores instead of hyphens."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See ArgumentParser; `parse_args` comes here too."""
+        """Parse known arguments as ArgumentParser does; `parse_args` calls this too."""
         given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args([_hyphened(each) for each in given], namespace)
 
@@ -141,7 +141,7 @@ def _flag(option: str) -> str:
 
 
 def _add_flag(parser: ArgumentParser, group: Any, name: str, text: str) -> None:
-    """Give a parser's group the flag of an option, unless the parser has it already."""
+    """Add an option's flag to a parser's group, unless the parser already has it."""
     if _flag(name) not in parser._option_string_actions:
         default = {} if _OWN[name].default is dataclasses.MISSING else _OWN[name].default
         flags = [_flag(name), *(short for short, flag in SHORT_FLAGS.items() if flag == _flag(name))]
@@ -149,7 +149,7 @@ def _add_flag(parser: ArgumentParser, group: Any, name: str, text: str) -> None:
 
 
 def _reading(name: str) -> dict[str, Any]:
-    """How a parser reads an option's value."""
+    """Return the argparse arguments for the type of an option's value."""
     hint = get_args(engine_args.option_types()[name])[0]
     kinds = [each for each in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) if each is not NoneType]
     if bool in kinds:
@@ -161,7 +161,7 @@ def _reading(name: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A flag's value: JSON where the text is any, such as true, 16 or {"method": "ngram"}, else the text."""
+    """Return a flag's value: parsed JSON, such as true, 16 or {"method": "ngram"}, or else the text."""
     try:
         return parse_json(text, "option")
     except ValueError:
@@ -169,19 +169,19 @@ def _value(text: str) -> Any:
 
 
 def random_uuid() -> str:
-    """A fresh name for a request."""
+    """Return a new request id."""
     return uuid.uuid4().hex
 
 
 def get_open_port() -> int:
-    """A port of this machine that nothing listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         return int(taken.getsockname()[1])
 
 
 def set_random_seed(seed: int | None) -> None:
-    """Seed Python, numpy and torch; None: leave them. The option `seed` is what an engine's tokens depend on."""
+    """Seed Python, numpy and torch. None does nothing. An engine's tokens depend only on its option `seed`."""
     if seed is not None:
         random.seed(seed)
         numpy.random.seed(seed)
@@ -189,7 +189,7 @@ def set_random_seed(seed: int | None) -> None:
 
 
 class Platform:
-    """The devices that torch sees here."""
+    """Devices that torch finds on this machine."""
 
     @property
     def device_type(self) -> str:
@@ -197,19 +197,19 @@ class Platform:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def is_cuda(self) -> bool:
-        """Whether there is a GPU of NVIDIA's."""
+        """Return whether there is an NVIDIA GPU."""
         return self.device_type == "cuda" and torch.version.hip is None
 
     def is_cuda_alike(self) -> bool:
-        """Whether there is a GPU."""
+        """Return whether there is a GPU."""
         return self.device_type == "cuda"
 
     def is_cpu(self) -> bool:
-        """Whether there is no GPU."""
+        """Return whether there is no GPU."""
         return self.device_type == "cpu"
 
     def is_rocm(self) -> bool:
-        """Whether there is a GPU of AMD's."""
+        """Return whether there is an AMD GPU."""
         return self.device_type == "cuda" and torch.version.hip is not None
 
     is_tpu = is_xpu = staticmethod(lambda: False)
@@ -220,12 +220,12 @@ current_platform = Platform()
 
 
 def init_logger(name: str) -> logging.Logger:
-    """Python's logger of this name."""
+    """Return Python's logger of this name."""
     return logging.getLogger(name)
 
 
 def get_tokenizer(tokenizer_name: str, *_: object, **__: object) -> Any:
-    """Return a model's transformers tokenizer; further arguments are ignored. :raises ModelError: none that can be read."""
+    """Return a model's transformers tokenizer; further arguments are ignored. :raises ModelError: if it cannot be read."""
     from headway.models.checkpoints.locate import locate
     from headway.models.checkpoints.tokenizer import read_transformers_tokenizer
 
@@ -233,7 +233,7 @@ def get_tokenizer(tokenizer_name: str, *_: object, **__: object) -> Any:
 
 
 def load_chat_template(chat_template: str | Path | None) -> str | None:
-    """A chat template out of a file, or the text itself where no file has its name."""
+    """Return the chat template in a file, or the text itself if no file has this name."""
     if chat_template is None:
         return None
     path = Path(chat_template)
@@ -248,7 +248,7 @@ destroy_distributed_environment = destroy_model_parallel
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Collect garbage, and hand the device's unused memory back."""
+    """Collect garbage and release the device's cached memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -270,7 +270,7 @@ LACKING: Final = {
     ),
     **of_each("WeightTransferConfig", "not supported: load the new weights with a new LLM"),
 }
-"""vLLM's name -> why it is lacking. A stand-in is imported in its place, whose use raises."""
+"""vLLM's name -> why it is missing. A stand-in is imported instead and raises when used."""
 
 MODULES: Final = {
     "assets": "",
@@ -328,7 +328,7 @@ MODULES: Final = {
     "v1.sample.logits_processor.builtin": "process_dict_updates",
     "v1.sample.logits_processor.interface": "BatchUpdate LogitsProcessor MoveDirectionality",
 }
-"""vLLM's module, without its first word -> the names that programs import from it."""
+"""vLLM's module, without the prefix vllm -> the names that programs import from it."""
 
 LACKING_MODULES: Final = {
     "assets": TEXT_ALONE,
@@ -347,15 +347,15 @@ LACKING_MODULES: Final = {
     "plugins": "not supported: docs/backends.md says how a plugin is registered",
     "benchmarks": "headway bench throughput and headway bench serve measure",
 }
-"""vLLM's module -> why it, or what lies below it, is lacking."""
+"""vLLM's module -> why it, or its submodules, are missing."""
 
 
 class LackingError(HeadwayError, ValueError):
-    """A name of vLLM's was used that Headway has nothing for."""
+    """A name of vLLM was used that has no equivalent in Headway."""
 
 
 def _stand_in(name: str, reason: str) -> type:
-    """A class in the place of a name that is lacking: it may be named in annotations, and says why when it is used."""
+    """Return a stand-in class for a missing name: usable in annotations, it raises the reason on any other use."""
 
     def refuse(*_: object, **__: object) -> Any:
         raise LackingError(f"{name}: {reason}")
@@ -366,14 +366,14 @@ def _stand_in(name: str, reason: str) -> type:
 
 
 def _reason(module: str) -> str | None:
-    """Why a module is lacking: the reason of the nearest one above it that has one."""
+    """Return why a module is missing: the reason of its nearest parent in the table, or None."""
     parts = module.split(".")
     above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((LACKING_MODULES[each] for each in above if each in LACKING_MODULES), None)
 
 
 class _Nowhere(list[str]):
-    """The `__path__` of a module with nothing below it: Python's search for a module there raises the reason."""
+    """The `__path__` of a module without submodules: searching it raises the reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ class _Nowhere(list[str]):
 
 
 def _missing(module: str, reason: str | None) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a module of vLLM's. reason: why it is lacking, or names in it are; None: it is complete."""
+    """Return the `__getattr__` of a vLLM module. reason: why it or some of its names are missing; None if it is complete."""
 
     def missing(name: str) -> Any:
         if reason is not None and module not in MODULES and not name.startswith("__"):
@@ -396,7 +396,7 @@ def _missing(module: str, reason: str | None) -> Callable[[str], Any]:
 
 
 def _register() -> None:
-    """Make vLLM's modules, each with its names of the table, and let Python find them by name."""
+    """Create vLLM's modules with their names and register them for import."""
     own = sys.modules[__name__]
     for name, why in LACKING.items():
         setattr(own, name, _stand_in(name, why))

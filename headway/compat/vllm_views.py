@@ -1,4 +1,4 @@
-"""An engine's settings and metrics under the names by which vLLM's programs and logits processors read them."""
+"""Settings and metrics of an engine under vLLM's names, for vLLM's programs and logits processors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class UsageContext(Enum):
-    """Who starts an engine; Headway reports to nobody."""
+    """Context in which an engine is started, for vLLM's usage reports; Headway sends none."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -30,12 +30,12 @@ class UsageContext(Enum):
 
 
 class CompilationConfig(SimpleNamespace):
-    """The option `compilation_config` as an object: cudagraph_mode and cudagraph_capture_sizes are read."""
+    """The option `compilation_config` as an object. Only cudagraph_mode and cudagraph_capture_sizes are used."""
 
 
 @dataclass
 class ModelSettings:
-    """`VllmConfig.model_config`."""
+    """Model configuration, as `VllmConfig.model_config`."""
 
     model: str
     tokenizer: str
@@ -46,7 +46,7 @@ class ModelSettings:
     folder: Path
 
     def get_vocab_size(self) -> int:
-        """Tokens of the vocabulary."""
+        """Return the size of the vocabulary."""
         return self.vocab_size
 
     @cached_property
@@ -59,20 +59,20 @@ class ModelSettings:
 
 @dataclass
 class VllmConfig:
-    """What an engine runs with, under vLLM's names."""
+    """Configuration of an engine, under vLLM's names."""
 
     model_config: ModelSettings
     scheduler_config: SimpleNamespace
     parallel_config: SimpleNamespace
     cache_config: SimpleNamespace | None = None
-    """None before the engine has its cache."""
+    """None before the engine has its KV cache."""
     speculative_config: None = None
     lora_config: None = None
     additional_config: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: EngineArgs, model: LoadedModel) -> VllmConfig:
-        """The settings by the options and the loaded model."""
+        """Return the settings for options and a loaded model."""
         decoder = model.decoder
         config = args.engine_config().for_device(decoder.device)
         longest, ranks = args.max_model_len or decoder.max_position_embeddings, args.tensor_parallel_size
@@ -90,21 +90,21 @@ class VllmConfig:
 
 
 COUNTERS: Final = {
-    "prompt_tokens": ("Tokens of prompts that were admitted.", "num_prompt_tokens"),
-    "generation_tokens": ("Tokens that were written.", "num_output_tokens"),
-    "prefix_cache_queries": ("Tokens of prompts that were looked up in the cache.", "num_prompt_tokens"),
-    "prefix_cache_hits": ("Tokens of prompts that were found in the cache.", "num_cached_tokens"),
-    "num_preemptions": ("Sequences that gave their blocks back and were computed again.", "num_preemptions"),
-    "spec_decode_num_drafts": ("Guesses, of one token or several each, that were verified.", "num_drafts"),
-    "spec_decode_num_draft_tokens": ("Guessed tokens that were verified.", "num_draft_tokens"),
-    "spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", "num_accepted_tokens"),
+    "prompt_tokens": ("Prompt tokens of admitted requests.", "num_prompt_tokens"),
+    "generation_tokens": ("Generated tokens.", "num_output_tokens"),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "num_prompt_tokens"),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "num_cached_tokens"),
+    "num_preemptions": ("Sequences that were preempted and recomputed.", "num_preemptions"),
+    "spec_decode_num_drafts": ("Drafts, of one or more tokens each, that were verified.", "num_drafts"),
+    "spec_decode_num_draft_tokens": ("Draft tokens that were verified.", "num_draft_tokens"),
+    "spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", "num_accepted_tokens"),
 }
-"""Name -> help text, field of EngineStats."""
+"""Name -> help text and field of EngineStats."""
 
 
 @dataclass
 class EngineMetric:
-    """A figure. vLLM calls the class Metric."""
+    """A metric. vLLM calls the class Metric."""
 
     name: str
     labels: dict[str, str]
@@ -112,28 +112,28 @@ class EngineMetric:
 
 @dataclass
 class EngineCounter(EngineMetric):
-    """A figure that only grows. vLLM calls the class Counter."""
+    """A metric that only grows. vLLM calls the class Counter."""
 
     value: int
 
 
 @dataclass
 class EngineGauge(EngineMetric):
-    """A figure of this moment. vLLM calls the class Gauge."""
+    """A metric with a current value. vLLM calls the class Gauge."""
 
     value: float
 
 
 @dataclass
 class EngineVector(EngineMetric):
-    """Several counts under one name. vLLM calls the class Vector; no figure of Headway's is one."""
+    """Several counts under one name. vLLM calls the class Vector; Headway does not use it."""
 
     values: list[int]
 
 
 @dataclass
 class EngineHistogram(EngineMetric):
-    """Counts of values by upper bound. vLLM calls the class Histogram; the server's /metrics has those of requests."""
+    """Counts of values by upper bound. vLLM calls the class Histogram; only the server's /metrics has histograms."""
 
     count: int
     sum: float
@@ -141,7 +141,7 @@ class EngineHistogram(EngineMetric):
 
 
 def metrics_of(now: EngineSnapshot, model_name: str) -> list[EngineMetric]:
-    """The figures of an engine, under the names that its server's /metrics has."""
+    """Return the metrics of an engine, with the names of the server's /metrics."""
     labels = {"model_name": model_name, "engine": "0"}
     used = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
     gauges = {"num_requests_running": now.num_running, "num_requests_waiting": now.num_waiting, "kv_cache_usage_perc": used}

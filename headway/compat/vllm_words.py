@@ -1,4 +1,4 @@
-"""vLLM's words: options of its `EngineArgs`, keywords of its methods, and what Headway does with each."""
+"""vLLM's vocabulary: options of its `EngineArgs`, keywords of its methods, and how Headway handles each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_TRANSFER: Final = "not supported: caches are not handed from engine to engine
 
 
 def of_each(names: str, hint: str) -> dict[str, str]:
-    """The same hint for several names, which spaces part."""
+    """Return the same hint for several names, which are separated by spaces."""
     return dict.fromkeys(names.split(), hint)
 
 
@@ -55,7 +55,7 @@ LLM_OPTIONS: Final = {
     "speculative_config": "method may be ngram, suffix or draft_model",
     "additional_config": "not supported: docs/options.md lists the options",
 }
-"""Options of vLLM's LLM that Headway has by another name or not at all -> what to do."""
+"""Options of vLLM's LLM that Headway lacks or has by another name -> a hint."""
 
 FLAGS: Final = {
     **LLM_OPTIONS,
@@ -102,7 +102,7 @@ FLAGS: Final = {
     "max_num_partial_prefills": "leave it out: max_num_batched_tokens bounds a step",
     "trust_remote_code": "leave it out: Headway never runs code that a model brings",
 }
-"""Flags of vLLM's commands that Headway's own commands lack -> what to do; in Python most of them are taken."""
+"""Options of vLLM's commands that Headway's commands lack -> a hint. The Python API accepts most of them."""
 
 NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "nnodes"), (1,)),
@@ -120,7 +120,7 @@ NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "logprobs_mode": ("raw_logprobs",),
     "kv_offloading_backend": ("native",),
 }
-"""Options of `LLM_OPTIONS` -> the values that ask for what Headway does anyway; None is such a value of all of them."""
+"""Options of `LLM_OPTIONS` -> the values that match what Headway does anyway. None is such a value for all of them."""
 
 _HARMLESS: Final = """
 aggregate_engine_logging all2all_backend allowed_local_media_path allowed_media_domains collect_detailed_traces
@@ -145,11 +145,11 @@ tokenizer_pool_extra_config tokenizer_pool_size tokenizer_pool_type ubatch_size 
 video_pruning_rate
 """
 ANY_VALUE: Final = frozenset(_HARMLESS.split())
-"""Options of vLLM's that can change neither an answer nor the memory of a model of text here: names of metrics and logs, ways of
-doing the same work, and details of features that are refused by the option which turns them on."""
+"""vLLM's options that affect neither the output nor the memory of a text model here: names of metrics and logs, alternative
+implementations, and details of features whose main option is rejected."""
 
 SHORT_FLAGS: Final = {"-tp": "--tensor-parallel-size", "-q": "--quantization"}
-"""Flags of one letter or two that vLLM has for an option."""
+"""vLLM's short options -> the long option."""
 
 _ATTENTION: Final = {
     "TORCH_SDPA": "sdpa",
@@ -163,7 +163,7 @@ _ATTENTION: Final = {
 
 
 _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score", "reward": "reward"}
-"""vLLM's word for a pooled model's task -> Headway's."""
+"""vLLM's name for the task of a pooling model -> Headway's."""
 
 VALUES: Final[Mapping[str, Mapping[object, str]]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -172,16 +172,14 @@ VALUES: Final[Mapping[str, Mapping[object, str]]] = {
     "model_impl": {"vllm": "headway"},
     "task": _TASKS,
 }
-"""Option that Headway has by vLLM's name -> vLLM's words for values -> Headway's. The command line takes them too."""
+"""Option with the same name in vLLM -> vLLM's names for values -> Headway's. The command line accepts them too."""
 
 
 def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]:
-    """The options of a call in Headway's names: those of vLLM's translated, and those left out that ask for nothing.
+    """Return a call's options with Headway's names: vLLM's are translated, or left out if they have no effect.
 
-    An option that is None asks for its default. own: names that Headway has. What is in none of the tables is
-    returned as it is, to be refused.
-
-    :raises ConfigError: an option of vLLM's with a value that Headway has no equal of.
+    None selects an option's default. own: Headway's names. Unknown options are returned unchanged, to be rejected later.
+    :raises ConfigError: if an option of vLLM has a value without an equivalent.
     """
     kept: dict[str, Any] = {}
     for name, value in options.items():
@@ -222,7 +220,7 @@ def _attention_config(value: Any) -> dict[str, Any]:
 
 
 def _speculation(value: Any) -> dict[str, Any]:
-    """vLLM's speculative_config as Headway's two options; how many tokens are guessed, and from what, changes no answer."""
+    """Return vLLM's speculative_config as Headway's options. Draft tokens do not affect the output."""
     given = {name: each for name, each in _fields(value).items() if each is not None}
     method = str(given.get("method", "draft_model" if "model" in given else "ngram"))
     if method == "[ngram]":
@@ -249,7 +247,7 @@ def _structured(value: Any) -> dict[str, Any]:
 
 
 def _compilation(value: Any) -> dict[str, Any]:
-    """What a compilation_config says of CUDA graphs; all else in it is about vLLM's compiler, and changes no answer."""
+    """Return the CUDA graph options of a compilation_config; its other entries configure vLLM's compiler."""
     if isinstance(value, int):
         return {}
     given = _fields(value)
@@ -270,7 +268,7 @@ def _fields(value: Any) -> Mapping[str, Any]:
 
 
 def _converted(value: object) -> dict[str, Any]:
-    """What a model is converted to, as the task that it has then."""
+    """Return the task of the option `convert`."""
     if value in ("auto", "none"):
         return {}
     if value not in _TASKS:
@@ -281,7 +279,7 @@ def _converted(value: object) -> dict[str, Any]:
 
 
 def _executor(value: object) -> dict[str, Any]:
-    """Who starts the ranks of tensor_parallel_size: Headway, whatever is asked for, and never another program."""
+    """Return no options: Headway starts the ranks of tensor_parallel_size itself, whichever executor is requested."""
     alone = value == "external_launcher" and os.environ.get("WORLD_SIZE", "1") == "1"
     if value not in ("mp", "uni", "ray") and not alone:
         hint = "tensor_parallel_size starts a process for each rank"
@@ -293,7 +291,7 @@ def _executor(value: object) -> dict[str, Any]:
 
 
 def _renamed(name: str) -> Callable[[Any], dict[str, Any]]:
-    """Reads an option that Headway has by this name."""
+    """Return a function that translates an option to this name."""
     return lambda value: {name: value}
 
 
@@ -311,10 +309,10 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "structured_outputs_config": _structured,
     "trust_remote_code": _trust,
 }
-"""Options of vLLM's -> what makes Headway's of them."""
+"""Options of vLLM -> the function that translates each to Headway's options."""
 
 TAKEN: Final = frozenset(ANY_VALUE | set(_VALUES) | set(NEUTRAL_VALUES))
-"""Options of vLLM's that Headway takes, some of them at some values alone."""
+"""vLLM's options that Headway accepts, some of them only with certain values."""
 
 CALL_KEYWORDS: Final = {
     "prompt_adapter_request": "not supported: adapters are of low rank (LoRA), by lora_request",
@@ -326,7 +324,7 @@ CALL_KEYWORDS: Final = {
     "data_parallel_rank": "not supported: docs/replicas.md has several engines",
     "params": "it is called sampling_params",
 }
-"""Keywords of vLLM's generate, chat and add_request -> what to do."""
+"""Keywords of vLLM's generate, chat and add_request -> a hint."""
 
 _ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
     "chat_template_content_format": ("auto", "string", "openai"),
@@ -334,7 +332,7 @@ _ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
     "tokenization_kwargs": ({},),
     "mm_processor_kwargs": ({},),
 }
-"""Keyword -> values beside None that change nothing here."""
+"""Keyword -> values other than None that have no effect here."""
 
 METHODS: Final = {
     **of_each("pause_generation resume_generation is_paused", "not supported here: headway serve has /pause and /resume"),
@@ -343,11 +341,11 @@ METHODS: Final = {
     **of_each("init_weight_transfer_engine update_weights", "not supported: collective_rpc hands a function load_weights"),
     **of_each("enqueue wait_for_completion", "llm_engine has add_request and step"),
 }
-"""Attributes of vLLM's LLM and LLMEngine -> what to do."""
+"""Attributes of vLLM's LLM and LLMEngine -> a hint."""
 
 
 def check_keywords(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse unknown keywords, except vLLM's that ask for nothing. :raises ConfigError: an unknown one, with the nearest name."""
+    """Reject unknown keywords, except vLLM's without effect. :raises ConfigError: if one is unknown."""
     asked = [name for name, value in given.items() if not _asks_nothing(name, value)]
     refuse_unknown(owner, asked, known, CALL_KEYWORDS, "docs/sampling.md")
 
@@ -359,6 +357,6 @@ def _asks_nothing(name: str, value: object) -> bool:
 
 
 def missing_attribute(name: str, owner: str = "LLM") -> AttributeError:
-    """The error of reading an attribute that LLM, or another owner, lacks."""
+    """Return the error for an attribute that LLM, or another owner, lacks."""
     hint = f": {METHODS[name]}" if name in METHODS else ""
     return AttributeError(f"{owner} has no attribute {name!r}{hint}")

@@ -1,1 +1,1 @@
-"""Headway's backends inside other people's code; nothing is imported until somebody asks for it."""
+"""Headway's backends in other libraries. Importing this package imports none of them."""

@@ -1,9 +1,9 @@
-"""Dense keys and values of another program, seen as blocks: a block begins at every slot, so any sequence is a list of blocks.
+"""Block views of another program's dense keys and values: a block begins at every slot, so that any sequence is a list of blocks.
 
-A view whose blocks overlap names each run of `block_size` slots by its first one. So a sequence may begin anywhere, behind the
-padding of its row or in the middle of a tensor, and nothing is copied. Only the last blocks of the memory's last head end behind
-that memory (*open* blocks): a decode that reads live slots alone takes them as they are, a prompt without context reads no cache
-at all, and for any other part whose tables would name one, keys and values are copied to where there is room.
+The blocks of a view overlap: each run of `block_size` slots is identified by its first slot. A sequence may therefore begin
+anywhere, after its row's padding or inside a tensor, without a copy. Only the last blocks of the last head extend past the end of
+the memory (*open* blocks). A decode kernel that reads only live slots may use them, and a prompt without context reads no cache.
+Otherwise, if a block table would contain an open block, keys and values are copied into padded memory.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from headway.core.select.selector import Selector
 
 
 class Sequences(NamedTuple):
-    """Sequences of a call, as lists of Python's numbers: there are few, and numpy's arrays cost more to make."""
+    """Sequences of a call, as lists of Python numbers: there are few, and creating numpy arrays costs more."""
 
     queries: list[int]
-    """Index of each sequence's first new token among those of the call."""
+    """Index of each sequence's first new token among the call's tokens."""
     query_lens: list[int]
     keys: list[int]
-    """Place of each sequence's first key, in its row of the keys' tensor."""
+    """Index of each sequence's first key in its row of the key tensor."""
     kv_lens: list[int]
     rows: list[int]
     """Row of the batch of each sequence."""
 
     def part(self, chosen: Sequence[bool]) -> Sequences:
-        """The chosen sequences."""
+        """Return the chosen sequences."""
         return Sequences(*(list(compress(each, chosen)) for each in self))
 
     def last_block(self, row: int, size: int) -> int:
-        """The largest slot at which a sequence's last block begins. row: slots from a row of the batch to the next."""
+        """Return the largest slot at which a sequence's last block begins. row: number of slots per row of the batch."""
         every = zip(self.rows, self.keys, self.kv_lens, strict=True)
         return max(at * row + key + (length - 1) // size * size for at, key, length in every)
 
 
 @dataclass(frozen=True, slots=True)
 class BackendShare:
-    """Sequences that one backend serves, all decodes or all prompts."""
+    """Sequences that one backend runs: only decodes or only prompts."""
 
     sequences: Sequences
     phase: Phase
@@ -82,42 +82,42 @@ class BackendShare:
 
     @property
     def reads(self) -> bool:
-        """Whether the backend reads the cache, and not the new tokens' keys alone."""
+        """True if the backend reads the KV cache, not only the new tokens' keys."""
         return not (self.phase is Phase.PREFILL and self.backend.capabilities.dense_prefill)
 
     @property
     def reads_whole(self) -> bool:
-        """Whether the backend may read whole blocks, past a sequence's end."""
+        """True if the backend may read whole blocks, past a sequence's end."""
         return self.reads and not (self.phase is Phase.DECODE and self.backend.capabilities.reads_live_slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks over keys and values [batch, num_kv_heads, length, head_dim or v_head_dim] of one kind of layer."""
+    """Blocks over keys and values [batch, num_kv_heads, length, head_dim or v_head_dim] of one kind of layer."""
 
     block_size: int
     row: int
-    """Slots from a row of the batch to the next."""
+    """Number of slots per row of the batch."""
     num_blocks: int
-    """Slots at which a whole block of all heads begins."""
+    """Number of slots at which a whole block of all heads begins."""
     open_blocks: int
-    """Further slots, at which a block begins that ends behind the memory."""
+    """Number of further slots, at which a block begins that extends past the memory."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     strides: tuple[tuple[int, ...], tuple[int, ...]]
-    """Strides of the key's and the value's view [num_blocks, block_size, num_kv_heads, head_dim or v_head_dim]."""
+    """Strides of the key and value views [num_blocks, block_size, num_kv_heads, head_dim or v_head_dim]."""
     room: int = 0
-    """Slots that a copy must have behind each row; 0: there is no copy."""
+    """Number of padding slots after each row in a copy; 0 means no copy."""
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, shares: Sequence[BackendShare], size: int) -> Blocks:
-        """Lay blocks over the tensors' own memory, if that memory holds all blocks that are read; else over copies."""
+        """Return blocks over the tensors' own memory if it contains all blocks that are read, else over copies."""
         reading = [share for share in shares if share.reads]
         own = cls._over(key, value, size)
         if own is not None:
             whole = [share.sequences.last_block(own.row, size) for share in reading if share.reads_whole]
             if (own.num_blocks or not reading) and all(last < own.num_blocks for last in whole):
                 return own
-        if not reading:  # the tables name slots as if rows lay one behind the other
+        if not reading:  # the tables number slots as if rows were contiguous
             batch, heads, length, _ = key.shape
             shapes = tuple((0, size, heads, tensor.shape[3]) for tensor in (key, value))
             strides = tuple((dim, dim, dim, 1) for dim in (key.shape[3], value.shape[3]))
@@ -128,7 +128,7 @@ class Blocks:
 
     @classmethod
     def _over(cls, key: Tensor, value: Tensor, size: int) -> Blocks | None:
-        """Lay blocks over this memory without a copy; None: strides that are no whole numbers of slots, or that differ."""
+        """Return blocks over this memory without a copy; None if strides differ or are not multiples of a slot."""
         row, whole, all_ = _row(key), [], []
         if row is None or row != _row(value):
             return None
@@ -143,7 +143,7 @@ class Blocks:
         return cls(size, row, count, min(all_) - count, shapes, strides)  # type: ignore[arg-type]
 
     def views(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-        """The overlapping blocks of keys and values, over their own memory or over copies."""
+        """Return the overlapping blocks of keys and values, over their own memory or over copies."""
         if self.room:
             key, value = _with_room(key, self.room), _with_room(value, self.room)
         return {
@@ -152,12 +152,12 @@ class Blocks:
         }
 
     def cache(self, key: Tensor, value: Tensor, spec: AttentionSpec) -> LayerCache:
-        """The blocks as a checked cache."""
+        """Return the blocks as a checked cache."""
         geometry = CacheGeometry.of(spec, self.num_blocks, self.block_size)
         return LayerCache(self.views(key, value), NHD, geometry, open_blocks=self.open_blocks)
 
     def metadata(self, share: BackendShare, device: torch.device) -> AttentionMetadata:
-        """The metadata of attention for a share, over these blocks."""
+        """Return the attention metadata of a share, over these blocks."""
         size, sequences = self.block_size, share.sequences
         firsts = [at * self.row + key for at, key in zip(sequences.rows, sequences.keys, strict=True)]
         columns = [-(-length // size) for length in sequences.kv_lens]
@@ -176,12 +176,12 @@ class Blocks:
 
 @lru_cache(64)
 def _offsets(columns: int, size: int) -> NDArray[numpy.int32]:
-    """Offsets of a sequence's blocks from its first slot; remembered, since many steps have equally many."""
+    """Return the offsets of a sequence's blocks from its first slot. Cached, since many steps have the same number of blocks."""
     return numpy.arange(0, columns * size, size, dtype=numpy.int32)
 
 
 def _row(tensor: Tensor) -> int | None:
-    """Slots from a row of the batch to the next; None: no whole number."""
+    """Return the number of slots per row of the batch; None if it is not an integer."""
     step = tensor.stride(2)
     whole = tensor.stride(3) == 1 and step > 0 and tensor.stride(0) % step == 0
     return tensor.stride(0) // step if whole else None
@@ -199,8 +199,8 @@ def single_tokens(
     device: torch.device,
     num_blocks: int = 0,
 ) -> AttentionMetadata:
-    """Build the metadata of single tokens in under half the time of `AttentionMetadata.build`. kv_lens: with the new token, at
-    least 2. slots: of new tokens, block * block_size + offset. tables: [num_seqs, max_blocks], 0 past a sequence's end."""
+    """Return the metadata of single tokens, twice as fast as `AttentionMetadata.build`. kv_lens: lengths with the new token, at
+    least 2. slots: block * block_size + offset of each new token. tables: [num_seqs, max_blocks], 0 past a sequence's end."""
     count, width = tables.shape
     fields = (
         _starts(count),
@@ -209,7 +209,7 @@ def single_tokens(
         numpy.array(slots, dtype=numpy.int64).view(numpy.int32),
         tables.reshape(-1),
     )
-    # One piece of memory, whose fields begin at multiples of 16 bytes, as in Packed.
+    # One allocation whose fields begin at multiples of 16 bytes, as in Packed.
     sizes = [size for values in fields for size in (len(values), -len(values) % 4)]
     host = numpy.zeros(sum(sizes), dtype=numpy.int32)
     at = 0
@@ -252,33 +252,33 @@ OWN_WAY = 'attn_implementation="sdpa" or "eager" computes it'
 
 @dataclass(eq=False)
 class Visibility:
-    """The queries and keys of one call of a model, for layers of one kind, and which queries see which keys."""
+    """Queries and keys of one model call for one kind of layer, and which queries see which keys."""
 
     batch: int
     q_length: int
     kv_length: int
-    """Keys in the cache's tensors, with those that were not written yet (a static cache)."""
+    """Number of keys in the cache's tensors, including slots not written yet (static cache)."""
     q_offset: int
     kv_offset: int
-    """Position of the first key: the cache of a window has dropped earlier ones."""
+    """Position of the first key; a sliding-window cache has dropped earlier ones."""
     window: int | None
     padding: NDArray[numpy.bool_] | None
-    """[batch, positions]: False where a token is padding, as it was when the mask was made; None: nowhere."""
+    """bool [batch, positions]: False for padding tokens when the mask was made. None means no padding."""
     refusal: str = ""
-    """Reason why Headway cannot compute it; raised when a layer asks, since some masks are made and never used."""
+    """Reason why Headway does not support the mask; raised when a layer uses it, since some masks are never used."""
     calls: dict[Any, Any] = field(default_factory=dict)
-    """Plans that the layers of a step share, by all that they depend on."""
+    """Plans that the layers of a step share, by everything that they depend on."""
     metadata: dict[Any, Any] = field(default_factory=dict)
-    """Metadata that the plans of several kinds of layers share."""
+    """Metadata that plans of several kinds of layers share."""
     new_keys: Tensor | None = None
-    """int64 [q_length]: places of this call's tokens among the keys, if they are not the last ones of each row."""
+    """int64 [q_length]: indices of this call's tokens among the keys. None if they are the last ones of each row."""
 
     @cached_property
     def rows(self) -> Sequences:
-        """Return the batch's sequences without padding or empty queries. :raises ConfigError: padding within a sequence."""
+        """The batch's sequences without padding or empty queries. :raises ConfigError: if there is padding within a sequence."""
         count, length = self.batch, self.q_offset + self.q_length
         seen = None if self.padding is None else self.padding[:, :length]
-        if seen is None or (seen.shape[1] == length and seen.all()):  # nothing is padding
+        if seen is None or (seen.shape[1] == length and seen.all()):  # no padding
             queries, rows = list(range(0, count * self.q_length, self.q_length)), list(range(count))
             return Sequences(queries, [self.q_length] * count, [0] * count, [length - self.kv_offset] * count, rows)
         first, end = seen.argmax(1), seen.shape[1] - seen[:, ::-1].argmax(1)
@@ -296,7 +296,7 @@ class Visibility:
 
     @classmethod
     def packed(cls, ends_q: NDArray[numpy.int64], ends_k: NDArray[numpy.int64], q_length: int, kv_length: int) -> Visibility:
-        """Make the visibility of sequences packed in one row. ends_q, ends_k: [n + 1], where each begins and the last ends."""
+        """Return the visibility of sequences packed in one row. ends_q, ends_k: [n + 1], starts and the last end."""
         query_lens, kv_lens = numpy.diff(ends_q), numpy.diff(ends_k)
         live = query_lens > 0
         visibility = cls(1, q_length, kv_length, 0, 0, None, None)
@@ -311,21 +311,21 @@ class Visibility:
 
     @cached_property
     def padded(self) -> bool:
-        """Whether some queries are padding, so that the others must be gathered."""
+        """True if some queries are padding, so that the others must be gathered."""
         return sum(self.rows.query_lens) != self.batch * self.q_length
 
 
 class VisibilityMask(Tensor):
-    """A mask [batch, 1, q_length, kv_length] without memory, which only carries its Visibility from transformers to a layer."""
+    """A mask [batch, 1, q_length, kv_length] without memory, which passes a Visibility through transformers to a layer."""
 
     visibility: Visibility
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        """Return the mask itself: it has no memory, and transformers asks for this beside a static cache."""
+        """Return the mask itself: it has no memory. transformers calls this with a static cache."""
         return self
 
     def to(self, *where: Any, **options: Any) -> VisibilityMask:
-        """Return the mask itself: it has no memory to move to another device of a model that is spread over several."""
+        """Return the mask itself: it has no memory to move to another device."""
         return self
 
 
@@ -340,8 +340,8 @@ def mask_of(
     local_size: int | None = None,
     **others: Any,
 ) -> Tensor:
-    """Make a mask; transformers calls this for every kind of mask that a model asks for, with the parameters of `sdpa_mask`."""
-    # A static cache knows its length on the device alone.
+    """Return a mask. transformers calls this for each kind of mask of a model, with the parameters of `sdpa_mask`."""
+    # The length of a static cache is only known on the device.
     visibility = Visibility(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), local_size, None)
     if others.get("use_vmap") or (not others.get("allow_is_causal_skip", True) and q_length > 1):
         visibility.refusal = "a mask that is more than causal, with or without a window (packed sequences, images, a function)"
@@ -349,7 +349,7 @@ def mask_of(
         visibility.refusal = f"an attention_mask of {attention_mask.ndim} dimensions"
     elif mask_function is not None and not is_known_rule(mask_function, local_size) and not _as_said(visibility, mask_function):
         visibility.refusal = "a rule that is neither causal nor causal within a window (chunks, bidirectional attention)"
-    elif attention_mask is not None:  # read here, before a step's first kernel, and copied, since its memory may change
+    elif attention_mask is not None:  # read before the step's first kernel, and copied, since the caller may reuse the memory
         visibility.padding = attention_mask.to("cpu", torch.bool, copy=True).numpy()
     empty = torch.zeros((), dtype=torch.bool, device=others.get("device", "cpu"))
     mask = empty.expand(batch_size, 1, q_length, kv_length).as_subclass(VisibilityMask)
@@ -358,20 +358,20 @@ def mask_of(
 
 
 def _as_said(visibility: Visibility, rule: Rule) -> bool:
-    """Whether a rule lets three queries of the call see the keys that Headway would let them see."""
+    """Return whether a rule lets three sample queries see exactly the keys that Headway would let them see."""
     last = visibility.q_offset + visibility.q_length - 1
     queries = {last, max(last - 1, visibility.q_offset), visibility.q_offset + visibility.q_length // 2}
     return all(allows(rule, query, visibility.window) for query in queries)
 
 
 Rule = Callable[..., Tensor]
-"""(batch, head, query, key) -> whether the query sees the key; the last two are positions and may be tensors."""
+"""(batch, head, query, key) -> whether the query sees the key. Query and key are positions and may be tensors."""
 
-_DEPTH = 6  # Most levels of functions in functions that are compared
+_DEPTH = 6  # Maximum nesting of functions to compare
 
 
 def is_known_rule(rule: Rule, window: int | None) -> bool:
-    """Return whether a rule is transformers' for causal attention, with or without a window: by its code, which is cheap."""
+    """Return whether a rule is transformers' own causal rule, with or without a window, by comparing its code."""
     if torch.compiler.is_dynamo_compiling():  # dynamo would trace the comparison
         return False
     causal = _causal(window)
@@ -379,7 +379,7 @@ def is_known_rule(rule: Rule, window: int | None) -> bool:
 
 
 def allows(rule: Rule, query: int, window: int | None) -> bool:
-    """Whether a rule lets a query see its own key and those before it, within the window, and no others."""
+    """Return whether a rule lets a query see exactly its own key and the earlier ones within the window."""
     keys, zero = torch.arange(query + 1), torch.tensor(0)
     expected = keys <= query
     if window is not None:
@@ -393,7 +393,7 @@ def allows(rule: Rule, query: int, window: int | None) -> bool:
 
 @cache
 def _causal(window: int | None) -> Any:
-    """The code of transformers' rule; None: this version has none of that name, or one that does something else."""
+    """Return the code of transformers' causal rule; None if this version lacks it or its rule does something else."""
     name = "causal_mask_function" if window is None else "sliding_window_causal_mask_function"
     rule = getattr(masking_utils, name, None)
     if rule is not None and window is not None:
@@ -404,7 +404,7 @@ def _causal(window: int | None) -> Any:
 
 
 def _written(part: Any, depth: int = 0) -> Any:
-    """The code and closure of a function: equal ones compute the same. Anything mutable equals itself alone."""
+    """Return the code and closure of a function: equal values compute the same. Mutable values only equal themselves."""
     if isinstance(part, FunctionType) and depth < _DEPTH:
         held = tuple(_written(cell.cell_contents, depth + 1) for cell in part.__closure__ or ())
         plain = part.__defaults__ is None and part.__kwdefaults__ is None

@@ -1,8 +1,8 @@
 """`attn_implementation="headway"` in transformers: Headway's backends over transformers' own caches.
 
-Importing this module registers "headway", which chooses between backends by the crossover table, and "headway:NAME" for each
-backend, in capitals where transformers wants the name for itself ("headway:FLASH_ATTN_3"; `names` lists them). It patches one
-method, so that transformers' continuous batching takes these names: `ContinuousBatchingManager.switch_to_cb_friendly_attn`.
+Importing this module registers "headway", which selects a backend by the crossover table, and "headway:NAME" for each
+backend, in upper case if transformers reserves the name ("headway:FLASH_ATTN_3"; `names` lists them). It patches one method,
+`ContinuousBatchingManager.switch_to_cb_friendly_attn`, so that continuous batching accepts these names.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from headway.tuning.isolated.trial import create_registry
 from headway.tuning.measure.self_test import check_named
 
 GPU_BLOCK = 16
-"""Slots of a block on a GPU, unless a backend needs more; most backends read this size."""
+"""Block size in slots on a GPU, unless a backend needs more; most backends support it."""
 
 
 @cache
 def registry() -> Registry:
-    """The registry of Headway's backends and those of its plugins."""
+    """Return the registry of Headway's backends and installed plugins."""
     return create_registry()
 
 
 class LayerKind(NamedTuple):
-    """A kind of layer, described by transformers, and the backends that were requested."""
+    """A kind of layer in transformers, and the backends requested for it."""
 
     request: BackendRequest
     num_heads: int
@@ -61,23 +61,23 @@ class LayerKind(NamedTuple):
 
 
 class _OfThread(threading.local):
-    """What one thread keeps between calls."""
+    """Per-thread state that persists between calls."""
 
     def __init__(self) -> None:
         self.kinds: dict[LayerKind, tuple[AttentionSpec, Selector]] = {}
         self.selectors: dict[tuple[AttentionSpec, BackendRequest], Selector] = {}
-        """A backend's instances keep buffers, and arguments of a launch, for one thread at a time."""
+        """Selectors of this thread: a backend instance's buffers and launch arguments must not be shared between threads."""
         self.maskless: dict[tuple[int, int, int], Visibility] = {}
-        """The visibility of the last call without a mask, by batch, queries and keys; the layers of a step share it."""
-        self.layer = 0  # The last layer of a step of continuous batching that was called
-        self.visibilities: dict[tuple[int, ...], Visibility] = {}  # The visibilities of that step, by the place of their lengths
+        """Visibility of the last call without a mask, by batch, queries and keys; the layers of a step share it."""
+        self.layer = 0  # Last layer that a continuous-batching step called
+        self.visibilities: dict[tuple[int, ...], Visibility] = {}  # Visibilities of that step, by the address of their lengths
 
 
 _KEPT = _OfThread()
 
 
 def serving(kind: LayerKind) -> tuple[AttentionSpec, Selector]:
-    """Return a layer kind's spec and selector; `auto` uses only cached crossover tables. :raises HeadwayError: unsupported."""
+    """Return spec and selector for a kind of layer; `auto` only uses cached tables. :raises HeadwayError: if unsupported."""
     known = _KEPT.kinds.get(kind)
     if known is None:
         own = kind._asdict()
@@ -102,19 +102,19 @@ def _selector(spec: AttentionSpec, request: BackendRequest) -> Selector:
 
 
 class PlannedPart(NamedTuple):
-    """The planned attention of one share of the sequences."""
+    """Planned attention of one share of the sequences."""
 
     backend: AttentionBackend
     plan: Plan
     decodes: bool
     tokens: Tensor | None
-    """int64: indices of the share's tokens among the packed ones; None: all."""
+    """int64: indices of the share's tokens among the packed ones. None means all."""
     reads: bool
 
 
 @dataclass(slots=True)
 class StepAttention:
-    """The plans that the layers of one kind share in a step. Each layer brings its own tensors."""
+    """Plans that the layers of one kind share in a step; each layer passes its own tensors."""
 
     spec: AttentionSpec
     blocks: Blocks
@@ -122,11 +122,11 @@ class StepAttention:
     shape: tuple[int, int, int, int]
     """Shape of the result: batch, q_length, num_heads, v_head_dim."""
     padded: bool
-    """Whether some queries are padding, whose results are zero."""
+    """True if some queries are padding, whose results are zero."""
     in_place: bool
-    """Whether each query is a single token whose heads are contiguous."""
+    """True if each query is a single token with contiguous heads."""
     new: slice | Tensor
-    """Places of this call's tokens among the keys: in each row of the batch, or (int64 [q_length]) in the only one."""
+    """Indices of this call's tokens among the keys: in each row of the batch, or (int64 [q_length]) in the only row."""
     kind: LayerCache | None = None
     """The checked cache of the first layer, without its tensors."""
 
@@ -134,7 +134,7 @@ class StepAttention:
     def of(
         cls, visibility: Visibility, spec: AttentionSpec, selector: Selector, query: Tensor, key: Tensor, value: Tensor
     ) -> StepAttention:
-        """Choose backends, lay out blocks, plan. query: [batch, num_heads, q_length, head_dim]. key, value: cache tensors."""
+        """Choose backends, lay out blocks and plan. query: [batch, num_heads, q_length, head_dim]. key, value: cache tensors."""
         shares = BackendShare.all_of(visibility.rows, selector, spec)
         blocks = Blocks.of(key, value, shares, selector.selection.block_size)
         padded = visibility.padded
@@ -143,7 +143,7 @@ class StepAttention:
         for share in shares:
             place = share.phase, blocks, spec.device
             metadata = visibility.metadata.get(place)
-            if metadata is None:  # shared by kinds that differ in a number alone, such as their sinks
+            if metadata is None:  # shared by kinds that differ only in a number, such as their sinks
                 metadata = visibility.metadata[place] = blocks.metadata(share, spec.device)
             index = None if whole else _tokens(share.sequences).to(spec.device)
             plan = share.backend.plan(metadata)
@@ -156,7 +156,7 @@ class StepAttention:
         )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return attention [batch, q_length, num_heads, v_head_dim]. :raises UnsupportedError: no backend reads such a cache."""
+        """Return attention [batch, q_length, num_heads, v_head_dim]. :raises UnsupportedError: if no backend supports it."""
         batch, length, heads, dim = self.shape
         out = query.new_empty((batch * length, heads, dim))
         if self.padded:
@@ -172,7 +172,7 @@ class StepAttention:
         return out.view(self.shape)
 
     def _run(self, part: PlannedPart, q: Tensor, key: Tensor, value: Tensor, cache: LayerCache, out: Tensor) -> None:
-        """Run a part that has some of the tokens, or needs the new keys and values."""
+        """Run a part that has only some of the tokens, or needs the new keys and values."""
         index = part.tokens
         queries, result = (q, out) if index is None else (q[index], out.new_empty((len(index), *out.shape[1:])))
         if part.decodes:
@@ -185,13 +185,13 @@ class StepAttention:
             out[index] = result
 
     def _new_rows(self, tensor: Tensor) -> Tensor:
-        """The rows [batch * q_length, heads, dim] of this call's tokens among all that are cached."""
+        """Return the rows [batch * q_length, heads, dim] of this call's tokens."""
         if isinstance(self.new, slice):
             return by_token(tensor[:, :, self.new])
         return by_token(tensor)[self.new]
 
     def _cache(self, key: Tensor, value: Tensor) -> LayerCache:
-        if self.kind is None:  # the first layer's is checked, for all
+        if self.kind is None:  # only the first layer's cache is checked
             cache = self.blocks.cache(key, value, self.spec)
             for part in self.parts:
                 support = part.backend.accepts(cache) if part.reads else YES
@@ -203,7 +203,7 @@ class StepAttention:
 
 
 def by_token(tensor: Tensor) -> Tensor:
-    """Reshape [batch, heads, length, dim] to [batch * length, heads, dim] with contiguous heads: a view where they are."""
+    """Reshape [batch, heads, length, dim] to [batch * length, heads, dim] with contiguous heads, as a view if possible."""
     batch, heads, length, dim = tensor.shape
     tokens = tensor.select(2, 0) if length == 1 else tensor.transpose(1, 2).reshape(batch * length, heads, dim)
     token, head, element = tokens.stride()
@@ -211,16 +211,16 @@ def by_token(tensor: Tensor) -> Tensor:
 
 
 def _tokens(sequences: Sequences) -> Tensor:
-    """int64: indices of the packed tokens of these sequences."""
+    """Return the indices of these sequences' packed tokens, as int64."""
     spans = zip(sequences.queries, sequences.query_lens, strict=True)
     return torch.from_numpy(numpy.concatenate([numpy.arange(start, start + length) for start, length in spans]))
 
 
 NAME = "headway"
 WORKS = "5.17 to 5.24"
-"""Versions of transformers with which `generate` was tried."""
+"""Versions of transformers tested with `generate`."""
 PACKS = "5.19 to 5.24"
-"""Versions with which continuous batching was tried."""
+"""Versions of transformers tested with continuous batching."""
 
 try:
     from transformers import AttentionInterface
@@ -235,8 +235,8 @@ except ImportError as error:
     raise ConfigError(
         "headway.integrations.transformers", f"transformers {WORKS}", f"{transformers.__version__} ({error})"
     ) from error
-_RESERVED = ("flash", "sdpa", "flex_attention")  # Words that transformers searches names for
-_REQUESTS: dict[str, str] = {}  # Registered name -> request; global, as transformers' own registry
+_RESERVED = ("flash", "sdpa", "flex_attention")  # Words that transformers looks for in names
+_REQUESTS: dict[str, str] = {}  # Registered name -> request; global like transformers' own registry
 _REFUSED = {
     "dropout": "no dropout (training)",
     "output_attentions": "no weights",
@@ -246,17 +246,16 @@ _REFUSED = {
 
 
 def names() -> dict[str, str]:
-    """The names that were registered here, and the requests that they stand for."""
+    """Return the registered names and their requests."""
     return dict(_REQUESTS)
 
 
 def register(request: str) -> str:
-    """Register a request of Headway's --attn-backend, such as "prefill=hopper,decode=triton"; returns its name.
+    """Register a request in the form of --attn-backend, such as "prefill=hopper,decode=triton". Return its name.
 
-    transformers reserves names that contain "flash", "sdpa" and the like, in small letters alone; each request is therefore
-    registered in capitals as well, and that name is returned where the other is reserved.
-
-    :raises HeadwayError: the request has another form, or names a backend that is not registered.
+    transformers reserves lower-case names that contain "flash", "sdpa" and similar words. Each request is therefore also
+    registered in upper case, and that name is returned if the other is reserved.
+    :raises HeadwayError: if the request is invalid or names an unregistered backend.
     """
     parsed = BackendRequest.parse(request)
     check_names(registry(), {ATTENTION: parsed.names})
@@ -279,18 +278,15 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls. query: [batch, num_heads, q_length, head_dim]; key, value: [batch, num_kv_heads,
-    kv_length, head_dim and v_head_dim], of the cache, this call's included.
-
-    Returns ([batch, q_length, num_heads, v_head_dim], None).
-
-    :raises ConfigError: what Headway does not compute, in one line.
-    """
-    if torch.compiler.is_dynamo_compiling():  # tested here, since a disabled function always costs more to call
+    """Return ([batch, q_length, num_heads, v_head_dim], None); transformers calls this function. query: [batch, num_heads,
+    q_length, head_dim]. key, value: [batch, num_kv_heads, kv_length, head_dim or v_head_dim] of the cache, including this call's
+    tokens.
+    :raises ConfigError: if Headway does not support the call."""
+    if torch.compiler.is_dynamo_compiling():  # checked here, since calling a disabled function has a constant cost
         found: tuple[Tensor, None] = _attend_untraced(request, module, query, key, value, attention_mask, scaling, **options)
         return found
     _check(module, query, options)
-    if options.get("cache") is not None:  # before transformers 5.24, which updates the cache in the layer itself
+    if options.get("cache") is not None:  # transformers before 5.24: later versions update the cache in the layer itself
         key, value = options["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
     if options.get("cu_seq_lens_k") is not None:
         window = options.get("sliding_window") or None
@@ -299,7 +295,7 @@ def _attend(
         visibility = _visibility_of(attention_mask, query, key)
         window = visibility.window
     softcap, sinks = options.get("softcap") or None, _sinks(module, options.get("s_aux"))
-    # All that a plan depends on beside the mask; a layer that differs in any part is of another kind.
+    # All that a plan depends on besides the mask; a layer that differs in any part is of another kind.
     kind = (
         *(request.text, scaling, window, softcap, sinks, query.dtype, query.device, query.shape, query.stride()),
         *(key.dtype, key.shape, key.stride(), key.storage_offset(), key.untyped_storage().nbytes()),
@@ -328,7 +324,7 @@ def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:
 
 
 def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
-    """The visibility of a layer's call. :raises ConfigError: a mask that Headway did not make, or does not compute."""
+    """Return the visibility of a layer's call. :raises ConfigError: if the mask is not Headway's or is not supported."""
     found: Visibility | None = getattr(mask, "visibility", None) if isinstance(mask, VisibilityMask) else None
     lengths = query.shape[2], key.shape[2]
     if found is None:
@@ -349,12 +345,12 @@ def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
 
 
 def _packed(layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Visibility:
-    """Return the visibility of packed sequences in continuous batching, shared in a step. :raises ConfigError: unsupported."""
+    """Return the visibility of packed sequences in continuous batching, shared in a step. :raises ConfigError: if unsupported."""
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ConfigError("continuous batching", "use_cuda_graph=False", "a capture", "ContinuousBatchingConfig has it")
     if options.get("block_table") is not None:
         raise ConfigError("continuous batching", "max_blocks_per_request=0", "block tables", "ContinuousBatchingConfig has it")
-    if layer <= _KEPT.layer:  # a new step: lengths are read again, since their memory stays the same
+    if layer <= _KEPT.layer:  # a new step: read the lengths again, since their address stays the same
         _KEPT.visibilities = {}
     _KEPT.layer = layer
     seen = _KEPT.visibilities
@@ -367,7 +363,7 @@ def _packed(layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> 
 
 
 def _sinks(module: Any, sinks: Tensor | None) -> tuple[float, ...] | None:
-    """The sinks of a layer as numbers, read from the device once."""
+    """Return the sinks of a layer as numbers, read from the device once."""
     if sinks is None:
         return None
     known: Any = getattr(module, "_headway_sinks", None)
@@ -379,7 +375,7 @@ def _sinks(module: Any, sinks: Tensor | None) -> tuple[float, ...] | None:
 
 
 def _join_continuous_batching() -> None:
-    """Let continuous batching take Headway's names, which are not on its list."""
+    """Patch continuous batching to accept Headway's names, which are not on its list."""
     try:
         from transformers import ContinuousBatchingConfig
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager

@@ -1,1 +1,1 @@
-"""How this process stands on its machine: threads, memory, Ctrl-C; and the doctor, who says why a backend is missing."""
+"""Process settings (threads, memory, Ctrl-C) and the doctor, which reports why a backend is missing."""

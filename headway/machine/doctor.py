@@ -1,4 +1,4 @@
-"""The doctor: what this machine has, why a backend is missing on it, and the command that would install it."""
+"""The doctor: this machine's hardware and software, and the commands that would install a missing backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headway.core.system.provenance import installed_versions
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One NVIDIA GPU."""
+    """An NVIDIA GPU."""
 
     name: str
     capability: tuple[int, int]
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts that decide which backends can run and how the rest could be installed."""
+    """Facts that decide which backends can run and how to install the others."""
 
     system: str
     """Operating system, as platform.system() returns: "Linux", "Windows", "Darwin"."""
@@ -43,33 +43,33 @@ class Machine:
     python: str
     torch: str
     torch_cuda: str | None
-    """The CUDA version torch was built for; None: a build without CUDA."""
+    """CUDA version that torch was built for. None means a build without CUDA."""
     cuda_works: bool
     cores: int
     threads: int
     memory_gib: float
     model_cache: str
     kernel_cache: tuple[tuple[str, str], ...] = ()
-    """Folders of compiled kernels, each with the reason why files cannot be written there; empty: they can."""
+    """Folders of compiled kernels, each with the reason why it is not writable; empty if it is."""
     driver: str | None = None
-    """Version of the NVIDIA driver; None where the driver or nvidia-smi is missing."""
+    """Version of the NVIDIA driver. None if the driver or nvidia-smi is missing."""
     gpus: tuple[Gpu, ...] = ()
     nvcc: str | None = None
-    """CUDA version of nvcc; None where nvcc is not found."""
+    """CUDA version of nvcc. None if nvcc is not found."""
     ninja: str | None = None
-    """Path of ninja; None where ninja is not found."""
+    """Path of ninja. None if it is not found."""
     compiler: str | None = None
-    """Path of a C++ compiler; None where none is found."""
+    """Path of a C++ compiler. None if there is none."""
     cxx11abi: bool = True
-    """C++ ABI of torch's build, which stands in the names of flash-attn's wheels."""
+    """C++ ABI of torch's build, which is part of the names of flash-attn's wheels."""
     installer: str = "python -m pip"
-    """Command that installs into this Python; empty: neither pip nor uv is found."""
+    """Command that installs into this Python. Empty if neither pip nor uv is found."""
     installed: Mapping[str, str] = field(default_factory=dict)
-    """Distribution -> version, of the requested ones that are installed."""
+    """Distribution -> version, for the requested ones that are installed."""
 
 
 def examine(distributions: tuple[str, ...]) -> Machine:
-    """Describe this machine; no library but torch is imported. distributions: names whose versions to look up."""
+    """Return a description of this machine, importing only torch. distributions: names whose versions to look up."""
     driver, gpus = _gpus()
     return Machine(
         system=platform.system(),
@@ -95,7 +95,7 @@ def examine(distributions: tuple[str, ...]) -> Machine:
 
 
 def _gpus() -> tuple[str | None, tuple[Gpu, ...]]:
-    """Find driver and GPUs by nvidia-smi, which also sees them where torch has no CUDA, else by torch."""
+    """Return driver and GPUs from nvidia-smi, which works without CUDA in torch, or else from torch."""
     rows = _run("nvidia-smi", "--query-gpu=driver_version,name,compute_cap,memory.total", "--format=csv,noheader,nounits")
     driver, gpus = parse_gpus(rows)
     if not gpus and torch.version.cuda and torch.cuda.is_available():
@@ -105,7 +105,7 @@ def _gpus() -> tuple[str | None, tuple[Gpu, ...]]:
 
 
 def parse_gpus(rows: str) -> tuple[str | None, tuple[Gpu, ...]]:
-    """Parse nvidia-smi's rows "driver, name, capability, MiB" into driver and GPUs; rows of another form are left out."""
+    """Return driver and GPUs from nvidia-smi's rows "driver, name, capability, MiB"; other rows are ignored."""
     driver, gpus = None, []
     for row in rows.splitlines():
         parts = [part.strip() for part in row.split(",")]
@@ -127,7 +127,7 @@ def _nvcc() -> str | None:
 
 
 def _run(*command: str) -> str:
-    """Return the output of a program; empty where the program is missing or fails."""
+    """Return the output of a program; empty if the program is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -135,7 +135,7 @@ def _run(*command: str) -> str:
 
 
 def _find(*names: str) -> str | None:
-    beside = str(Path(sys.executable).parent)  # where pip puts ninja, even if the environment is not activated
+    beside = str(Path(sys.executable).parent)  # pip installs ninja here, even if the environment is not activated
     found = [place for name in names if name for place in (shutil.which(name), shutil.which(name, path=beside)) if place]
     return found[0] if found else None
 
@@ -150,26 +150,26 @@ def _installer() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A kernel library, and the ways to install the library."""
+    """A kernel library and how to install it."""
 
     requirement: str
-    """Requirement as pip takes it."""
+    """Requirement in pip's form."""
     options: str = ""
     """Options of pip install."""
     capability: tuple[int, int] | None = None
-    """Compute capability of the oldest supported GPU; None: the backend tells once the library is installed."""
+    """Minimum compute capability. None if only the installed library can report it."""
     systems: tuple[str, ...] = ("Linux",)
     """Operating systems of its releases, as platform.system() names them."""
     releases: str = ""
-    """Page of prebuilt wheels that pip does not find; their names end in `wheel_tag`."""
+    """Page of prebuilt wheels that pip does not find. Their names end in `wheel_tag`."""
     build_time: str = ""
-    """Duration of a build from source; empty: pip finds a wheel, or nothing has to be compiled."""
+    """Duration of a build from source. Empty if pip finds a wheel or nothing is compiled."""
     build_gib: int = 0
-    """GiB of memory that one compiler job takes, which bounds MAX_JOBS."""
+    """Memory per compiler job in GiB, which limits MAX_JOBS."""
     note: str = ""
-    """Further needs of the installation."""
+    """Further requirements of the installation."""
     generation: int | None = None
-    """The only major compute capability that the library has kernels for."""
+    """The only major compute capability that the library has kernels for. None means any."""
 
 
 PACKAGES: Final = {
@@ -190,16 +190,16 @@ PACKAGES: Final = {
         "is on LD_LIBRARY_PATH",
     ),
 }
-"""Library -> the package to install. A backend names its library by BackendInfo.extra."""
+"""Library -> its package. A backend names its library in BackendInfo.extra."""
 
 FA3_WHEELS: Final = {"2.11": "0.24.0", "2.14": "0.33.0"}
-"""torch -> the release of vLLM built for it and CUDA 13, whose wheel holds FlashAttention 3 as one file that needs only torch."""
+"""torch version -> the vLLM release built for it and CUDA 13. Its wheel has FlashAttention 3 in a file that needs only torch."""
 
 STABLE_WHEEL: Final = "0.33.0"
-"""Release of vLLM whose `_C_stable_libtorch` is built for CUDA 13 and torch's stable interface, for any other torch."""
+"""Release of vLLM whose `_C_stable_libtorch` is built for CUDA 13 and torch's stable ABI, for any other torch."""
 
 TORCH_BUILDS: Final = ((580, "13.0", "cu130"), (525, "12.6", "cu126"))
-"""Oldest driver (its first number), CUDA version, and torch's wheel index for it; the newest first."""
+"""Minimum driver (its first number), CUDA version, and torch's wheel index for it, newest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,20 +208,20 @@ class Advice:
 
     text: str
     commands: tuple[str, ...] = ()
-    """Commands in the order in which to try them; each can work on this machine."""
+    """Commands to try, in order. Each can work on this machine."""
     note: str = ""
-    """A remark on the commands."""
+    """Remark on the commands."""
 
 
 def library(extra: str) -> str:
-    """Return the library a backend needs, from its `extra`: "headway[flash-attn]" or a requirement such as "flash_attn>=2.7"."""
+    """Return the library of a backend's `extra`, which is "headway[flash-attn]" or a requirement such as "flash_attn>=2.7"."""
     ours = re.fullmatch(r"headway\[([^\]]+)\]", extra.strip())
     name = re.split(r"[\s\[<>=!~;,]", ours[1] if ours else extra.strip(), maxsplit=1)[0]
     return name.lower().replace("_", "-")
 
 
 def advise(extra: str, support: Support, devices: Collection[str] | None, machine: Machine) -> Advice:
-    """Return how to make a backend available. extra: of its BackendInfo. devices: types it runs on; None: no import."""
+    """Return how to make a backend available. extra: its BackendInfo's. devices: its device types; None if its import failed."""
     name = library(extra)
     package = PACKAGES.get(name)
     hints = "; ".join(reason.hint for reason in support.reasons if reason.hint and "pip install" not in reason.hint)
@@ -229,7 +229,7 @@ def advise(extra: str, support: Support, devices: Collection[str] | None, machin
         blocked = _gpu_in_the_way(package, machine)
         if blocked is not None:
             return blocked
-    if package is None and name in ("", "torch"):  # a torch is chosen for more reasons than one backend
+    if package is None and name in ("", "torch"):  # one backend is not enough reason to replace torch
         return Advice(
             f"comes with torch, this is {machine.torch}; nothing to install" if name else "nothing to install", note=hints
         )
@@ -265,7 +265,7 @@ def wheel_tag(machine: Machine) -> str:
 
 
 def build_jobs(machine: Machine, build_gib: int) -> int:
-    """Return the MAX_JOBS that uses all cores and does not run out of memory."""
+    """Return the MAX_JOBS that uses all cores without running out of memory."""
     return max(1, min(machine.cores, int(machine.memory_gib // build_gib)))
 
 
@@ -275,7 +275,7 @@ NO_GPU: Final = Advice("needs an NVIDIA GPU; nothing to install")
 
 
 def _gpu_in_the_way(package: Package | None, machine: Machine) -> Advice | None:
-    """Advise on GPU, driver and torch, which any library for GPUs needs; None where they work."""
+    """Return advice on GPU, driver and torch, which all GPU libraries need; None if they work."""
     if not machine.gpus:
         return NO_GPU
     newest = max(gpu.capability for gpu in machine.gpus)
@@ -305,7 +305,7 @@ def _gpu_in_the_way(package: Package | None, machine: Machine) -> Advice | None:
 
 
 def _compiled(name: str, package: Package, machine: Machine, again: str, force: str) -> Advice:
-    """Advise on a library whose wheels are on a page of their own: the wheel first, then the build, where there is a compiler."""
+    """Return advice on a library with wheels on a separate page: the wheel first, then a build if there is a compiler."""
     page = f"the wheel that ends in {wheel_tag(machine)} from {package.releases}"
     text = f"{again or f'install {name}'}; first try a prebuilt one: download {page}, then"
     wheel = f"{machine.installer} install {force}./{name.replace('-', '_')}-*+{wheel_tag(machine)}"
@@ -327,7 +327,7 @@ def _compiled(name: str, package: Package, machine: Machine, again: str, force: 
 
 
 def advise_vllm_library(support: Support, machine: Machine) -> Advice:
-    """Advise how to get vLLM's library of products over quantised weights, which products do without."""
+    """Return advice on getting vLLM's library of GEMM kernels for quantized weights, which is optional."""
     hints = "; ".join(reason.hint for reason in support.reasons if reason.hint)
     blocked = _gpu_in_the_way(Package("vllm", capability=(8, 0)), machine)
     if blocked is not None:
@@ -340,7 +340,7 @@ def advise_vllm_library(support: Support, machine: Machine) -> Advice:
 
 
 def _from_wheel(folder: str, release: str, file: str, variable: str) -> tuple[str, ...]:
-    """Commands that take one file out of a wheel of vLLM, and name it in an environment variable."""
+    """Return commands that extract one file from a vLLM wheel and set an environment variable to its path."""
     return (
         f"python -m pip download --no-deps --dest {folder} vllm=={release}",
         f"python -m zipfile -e {folder}/vllm-{release}-*.whl {folder}",
@@ -349,7 +349,7 @@ def _from_wheel(folder: str, release: str, file: str, variable: str) -> tuple[st
 
 
 def _flash_attn_3(machine: Machine, found: str) -> Advice:
-    """Return how to take FlashAttention 3, which has no wheel, from vLLM's wheel. found: hints of the refused libraries."""
+    """Return how to take FlashAttention 3, which has no wheel, from vLLM's wheel. found: hints for the rejected libraries."""
     torch = ".".join(machine.torch.split("+")[0].split(".")[:2])
     release = FA3_WHEELS.get(torch) if (machine.torch_cuda or "").startswith("13.") else None
     source = "build the folder hopper of https://github.com/Dao-AILab/flash-attention: nvcc, an hour"

@@ -1,4 +1,4 @@
-"""Threads, memory and Ctrl-C of this process: a thread per free core, no garbage collection in a generation."""
+"""Threads, memory and Ctrl-C of this process: one thread per free core, no garbage collection during generation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from headway.core.contract.errors import ConfigError
 log = logging.getLogger("headway")
 
 SWITCH_INTERVAL: Final = 0.0005
-"""Seconds of sys.setswitchinterval where a thread steps an engine; Python's own 5 ms are longer than a step."""
+"""Seconds for sys.setswitchinterval if a thread runs an engine's steps; Python's default of 5 ms is longer than a step."""
 _SAMPLE_SECONDS = 0.1
-_BUSY_PERCENT = 50.0  # Load of a core above which it is not free: two torch threads on one core are several times slower
+_BUSY_PERCENT = 50.0  # Load in percent above which a core is not free: two torch threads on one core are several times slower
 
 
 def free_cores() -> int:
-    """Count the cores that this process may use and no other keeps busy, measured over a tenth of a second; at least 1."""
+    """Return the number of allowed cores that are not busy, measured for a tenth of a second; at least 1."""
     import psutil
 
     allowed: Iterable[int] = (
@@ -38,8 +38,8 @@ def free_cores() -> int:
 
 
 def set_threads(num_threads: int | None = None, num_ranks: int = 1) -> int:
-    """Set and return torch's thread count: `num_threads`, else $OMP_NUM_THREADS, else free cores. num_ranks: share it evenly."""
-    import torch  # here: the process of a rank imports this module before torch
+    """Set and return torch's thread count: `num_threads`, else $OMP_NUM_THREADS, else free cores. num_ranks: divides it."""
+    import torch  # imported here: a rank's process imports this module before torch
 
     if num_threads is None and os.environ.get("OMP_NUM_THREADS"):
         num_threads = int(torch.get_num_threads())
@@ -52,18 +52,18 @@ def set_threads(num_threads: int | None = None, num_ranks: int = 1) -> int:
 
 
 KEEP: Final = "HEADWAY_KEEP_FREED_MEMORY"
-"""Environment variable; 1: freed memory is left to the C library."""
+"""Environment variable; 1 disables returning freed memory to the system."""
 
 GIVE_BACK_INTERVAL: Final = 10.0
 """Seconds between two calls of `give_back` while an engine works on a CPU."""
 
 
 def freeze_heap() -> None:
-    """Exclude every object that is alive now from later garbage collections.
+    """Exclude all objects that are alive now from later garbage collections.
 
-    A full collection walks all objects that imports have made, for 60 to 100 ms in the middle of a generation (vLLM's engine
-    freezes its heap for the same reason). Objects are still freed with their last reference. Only cycles among those alive now
-    stay until the next call, which collects first: a program that loads one model after the other keeps the remains of one.
+    A full collection traverses every object that imports created and would pause generation for 60 to 100 ms. vLLM freezes
+    its heap for the same reason. Reference counting still frees objects; only cycles among the objects alive now remain until
+    the next call, which collects first, so that loading models one after the other leaves at most one model's remains.
     """
     if gc.get_freeze_count():
         gc.unfreeze()
@@ -74,10 +74,10 @@ def freeze_heap() -> None:
 
 
 def give_back() -> None:
-    """Have the C library return freed memory to the system, on Linux with glibc; elsewhere nothing happens.
+    """Make the C library return freed memory to the system. Does nothing unless on Linux with glibc.
 
-    glibc keeps freed pieces that lie between others: activations and compiled products of many sizes leave hundreds of MiB
-    in its arenas, and the thread of the next engine begins another arena. Takes about 0.1 ms for each MiB that is returned.
+    glibc retains freed chunks between used ones: activations and compiled oneDNN kernels of many sizes leave hundreds of MiB
+    in its arenas, and the next engine's thread starts another arena. Takes about 0.1 ms per MiB returned.
     """
     trim = _malloc_trim()
     if trim is not None and os.environ.get(KEEP) != "1":
@@ -88,13 +88,13 @@ def give_back() -> None:
 def _malloc_trim() -> Callable[[int], int] | None:
     if sys.platform != "linux":
         return None
-    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl does not have it
     return found
 
 
 @cache
 def _thaw_at_exit() -> None:
-    """Unfreeze at exit where Triton was imported: nanobind counts its objects then, and reports frozen ones as leaks."""
+    """Unfreeze at exit if Triton was imported: nanobind counts its objects then and reports frozen ones as leaks."""
 
     def thaw() -> None:
         if "triton" in sys.modules:
@@ -104,25 +104,24 @@ def _thaw_at_exit() -> None:
 
 
 def collect_seldom() -> None:
-    """Have young objects collected after each 100,000 new ones, not after each 700: a start makes a million that stay."""
+    """Raise the threshold of young-generation garbage collection from 700 to 100,000 new objects: a start creates a million."""
     gc.set_threshold(100_000, 20, 50)
 
 
 VARIABLES: Final = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-"""Environment variables for the size of torch's cache before oneDNN, one for each thread, and of oneDNN's own; default: 1,024."""
+"""Environment variables for the sizes of torch's per-thread cache of oneDNN kernels and of oneDNN's own; default: 1,024."""
 
 CAPACITY: Final = 256
-"""Compiled products of matrices that each cache keeps. One is some 200 KiB of code, for one number of rows and one weight's
-shape: 256 serve a decoder's four or five shapes at 50 numbers of rows."""
+"""Maximum number of compiled oneDNN GEMM kernels per cache. A kernel takes about 200 KiB, for one row count and one weight
+shape: 256 are enough for a decoder's four or five shapes at 50 row counts."""
 
 
 def bound_kernel_caches() -> None:
-    """Have torch and oneDNN keep at most CAPACITY compiled products, unless the environment says how many.
+    """Limit torch's and oneDNN's caches to CAPACITY compiled kernels, unless the environment sets a limit.
 
-    One is compiled for each number of rows that a step has, so with 1,024 in each of two caches resident memory grows by
-    hundreds of MiB in the first minutes (docs/reliability.md has figures). A product that was dropped is compiled again in less
-    than a millisecond. Both libraries read their variable at their first product: in a process that has multiplied
-    before, this changes nothing.
+    A kernel is compiled per row count of a step, so that the default of 1,024 in each of two caches adds hundreds of MiB of
+    resident memory in the first minutes (measurements: docs/reliability.md). Recompiling an evicted kernel takes less than a
+    millisecond. Both libraries read their variable at their first GEMM; later calls have no effect.
     """
     for name in VARIABLES:
         os.environ.setdefault(name, str(CAPACITY))
@@ -130,10 +129,10 @@ def bound_kernel_caches() -> None:
 
 
 def interrupt_command(number: int, frame: FrameType | None) -> None:
-    """Handle SIGINT as Python does, but end the process by the signal where modules are being loaded.
+    """Handle SIGINT as Python does, but end the process with the signal while modules are being imported.
 
-    A KeyboardInterrupt in the middle of an import becomes another error in C extensions, aborts the process, or is dropped; and
-    nothing is to be saved yet. Shells show both ends as exit code 130.
+    During an import a KeyboardInterrupt may become another error in C extensions, abort the process, or be dropped, and
+    nothing needs saving yet. Shells report both as exit code 130.
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -145,7 +144,7 @@ def interrupt_command(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def handle_sigint(by: Callable[[int, FrameType | None], object], instead_of: object) -> Iterator[None]:
-    """Handle SIGINT by one handler where another one does so now. Any third one stays, such as a shell's "ignore"."""
+    """Handle SIGINT with `by` inside the context if the current handler is `instead_of`; others, such as "ignore", stay."""
     replaces = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is instead_of
     before = signal.signal(signal.SIGINT, by) if replaces else None
     try:

@@ -1,1 +1,1 @@
-"""Embeddings and scores: from options and prompts to outputs, for `LLM` and for the server."""
+"""Embeddings and scores: from options and prompts to outputs, for `LLM` and the server."""

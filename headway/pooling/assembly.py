@@ -1,4 +1,4 @@
-"""The start of a pooling model, and its two clients: that of an `LLM`, and one behind an event loop."""
+"""Start of a pooling model, and its two clients: `PoolingClient` for an `LLM`, `AsyncPooling` for an event loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _GENERATING = {
     "tensor_parallel_size": 1,
     "tokenizer": None,
 }
-"""Options that ask for what only a model that generates text has -> the values that ask for nothing."""
+"""Options that only generation models support -> the values that request nothing."""
 
 
 class PoolingAssembly(NamedTuple):
@@ -68,14 +68,14 @@ class PoolingAssembly(NamedTuple):
     registry: Registry
     device: torch.device
     num_threads: int | None
-    """CPU threads; None on a GPU."""
+    """Number of CPU threads. None on a GPU."""
     model: LoadedPoolingModel
     engine: PoolingEngine
     start: PartClock
 
 
 def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry | None = None) -> PoolingAssembly:
-    """Load a model and make its engine. registry: a checked one, or None. :raises HeadwayError: a mistake of the caller."""
+    """Load a model and create its engine. registry: a checked one, or None. :raises HeadwayError: if invalid."""
     _refuse_generating(args)
     config = args.engine_config()
     registry = checked_registry(args) if registry is None else registry
@@ -140,7 +140,7 @@ def _max_length(asked: int | None, model: LoadedPoolingModel) -> int:
 
 
 def _refuse_generating(args: EngineArgs) -> None:
-    """:raises ConfigError: an option that a model which is pooled does not have."""
+    """Check for unsupported options. :raises ConfigError: if an option is set that pooling models do not have."""
     for name, neutral in _GENERATING.items():
         value = getattr(args, name)
         if value not in (neutral if isinstance(neutral, tuple) else (neutral,)):
@@ -154,7 +154,7 @@ _INSTEAD: Final[Mapping[PoolingTask, tuple[str, str]]] = {
     "score": ("scores documents", "score and classify"),
     "reward": ("rewards tokens", "reward and encode"),
 }
-"""Task -> what a model with it does, and the methods that ask for it."""
+"""Task -> a description of the model's output, and the methods for it."""
 
 
 class PoolingClient:
@@ -168,34 +168,34 @@ class PoolingClient:
         self._lock = Lock()
 
     def run(self, job: PoolingJob[Output], use_tqdm: bool = False) -> list[Output]:
-        """Run a job to its end. :raises BackendError: a backend raised."""
+        """Run a job to its end. Return its outputs. :raises BackendError: if a backend raised."""
         with self._lock, tqdm(total=len(job.texts), desc="Processed texts", disable=not use_tqdm) as bar:
             rows = self.engine.run(job.texts, bar.update)
         return job.finish(rows)
 
     def generates_not(self) -> ConfigError:
-        """The error of a call that only a model which generates text can answer."""
+        """Return the error for a call that only a generation model supports."""
         does, methods = _INSTEAD[self.model.task]
         got = f"{self.model.name}, which {does}"
         return ConfigError("LLM", "a model that generates text", got, f"{methods} answer for it; runner='generate' insists")
 
 
-_TOKENISERS = 2  # Threads that tokenise; the tokenizer's native code does not hold Python's lock
-_BATCHES = 4  # Batches' worth of tokens per round: enough to pack like lengths, few enough not to delay short requests
+_TOKENISERS = 2  # Threads that tokenize; the tokenizer's native code releases the GIL
+_BATCHES = 4  # Batches of tokens per round: enough to group similar lengths, few enough not to delay short requests
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A request whose texts have not all been run."""
+    """A request with unfinished texts."""
 
     texts: Sequence[EncodedText]
     future: Future[list[Tensor]]
     rows: list[Tensor] = field(default_factory=list)
-    begun: int = 0  # Texts that were handed to the engine
+    begun: int = 0  # Number of texts passed to the engine
 
 
 class AsyncPooling:
-    """Runs the engine of a `PoolingClient` in a thread of its own. Waiting requests take turns, text by text."""
+    """Runs the engine of a `PoolingClient` in its own thread. Waiting requests take turns, text by text."""
 
     def __init__(self, client: PoolingClient) -> None:
         self.model = client.model
@@ -205,14 +205,15 @@ class AsyncPooling:
         self._waiting: deque[_Waiting] = deque()
         self._changed = Condition()
         self._stopped = False
-        self._since: float | None = None  # When the round that runs has begun
+        self._since: float | None = None  # Start time of the current round
         self._tokenisers = ThreadPoolExecutor(_TOKENISERS, "headway-tokenise")
         self._thread = Thread(target=self._run, name="headway-pooling", daemon=True)
         self._thread.start()
 
     async def run(self, make: Callable[[], PoolingJob[Output]]) -> tuple[list[Output], int]:
-        """Run a job in a thread; return outputs and tokens. :raises HeadwayError: bad arguments, or a backend raised.
-        :raises EngineDeadError: the engine has been stopped."""
+        """Run a job in a thread. Return its outputs and number of tokens. :raises HeadwayError: if arguments are bad or a
+        backend raised.
+        :raises EngineDeadError: if the engine has been stopped."""
         loop = asyncio.get_running_loop()
         self._check_running()
         job = await loop.run_in_executor(self._tokenisers, make)
@@ -220,7 +221,7 @@ class AsyncPooling:
         return await loop.run_in_executor(self._tokenisers, partial(job.finish, rows)), job.num_tokens
 
     def check_health(self, step_timeout: float) -> None:
-        """Check that the engine serves. step_timeout: seconds per round. :raises EngineDeadError: it stopped or is stuck."""
+        """Check that the engine works. step_timeout: maximum seconds per round. :raises EngineDeadError: if it is not."""
         self._check_running()
         since = self._since
         if since is not None and time.monotonic() - since > step_timeout:
@@ -229,16 +230,16 @@ class AsyncPooling:
 
     @property
     def has_lost_engine(self) -> bool:
-        """Whether a fault has ended the engine for good: an error ends the requests of its round alone."""
+        """Always False: an error ends only the requests of its round, never the engine."""
         return False
 
     @property
     def failure(self) -> EngineDeadError | None:
-        """The fault that has ended the engine; see `has_lost_engine`."""
+        """Always None; see `has_lost_engine`."""
         return None
 
     def shutdown(self) -> None:
-        """End all requests, and the engine after the round that runs now."""
+        """End all requests, and stop the engine after the current round."""
         with self._changed:
             self._stopped = True
             left = list(self._waiting)
@@ -261,7 +262,7 @@ class AsyncPooling:
         return future
 
     def _run(self) -> None:
-        """Run rounds until `shutdown`: the body of the thread."""
+        """Run rounds until `shutdown`, as the thread's main function."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._stopped)
@@ -282,7 +283,7 @@ class AsyncPooling:
             self._since = None
 
     def _take(self) -> list[tuple[_Waiting, EncodedText]]:
-        """Texts of the next round: of each request one in turn."""
+        """Return the texts of the next round: one per request in turn."""
         turns: list[tuple[_Waiting, EncodedText]] = []
         tokens = 0
         most = _BATCHES * self._engine.limits.max_num_tokens
@@ -299,7 +300,7 @@ class AsyncPooling:
         return turns
 
     def _end(self, served: Sequence[_Waiting], error: Exception | None) -> None:
-        """Answer the requests of a round that have all their rows, or all of them with the error."""
+        """Finish the requests of a round that have all their rows, or all of the round's requests with the error."""
         done = [each for each in dict.fromkeys(served) if error is not None or len(each.rows) == len(each.texts)]
         with self._changed:
             self._waiting = deque(each for each in self._waiting if each not in done)

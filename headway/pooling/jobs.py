@@ -1,4 +1,4 @@
-"""From the arguments of a call to texts that an engine takes, tokenised and checked once, and from its rows to outputs."""
+"""Jobs of pooling models: tokenized and checked texts from a call's arguments, and outputs from the engine's rows."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from headway.requests.prompts import Prompt, parse_prompts, whole_text
 Output = TypeVar("Output")
 
 _OF_MODELS: Final[Mapping[PoolingTask, str]] = {"embed": "embed", "score": "classify", "reward": "token_classify"}
-"""What a model is for -> vLLM's word for what is done with a text then."""
+"""Task of a model -> vLLM's name for it."""
 _WORDS: Final[Mapping[str | None, str]] = {
     **{word: word for word in _OF_MODELS.values()},
     "token_embed": "token_embed",
     "reward": "token_classify",
 }
-"""vLLM's words, with the older one among them."""
+"""vLLM's names of pooling tasks, old and new -> the new name."""
 
 
 @dataclass(frozen=True)
 class PoolingJob(Generic[Output]):
-    """The texts of a call, and what becomes of their rows."""
+    """Texts of a call, and the conversion of their rows to outputs."""
 
     texts: Sequence[EncodedText]
     finish: Callable[[Sequence[Tensor]], list[Output]]
-    """Called with what each text has become: float32 [size], or [tokens, size] of a model that rewards tokens."""
+    """Called with each text's result: float32 [size], or [tokens, size] for a model that rewards tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts."""
+        """Total number of tokens."""
         return sum(len(text.token_ids) for text in self.texts)
 
 
 class PoolingJobs:
-    """Makes the jobs of one model. Any thread may call it, several at a time."""
+    """Factory for the jobs of one model. Thread-safe."""
 
     def __init__(self, model: LoadedPoolingModel) -> None:
         self.model = model
@@ -64,7 +64,7 @@ class PoolingJobs:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[EmbeddingRequestOutput]:
-        """Embed prompts; see `LLM.embed`. :raises PromptError: bad length. :raises ConfigError: a model or size without it."""
+        """Embed prompts; see `LLM.embed`. :raises PromptError: if too long. :raises ConfigError: if unsupported."""
         self._check_embeds("embed")
         self._check_dimensions(dimensions)
         texts = self._texts(prompts, truncate_prompt_tokens)
@@ -77,7 +77,7 @@ class PoolingJobs:
     def embed_tokens(
         self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[PoolingRequestOutput]:
-        """Embed each token of prompts; what comes behind the pooling of a text comes behind each. Raises as `embed`."""
+        """Embed each token of prompts, with the post-processing of embeddings applied to each token. Raises as `embed`."""
         self._check_embeds("token_embed")
         self._check_dimensions(dimensions)
         texts = [text._replace(each_token=True) for text in self._texts(prompts, truncate_prompt_tokens)]
@@ -86,7 +86,7 @@ class PoolingJobs:
     def classify(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ClassificationRequestOutput]:
-        """Classify prompts; see `LLM.classify`. :raises PromptError: bad length. :raises ConfigError: a model that embeds."""
+        """Classify prompts; see `LLM.classify`. :raises PromptError: if too long. :raises ConfigError: if the model embeds."""
         if self.model.task != "score" or self.model.score_prompt is not None:
             hint = "task='score' says that a model is one" if self.model.task == "embed" else self._instead()
             raise ConfigError("classify", "a sequence classifier", self.model.name, hint)
@@ -97,7 +97,7 @@ class PoolingJobs:
     def reward(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[PoolingRequestOutput]:
-        """Reward tokens or steps of prompts; see `LLM.reward`. :raises PromptError: bad length. :raises ConfigError: no such."""
+        """Reward tokens or steps; see `LLM.reward`. :raises PromptError: if too long. :raises ConfigError: if unsupported."""
         if self.model.task != "reward":
             need = "a reward model, or a classifier of tokens"
             raise ConfigError("reward", need, f"{self.model.name}, which says one thing of a whole text", self._instead())
@@ -112,7 +112,7 @@ class PoolingJobs:
     def _job(
         self, texts: Sequence[EncodedText], kind: type[Output], made: Callable[[Tensor, EncodedText], object]
     ) -> PoolingJob[Output]:
-        """The job of texts. kind: of its outputs, a `PooledOutput`. made: makes the result of a text from the text's rows."""
+        """Return the job of texts. kind: class of its outputs, a `PooledOutput`. made: converts a text's rows."""
 
         def finish(found: Sequence[Tensor]) -> list[Output]:
             pairs = zip(found, texts, strict=True)
@@ -121,8 +121,8 @@ class PoolingJobs:
         return PoolingJob(texts, finish)
 
     def pooling_task(self, asked: str | None) -> str:
-        """Return vLLM's task: embed, classify, token_embed or token_classify. asked: one; None or encode: the model's.
-        :raises ConfigError: another word. Whether the model can do it is checked by the job."""
+        """Return embed, classify, token_embed or token_classify. asked: vLLM's name; None or encode means the model's own task.
+        :raises ConfigError: if the name is unknown. The job checks whether the model supports the task."""
         if asked in (None, "encode"):
             return _OF_MODELS[self.model.task]
         if asked in _WORDS:
@@ -132,7 +132,7 @@ class PoolingJobs:
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ScoringRequestOutput]:
-        """Score documents for queries; see `LLM.score`. :raises PromptError: too long. :raises ConfigError: no fitting texts."""
+        """Score documents for queries; see `LLM.score`. :raises PromptError: if too long. :raises ConfigError: if unsuitable."""
         pairs, labels = _pairs(queries, documents), self.model.network.size
         if self.model.task == "embed":
             return self._similarities(pairs, truncate_prompt_tokens)
@@ -149,7 +149,7 @@ class PoolingJobs:
         return self._job(texts, ScoringRequestOutput, lambda row, text: ScoringOutput(float(row[0])))
 
     def _similarities(self, pairs: Sequence[tuple[str, str]], truncate: int | None) -> PoolingJob[ScoringRequestOutput]:
-        """Cosines of the embeddings of both texts of each pair; each text is embedded once."""
+        """Return the job for the cosines of each pair's embeddings; each distinct text is embedded once."""
         listed = list(dict.fromkeys(text for pair in pairs for text in pair))
         texts = self._texts(listed, truncate)
         place = {text: number for number, text in enumerate(listed)}
@@ -170,7 +170,7 @@ class PoolingJobs:
             raise ConfigError(method, "a model that embeds texts", f"{self.model.name}, which {does}", self._instead())
 
     def _instead(self) -> str:
-        """What answers for this model."""
+        """Return the methods that this model supports."""
         return {"embed": "use embed", "score": "use score, or rerank", "reward": "use reward, or /pooling"}[self.model.task]
 
     def _check_dimensions(self, dimensions: int | None) -> None:
@@ -219,7 +219,7 @@ class PoolingJobs:
         return self.model.tokenizer
 
     def _most(self, truncate: int | None) -> int | None:
-        """Tokens that a text is cut to; None: it is not cut."""
+        """Return the number of tokens to truncate texts to; None means no truncation."""
         if truncate is None:
             return None
         longest = self.model.max_length
@@ -240,14 +240,14 @@ class PoolingJobs:
 
 
 def _cut(rows: Tensor, dimensions: int | None) -> Tensor:
-    """Cut vectors to a length, where that is asked for. rows: float32 [vectors, size]."""
+    """Return vectors cut to `dimensions` and normalized, or unchanged if it is None. rows: float32 [vectors, size]."""
     if dimensions is None or dimensions >= rows.shape[1]:
         return rows
     return normalize(rows[:, :dimensions], dim=-1)
 
 
 def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
-    """A query for all documents, or one for each. :raises ConfigError: no texts, or another number of queries."""
+    """Return (query, document) pairs. :raises ConfigError: if texts are missing or the counts do not match."""
     listed: list[list[str]] = []
     for name, given in (("queries", queries), ("documents", documents)):
         texts = [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else None

@@ -1,1 +1,1 @@
-"""From a prompt to the engine and back: prompts, their validation, the state of a request, texts."""
+"""Request handling: prompts, their validation, request state and output texts."""

@@ -1,4 +1,4 @@
-"""Writing a conversation in a model's chat template: messages of several forms become what templates read."""
+"""Conversations rendered in a model's chat template."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from headway.requests.prompts import BYTES, Message, Prompt, whole_text
 from headway.requests.tool_use import with_parameters
 
 _VARIABLES: Final = frozenset(("documents", "tools", "add_generation_prompt", "continue_final_message"))
-"""Variables of templates that are arguments of transformers' apply_chat_template, too."""
+"""Template variables that are also arguments of transformers' apply_chat_template."""
 _RENDERING: Final = frozenset(("self", "messages", "conversations"))  # Further names that rendering uses
 _READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+(?:\w+\.|\w+\[['\"])?content\b")
-"""A template that writes the parts of a message's content itself, one behind the other."""
+"""Matches a template that writes the parts of a message's content itself, without separators."""
 
 
 def chat_prompt(
@@ -36,15 +36,13 @@ def chat_prompt(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     control_tokens: ControlTokens | None = None,
 ) -> Prompt:
-    """A conversation in the tokenizer's chat template, as {"prompt": text, "prompt_token_ids": ids}.
-
-    messages: a user's message, or a list of {"role": ..., "content": ...}. The template writes the special tokens itself, so the
-    tokenizer adds none: a text passed on would begin with two BOS tokens where both add one. chat_template_kwargs: further
-    variables of the template. control_tokens: the tokenizer's, where their names in messages of users and tools are to be text;
-    None: they become tokens. The others: as in transformers' apply_chat_template.
-
-    :raises ConfigError: the tokenizer brings no chat template, or a further variable has a name that is taken.
-    :raises PromptError: messages of another form, or that the template refuses; or a template that never ends.
+    """Return a conversation in the tokenizer's chat template, as {"prompt": text, "prompt_token_ids": ids}. messages: a user's
+    message, or a list of {"role": ..., "content": ...}. The template writes the special tokens, so the tokenizer adds none (else
+    prompts could begin with two BOS tokens). chat_template_kwargs: further template variables. control_tokens: the tokenizer's,
+    to treat their names in messages of users and tools as text; None encodes them as tokens. The other arguments: as in
+    transformers' apply_chat_template.
+    :raises ConfigError: if the tokenizer has no chat template, or a variable has a reserved name.
+    :raises PromptError: if messages are invalid or rejected by the template, or the template does not end.
     """
     if not (getattr(tokenizer, "chat_template", None) or (chat_template and tokenizer is not None)):
         raise ConfigError("chat", "a model whose tokenizer has a chat template", model, "leave --chat out")
@@ -70,7 +68,7 @@ def chat_prompt(
         text = rendered(tokenizer, listed if control_tokens is None else control_tokens.protect(listed), **options)
     except PromptError:
         raise
-    except Exception as error:  # a template is the model's own program, and may raise anything
+    except Exception as error:  # a template is the model's own program and may raise anything
         line = " ".join(str(error).split())
         if isinstance(error, TemplateSyntaxError):
             got, hint = f"{line} in line {error.lineno}", "correct the model's chat_template.jinja or tokenizer_config.json"
@@ -87,14 +85,14 @@ def chat_prompt(
 
 
 def list_of_messages(given: object) -> list[Any]:
-    """Return a list of messages or conversations. :raises PromptError: it is not a list, such as a single message."""
+    """Return a list of messages or conversations. :raises PromptError: if it is not a list, such as a single message."""
     if isinstance(given, (Mapping, *BYTES)) or not isinstance(given, Iterable):
         raise PromptError("messages", "a list of messages", f"a {type(given).__name__}")
     return list(given)
 
 
 def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a template's further variables. :raises ConfigError: a name that the renderer uses itself, or no mapping."""
+    """Return a template's further variables. :raises ConfigError: if a name is reserved or `given` is not a mapping."""
     if not isinstance(given, Mapping):
         raise ConfigError("chat_template_kwargs", "a mapping from names to values", f"a {type(given).__name__}")
     if not given:
@@ -108,7 +106,7 @@ def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=16)
 def _between(template: str) -> str:
-    """What stands between the texts of one message: nothing where the template writes them itself, else a line break."""
+    """Return the separator between the texts of a message: empty if the template writes them itself, else a line break."""
     return "" if _READS_PARTS.search(template) else "\n"
 
 

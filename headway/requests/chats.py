@@ -1,7 +1,7 @@
-"""What a model's chats look like: messages for a template, how tools become a prompt and a form, and how an answer is read.
+"""Chat formats of models: messages for a template, tools in prompts and grammars, and parsing of answers.
 
-No HTTP: every endpoint that holds a conversation goes through a `ChatFormat`. This imports no torch, so that a server can check
-the names of parsers before it loads anything.
+Independent of HTTP: every endpoint with conversations uses a `ChatFormat`. Does not import torch, so that a server can check
+parser names before loading anything.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from headway.requests.tool_use import ToolForms, ToolUse
 
 Messages = Sequence[Mapping[str, Any]]
 _WRITES_TEXT: Final = re.compile(r"\+\s*\w+(?:\['function'\]|\.function)?(?:\['arguments'\]|\.arguments)(?!\s*\|)")
-"""A template that joins arguments to a text, as that of DeepSeek V3 does, and so wants them as one."""
+"""Matches a template that concatenates arguments to a text, as DeepSeek V3's does, and so needs them as a text."""
 TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Field with the text of a part of content, by the part's type."""
+"""Type of a content part -> the field with its text."""
 _NO_SYSTEM: Final = re.compile(r"system role.{0,20}not supported", re.IGNORECASE)
-"""What a template says that knows no messages of the system."""
+"""Matches the error of a template without system messages."""
 _DESCRIPTION: Final = """\
 You may call functions to help with the user's request. These are the functions, as JSON:
 <tools>
@@ -42,13 +42,13 @@ The results follow between <tool_response> and </tool_response>. Call no functio
 
 
 def template_text(tokenizer: Any) -> str:
-    """A tokenizer's chat templates as one text; empty without one."""
+    """Return a tokenizer's chat templates as one text; empty if it has none."""
     given = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(map(str, given.values())) if isinstance(given, Mapping) else str(given)
 
 
 def text_field(part: Mapping[str, Any], name: str, place: str, optional: bool = False) -> str:
-    """Return a text field. place: its part's, for errors. optional: absent or null is "". :raises PromptError: another type."""
+    """Return a text field. place: its part's path. optional: return "" if absent or null. :raises PromptError: if not text."""
     value = part.get(name)
     if value is None and optional:
         return ""
@@ -58,11 +58,11 @@ def text_field(part: Mapping[str, Any], name: str, place: str, optional: bool = 
 
 
 def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
-    """Messages for a template: content that is null becomes empty, arguments of calls objects, and reasoning has both its names.
+    """Return messages for a template: null content becomes "", call arguments become objects, and reasoning gets both of its
+    names.
 
-    A developer's messages are the system's where the template does not know developers.
-
-    :raises PromptError: a message, or a part of one, of the wrong kind; the error names its place.
+    The role developer becomes system if the template does not know developer.
+    :raises PromptError: if a message or a part of it is invalid; the error has its path.
     """
     as_text = _WRITES_TEXT.search(template) is not None
     role = "developer" if "developer" in template else "system"
@@ -70,7 +70,7 @@ def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
 
 
 def _prepared(message: Any, place: str, as_text: bool, developer: str) -> dict[str, Any]:
-    """Check a message, and make it one for a template. developer: the role of a developer's messages."""
+    """Return a checked message for a template. developer: role for a developer's messages."""
     if not isinstance(message, Mapping):
         raise PromptError(place, 'a message such as {"role": "user", "content": "Hello"}', shown(message, 60))
     made = dict(message)
@@ -128,7 +128,7 @@ def _call(call: Any, place: str, as_text: bool) -> dict[str, Any]:
 
 
 def call_arguments(given: Any, place: str) -> Mapping[str, Any]:
-    """Return a call's arguments from an object or its JSON; "" is none. :raises PromptError: anything else, with the place."""
+    """Return a call's arguments from an object or JSON; "" means none. :raises PromptError: if invalid, with the path."""
     read = given
     if isinstance(given, str):
         try:
@@ -141,7 +141,7 @@ def call_arguments(given: Any, place: str) -> Mapping[str, Any]:
 
 
 def described(messages: Messages, tools: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Messages for a template without tools: a description of the tools in the first, and calls and results as text."""
+    """Return messages for a template without tools: the first message describes the tools; calls and results become text."""
     listed = [_as_text(message) for message in messages]
     if not tools:
         return listed
@@ -182,12 +182,12 @@ def _words(content: Any) -> str:
 
 
 Reads = Literal["calls", "reasoning"]
-_GENERAL = "hermes"  # The parser of calls where a model's template names no format
+_GENERAL = "hermes"  # Parser of tool calls if a model's template has no known format
 
 
 @dataclass
 class ToolCall:
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     name: str
@@ -205,7 +205,7 @@ class ChatText:
 
     @classmethod
     def of(cls, pieces: Iterable[ChatPiece]) -> ChatText:
-        """Put the pieces of an answer together."""
+        """Return the answer that consists of these pieces."""
         found = cls()
         for piece in pieces:
             if piece.kind == "content":
@@ -220,7 +220,7 @@ class ChatText:
 
 
 class ChatReader:
-    """Reads the text of one completion as it comes."""
+    """Parser of one completion's text as it grows."""
 
     def __init__(
         self,
@@ -231,25 +231,25 @@ class ChatReader:
         hidden: re.Pattern[str] | None = None,
         marks: Sequence[str] = (),
     ) -> None:
-        """hidden: special tokens that stand in the text and are no part of the format. marks: of the format of calls."""
+        """hidden: matches special tokens in the text that are not part of the format. marks: marks of the format of calls."""
         self._parsers = [parser for parser in (reasoning, calls) if parser is not None]
         self._one_call = one_call
         self._hidden = hidden
         self._marks = marks
         self.has_calls = False
         self.num_dropped = 0
-        """Calls beyond the one that the request allows."""
+        """Number of calls beyond the one that the request allows."""
         self.is_malformed = False
-        """Whether a mark of the format is left in the content: what looked like a call was none."""
+        """True if the content contains a mark of the format: something that looked like a call was not a valid one."""
 
     def feed(self, text: str) -> list[ChatPiece]:
-        """Read on; returns what is certain by now."""
+        """Parse further text. Return the pieces that are certain so far."""
         if self._hidden is not None:
             text = self._hidden.sub("", text)
         return self._noted(_through(self._parsers, [ChatPiece("content", text)], ended=False))
 
     def end(self) -> list[ChatPiece]:
-        """Take note that the text has ended; returns the rest."""
+        """Process the end of the text. Return the remaining pieces."""
         return self._noted(_through(self._parsers, [], ended=True))
 
     def _noted(self, pieces: list[ChatPiece]) -> list[ChatPiece]:
@@ -279,7 +279,7 @@ def _through(parsers: Sequence[ChatParser], pieces: list[ChatPiece], ended: bool
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How one model writes its chats."""
+    """Chat format of a model."""
 
     calls: ChatParserInfo
     reasoning: ChatParserInfo | None
@@ -290,9 +290,9 @@ class ChatFormat:
     special: frozenset[str] = frozenset()
     """Added tokens that a tokenizer leaves out of a text."""
     auto: bool = True
-    """Whether calls are read where a request leaves it to the model to make some."""
+    """True if calls are parsed for requests with tool_choice auto."""
     why: str = ""
-    """What has decided, in words."""
+    """Description of the format and how it was chosen."""
 
     @classmethod
     def of(
@@ -305,12 +305,10 @@ class ChatFormat:
         parsers: Sequence[ChatParserInfo] = (),
         template: str | None = None,
     ) -> ChatFormat:
-        """Find out how a model writes. tool_parser, reasoning_parser: names; None: by the model's chat template, "none": no
-        reasoning is looked for. parsers: those of plugins, which are asked before the built-in ones. template: in place of the
-        model's own.
-
-        :raises ConfigError: no parser has such a name.
-        """
+        """Return a model's chat format. tool_parser, reasoning_parser: names of parsers; None detects them from the chat
+        template, and "none" disables reasoning. parsers: those of plugins, which take precedence. template: replaces the model's
+        own.
+        :raises ConfigError: if no parser has a given name."""
         template = template_text(tokenizer) if template is None else template
         known = [*parsers, *BUILTIN]
         calls = _named(known, "calls", tool_parser) or _recognized(known, "calls", template)
@@ -333,13 +331,13 @@ class ChatFormat:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the model's template writes tools into the prompt."""
+        """True if the model's template writes tools into the prompt."""
         return "tools" in self.template
 
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], use: ToolUse
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return messages and tools for `chat_prompt`. :raises ConfigError: a call whose arguments are not a JSON object."""
+        """Return messages and tools for `chat_prompt`. :raises ConfigError: if a call's arguments are not a JSON object."""
         listed = prepared(messages, self.template)
         if self.shows_tools:
             return listed, [dict(tool) for tool in use.tools] or None
@@ -348,9 +346,9 @@ class ChatFormat:
         return described(listed, use.tools, self.template), None
 
     def params(self, params: SamplingParams, use: ToolUse, prompt: Mapping[str, Any]) -> SamplingParams:
-        """Return parameters for an answer in this format. prompt: of `chat_prompt`.
-        :raises ConfigError: a form of the answer beside a tool that must be called."""
-        if not self.shows_tools and use.choice == "required":  # what was not learnt has no end: such models call again and again
+        """Return parameters for an answer in this format. prompt: the result of `chat_prompt`.
+        :raises ConfigError: if a structured output is combined with a required tool call."""
+        if not self.shows_tools and use.choice == "required":  # models not trained for it never stop calling
             use = replace(use, parallel=False)
         forms = ToolForms(self.calls, self.reasoning, self.tokens)
         form = forms.form(params.structured_outputs, use, str(prompt.get("prompt") or ""))
@@ -361,7 +359,7 @@ class ChatFormat:
         return params
 
     def reader(self, use: ToolUse, prompt: str, skip_special_tokens: bool = True) -> ChatReader | None:
-        """Return a completion's reader; None: its text is the content. prompt: rendered. skip_special_tokens: the request's."""
+        """Return a completion's parser; None if all its text is content. prompt: rendered. skip_special_tokens: the request's."""
         context = ChatContext(prompt, use.schemas)
         active = self._parsers_for(use)
         if not active:
@@ -388,19 +386,19 @@ class ChatFormat:
         return [info for info in (self.reasoning, calls if reads_calls else None) if info is not None]
 
     def _keeps_special(self, use: ToolUse) -> bool:
-        """Whether special tokens are a part of the format."""
+        """Return whether special tokens are part of the format."""
         return any(token in mark for info in self._parsers_for(use) for mark in info.marks for token in self.special)
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None, parsers: Sequence[ChatParserInfo]) -> None:
-    """Check names of parsers before a model is loaded; see `ChatFormat.of`. :raises ConfigError: no parser has such a name."""
+    """Check names of parsers before loading a model; see `ChatFormat.of`. :raises ConfigError: if no parser has such a name."""
     known = [*parsers, *BUILTIN]
     _named(known, "calls", tool_parser)
     _named(known, "reasoning", None if reasoning_parser == "none" else reasoning_parser)
 
 
 def _named(known: Sequence[ChatParserInfo], reads: Reads, name: str | None) -> ChatParserInfo | None:
-    """:raises ConfigError: no parser has the name."""
+    """Return the parser with a name, or None without a name. :raises ConfigError: if no parser has the name."""
     if name is None:
         return None
     name = ALIASES.get(name, name) if reads == "calls" else name

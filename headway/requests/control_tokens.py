@@ -1,4 +1,4 @@
-"""Control tokens that somebody's text names: encoding such a text as text, where a tokenizer would write the tokens."""
+"""Encoding of texts so that names of control tokens in them stay text."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.json_text import parse_json
 from headway.requests.prompts import Message
 
-_TRUSTED: Final = frozenset(("system", "developer", "assistant"))  # Roles that the application or the model writes
+_TRUSTED: Final = frozenset(("system", "developer", "assistant"))  # Roles whose messages the application or the model writes
 
 
 class ControlTokens:
-    """Encodes texts in which the names of control tokens, such as "<|im_end|>", are text.
+    """Encoder for texts in which the names of control tokens, such as "<|im_end|>", are text.
 
-    A copy of the tokenizer knows the control tokens by names that nobody can guess, and is the same in everything else. A chat
-    template still has to write its own: `protect` hides the names within messages from the template and what follows it, and
-    `encode` gives what the template wrote the secret names, and the messages their own words back, before the copy sees either.
-    So a text is encoded in one piece, and its tokens are those that the tokenizer would make of it if it had no such names.
+    A copy of the tokenizer has unguessable names for the control tokens and is otherwise the same. The chat template still
+    writes its own control tokens: `protect` hides names within messages before the template is applied; `encode` then gives
+    the template's tokens their secret names and restores the messages' text before the copy encodes both. The text is encoded
+    in one piece, so its tokens are the tokenizer's own tokens for text without such names.
 
-    Control tokens are the tokenizer's special tokens, and added tokens that the chat template writes. Any thread may call this.
+    Control tokens are special tokens, and added tokens that the chat template writes. Thread-safe.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Copy a transformers tokenizer (up to a second). :raises ConfigError: no tokenizer of the tokenizers library."""
+        """Copy a transformers tokenizer (up to a second). :raises ConfigError: if it is not based on the tokenizers library."""
         self._nonce = secrets.token_hex(16)
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -56,7 +56,7 @@ class ControlTokens:
         self._either = re.compile(f"{hidden}|({listed})")
 
     def protect(self, messages: Iterable[Message]) -> list[Mapping[str, Any]]:
-        """Hide the names of control tokens in every text of messages whose role is not system, developer or assistant."""
+        """Hide the names of control tokens in the messages whose role is not system, developer or assistant."""
         return [
             {key: self._hide(value) if isinstance(value, str) and key != "role" else value for key, value in each.items()}
             if each["role"] not in _TRUSTED
@@ -65,7 +65,7 @@ class ControlTokens:
         ]
 
     def encode(self, rendered: str) -> tuple[str, list[int]]:
-        """The text that a chat template made of protected messages, with their own words, and the text's tokens."""
+        """Return the rendered text with the original words of protected messages, and its token ids."""
 
         def told(found: re.Match[str]) -> str:
             return bytes.fromhex(found[1]).decode() if found[2] is None else self._secrets[found[2]]
@@ -74,12 +74,12 @@ class ControlTokens:
         return self._hidden.sub(lambda found: bytes.fromhex(found[1]).decode(), rendered), ids
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's tokens, none of them a control token. add_special_tokens: add the tokenizer's own, such as BOS."""
+        """Return a text's token ids, none of them control tokens. add_special_tokens: add the tokenizer's own, such as BOS."""
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return found
 
     def _hide(self, text: str) -> str:
-        """Hide names, and what at either end could become one together with text beside it, which templates may trim first."""
+        """Hide control token names, and partial names at either end that adjacent text could complete."""
         words = text.strip()
         before, _, after = text.partition(words) if words else ("", "", text)
         head = next((words[:size] for size in self._sizes(words) if words[:size] in self._ends), "")
@@ -92,12 +92,12 @@ class ControlTokens:
         return range(min(self._longest, len(words)), 0, -1)
 
     def _mark(self, text: str) -> str:
-        """A word in the place of a text: of lower-case letters and digits, which templates pass on unchanged."""
+        """Return a replacement for a text, of lower-case letters and digits, which templates pass on unchanged."""
         return f"{self._nonce}h{text.encode().hex()}h" if text else ""
 
 
 def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> Any:
-    """Make a tokenizer from its description, with other names for some tokens, which its model makes of no text either."""
+    """Return a tokenizer from its description with some tokens renamed; its model cannot produce them from text."""
     from tokenizers import Tokenizer
 
     model = described["model"]
@@ -107,7 +107,7 @@ def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> Any:
     vocab = model.get("vocab", {})
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(token, token): index for token, index in vocab.items()}
-    else:  # Unigram's: pairs of a token and its score
+    else:  # Unigram: pairs of a token and its score
         model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
@@ -115,7 +115,7 @@ def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> Any:
         model["merges"] = [each for each in model["merges"] if _joined(each) not in names]
     try:
         return Tokenizer.from_str(json.dumps(described))
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # the library raises nothing more specific
         raise _unable(f"one that does not let itself be copied: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""The forms of a prompt: those of vLLM's offline API, and arrays of token ids; parsed to texts and lists of ids."""
+"""Parsing of prompts: the forms of vLLM's offline API and arrays of token ids, to texts and lists of ids."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class TextPrompt(TypedDict):
-    """A prompt as a text."""
+    """A prompt as text."""
 
     prompt: str
 
 
 class EmbedsPrompt(TypedDict):
-    """A prompt as rows of embeddings."""
+    """A prompt as embeddings."""
 
     prompt_embeds: Tensor
 
@@ -39,28 +39,28 @@ Message = Mapping[str, Any]
 """A message of a conversation: {"role": "user", "content": "Hello"}."""
 
 BYTES: Final = (bytes, bytearray, memoryview)
-"""Types that look like sequences of token ids and never are."""
+"""Types that look like sequences of token ids but are rejected."""
 FORMS: Final = 'a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 _IGNORED_KEYS: Final = frozenset({"attention_mask", "token_type_ids", "special_tokens_mask", "length", "position_ids"})
-"""Keys of a tokenizer's output beside the ids."""
+"""Keys of a tokenizer's output other than the ids, which are ignored."""
 
 
 _LACKING: Final = dict.fromkeys(("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"), "models read text alone")
-"""Keys of vLLM's prompts -> why a prompt may not have them."""
+"""Keys of vLLM's prompts -> why they are not supported."""
 
 
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """A prompt in one form, whatever the form of the caller's."""
+    """A prompt, independent of the form in which the caller gave it."""
 
     text: str | None
-    """None where the caller gave token ids alone."""
+    """None if the caller gave only token ids."""
     token_ids: list[int] | None
-    """None: the text is still to be tokenised."""
+    """None if the text is not tokenized yet."""
 
 
 def parse_prompts(prompts: object) -> list[ParsedPrompt]:
-    """Read one prompt, or several in any iterable. :raises PromptError: naming the prompt's index and the type that was found."""
+    """Return one or several prompts, parsed. :raises PromptError: if a form is invalid, with the prompt's index and type."""
     if isinstance(prompts, (str, Mapping)) or _dimensions(prompts) is not None:
         return _parse(prompts, 0)
     if not isinstance(prompts, Iterable) or isinstance(prompts, BYTES):
@@ -78,20 +78,20 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
 
 
 def list_of_one(prompt: Prompt) -> list[Prompt]:
-    """A list of one prompt. :raises PromptError: a number, which in a list would be a prompt of one token."""
+    """Return a list of one prompt. :raises PromptError: if it is a number, which in a list would be a prompt of one token."""
     if isinstance(prompt, Integral):
         raise PromptError("prompt", FORMS, f"a {type(prompt).__name__}")
     return [prompt]
 
 
 def is_one(prompts: object) -> bool:
-    """Whether an argument that `parse_prompts` made one prompt of is the prompt itself, and not a list of one."""
+    """Return whether an argument with one prompt is the prompt itself, not a list of one."""
     listed = isinstance(prompts, Sequence) and not isinstance(prompts, str)
     return not isinstance(prompts, Sequence) or not listed or isinstance(prompts[0], Integral)
 
 
 def _parse(item: object, index: int) -> list[ParsedPrompt]:
-    """Parse one argument: one prompt, or several from a tokenizer's batch or an array of two dimensions."""
+    """Return the prompts of one argument: one prompt, or several from a tokenizer's batch or a two-dimensional array."""
     if isinstance(item, str):
         return [ParsedPrompt(item, None)]
     if isinstance(item, Mapping):
@@ -125,7 +125,7 @@ def _parse_mapping(item: Mapping[str, Any], index: int) -> list[ParsedPrompt]:
 
 
 def _tokenized(item: Mapping[str, Any], index: int) -> list[list[int]]:
-    """The rows of a tokenizer's output; the tokens that its attention mask hides are padding."""
+    """Return the rows of a tokenizer's output, without the padding that its attention mask hides."""
     unknown = [str(key) for key in item if key not in _IGNORED_KEYS and key != "input_ids"]
     if unknown:
         raise PromptError(f"prompt {index}", "a tokenizer's output of text alone", f"one with {', '.join(map(repr, unknown))}")
@@ -160,7 +160,7 @@ def _token_ids(value: object, index: int) -> list[int]:
 
 
 def _items(value: Iterable[Any], what: str) -> list[Any]:
-    """The items of an iterable. :raises PromptError: memory does not hold them, such as those of a range."""
+    """Return the items of an iterable. :raises PromptError: if they do not fit in memory, such as a huge range."""
     try:
         return list(value)
     except (MemoryError, OverflowError):
@@ -168,7 +168,7 @@ def _items(value: Iterable[Any], what: str) -> list[Any]:
 
 
 def _dimensions(value: object) -> int | None:
-    """Number of dimensions of a numpy array or a torch tensor; None for anything else."""
+    """Return the number of dimensions of a numpy array or torch tensor; None for anything else."""
     if isinstance(value, BYTES):
         return None
     dimensions = getattr(value, "ndim", None)
@@ -176,7 +176,7 @@ def _dimensions(value: object) -> int | None:
 
 
 def _listed(value: Any) -> Any:
-    """Return an array's elements as Python numbers, others unchanged. :raises PromptError: an array on the device "meta"."""
+    """Return an array's elements as Python numbers, others unchanged. :raises PromptError: if the array is on device meta."""
     if _dimensions(value) is None:
         return value
     try:
@@ -187,7 +187,7 @@ def _listed(value: Any) -> Any:
 
 
 def whole_text(text: str, what: str = "prompt") -> str:
-    """Return a text that can be encoded. :raises PromptError: half a surrogate pair, as from a command line that is not UTF-8."""
+    """Return the text if it is valid Unicode. :raises PromptError: if not, as from a non-UTF-8 command line."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""The state of an unfinished request and its completions, texts, bytes of tokens and log-probabilities; and what feeds it."""
+"""State of unfinished requests: completions, texts, bytes of tokens and log-probabilities, updated from the engine's deltas."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        """Whether all completions of all requests of the call have ended."""
+        """True if all completions of the call's requests have ended."""
         return self.num_finished == self.num_completions
 
 
 class Completion:
-    """The state of one completion."""
+    """State of one completion."""
 
     def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
         self.index = index
@@ -47,11 +47,11 @@ class Completion:
         self.error: str | None = None
         self._scores: list[float] = []
         self._logprobs: list[LogprobsByToken] = []
-        self._shown = (0, 0, False)  # Tokens and characters that `new_output` has handed out, and whether it has reported the end
+        self._shown = (0, 0, False)  # Tokens and characters that `new_output` has returned, and whether it has returned the end
 
     @property
     def score(self) -> float:
-        """Sum of the log-probabilities of the completion's tokens, by which best_of ranks."""
+        """Sum of the completion's token log-probabilities, by which best_of ranks."""
         return sum(self._scores)
 
     def take(self, delta: OutputDelta) -> None:
@@ -67,7 +67,7 @@ class Completion:
             self.stop_reason = delta.new_token_ids[-1]
 
     def read(self, watched: bool) -> bool:
-        """Detokenise the new tokens if their text is watched or complete; True if a stop text has ended the completion."""
+        """Detokenize the new tokens if the text is watched or complete. Return whether a stop text has ended the completion."""
         text, tokens = self.text, self.token_ids
         if not (watched or self.finish_reason):
             return False
@@ -91,11 +91,11 @@ class Completion:
         return self.text.safe_text if self.finish_reason is None else self.text.text
 
     def output(self, index: int) -> CompletionOutput:
-        """The whole completion so far, in the form for the caller. index: the number of the completion in the output."""
+        """Return the whole completion so far. index: number of the completion in the output."""
         return self._output(index, self.shown_text, 0)
 
     def new_output(self) -> CompletionOutput | None:
-        """The tokens and text since the last call; None: there are none."""
+        """Return the tokens and text since the last call, or None if there are none."""
         text, (tokens, characters, ended) = self.shown_text, self._shown
         self._shown = (len(self.token_ids), len(text), self.finish_reason is not None)
         if self._shown == (tokens, characters, ended):
@@ -117,7 +117,7 @@ class Completion:
 
 
 class RequestState:
-    """The state of one request: what the deltas of the engine have brought so far."""
+    """State of one request, from the engine's deltas so far."""
 
     def __init__(self, request_id: str, request: CheckedRequest, tokenizer: Tokenizer, progress: Progress) -> None:
         self.request_id = request_id
@@ -127,12 +127,11 @@ class RequestState:
         self.params = params = request.params
         self.completions = [Completion(index, params, tokenizer) for index in range(params.num_drawn)]
         self.watched = bool(params.stop)
-        """Whether each token is detokenised at once, because a stop text may come; else when an output is made, or at the end."""
+        """True if each token is detokenized at once to detect stop texts; otherwise when an output is made, or at the end."""
         self._changed = False
         self.num_cached_tokens = 0
         self._plain = False
-        """Whether a delta needs no more than keeping its tokens: the text is not watched, and the first token, which brings the
-        times and the prompt's figures, has come."""
+        """True if a delta only adds tokens: the text is not watched, and the first token has set times and counts."""
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsByToken | None] = [None]
         self._progress = progress
@@ -145,16 +144,16 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """Whether all completions have ended."""
+        """True if all completions have ended."""
         return self._num_unfinished == 0
 
     def take(self, delta: OutputDelta, now: float) -> bool:
-        """Take in a delta, read at time `now`; True if a stop text ends the completion, which the engine must be told."""
+        """Process a delta at time `now`. Return whether a stop text ends the completion; the caller must abort it."""
         completion = self.completions[delta.completion]
         self._changed = True
-        if completion.finish_reason is not None:  # ended by a stop text, which the engine had not heard of yet
+        if completion.finish_reason is not None:  # already ended by a stop text, before the engine was notified
             return False
-        if self._plain and delta.finish_reason is None and not delta.logprobs:  # most deltas: a token to keep
+        if self._plain and delta.finish_reason is None and not delta.logprobs:  # most deltas only add a token
             completion.token_ids += delta.new_token_ids
             self._progress.num_tokens += len(delta.new_token_ids)
             return False
@@ -172,7 +171,7 @@ class RequestState:
         return stopped
 
     def abort(self) -> None:
-        """End the completions that run, with finish_reason "abort"."""
+        """End the running completions with finish_reason "abort"."""
         now = time.perf_counter()
         self._changed = True
         for completion in self.completions:
@@ -190,24 +189,24 @@ class RequestState:
 
     @property
     def has_news(self) -> bool:
-        """Whether `next_output` has anything new, by the request's output_kind."""
+        """True if `next_output` would return something new, by the request's output_kind."""
         return self._changed and (self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY)
 
     def next_output(self) -> RequestOutput:
-        """The next output of a stream: all so far, or what is new, by the request's output_kind."""
+        """Return the next output of a stream: everything so far or what is new, by the request's output_kind."""
         if self.params.output_kind is not RequestOutputKind.DELTA:
             self._changed = False
             return self.output()
         return self._output(self.news())
 
     def news(self) -> list[CompletionOutput]:
-        """The new tokens and text of each completion since the last call."""
+        """Return the new tokens and text of each completion since the last call."""
         self._changed = False
         self._read()
         return [new for completion in self.completions if (new := completion.new_output()) is not None]
 
     def output(self) -> RequestOutput:
-        """The whole output so far; with best_of, the n completions with the largest sums of log-probabilities."""
+        """Return the whole output so far; with best_of, only the n completions with the largest sums of log-probabilities."""
         shown = self.completions
         if len(shown) > self.params.n:
             shown = sorted(shown, key=lambda each: (each.error is not None, -each.score))[: self.params.n]
@@ -234,7 +233,7 @@ class RequestState:
 
 
 def by_token(found: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsByToken:
-    """The log-probabilities at one position, by token id, each with the token's text."""
+    """Return token id -> log-probability with the token's text, at one position."""
     ranks = (found.rank, *range(1, len(found.token_ids)))
     listed: LogprobsByToken = {}
     for token, logprob, rank in zip(found.token_ids, found.logprobs, ranks, strict=True):
@@ -242,25 +241,25 @@ def by_token(found: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsByToken:
     return listed
 
 
-_REMEMBERED: Final = 8192  # Number of tokens whose own text is remembered; most texts consist of fewer different ones
+_REMEMBERED: Final = 8192  # Number of tokens whose text is cached; most texts contain fewer different tokens
 
 
 class OutputProcessor:
-    """Keeps the requests of one engine, for whichever client drives that engine."""
+    """The requests of one engine, for any client that drives the engine."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """tokenizer: None where tokens alone are wanted; every text is then empty."""
+        """tokenizer: None if only tokens are needed; all texts are then empty."""
         self._tokenizer = fastest_decoder(tokenizer)
         self._requests: dict[str, RequestState] = {}
 
     def add(self, request_id: str, request: CheckedRequest, progress: Progress, key: str | None = None) -> RequestState:
-        """Begin a request. progress: of the call that it belongs to. key: the engine's name for the request; None: the same."""
+        """Add a request. progress: counts of its call. key: the engine's name for the request; None means `request_id`."""
         state = RequestState(request_id, request, self._tokenizer, progress)
         self._requests[request_id if key is None else key] = state
         return state
 
     def remove(self, key: str) -> None:
-        """Forget a request; deltas that still come for it are dropped."""
+        """Forget a request; later deltas for it are dropped."""
         self._requests.pop(key, None)
 
     @property
@@ -269,13 +268,13 @@ class OutputProcessor:
         return list(self._requests)
 
     def abort(self, key: str) -> None:
-        """End a request that the engine brings no more tokens for."""
+        """End a request for which the engine will return no more tokens."""
         state = self._requests.get(key)
         if state is not None:
             state.abort()
 
     def process(self, deltas: Iterable[OutputDelta]) -> list[tuple[str, int]]:
-        """Take in a step's deltas; return completions (key, index) that a stop text has ended, for the engine to abort."""
+        """Process a step's deltas. Return completions (key, index) that a stop text has ended, for the engine to abort."""
         now = time.perf_counter()
         stopped = []
         for delta in deltas:
@@ -286,7 +285,7 @@ class OutputProcessor:
 
 
 class DirectTokenizer:
-    """The tokenizers library below transformers' tokenizer, in a quarter of the time; remembers tokens' texts, asked twice."""
+    """The tokenizers library's decoder, four times as fast as transformers' tokenizer. Caches the texts of single tokens."""
 
     def __init__(self, backend: Any) -> None:
         self._decode = backend.decode
@@ -299,7 +298,7 @@ class DirectTokenizer:
 
 
 def fastest_decoder(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The fastest object that decodes as a tokenizer does. tokenizer: None: every text is empty."""
+    """Return the fastest object that decodes as a tokenizer does. tokenizer: None makes every text empty."""
     if tokenizer is None:
         return NoTokenizer()
     if isinstance(tokenizer, PlainTokenizer):
@@ -313,9 +312,9 @@ def fastest_decoder(tokenizer: Tokenizer | None) -> Tokenizer:
     return DirectTokenizer(tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
 
 
-_REMEMBERED_TOKENS: Final = 8192  # Number of pairs of tokens whose bytes are remembered
-_PART: Final = "\N{REPLACEMENT CHARACTER}"  # Text of bytes that are a part of a character
-_BYTE_NAME: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # Name of a token of one byte in vocabularies of sentencepiece
+_REMEMBERED_TOKENS: Final = 8192  # Number of token pairs whose bytes are cached
+_PART: Final = "\N{REPLACEMENT CHARACTER}"  # Text of an incomplete UTF-8 character
+_BYTE_NAME: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # Name of a single-byte token in sentencepiece vocabularies
 
 
 def _byte_of_sign() -> dict[str, int]:
@@ -328,24 +327,24 @@ _BYTE_OF_SIGN: Final = _byte_of_sign()
 
 
 class TokenBytes:
-    """The bytes of one tokenizer's tokens."""
+    """The bytes of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: transformers' tokenizer; None if there is none, and no token has bytes."""
+        """tokenizer: transformers' tokenizer. None means that no token has bytes."""
         self._tokenizer = tokenizer
         self._decoder = fastest_decoder(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
         self.special = frozenset(token for token, each in added.items() if each.special)
         """Special tokens, which most texts leave out."""
         self.of = lru_cache(_REMEMBERED_TOKENS)(self._of)
-        """The bytes of a token after another token; after None, of the first token of a text."""
+        """Cached function of a token and its predecessor that returns the token's bytes; None marks the first token of a text."""
 
     def _of(self, token: int, before: int | None) -> bytes:
         text = self._decode(token)
         name = str(self._tokenizer.convert_ids_to_tokens(token)) if self._tokenizer is not None else ""
         byte = _BYTE_NAME.fullmatch(name)
         if byte is not None and text != name:
-            return bytes.fromhex(byte[1]) if text or before is not None else b""  # a space that the decoder takes away
+            return bytes.fromhex(byte[1]) if text or before is not None else b""  # a space that the decoder removes
         if _PART in text and all(sign in _BYTE_OF_SIGN for sign in name):
             return bytes(_BYTE_OF_SIGN[sign] for sign in name)
         if before is not None:
@@ -357,10 +356,10 @@ class TokenBytes:
 
 
 class TextBytes:
-    """The bytes of the tokens of one completion as they come.
+    """Bytes of the tokens of one completion, token by token.
 
-    Without those of hidden special tokens they join to the UTF-8 of its text. So the first token has no leading space if the
-    tokenizer's decoder takes one from the start of a text, as sentencepiece's do; all others have theirs.
+    Without hidden special tokens they join to the UTF-8 text. The first token therefore has no leading space if the
+    tokenizer's decoder removes it from the start of a text, as sentencepiece decoders do.
     """
 
     def __init__(self, tokens: TokenBytes, hides_special: bool) -> None:
@@ -369,7 +368,7 @@ class TextBytes:
         self._before: int | None = None
 
     def take(self, candidates: Sequence[int]) -> list[bytes]:
-        """Return the bytes of the tokens that might have come next, of which the first has come."""
+        """Return the bytes of the candidates for the next token, of which the first was chosen."""
         found = [self._tokens.of(token, self._before) for token in candidates]
         if candidates[0] not in self._hidden:
             self._before = candidates[0]

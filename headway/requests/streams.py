@@ -1,4 +1,4 @@
-"""Streams of outputs that callers read on an event loop, and the mailboxes that bring the engine's deltas to them."""
+"""Output streams that callers read on an event loop, and mailboxes that deliver the engine's deltas to them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from headway.requests.validation import RequestName
 
 
 class RequestStream:
-    """The outputs of one request as they come: an asynchronous iterator that ends after the output that is finished.
+    """Outputs of one request, as an asynchronous iterator that ends after the finished output.
 
-    SamplingParams.output_kind says what an output holds: all so far, only what is new since the last output, or the finished
-    output alone. A reader who is slower than the engine finds several steps in one output. Texts are made when an output is read.
+    SamplingParams.output_kind selects the content: everything so far, only what is new, or only the finished output. If the
+    reader is slower than the engine, one output covers several steps. Texts are made when an output is read.
     """
 
     def __init__(self, state: RequestState, close: Callable[[], None]) -> None:
-        """close: called once, when the stream was read to its end or given up."""
+        """close: called once, when the stream was read to its end or closed."""
         self.request_id = state.request_id
         self.state = state
         self._close: Callable[[], None] | None = close
-        self._has_news = False  # Whether there may be something to read
+        self._has_news = False  # True if there may be something to read
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
 
@@ -34,7 +34,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output. :raises HeadwayError: the engine refused the request. :raises EngineDeadError: it has ended."""
+        """Return the next output. :raises HeadwayError: if the request was rejected. :raises EngineDeadError: if it ended."""
         if not await self._wait():
             raise StopAsyncIteration
         output = self.state.next_output()
@@ -52,7 +52,7 @@ class RequestStream:
         return news
 
     async def _wait(self) -> bool:
-        """Wait until there is something to read; False: the stream has ended."""
+        """Wait until there is something to read. Return False if the stream has ended."""
         if self._close is None:
             return False
         if not self._has_news:
@@ -71,13 +71,13 @@ class RequestStream:
         return True
 
     def _wake_reader(self) -> None:
-        """Let the reader go on. A bare future: an asyncio.Event would cost twice as much, for every token."""
+        """Resume the reader. Uses a bare future, since an asyncio.Event would cost twice as much per token."""
         self._has_news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def close(self) -> None:
-        """End the stream, and a request that still runs; a reader who waits for an output finds the stream at its end."""
+        """End the stream, and its request if that still runs; a waiting reader gets the end of the stream."""
         close = self._close
         self._close = None
         if close is not None:
@@ -85,7 +85,7 @@ class RequestStream:
             close()
 
     def wake(self) -> None:
-        """Let the reader go on if there is anything new."""
+        """Resume the reader if there is anything new."""
         if self.state.has_news:
             self._wake_reader()
 
@@ -96,18 +96,18 @@ class RequestStream:
             self._wake_reader()
 
     def abort(self) -> None:
-        """End the stream with an output of all so far, whose unfinished completions have finish_reason "abort"."""
+        """End the stream with an output of everything so far; unfinished completions get finish_reason "abort"."""
         self.state.abort()
         self.wake()
 
 
 class Mailbox:
-    """Carries each step's deltas to the streams of one event loop in one call. Any thread posts; the rest runs on the loop."""
+    """Delivery of each step's deltas to one event loop's streams, in one call. `post` is thread-safe."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer | None, abort: Callable[[str, int | None], None]
     ) -> None:
-        """abort: makes the engine end a completion of a request, or (None) all of them."""
+        """abort: makes the engine end one completion of a request, or all of them for None."""
         self.loop = loop
         self._abort = abort
         self._processor = OutputProcessor(tokenizer)
@@ -115,7 +115,7 @@ class Mailbox:
         """Engine's name of a request -> its stream."""
 
     def post(self, handle: Callable[..., None], *arguments: object) -> bool:
-        """Have `take`, `fail` or `abort` called on the loop; False if the loop is closed, with requests unfinished."""
+        """Schedule `take`, `fail` or `abort` on the loop. Return False if the loop is closed."""
         try:
             self.loop.call_soon_threadsafe(handle, *arguments)
         except RuntimeError:
@@ -123,18 +123,18 @@ class Mailbox:
         return True
 
     def open(self, name: RequestName, request: CheckedRequest, close: Callable[[], None]) -> RequestStream:
-        """Make the stream of a request that is about to be queued."""
+        """Return the stream of a request that is about to be queued."""
         state = self._processor.add(name.request_id, request, Progress(), key=name.key)
         self.streams[name.key] = RequestStream(state, close)
         return self.streams[name.key]
 
     def remove(self, key: str) -> RequestState:
-        """Forget a request; returns its last state."""
+        """Forget a request. Return its last state."""
         self._processor.remove(key)
         return self.streams.pop(key).state
 
     def take(self, deltas: Sequence[OutputDelta]) -> None:
-        """Take in the deltas of a step."""
+        """Process the deltas of a step."""
         for key, index in self._processor.process(deltas):
             self._abort(key, index)
         for delta in deltas:
@@ -143,7 +143,7 @@ class Mailbox:
                 stream.wake()
 
     def fail(self, error: BaseException, key: str | None) -> None:
-        """End one stream, or (None) all of them, with an error."""
+        """End one stream with an error, or all of them if key is None."""
         for own, stream in list(self.streams.items()):
             if key in (None, own):
                 stream.fail(error)
@@ -157,7 +157,7 @@ class Mailbox:
 
 
 class Mailboxes:
-    """The mailboxes of all event loops that use one engine. Any thread may call it."""
+    """Mailboxes of all event loops that use one engine. Thread-safe."""
 
     def __init__(self) -> None:
         self._guard = Lock()
@@ -165,13 +165,13 @@ class Mailboxes:
 
     @property
     def num_streams(self) -> int:
-        """Streams that have not ended."""
+        """Number of streams that have not ended."""
         return sum(len(box.streams) for box in self._boxes)
 
     def of(
         self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer | None, abort: Callable[[str, int | None], None]
     ) -> Mailbox:
-        """The mailbox of a loop, made at the first call; see Mailbox."""
+        """Return the mailbox of a loop, created at the first call; see Mailbox."""
         with self._guard:
             found = next((box for box in self._boxes if box.loop is loop), None)
             if found is None:
@@ -181,7 +181,7 @@ class Mailboxes:
         return found
 
     def post(self, deltas: list[OutputDelta]) -> list[tuple[str, int | None]]:
-        """Deliver the deltas of a step; returns the requests to end, because their loop was closed."""
+        """Deliver the deltas of a step. Return the requests to abort because their loop was closed."""
         left: list[tuple[str, int | None]] = []
         if deltas:
             for box in self._boxes:
@@ -195,14 +195,14 @@ class Mailboxes:
             box.post(box.fail, error, None)
 
     def abort(self, request_id: str) -> None:
-        """End a request. request_id: its caller's name for it."""
+        """End a request. request_id: the caller's id."""
         for box in self._boxes:
             for key, stream in list(box.streams.items()):
                 if stream.request_id == request_id:
                     box.post(box.abort, key)
 
     def abort_all(self) -> list[str]:
-        """End all requests; returns the engine's names for them."""
+        """End all requests. Return the engine's names for them."""
         found = [(box, key) for box in self._boxes for key in list(box.streams)]
         for box, key in found:
             box.post(box.abort, key)

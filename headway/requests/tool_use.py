@@ -1,4 +1,4 @@
-"""The tools that a request offers to a model, whether they must be called, and the grammars of answers with calls."""
+"""Tools of a request, tool_choice, and grammars for answers with tool calls."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from headway.core.system.text import shown
 
 Choice = Literal["none", "auto", "required"]
 NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-"""The parameters of a tool that gives none: its calls have the arguments {}."""
+"""Parameters of a tool that declares none: its calls have the arguments {}."""
 _CHOICES = 'none, auto, required or {"type": "function", "function": {"name": NAME}}'
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools, checked."""
+    """Checked tools and tool choice of a request."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools that may be called: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
+    """Tools that may be called: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
 
-    The parameters of each are the JSON schema of an object."""
+    The parameters of each are the JSON schema of an object.
+    """
     choice: Choice = "none"
     parallel: bool = True
-    """Whether an answer may have several calls; a choice of one tool asks for one call."""
+    """True if an answer may have several calls. A tool_choice that names a tool allows one."""
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None) -> ToolUse:
-        """Check a request's tools. :raises ConfigError: a missing or repeated name, a bad schema, or an unknown choice."""
+        """Return a request's tools, checked. :raises ConfigError: if a name, schema or choice is invalid."""
         listed = [_tool(tool, f"tools.{number}") for number, tool in enumerate(tools or ())]
         names = [tool["function"]["name"] for tool in listed]
         for name in names:
@@ -54,12 +55,12 @@ class ToolUse:
 
     @cached_property
     def schemas(self) -> dict[str, Any]:
-        """JSON schema of the parameters, by each tool's name."""
+        """Tool name -> JSON schema of its parameters."""
         return {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
 
     @cached_property
     def strict(self) -> frozenset[str]:
-        """Names of the tools whose calls must keep their schema."""
+        """Names of the tools whose calls must match their schema."""
         return frozenset(tool["function"]["name"] for tool in self.tools if tool["function"].get("strict"))
 
 
@@ -77,7 +78,7 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
 
 
 def check_function(function: Mapping[str, Any], place: str, parameters: str = "parameters") -> None:
-    """Check a function's fields and parameters. place: its path. parameters: that field's name. :raises ConfigError: bad ones."""
+    """Check a function's fields. place: its path. parameters: that field's name. :raises ConfigError: if one is invalid."""
     name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= 256 or any(sign.isspace() or sign in "\"'<>{}" for sign in name):
         raise ConfigError(f"{place}.name", "a name without blanks, quotes and brackets", shown(name, 80))
@@ -94,7 +95,7 @@ def check_function(function: Mapping[str, Any], place: str, parameters: str = "p
 
 
 def with_parameters(tool: Any) -> Any:
-    """Return a tool with the JSON schema of its parameters' object ({}, null and none take none), or another value unchanged."""
+    """Return a tool with an object schema for its parameters ({} and null accept none), or another value unchanged."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     schema = function.get("parameters") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(schema or {}, Mapping):
@@ -103,7 +104,7 @@ def with_parameters(tool: Any) -> Any:
 
 
 def _choice(given: Any, any_tools: bool) -> tuple[Choice, list[str] | None]:
-    """Whether calls may come or must, and the names of the only tools that may be called; None: all."""
+    """Return whether calls are allowed or required, and the names of the only allowed tools; None means all tools."""
     if given is None:
         return ("auto" if any_tools else "none"), None
     if given in ("none", "auto", "required"):
@@ -126,7 +127,7 @@ def _choice(given: Any, any_tools: bool) -> tuple[Choice, list[str] | None]:
 
 
 def _name_in(choice: Any, place: str) -> str:
-    """Return the name of the function of a choice. place: of the choice in its request."""
+    """Return the name of the function of a choice. place: path of the choice in its request."""
     if isinstance(choice, Mapping) and choice.get("type", "function") != "function":
         raise ConfigError(f"{place}.type", "function", shown(choice["type"], 80))
     for name in ("function", "name"):
@@ -139,17 +140,17 @@ def _name_in(choice: Any, place: str) -> str:
 
 
 Part = dict[str, Any]
-_SPACE = r"\s{0,4}"  # White space between the reasoning and the answer: a small model may write spaces without end
+_SPACE = r"\s{0,4}"  # White space between reasoning and answer; bounded, since a small model may write spaces without end
 _MORE: Final = ("additionalProperties", "required")
 _OF_NOTHING: Final = frozenset(("type", "properties", "title", "description", "$schema", *_MORE))
-"""Keywords of a schema that names no property; with others it may allow some."""
+"""Keywords of a schema without properties; other keywords may allow some."""
 
 
 class ToolForms:
-    """Makes the forms of one model's answers."""
+    """Factory for the structured outputs of one model's answers."""
 
     def __init__(self, calls: ChatParserInfo, reasoning: ChatParserInfo | None, tokens: Mapping[str, int]) -> None:
-        """tokens: added tokens of the tokenizer, which a grammar must name where a text holds one."""
+        """tokens: added tokens of the tokenizer; a grammar must refer to them as tokens."""
         self._calls = calls
         self._tokens = tokens
         self._reasoning = None if reasoning is None else reasoning.reasoning
@@ -158,14 +159,14 @@ class ToolForms:
 
     @staticmethod
     def writer_of(calls: ChatParserInfo) -> ChatParserInfo:
-        """The parser of calls that a grammar has written: the family's own where its syntax can be written by one."""
+        """Return a parser whose syntax a grammar can write: the given one if possible, else the built-in Hermes parser."""
         if calls.syntaxes:
             return calls
         return next(info for info in BUILTIN if info.reads == "calls" and HERMES in info.syntaxes)
 
     def form(self, given: StructuredOutputsParams | None, use: ToolUse, prompt: str) -> StructuredOutputsParams | None:
-        """The form of an answer. given: what the request asks of an answer that is no call. prompt: in the chat template.
-        :raises ConfigError: a form of the answer beside a tool that must be called."""
+        """Return the structured output of an answer. given: the request's, for answers that are not calls. prompt: rendered.
+        :raises ConfigError: if a structured output is combined with a required tool call."""
         if use.choice == "required":
             if given is not None:
                 raise ConfigError("tool_choice", "auto or none beside response_format and structured_outputs", "required")
@@ -197,7 +198,7 @@ class ToolForms:
         return {"type": "json_schema", "json_schema": schema, "closed": given.disable_additional_properties}
 
     def _told(self, form: Any) -> Any:
-        """A structural tag of a request's, whose texts name tokens."""
+        """Return a request's structural tag with token names in its texts replaced by tokens."""
         if isinstance(form, list):
             return [self._told(each) for each in form]
         if not isinstance(form, Mapping):
@@ -211,7 +212,7 @@ class ToolForms:
         return told
 
     def _behind_reasoning(self, form: Any, prompt: str, answer: bool) -> Any:
-        """A form that begins behind the reasoning, where the model may reason. answer: it is no call's."""
+        """Return a grammar that begins after the reasoning, if the model may reason. answer: True if it is not for a call."""
         marks = self._reasoning
         if marks is None:
             return form
@@ -245,18 +246,18 @@ class ToolForms:
         return {"type": "sequence", "elements": [self._text(syntax.before), calls, self._text(syntax.after)]}
 
     def _may_call(self, use: ToolUse, prompt: str) -> Part:
-        """Free text in which each call of a strict tool keeps its schema."""
+        """Return a grammar of free text in which each call of a strict tool matches its schema."""
         syntax, marks = self._syntax, self._reasoning
         free: dict[str, Any] = {"type": "object"}
         kept = {name for name, schema in use.schemas.items() if name in use.strict or _takes_nothing(schema)}
         schemas = {name: schema if name in kept else free for name, schema in use.schemas.items()}
-        if marks is not None and marks.answer:  # answers have a mark of their own, and it begins as that of calls does
+        if marks is not None and marks.answer:  # answers have their own mark, which begins like the mark of calls
             answer = {"type": "sequence", "elements": [self._text(marks.answer), {"type": "any_text"}]}
             either = {"type": "or", "elements": [self._must_call(use, schemas), answer]}
             behind: Part = self._behind_reasoning(either, prompt, answer=False)
             return behind
         tags = [self._tag(syntax, name, schema) for name, schema in schemas.items()]
-        if syntax.before.startswith(syntax.trigger):  # the mark stands once, before the first call
+        if syntax.before.startswith(syntax.trigger):  # the mark occurs once, before the first call
             elements = [*self._must_call(use, schemas)["elements"][1:]]
             tags = [{"begin": self._begin(syntax.before), "content": {"type": "sequence", "elements": elements}, "end": ""}]
         triggers = [self._trigger(syntax.trigger)]
@@ -272,7 +273,7 @@ class ToolForms:
         }
 
     def _begin(self, text: str) -> str | Part:
-        """The beginning of a tag: a text, or parts of which some are tokens or digits."""
+        """Return the beginning of a tag: a text, or a sequence of texts, tokens and digits."""
         before, number, behind = text.partition("NUMBER")
         parts = [self._text(before), *([{"type": "regex", "pattern": "[0-9]{1,3}"}, self._text(behind)] if number else [])]
         flat = [part for each in parts for part in (each["elements"] if each["type"] == "sequence" else [each])]
@@ -280,7 +281,7 @@ class ToolForms:
         return str(flat[0]["value"]) if alone else {"type": "sequence", "elements": flat}
 
     def _trigger(self, text: str) -> str | Part:
-        """A trigger: the token that it begins with, or a text."""
+        """Return a trigger: the token that it begins with, or a text."""
         whole = self._text(text)
         first: Part = next(iter(whole.get("elements", ())), whole)
         return first if first["type"] == "token" else text
@@ -292,7 +293,7 @@ class ToolForms:
 
 
 def _takes_nothing(schema: Mapping[str, Any]) -> bool:
-    """Return whether a tool's calls can only have the arguments {}: it names no property, and allows no other."""
+    """Return whether a tool's calls can only have the arguments {}: no properties, and no others allowed."""
     return schema.keys() <= _OF_NOTHING and schema.get("properties") == {} and not any(map(schema.get, _MORE))
 
 

@@ -1,4 +1,4 @@
-"""From the arguments of a call to requests that an engine takes: parsed, tokenised and checked once, before any is queued."""
+"""Request validation: a call's arguments are parsed, tokenized and checked once, before anything is queued."""
 
 from __future__ import annotations
 
@@ -37,13 +37,11 @@ _DEFAULTS: Final = {
 
 
 def default_params(folder: Path, model: str = "") -> SamplingParams:
-    """Return the parameters that a model recommends; SamplingParams() if it recommends none.
+    """Return a model's recommended parameters, or SamplingParams() if it has none.
 
-    They are read from generation_config.json as in vLLM; those that it leaves out, from `RECOMMENDED_SAMPLING`.
-
-    folder: of generation_config.json. model: name that the model was loaded by.
-
-    :raises ConfigError: a value that is not allowed, with the file's name.
+    They come from generation_config.json as in vLLM; parameters missing there come from `RECOMMENDED_SAMPLING`. folder: folder
+    with generation_config.json. model: name by which the model was loaded.
+    :raises ConfigError: if a value is invalid, with the file's name.
     """
     path = folder / "generation_config.json"
     read = parse_json(read_text(path), str(path), dict, any_number=True) if path.is_file() else {}
@@ -56,7 +54,7 @@ def default_params(folder: Path, model: str = "") -> SamplingParams:
 
 
 def resolve(params: SamplingParams, tokenizer: Any, model: str) -> SamplingParams:
-    """Return the parameters with bad words as token ids. tokenizer: None if not loaded. :raises ConfigError: one is needed."""
+    """Return parameters with bad words as token ids. tokenizer: None if not loaded. :raises ConfigError: if one is needed."""
     if tokenizer is None:
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name):
@@ -71,7 +69,7 @@ def resolve(params: SamplingParams, tokenizer: Any, model: str) -> SamplingParam
 
 
 def word_token_ids(text: str, tokenizer: Any) -> list[tuple[int, ...]]:
-    """The tokens of a word at the start of a text and, where the first token alone differs, in its middle (after a space)."""
+    """Return the token ids of a word at the start of a text and, if only the first token differs, after a space."""
     plain, spaced = (tuple(tokenizer(before + text.lstrip(), add_special_tokens=False)["input_ids"]) for before in ("", " "))
     if not plain:
         raise ConfigError("bad_words", "texts that the tokenizer knows", repr(text))
@@ -82,7 +80,7 @@ def word_token_ids(text: str, tokenizer: Any) -> list[tuple[int, ...]]:
 def params_of_each(
     given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
 ) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts. :raises ConfigError: another number of them, or something else."""
+    """Return the parameters of each of `count` prompts. :raises ConfigError: if their number or a type is wrong."""
     listed = _of_each("sampling_params", default if given is None else given, count)
     wrong = [type(each).__name__ for each in listed if not isinstance(each, SamplingParams)]
     if wrong:
@@ -91,7 +89,7 @@ def params_of_each(
 
 
 def _of_each(name: str, given: Any, count: int) -> list[Any]:
-    """The values of an argument for `count` prompts, one for all or one for each. :raises ConfigError: another number of them."""
+    """Return values for `count` prompts, from one for all or one per prompt. :raises ConfigError: if their number is wrong."""
     listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
     if len(listed) != count:
         raise ConfigError(name, f"one, or one for each of the {count} prompts", len(listed))
@@ -99,15 +97,15 @@ def _of_each(name: str, given: Any, count: int) -> list[Any]:
 
 
 class RequestRules(NamedTuple):
-    """The options of an engine that concern its requests."""
+    """Options of an engine that apply to its requests."""
 
     generation_config: str = "auto"
-    """auto: requests without parameters take those that the model recommends; vllm: SamplingParams()."""
+    """Source of default parameters: auto uses the model's recommendation, vllm uses SamplingParams()."""
     processors: tuple[type[Any], ...] = ()
     """Classes of the processors that change every batch."""
 
     def apply(self, params: SamplingParams) -> SamplingParams:
-        """Return the engine's parameters, with the processors of every batch. :raises ConfigError: a processor refuses them."""
+        """Return the parameters with the engine's batch processors. :raises ConfigError: if a processor rejects them."""
         for each in self.processors:
             validate = getattr(each, "validate_params", None)
             try:
@@ -119,7 +117,7 @@ class RequestRules(NamedTuple):
 
 
 def processor_class(given: object) -> type[Any]:
-    """Return the class of an item of `logits_processors`, a class or MODULE:CLASS. :raises ConfigError: there is none."""
+    """Return the class of an item of `logits_processors`, a class or MODULE:CLASS. :raises ConfigError: if it is invalid."""
     found = given
     if isinstance(given, str):
         module, _, name = given.partition(":")
@@ -134,7 +132,7 @@ def processor_class(given: object) -> type[Any]:
 
 
 class InfillTokens(NamedTuple):
-    """The tokens before the prefix, before the suffix, and before what fills the gap."""
+    """Control tokens of fill-in-the-middle: before the prefix, before the suffix, and before the generated middle."""
 
     prefix: str
     suffix: str
@@ -147,18 +145,19 @@ FAMILIES: Final = (
     InfillTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     InfillTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
 )
-"""The tokens of families of models, all of which have the prefix first.
+"""Fill-in-the-middle tokens by model family. All put the prefix first.
 
-Bavarian et al., "Efficient training of language models to fill in the middle", 2022."""
+Bavarian et al., "Efficient training of language models to fill in the middle", 2022.
+"""
 _ENDS: Final = ("<|file_sep|>", "<|file_separator|>", "<file_sep>", "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<|endoftext|>")
-"""Tokens with which some of these models end what fills a gap."""
+"""Tokens with which some of these models end the middle."""
 
 
 class Infill:
-    """Writes the prompts of one tokenizer."""
+    """Builder of fill-in-the-middle prompts for one tokenizer."""
 
     def __init__(self, tokenizer: Any, model: str) -> None:
-        """:raises ConfigError: the tokenizer has no tokens of a known family."""
+        """:raises ConfigError: if the tokenizer does not have the tokens of a known family."""
         known: Mapping[str, int] = tokenizer.get_vocab() if tokenizer is not None else {}
         found = next((each for each in FAMILIES if all(token in known for token in each)), None)
         if found is None:
@@ -167,33 +166,35 @@ class Infill:
         self._tokenizer = tokenizer
         self._ids = [known[token] for token in found]
         self.stop_token_ids = sorted({*self._ids, *(known[token] for token in _ENDS if token in known)})
-        """Tokens that what fills a gap does not hold: they end it."""
+        """Tokens that never occur in the middle and therefore end it."""
 
     def prompt(self, prefix: str, suffix: str, encode: Callable[[str], list[int]]) -> Prompt:
-        """Return the prompt for a gap. encode: text to token ids without special tokens. :raises PromptError: invalid Unicode."""
+        """Return the prompt for a gap. encode: text to token ids without special tokens. :raises PromptError: if not Unicode."""
         before, behind, middle = self._ids
-        around = list(self._tokenizer("")["input_ids"])  # BOS, where the model has one; an end of text would be none of a prompt
+        around = list(
+            self._tokenizer("")["input_ids"]
+        )  # BOS if the model has one; an end-of-text token does not belong in a prompt
         begun = [token for token in around if token != self._tokenizer.eos_token_id]
         ids = [*begun, before, *encode(whole_text(prefix)), behind, *encode(whole_text(suffix, "suffix")), middle]
         return {"prompt": prefix, "prompt_token_ids": ids}
 
 
 _NO_RULES = RequestRules()
-_AT_ONCE = 8  # Most prompts that are checked without a thread, if they are short
-_SHORT = 4096  # Most token ids of a short prompt; checking these takes less than 50 us
+_AT_ONCE = 8  # Maximum number of short prompts to check without a thread
+_SHORT = 4096  # Maximum number of token ids of a short prompt; checking takes less than 50 us
 
 
 class TextModel(NamedTuple):
-    """The part of a model that reading and writing texts needs."""
+    """Parts of a model that reading and writing texts needs."""
 
     name: str
     folder: Path
     tokenizer: Any
-    """transformers' tokenizer; None: token ids in, token ids out."""
+    """transformers' tokenizer. None if prompts and outputs are only token ids."""
 
 
 class RequestValidator:
-    """Checks what callers ask of one engine, which does not check again. Any thread may call it, several at a time."""
+    """Validator for the requests of one engine, which does not check again. Thread-safe."""
 
     def __init__(self, model: TextModel, limits: RequestLimits, rules: RequestRules = _NO_RULES) -> None:
         self.model = model
@@ -210,29 +211,29 @@ class RequestValidator:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         streamed: bool = False,
     ) -> list[CheckedRequest]:
-        """Parse, tokenise and check all prompts of a call (`LLM.generate`). streamed: outputs are shown as they grow.
-        :raises PromptError: an empty or too long prompt. :raises ConfigError: a bad parameter, priority or adapter."""
+        """Parse, tokenize and check all prompts of a call (`LLM.generate`). streamed: outputs are returned as they grow.
+        :raises PromptError: if a prompt is empty or too long. :raises ConfigError: if a parameter, priority or adapter is bad."""
         parsed = parse_prompts(prompts)
         params = params_of_each(sampling_params, len(parsed), self._default_params)
         priorities = _of_each("priority", 0 if priority is None else priority, len(parsed))
         adapters = _of_each("lora_request", lora_request, len(parsed))
-        resolved = {id(own): self._resolve(own, streamed) for own in params}  # most calls share one
+        resolved = {id(own): self._resolve(own, streamed) for own in params}  # most calls share one object
         return [
             self._checked(prompt, number, resolved[id(own)], first, adapter)
             for number, (prompt, own, first, adapter) in enumerate(zip(parsed, params, priorities, adapters, strict=True))
         ]
 
     def chat_prompt(self, messages: str | Sequence[Message], *, split_special_tokens: bool = False, **options: Any) -> Prompt:
-        """Render a conversation; see `chat_template.chat_prompt`. split_special_tokens: control names in contents are text."""
+        """Return a rendered conversation; see `chat_template.chat_prompt`. split_special_tokens: control token names are text."""
         control_tokens = self.control_tokens if split_special_tokens else None
         return chat_prompt(self.tokenizer, self.model.name, messages, control_tokens=control_tokens, **options)
 
     def text_prompt(self, text: str, add_special_tokens: bool = True) -> Prompt:
-        """Tokenise a text, control names as text: {"prompt", "prompt_token_ids"}. :raises ConfigError: unsupported tokenizer."""
+        """Return a text as {"prompt", "prompt_token_ids"}, control names as text. :raises ConfigError: if unsupported."""
         return {"prompt": text, "prompt_token_ids": self.control_tokens.encode_text(whole_text(text), add_special_tokens)}
 
     def infill_prompt(self, prefix: str, suffix: str, split_special_tokens: bool = False) -> Prompt:
-        """Return the prompt for a gap between texts. split_special_tokens: control names are text. :raises ConfigError: none."""
+        """Return the prompt for a gap. split_special_tokens: control names are text. :raises ConfigError: if unsupported."""
 
         def encode(text: str) -> list[int]:
             if split_special_tokens:
@@ -243,16 +244,16 @@ class RequestValidator:
 
     @cached_property
     def infill(self) -> Infill:
-        """What writes prompts with a gap. :raises ConfigError: the model's tokenizer has no tokens for that."""
+        """Builder of fill-in-the-middle prompts. :raises ConfigError: if the tokenizer lacks the tokens."""
         return Infill(self.tokenizer, self.model.name)
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """The control tokens of the model, read when they are first asked for."""
+        """Control tokens of the model, read at first use."""
         return ControlTokens(self.tokenizer)
 
     def default_params(self) -> SamplingParams:
-        """Return the parameters that the model recommends, or vLLM's: see the option generation_config."""
+        """Return the model's recommended parameters or vLLM's, as the option generation_config says."""
         return self._default_params.clone()
 
     @cached_property
@@ -265,12 +266,12 @@ class RequestValidator:
         if streamed and params.num_drawn > params.n and params.output_kind is not RequestOutputKind.FINAL_ONLY:
             raise ConfigError("best_of", f"None or n={params.n} in a stream", params.best_of, "or output_kind=FINAL_ONLY")
         own = self._rules.apply(params) if self._rules.processors else params
-        return resolve(own.settled(), self.tokenizer, self.model.name)  # whose caller may change it from here on
+        return resolve(own.settled(), self.tokenizer, self.model.name)  # a copy: the caller may change its own later
 
     def _checked(
         self, prompt: ParsedPrompt, number: int, params: SamplingParams, priority: int, adapter: LoRARequest | None
     ) -> CheckedRequest:
-        """Tokenise and check one prompt of a call. params: resolved."""
+        """Return a request for one prompt of a call, tokenized and checked. params: resolved."""
         try:
             ids = self._tokenize(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
             most = self.limits.most_prompt_tokens(params)
@@ -287,7 +288,7 @@ class RequestValidator:
 
 
 def quickly_checked(prompts: object) -> bool:
-    """Whether prompts are a list of at most 8, each of a few token ids: a thread would take longer to wake than the check."""
+    """Return whether prompts are at most 8 short lists of token ids: waking a thread would take longer than checking them."""
     return isinstance(prompts, list) and len(prompts) <= _AT_ONCE and all(map(_short, prompts))
 
 
@@ -300,13 +301,13 @@ class RequestName(NamedTuple):
     """The two names of an unfinished request."""
 
     request_id: str
-    """The caller's name, which may be taken again as soon as the request has ended."""
+    """The caller's id, free again as soon as the request has ended."""
     key: str
-    """The engine's name, never used again: late tokens of an abandoned request must not reach the next one of its id."""
+    """The engine's name, never reused, so that late tokens of an abandoned request do not reach a new request with its id."""
 
 
 class RequestNames:
-    """The names of the unfinished requests of one engine. Any thread may claim and release one."""
+    """Names of the unfinished requests of one engine. Thread-safe."""
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
@@ -314,7 +315,7 @@ class RequestNames:
         self._guard = Lock()
 
     def claim(self, request_id: str | None = None) -> RequestName:
-        """Claim a request id until `release`; None takes a free one. :raises ConfigError: the id is taken, or not a text."""
+        """Reserve a request id until `release`; None picks a free one. :raises ConfigError: if the id is in use or not a text."""
         with self._guard:
             if request_id is None:
                 request_id = key = next(each for each in self._numbers if each not in self._ids)
@@ -328,6 +329,6 @@ class RequestNames:
         return RequestName(request_id, key)
 
     def release(self, request_id: str) -> None:
-        """Let another request take an id."""
+        """Free an id for another request."""
         with self._guard:
             self._ids.discard(request_id)

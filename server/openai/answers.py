@@ -1,4 +1,4 @@
-"""From the outputs of a request to OpenAI's objects: the parts of every answer, and /v1/completions."""
+"""OpenAI's objects from a request's outputs: parts that all answers share, and /v1/completions."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: object) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 class Answer(ABC):
-    """Writes one answer: its id, its whole, and the events of its stream where that is not refused before."""
+    """Writer of one answer: its id, the whole answer, and the events of its stream (if the path supports streams)."""
 
     prefix: ClassVar[str]
-    """Start of the answer's id."""
+    """Prefix of the answer's id."""
 
     def __init__(self, body: SamplingRequest, model: str, name: str = "") -> None:
-        """model: the name to answer by. name: what the client calls its request, of which the id is made; "": nothing."""
+        """model: name for the answer. name: the client's request id, which becomes part of the answer's id; "" means none."""
         self.id = f"{self.prefix}{name or uuid4().hex}"
         self.key = f"{self.id}-{uuid4().hex[:8]}" if name else self.id
-        """The id where it must be the only one: clients may give two requests the same name."""
+        """Unique key of the answer: clients may give two requests the same id."""
         self.body = body
         self.model = model
         self.created = int(time.time())
         options = body.stream_options
         self.tells_usage = options is not None and options.continuous_usage_stats
-        """Whether every chunk has the usage so far."""
+        """True if every chunk has the usage so far."""
         given = body.response_format is not None or body.structured_outputs is not None
         self.is_structured = given or bool(body.older_form)
         self.form_field = "structured_outputs"
-        """The field that has asked for the form which the completion has."""
+        """Name of the field that requested the structured output, for errors."""
 
     def check_ended(self, new: CompletionOutput) -> None:
-        """Check that an ended completion has not failed. :raises ApiError: it has failed, or was ended by the server."""
+        """Check that an ended completion has succeeded. :raises ApiError: if it has failed or was ended by the server."""
         check_ended(new, self.is_structured, self.form_field)
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """Write the events that come before all others of a choice. output: makes the output so far, which few answers need."""
+        """Write a choice's first events. output: makes the output so far, which few answers need."""
         return b""
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """Write the new part of a choice as events. used: the output and its tokens so far, where `tells_usage`."""
+        """Write the new part of a choice as events. used: the output and its number of tokens so far, if `tells_usage`."""
         return b""
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
@@ -73,22 +73,22 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Write the answer that comes at once. outputs: one for each prompt."""
+        """Write the whole answer. outputs: one per prompt."""
 
 
 class ChunkedAnswer(Answer):
-    """Writes an answer of OpenAI's chats and completions, whose streams are chunks.
+    """Writer of OpenAI's chats and completions, whose streams are chunks.
 
-    Most chunks of a stream differ in nothing but their text. What stands before and after the text is rendered once for each
-    choice, so that a chunk costs little more than the escaping of its text.
+    Most chunks of a stream differ only in their text. The JSON before and after the text is rendered once per choice, so that
+    a chunk costs little more than escaping its text.
     """
 
     chunk_object: ClassVar[str]
     around: ClassVar[tuple[str, str]]
-    """JSON before and after a text in a choice of a chunk, between its index and its finish_reason."""
+    """JSON before and after the text of a chunk's choice, between its index and its finish_reason."""
 
     def __init__(self, body: SamplingRequest, model: str, has_logprobs: bool, name: str = "") -> None:
-        """model, name: see `Answer`. :raises ConfigError: a stream is to tell of the prompt, which it does not in vLLM either."""
+        """model, name: see `Answer`. :raises ConfigError: if a stream asks for prompt_logprobs, which vLLM rejects too."""
         super().__init__(body, model, name)
         if body.stream and body.prompt_logprobs:
             raise ConfigError("prompt_logprobs", "stream=false beside it", "stream=true")
@@ -124,11 +124,11 @@ class ChunkedAnswer(Answer):
 
     @abstractmethod
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
-        """Make a choice of a chunk from the new part of a completion."""
+        """Return a chunk's choice for the new part of a completion."""
 
 
 def usage(outputs: Sequence[tuple[RequestOutput, int]]) -> CompletionUsage:
-    """The usage of prompts, each with the number of tokens of its completions."""
+    """Return the usage of prompts, each with the number of tokens of its completions."""
     prompt = sum(len(output.prompt_token_ids) for output, _ in outputs)
     written = sum(count for _, count in outputs)
     cached = PromptTokensDetails(cached_tokens=sum(output.num_cached_tokens for output, _ in outputs))
@@ -138,13 +138,13 @@ def usage(outputs: Sequence[tuple[RequestOutput, int]]) -> CompletionUsage:
 
 
 def num_written(output: RequestOutput) -> int:
-    """Number of tokens of all completions of an output."""
+    """Return the number of tokens of all completions of an output."""
     return sum(len(each.token_ids) for each in output.outputs)
 
 
 def check_ended(new: CompletionOutput, structured: bool, field: str = "structured_outputs") -> None:
-    """Check that a completion has not failed. structured: it has a form, requested by `field`, which may not compile.
-    :raises ApiError: the completion has failed, or was ended by the server."""
+    """Check that a completion has not failed. structured: it has a structured output, requested by `field`, which may be invalid.
+    :raises ApiError: if the completion has failed or was ended by the server."""
     if new.finish_reason == "error":
         said = new.error or "the completion has failed"
         by_form = said.startswith("structured_outputs") or (structured and not new.token_ids)
@@ -155,7 +155,7 @@ def check_ended(new: CompletionOutput, structured: bool, field: str = "structure
 
 
 def extras(body: SamplingRequest, new: CompletionOutput) -> dict[str, Any]:
-    """Fields of a choice that vLLM adds."""
+    """Return the fields that vLLM adds to a choice."""
     found: dict[str, Any] = {"stop_reason": new.stop_reason} if new.finish_reason is not None else {}
     if body.return_token_ids:
         found["token_ids"] = new.token_ids
@@ -163,13 +163,13 @@ def extras(body: SamplingRequest, new: CompletionOutput) -> dict[str, Any]:
 
 
 def prompt_extras(body: SamplingRequest, output: RequestOutput) -> dict[str, Any]:
-    """Fields about a prompt that vLLM adds, to the answer of a chat and to each choice of completions."""
+    """Return the fields about a prompt that vLLM adds to a chat's answer and to each choice of completions."""
     found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
     return {**found, **prompt_logprobs(body, output)}
 
 
 def prompt_logprobs(body: SamplingRequest, output: RequestOutput) -> dict[str, Any]:
-    """The field of that name, as vLLM has it; empty where it was not asked for."""
+    """Return the field prompt_logprobs as in vLLM; empty if not requested."""
     if body.prompt_logprobs is None:
         return {}
 
@@ -183,11 +183,11 @@ def prompt_logprobs(body: SamplingRequest, output: RequestOutput) -> dict[str, A
 
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have, as in vLLM."""
+"""Stands for minus infinity, which JSON cannot represent, as in vLLM."""
 
 
 def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, text: TextBytes) -> dict[str, Any]:
-    """Return `logprobs` of a chat's choice. most: top_logprobs. as_ids: write "token_id:123". text: before `places`."""
+    """Return `logprobs` of a chat's choice. most: top_logprobs. as_ids: write "token_id:123". text: the text before `places`."""
     content = []
     for place in places:
         own = text.take(list(place))
@@ -204,8 +204,8 @@ def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, te
 def completion_logprobs(
     places: Sequence[LogprobsByToken | None], token_ids: Sequence[int], offset: int, most: int, as_ids: bool, decode: Any
 ) -> tuple[dict[str, Any], int]:
-    """Return `logprobs` of a completion's choice, and the offset after it. places: one per token id; None: a prompt's first.
-    offset: characters before them. most: logprobs of the request. decode: text of a token."""
+    """Return `logprobs` of a completion's choice, and the offset after it. places: one per token id; None for a prompt's first.
+    offset: number of characters before them. most: logprobs of the request. decode: returns the text of a token."""
     listed: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for place, token in zip(places, token_ids, strict=False):
         text = decode(token) if place is None else place[token].decoded_token or ""
@@ -238,16 +238,16 @@ class CompletionAnswer(ChunkedAnswer):
     around: ClassVar[tuple[str, str]] = ('"text":', ',"logprobs":null')
 
     def __init__(self, body: CompletionRequest, model: str, decode: Callable[[list[int]], str], name: str = "") -> None:
-        """model, name: see `Answer`. decode: the text of tokens, special ones included."""
+        """model, name: see `Answer`. decode: returns the text of tokens, including special ones."""
         super().__init__(body, model, body.logprobs is not None, name)
         self._echo = body.echo
         self._most = body.logprobs
         self._decode = decode
         self._prompt_only = body.echo and body.max_tokens == 0
-        self._offsets: dict[int, int] = {}  # Index of a choice -> its characters so far
+        self._offsets: dict[int, int] = {}  # index of a choice -> its number of characters so far
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """Write the prompt, where the request wants an echo."""
+        """Write the prompt, if the request asks for an echo."""
         if not (self._echo or self.body.return_token_ids):
             return b""
         text, listed = self._prompt(index, output()) if self._echo else ("", None)
@@ -277,7 +277,7 @@ class CompletionAnswer(ChunkedAnswer):
     def _listed(
         self, index: int, places: Sequence[LogprobsByToken | None] | None, token_ids: Sequence[int]
     ) -> dict[str, Any] | None:
-        """The log-probabilities of the next tokens of a choice; None: none are wanted."""
+        """Return the log-probabilities of a choice's next tokens, or None if not requested."""
         if self._most is None:
             return None
         offset, as_ids = self._offsets.get(index, 0), self.body.return_tokens_as_token_ids

@@ -1,4 +1,4 @@
-"""Beam search in a server: a request of one token for each beam and step, and one answer of all."""
+"""Beam search in the server: one request of one token per beam and step, and one answer for all."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _ONE_BY_ONE: Final = (
     *("frequency_penalty", "prompt_logprobs", "response_format", "structured_outputs", "suffix", "tools"),
     *("prompt_embeds", "echo"),
 )
-"""Fields that say how tokens are drawn one by one, or what stands around them; a search reads none of them."""
+"""Fields about sampling or about text around the completion, which beam search does not support."""
 
 
 def check_fields(body: SamplingRequest) -> None:
-    """Check that a request for a search asks for nothing that a search does not do. :raises ConfigError: it does."""
+    """Check a request for unsupported fields of beam search. :raises ConfigError: if there is one."""
     hint = "leave it out, or use_beam_search"
     if body.stream:
         raise ConfigError("stream", "false beside use_beam_search, whose texts are known at the end", "true", hint)
@@ -40,12 +40,12 @@ def check_fields(body: SamplingRequest) -> None:
 
 
 def reply_of(body: SamplingRequest) -> type[Reply]:
-    """What answers a chat or a completion."""
+    """Return the reply class for a chat or a completion."""
     return BeamReply if body.use_beam_search else Reply
 
 
 class BeamReply(Reply):
-    """The answer to one request for the likeliest continuations of its prompts, which comes at once."""
+    """Reply to a beam search request, sent as a whole."""
 
     async def _serve(self, ticket: Ticket, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
@@ -87,7 +87,7 @@ class BeamReply(Reply):
     async def _step(
         self, first: CheckedRequest, prompts: Sequence[Sequence[int]], wanted: SamplingParams
     ) -> list[RequestOutput] | None:
-        """The next token of each beam; None: the client has left. :raises ApiError: a step has failed."""
+        """Return the next token of each beam, or None if the client has disconnected. :raises ApiError: if a step failed."""
         llm = self._service.llm
         asked: list[Any] = [{"prompt_token_ids": each} for each in prompts]
         checked = await llm.check(asked, wanted, priority=first.priority, lora_request=first.lora_request)
@@ -104,7 +104,7 @@ class BeamReply(Reply):
     def _output(
         self, number: int, times: RequestMetrics, request: CheckedRequest, search: BeamSearch, cached: int
     ) -> RequestOutput:
-        """What a search has found, as the completions of its prompt, and its figures."""
+        """Return a search's result as completions of its prompt, and record its metrics."""
         kept = search.best(None).sequences
         completions = [self._completion(index, each, len(search.prompt)) for index, each in enumerate(kept)]
         written = sum(len(each.token_ids) for each in completions)
@@ -126,7 +126,7 @@ class BeamReply(Reply):
         return output
 
     def _completion(self, index: int, beam: BeamSearchSequence, start: int) -> CompletionOutput:
-        """start: tokens of the prompt."""
+        """Return a beam as a completion. start: number of prompt tokens."""
         tokens = beam.tokens[start:]
         text = Detokenizer(
             self._service.llm.get_tokenizer() or NoTokenizer(), skip_special_tokens=self._body.skip_special_tokens is not False
@@ -146,7 +146,7 @@ class BeamReply(Reply):
 
 
 async def _finished(stream: RequestStream) -> RequestOutput | None:
-    """The last output of a stream; None: it was closed before."""
+    """Return the last output of a stream, or None if it was closed before."""
     async for output in stream:
         if output.finished:
             return output

@@ -1,4 +1,4 @@
-"""The conversations of a server: from the body of a chat to its prompt, and from outputs to /v1/chat/completions."""
+"""Conversations of a server: from a chat's body to its prompt, and from outputs to /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ class ChatAnswer(ChunkedAnswer):
     around: ClassVar[tuple[str, str]] = ('"delta":{"content":', '},"logprobs":null')
 
     def __init__(self, body: ChatRequest, model: str, token_bytes: TokenBytes, name: str = "") -> None:
-        """model, name: see `Answer`. token_bytes: of the model's tokenizer."""
+        """model, name: see `Answer`. token_bytes: bytes of the model's tokens."""
         super().__init__(body, model, bool(body.logprobs), name)
         self._most = body.top_logprobs or 0
         self._logprobs = bool(body.logprobs)
         self._token_bytes = token_bytes
         self.hides_special = True
-        """The bytes of tokens, and whether the texts leave special tokens out."""
-        self._text_bytes: dict[int, TextBytes] = {}  # Index of a choice -> the bytes of its text
+        """True if texts leave special tokens out."""
+        self._text_bytes: dict[int, TextBytes] = {}  # index of a choice -> the bytes of its text
         self._includes_reasoning = body.include_reasoning
         last = body.messages[-1] if body.echo and body.messages else {}
         content = last.get("content") if last.get("role") == "assistant" or not body.add_generation_prompt else ""
         self._echo = content if isinstance(content, str) else ""
         self.make_reader: Callable[[], ChatReader | None] = lambda: None
-        self._readers: dict[int, ChatReader | None] = {}  # Index of a choice -> its text's reader; None: all is content
+        self._readers: dict[int, ChatReader | None] = {}  # index of a choice -> its text's parser; None if all text is content
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """Write the role, and the last message where the request wants an echo."""
+        """Write the role, and the last message if the request asks for an echo."""
         choice = {"index": index, "delta": {"role": "assistant", "content": self._echo}, "logprobs": None, "finish_reason": None}
         if self.body.return_token_ids:
             choice["prompt_token_ids"] = output().prompt_token_ids
         return self.chunk([choice])
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`. A text that holds more than content is written in one event for each part."""
+        """Write the new part of a choice as events. A text with more than content takes one event per part."""
         reader = self._reader(index)
         if reader is None:
             return super().piece(index, new, used)
@@ -67,7 +67,7 @@ class ChatAnswer(ChunkedAnswer):
             return super().piece(index, CompletionOutput(index, text, new.token_ids), used) if text else b""
         deltas = [_delta(piece) for piece in pieces]
         if new.finish_reason is not None or not (deltas or self._plain):
-            deltas.append({})  # which carries what belongs to the tokens, not to a part of their text
+            deltas.append({})  # for the fields that belong to tokens, not to a part of the text
         counted = None if used is None else usage([used])
         parts = [
             self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], counted)
@@ -77,7 +77,7 @@ class ChatAnswer(ChunkedAnswer):
         return b"".join(parts) + (b"" if last is None else self.chunk([last], counted))
 
     def read(self, index: int, new: CompletionOutput) -> tuple[list[ChatPiece], str | None]:
-        """The pieces that a completion's new text brings, and why it has ended; None: it goes on."""
+        """Return the pieces of a completion's new text, and its finish reason; None while it runs."""
         reader = self._reader(index)
         pieces = [ChatPiece("content", new.text)] * bool(new.text) if reader is None else self._read(reader, new)
         return pieces, self._finish_reason(new, reader)
@@ -103,14 +103,14 @@ class ChatAnswer(ChunkedAnswer):
         return self._readers[index]
 
     def _read(self, reader: ChatReader, new: CompletionOutput) -> list[ChatPiece]:
-        """The pieces that a completion's new text brings, to the end of one that has ended."""
+        """Return the pieces of a completion's new text, including the rest if it has ended."""
         pieces = reader.feed(new.text)
         if new.finish_reason is not None:
             pieces += reader.end()
             if reader.is_malformed:
-                log.warning("%s: what looks like a call of a tool is none, and stays in the content", self.id)
+                log.warning("%s: invalid tool call in the answer; it stays in the content", self.id)
             if reader.num_dropped:
-                log.info("%s: %d more calls than the one that the request allows are left out", self.id, reader.num_dropped)
+                log.info("%s: dropped %d tool calls: the request allows one", self.id, reader.num_dropped)
         return [piece for piece in pieces if self._includes_reasoning or piece.kind != "reasoning"]
 
     @staticmethod
@@ -139,7 +139,7 @@ class ChatAnswer(ChunkedAnswer):
         return ChatCompletionMessage(**{**fields, "role": "assistant", "content": None if none else content, "refusal": None})
 
     def choices(self, output: RequestOutput, more: Mapping[str, Any]) -> list[Choice]:
-        """Return the choices of a finished output. more: fields of each, in place of its own."""
+        """Return the choices of a finished output. more: fields that replace the choice's own."""
         choices = []
         for new in output.outputs:
             listed, reader = self._logprobs_of(new), self._reader(new.index)
@@ -158,7 +158,7 @@ class ChatAnswer(ChunkedAnswer):
 
 
 class BatchChatAnswer(Answer):
-    """Writes the answer to a BatchChatRequest: one choice for each conversation, whose index is the conversation's place."""
+    """Writes the answer to a BatchChatRequest: one choice per conversation, with the conversation's index."""
 
     prefix = ChatAnswer.prefix
 
@@ -183,7 +183,7 @@ def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[Request
 
 
 def _delta(piece: ChatPiece) -> dict[str, Any]:
-    """A piece as a delta of OpenAI's; reasoning has both its names."""
+    """Return a piece as OpenAI's delta. Reasoning has both of its names."""
     if piece.kind == "content":
         return {"content": piece.text}
     if piece.kind == "reasoning":
@@ -201,11 +201,11 @@ class Chats:
         self._service = service
 
     def answer(self, body: ChatRequest, name: str = "") -> ChatAnswer:
-        """What writes the answer to a chat; `prepare` tells it how to read. name: see `Answer`."""
+        """Return the answer writer of a chat; `prepare` sets its parser. name: see `Answer`."""
         return ChatAnswer(body, body.model or self._service.names[0], self._service.token_bytes, name)
 
     async def prompt(self, body: ChatRequest | TokenizeRequest, use: ToolUse) -> Any:
-        """Render a chat: {"prompt": text, "prompt_token_ids": ids}. use: of `tool_use`. :raises ConfigError: unsupported."""
+        """Return a chat as {"prompt": text, "prompt_token_ids": ids}. use: from `tool_use`. :raises ConfigError: if invalid."""
         messages, tools = self._service.chat_format.conversation(body.messages or [], use)
         return await self._service.llm.chat_prompt(
             messages,
@@ -218,7 +218,7 @@ class Chats:
         )
 
     async def prepare(self, body: ChatRequest, answer: ChatAnswer) -> Sequence[CheckedRequest]:
-        """Check a chat and tokenise it. :raises ConfigError: a bad parameter, or a conversation that is too long."""
+        """Check and tokenize a chat. :raises ConfigError: if a parameter is invalid or the conversation is too long."""
         params = chat_params(body, self._service.params_maker)
         end = self._service.template_end
         if end is not None and end not in self._service.llm.facts.eos_token_ids and not params.ignore_eos:
@@ -234,11 +234,11 @@ class Chats:
         try:
             adapter = self._service.adapter_of(body.model)
             return await self._service.llm.check([prompt], formed, priority=body.priority, lora_request=adapter)
-        except PromptError as error:  # which the client knows by another name
+        except PromptError as error:  # the client's field has another name
             raise PromptError("messages", *error.reason[1:]) from None
 
     async def prepare_all(self, body: BatchChatRequest, answer: BatchChatAnswer) -> Sequence[CheckedRequest]:
-        """Check several chats and tokenise them. :raises ConfigError: see `prepare`; the error names the conversation's place."""
+        """Check and tokenize several chats. :raises ConfigError: see `prepare`; the error has the conversation's index."""
         checked: list[CheckedRequest] = []
         for number, (chat, one) in enumerate(zip(body.chats, answer.chats, strict=True)):
             try:
@@ -256,16 +256,16 @@ SHARED_FIELDS: Final = (
     *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "bad_words"),
     *("structured_outputs", "split_special_tokens", "chat_template_kwargs", "truncate_prompt_tokens"),
 )
-"""Fields of a chat that these APIs do not have and take all the same."""
+"""Fields of chats that the Messages and Responses APIs accept as extensions."""
 
 
 def text_parts(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """The content of a chat's message of these texts: one, or parts, which are joined as the chat template wants it."""
+    """Return the content of a chat message: one text, or parts that are joined as the chat template requires."""
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 class ConvertedAnswer(Answer):
-    """Writes a chat's answer in another form: the chat reads the text, and this writes what was read."""
+    """Converts a chat's answer to another API's format: the chat parses the text, this class writes the result."""
 
     def __init__(self, chat: ChatAnswer, name: str = "") -> None:
         super().__init__(chat.body, chat.model, name)

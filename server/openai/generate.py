@@ -1,4 +1,4 @@
-"""Paths of other servers than OpenAI's: SGLang's /generate, vLLM's /generate and /inference/v1/generate, and /invocations."""
+"""Routes of other servers: SGLang's /generate, vLLM's /generate and /inference/v1/generate, and SageMaker's /invocations."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _SAME: Final = (
     *("presence_penalty", "repetition_penalty", "skip_special_tokens"),
 )
 _FORMS: Final = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-"""SGLang's form of an answer -> the field of structured_outputs."""
+"""SGLang's name of a structured output -> the field of structured_outputs."""
 _NOT_READ: Final = ("spaces_between_special_tokens", "no_stop_trim", "stream_interval", "custom_params")
-"""Parameters that are taken at the value which asks for nothing."""
+"""Parameters that are ignored, except that no_stop_trim becomes include_stop_str_in_output."""
 
 
 class NativeRequest(Fields):
@@ -48,26 +48,26 @@ class NativeRequest(Fields):
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     stream: bool = False
     rid: str | list[str] | None = None
-    """Not read: an answer has an id of the server's own."""
+    """Request id, repeated in the answer."""
     return_logprob: bool = False
     logprob_start_len: int = -1
-    """First token of the prompt whose log-probability is told; -1: that of none."""
+    """Index of the first prompt token whose log-probability is returned. -1 means none."""
     top_logprobs_num: int = Field(default=0, ge=0)
     return_text_in_logprobs: bool = False
 
     @property
     def is_list(self) -> bool:
-        """Whether the answer is a list."""
+        """True if the answer is a list."""
         listed = isinstance(self.text, list) or (bool(self.input_ids) and isinstance(self.input_ids[0], list))  # type: ignore[index]
         return listed or (self.sampling_params.get("n") or 1) > 1
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are told."""
+        """True if log-probabilities of the prompt are returned."""
         return self.return_logprob and self.logprob_start_len >= 0
 
     def as_completion(self) -> CompletionRequest:
-        """Return the same request for /v1/completions. :raises ConfigError: no prompt or two, or an unsupported parameter."""
+        """Return the equivalent /v1/completions body. :raises ConfigError: if the prompt or a parameter is unsupported."""
         if (self.text is None) == (self.input_ids is None):
             raise ConfigError("text", "a text or input_ids, and not both", "both" if self.text is not None else "neither")
         given, forms = dict(self.sampling_params), {}
@@ -82,7 +82,7 @@ class NativeRequest(Fields):
         wrong = next((name for name, value in given.items() if value is not None), None)
         if wrong is not None:
             raise ConfigError("sampling_params", f"{', '.join((*_SAME, *_NAMES, *_FORMS))}", shown(wrong))
-        if fields.get("max_tokens", 1) == 0:  # what SGLang's `select` asks for: the prompt's log-probabilities alone
+        if fields.get("max_tokens", 1) == 0:  # used by SGLang's `select`: only the prompt's log-probabilities
             fields["max_tokens"] = 1
         fields.setdefault("max_tokens", 128)
         logprobs = self.top_logprobs_num if self.return_logprob else None
@@ -92,7 +92,7 @@ class NativeRequest(Fields):
 
 
 class TokensRequest(Fields):
-    """vLLM's body of token ids, whose answer is token ids: {token_ids, sampling_params}."""
+    """vLLM's body of token ids, answered with token ids: {token_ids, sampling_params}."""
 
     request_id: str | None = None
     token_ids: TokenIds
@@ -102,11 +102,11 @@ class TokensRequest(Fields):
     priority: int = 0
 
     def as_completion(self) -> CompletionRequest:
-        """Return the same request for /v1/completions. :raises ConfigError: a stream, or an unknown parameter."""
+        """Return the equivalent /v1/completions body. :raises ConfigError: if it asks for a stream or a parameter is unknown."""
         if self.stream:
             raise ConfigError("stream", "false, because the tokens come at once on this path", "true", "/v1/completions streams")
         given = {name: value for name, value in self.sampling_params.items() if value is not None}
-        for name in ("output_kind", "detokenize", "spaces_between_special_tokens"):  # which change no token id
+        for name in ("output_kind", "detokenize", "spaces_between_special_tokens"):  # no effect on token ids
             given.pop(name, None)
         wrong = next((name for name in given if name not in CompletionRequest.model_fields), None)
         if wrong is not None:
@@ -116,13 +116,13 @@ class TokensRequest(Fields):
 
 
 class DemoRequest(Fields):
-    """The body of vLLM's api_server: a text beside the fields of SamplingParams."""
+    """The body of vLLM's api_server: a text and the fields of SamplingParams."""
 
     prompt: str = Field(max_length=10_000_000)
     stream: bool = False
 
     def as_completion(self) -> CompletionRequest:
-        """Return the same request for /v1/completions. :raises ConfigError: a field that is not a sampling parameter."""
+        """Return the equivalent /v1/completions body. :raises ConfigError: if a field is not a sampling parameter."""
         given = dict(self.model_extra or {})
         if given.pop("use_beam_search", False):
             raise ConfigError("use_beam_search", "false, because tokens are drawn or chosen one by one", "true")
@@ -138,7 +138,7 @@ _Scored = list[Any]  # A token's log-probability, its id, and its text or None
 
 
 class NativeAnswer(Answer):
-    """Writes an answer as SGLang does: the whole text so far in every event."""
+    """Writes answers in SGLang's format: each event has the whole text so far."""
 
     prefix = "gen-"
 
@@ -146,7 +146,7 @@ class NativeAnswer(Answer):
         super().__init__(body, model)
         self._asked = asked
         self._began = time.perf_counter()
-        self.tells_usage = True  # an event has what came before it, too
+        self.tells_usage = True  # an event repeats the text before it
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
         assert used is not None, "tells_usage"
@@ -159,7 +159,7 @@ class NativeAnswer(Answer):
         return orjson.dumps(told if self._asked.is_list else told[0])
 
     def _id_of(self, number: int) -> str:
-        """The id of a prompt's answer: the caller's, where it gave one."""
+        """Return the id of a prompt's answer: the caller's, or else a new one."""
         given = self._asked.rid
         if isinstance(given, str):
             return given
@@ -215,7 +215,7 @@ def _reason(new: CompletionOutput) -> dict[str, Any] | None:
 
 
 class TokensAnswer(Answer):
-    """Writes an answer of token ids, as vLLM's server does at /inference/v1/generate."""
+    """Writes answers of token ids, as vLLM's /inference/v1/generate does."""
 
     prefix = "generate-tokens-"
 
@@ -241,7 +241,7 @@ class TokensAnswer(Answer):
 
 
 class DemoAnswer(Answer):
-    """Writes an answer as vLLM's api_server does: prompt and completion as one text, and in a stream a line for each state."""
+    """Writes answers as vLLM's api_server does: prompt and completion as one text, in a stream one line per step."""
 
     prefix = "gen-"
 
@@ -268,14 +268,14 @@ def _texts(output: RequestOutput) -> list[str]:
 
 
 POOLING: Final = (*("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"),)
-"""Paths that a server of a model which embeds or scores has."""
+"""Routes of a server for pooling models."""
 TOKENS: Final = "/inference/v1/generate"
 BEYOND_TEXT: Final = ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations")
 _PROBE: Final = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 class GenerateRoutes(RouteGroup):
-    """The routes of SGLang's server and of vLLM's small one, over the same engine; and SageMaker's one path for all bodies."""
+    """Routes of SGLang's server and of vLLM's api_server for the same engine, and SageMaker's single path for all bodies."""
 
     def __init__(self, service: Service, posts: dict[str, Endpoint]) -> None:
         self._service = service
@@ -299,7 +299,7 @@ class GenerateRoutes(RouteGroup):
 
     @answers("POST", TOKENS, body=[TokensRequest], direct=True)
     async def tokens(self, request: Request) -> Response:
-        """Continue token ids by token ids."""
+        """Continue token ids, returning token ids."""
         self._service.check_room()
         asked = await self._service.read(request, TokensRequest)
         body = asked.as_completion()
@@ -312,7 +312,7 @@ class GenerateRoutes(RouteGroup):
 
     @answers("POST", "/invocations", direct=True)
     async def invocations(self, request: Request) -> Response:
-        """Answer whatever path the body is for: a chat where it has messages, else a completion."""
+        """Handle a body of another path: a chat if it has messages, else a completion."""
         text = await read_text(request, self._service.options)
         body = fields_of(text)
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions" if "prompt" in body else None
@@ -323,7 +323,7 @@ class GenerateRoutes(RouteGroup):
 
     @answers("GET", ("/get_model_info", "/model_info"))
     async def model_info(self) -> Response:
-        """Tell of the model what SGLang's frontend asks for."""
+        """Return the model information that SGLang's frontend reads."""
         name = self._llm.model.name
         return json_response(
             {
@@ -339,7 +339,7 @@ class GenerateRoutes(RouteGroup):
 
     @answers("GET", ("/get_server_info", "/server_info"))
     async def server_info(self) -> Response:
-        """Tell of the engine what SGLang's benchmark asks for."""
+        """Return the engine information that SGLang's benchmark reads."""
         facts = self._llm.facts
         tokens = facts.block_size * facts.num_blocks
         told = {"version": __version__, "model_path": self._llm.model.name, "max_total_num_tokens": tokens}
@@ -348,7 +348,7 @@ class GenerateRoutes(RouteGroup):
 
     @answers("GET", "/health_generate")
     async def health_generate(self) -> Response:
-        """Answer 200 when the engine has written a token."""
+        """Return 200 after the engine has generated a token."""
         await self._llm.check_health(self._service.options.step_timeout)
         self._service.check_room()
         async for _ in self._llm.generate([0], _PROBE):
@@ -357,19 +357,19 @@ class GenerateRoutes(RouteGroup):
 
     @answers("POST", POOLING)
     async def pools_not(self) -> Response:
-        """Refuse: the model generates text."""
+        """Reject the request: the model generates text."""
         got = f"{self._llm.model.name}, which generates text (headway serve --runner pooling makes vectors of a decoder's states)"
         raise ApiError(404, f"this path: needs a model that embeds or scores, got {got}", code="wrong_model")
 
     @answers("POST", BEYOND_TEXT)
     async def reads_text_alone(self) -> Response:
-        """Refuse: there are models of text alone."""
+        """Reject the request: only text models are supported."""
         raise ApiError(404, f"this path: needs another kind of model, got {self._llm.model.name}, which reads texts alone")
 
     @answers("GET", "/flush_cache")
     @answers("POST", "/flush_cache")
     async def flush_cache(self) -> Response:
-        """Forget the prompts that the cache holds."""
+        """Forget all cached prompts."""
         self._service.check_operator()
         await self._llm.reset_prefix_cache()
         return PlainTextResponse("Cache flushed.\n")

@@ -1,4 +1,4 @@
-"""From the body of a request to the engine's parameters."""
+"""Sampling parameters, prompts and tools from request bodies."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _SAME: Final = tuple(
     for each in fields(SamplingParams)
     if each.name in SamplingRequest.model_fields and each.name not in ("max_tokens", "structured_outputs")
 )
-"""Fields of the same name and meaning in SamplingParams."""
-_COMPLETION_TOKENS: Final = 16  # max_tokens of a completion that does not give it, as in OpenAI's API
+"""Fields with the same name and meaning in SamplingParams."""
+_COMPLETION_TOKENS: Final = 16  # default max_tokens of a completion in OpenAI's API
 
 
-_REMEMBERED: Final = 256  # Sets of parameters that are remembered: clients repeat theirs, and checks are costly
+_REMEMBERED: Final = 256  # Number of cached parameter sets: clients repeat theirs, and checks are costly
 
 
 class ParamsMaker:
-    """Makes the parameters of requests over those of the model."""
+    """Factory for request parameters, with the model's recommended parameters as defaults."""
 
     def __init__(self, default: SamplingParams) -> None:
         """default: values of fields that a request leaves out."""
@@ -46,29 +46,29 @@ class ParamsMaker:
         self._remembered = lru_cache(_REMEMBERED)(lambda *given: replace(default, **dict(given)))
 
     def make(self, given: dict[str, Any]) -> SamplingParams:
-        """Make parameters of these fields; pydantic typed them, so equal values are alike. :raises ConfigError: a bad value."""
+        """Return parameters with these fields. Equal values give the same object. :raises ConfigError: if a value is invalid."""
         items = tuple(given.items())
         try:
             hash(items)
-        except TypeError:  # a list among them
+        except TypeError:  # a value is a list
             return replace(self._default, **given)
         return self._remembered(*items)
 
 
 def chat_params(body: ChatRequest, maker: ParamsMaker) -> SamplingParams:
-    """The parameters of a chat. :raises ConfigError: a value that cannot work."""
+    """Return the parameters of a chat. :raises ConfigError: if a value is invalid."""
     if body.top_logprobs and not body.logprobs:
         raise ConfigError("top_logprobs", "logprobs=true beside it", body.top_logprobs)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _params(body, maker, body.most_tokens, logprobs)  # no limit: until the answer ends or there is no room left
+    return _params(body, maker, body.most_tokens, logprobs)  # no limit means until the answer ends or the context is full
 
 
 def completion_params(body: CompletionRequest, maker: ParamsMaker) -> SamplingParams:
-    """The parameters of completions. :raises ConfigError: a value that cannot work."""
+    """Return the parameters of completions. :raises ConfigError: if a value is invalid."""
     if body.suffix and body.echo:
         raise ConfigError("echo", "false beside suffix", "true")
     most = body.max_tokens
-    if most == 0 and body.echo:  # the prompt and its log-probabilities are all that is wanted
+    if most == 0 and body.echo:  # only the prompt and its log-probabilities are wanted
         most = 1
     params = _params(body, maker, _COMPLETION_TOKENS if most is None else most, body.logprobs)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
@@ -95,9 +95,9 @@ def _params(body: SamplingRequest, maker: ParamsMaker, most: int | None, logprob
 
 
 def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
-    """The form that the completion must have; None: any."""
+    """Return the structured output that the request asks for, or None."""
     wanted, older = body.response_format, body.older_form
-    if older and older.items() <= (body.structured_outputs or {}).items():  # clients of vLLM's send a form by both names
+    if older and older.items() <= (body.structured_outputs or {}).items():  # vLLM's clients may send it under both names
         older = {}
     if older:
         if body.structured_outputs or (wanted is not None and wanted.type != "text"):
@@ -119,7 +119,7 @@ def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
 
 
 def _structural_tag(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the outermost fields of a structural tag. :raises ConfigError: none of a tag's, or one of the wrong kind."""
+    """Check the outermost fields of a structural tag and return it. :raises ConfigError: if it is not a valid tag."""
     for name, need, kind in (("format", "an object", Mapping), ("structures", "a list", list), ("triggers", "a list", list)):
         if given.get(name) is not None and not isinstance(given[name], kind):
             raise ConfigError(f"response_format.{name}", need, shown(given[name], 60))
@@ -134,7 +134,7 @@ def _structural_tag(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def prompts_of(body: CompletionRequest) -> list[Any]:
-    """Return prompts as texts, token ids or rows of embeddings. :raises ApiError: none, too many, or unreadable embeddings."""
+    """Return prompts as texts, token ids or embeddings. :raises ApiError: if there are none, too many or invalid ones."""
     given, embedded = body.prompt, body.prompt_embeds
     if given is None and not embedded:
         raise ApiError(400, "prompt: needs a text, token ids, or prompt_embeds in its place, got none", "prompt")
@@ -150,7 +150,7 @@ def prompts_of(body: CompletionRequest) -> list[Any]:
 
 
 def _read_embedded(text: str) -> dict[str, Any]:
-    """A prompt of embeddings out of base64. :raises ApiError: it is none, or not what torch.save writes of a tensor."""
+    """Return a prompt of embeddings from base64. :raises ApiError: if it is not a tensor written by torch.save."""
     import torch
 
     need = "prompt_embeds: needs base64 of torch.save(tensor), floating point [num_tokens, hidden_size]"
@@ -160,18 +160,18 @@ def _read_embedded(text: str) -> dict[str, Any]:
         raise ApiError(400, f"{need}, got text that is not base64", "prompt_embeds") from error
     try:
         tensor = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle raises what it likes; weights_only runs no code
+    except Exception as error:  # pickle may raise anything; weights_only runs no code
         got = f"{len(content)} bytes in which torch.load(weights_only=True) finds no tensor"
         raise ApiError(400, f"{need}, got {got}", "prompt_embeds") from error
     dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
-    if dense and not tensor.is_contiguous():  # a few bytes could stand for any number of rows
+    if dense and not tensor.is_contiguous():  # otherwise a few bytes could represent any number of rows
         got = f"{list(tensor.shape)} with strides {list(tensor.stride())}"
         raise ApiError(400, f"{need}, whose rows follow one another, got {got}", "prompt_embeds")
     return {"prompt_embeds": tensor}
 
 
 def tool_use(body: ChatRequest) -> ToolUse:
-    """Return a chat's tools, and which may or must be called. :raises ConfigError: bad tools or choice, or the older fields."""
+    """Return a chat's tools and tool choice. :raises ConfigError: if they are invalid, or deprecated fields are used."""
     for field, instead in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, field) is not None:
             raise ConfigError(field, f"{instead}, which OpenAI has put in its place", "the older field", f"use {instead}")
@@ -179,7 +179,7 @@ def tool_use(body: ChatRequest) -> ToolUse:
 
 
 def template_kwargs(body: ChatRequest | TokenizeRequest | EmbeddingRequest) -> dict[str, Any]:
-    """Return the chat template's arguments. :raises ConfigError: a template in the request, a program that may not end."""
+    """Return the chat template's arguments. :raises ConfigError: if the request has a template, which could loop forever."""
     given = dict(body.chat_template_kwargs or {})
     if body.chat_template is not None or "chat_template" in given:
         raise ConfigError("chat_template", "the model's own", "another", "leave it out")

@@ -1,4 +1,4 @@
-"""One request's way through the server: admitted, prepared, queued, and answered whole or as a stream."""
+"""Processing of one request: admission, preparation, queueing, and the answer as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ Ended = Callable[[RequestOutput, int], None]
 
 
 class PromptReader:
-    """Reads the stream of one prompt."""
+    """Reader of one prompt's stream."""
 
     def __init__(self, stream: RequestStream, number: int, answer: Answer, ticket: Ticket, metrics: Metrics, end: Ended) -> None:
-        """number: the prompt's place in its request. end: called with the output and its tokens when the prompt has ended."""
+        """number: the prompt's index in its request. end: called with the output and its number of tokens at the end."""
         self._stream = stream
         self._answer = answer
         self._ticket = ticket
         self._metrics = metrics
         self._end = end
         self._n = answer.body.n or 1
-        self._first = number * self._n  # Index of the prompt's first choice
+        self._first = number * self._n  # index of the prompt's first choice
         self._reasons: dict[int, str] = {}
         self._noted = False
         self.num_written = 0
-        """Tokens of all completions of the prompt so far."""
+        """Number of tokens of all completions of the prompt so far."""
 
     @property
     def output(self) -> RequestOutput:
@@ -51,7 +51,7 @@ class PromptReader:
         return self._stream.state.output()
 
     async def whole(self) -> RequestOutput | None:
-        """Read the finished output; None: the request was ended before. :raises ApiError: a completion has failed."""
+        """Return the finished output, or None if the request was ended before. :raises ApiError: if a completion has failed."""
         async for last in self._stream:
             if last.finished:
                 break
@@ -65,7 +65,7 @@ class PromptReader:
         return last
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the prompt's choices, one part per news. :raises ApiError: a completion has failed."""
+        """Yield the events of the prompt's choices as they come. :raises ApiError: if a completion has failed."""
         stream, answer, observe, state = self._stream, self._answer, self._metrics.next_tokens, self._stream.state
         times: dict[int, float] = {}
         while (news := await stream.news()) is not None:
@@ -83,7 +83,7 @@ class PromptReader:
                 times[index] = now
                 if before is None:
                     parts.append(answer.begin(self._first + index, state.output))
-                    tokens -= 1  # the first token follows none; those beside it took no time
+                    tokens -= 1  # the first token has no predecessor; tokens of the same step took no time
                 if tokens > 0:
                     observe((now - (before or now)) / tokens, tokens)
                 used = (self.output, self.num_written) if answer.tells_usage else None
@@ -93,7 +93,7 @@ class PromptReader:
         self.note()
 
     def note(self) -> None:
-        """Count the prompt, which has ended, once. A completion without a reason was ended by its client or by the server."""
+        """Record the ended prompt's metrics, once. A completion without a reason was ended by its client or the server."""
         if self._noted:
             return
         self._noted = True
@@ -107,23 +107,23 @@ class PromptReader:
         if not self._answer.body.stream and times.first_token_time is not None and times.finished_time is not None:
             metrics.first_token(times.time_to_first_token)
             later = self.num_written - len(ended)
-            if later > 0:  # the tokens were not seen one by one: their mean stands for each
+            if later > 0:  # tokens were not observed one by one: count their mean for each
                 metrics.next_tokens((times.finished_time - times.first_token_time) * len(ended) / later, later)
 
 
 Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
 Prepare = Callable[[], Awaitable[Sequence[CheckedRequest]]]
-"""Tokenises and checks the prompts of a request."""
+"""Tokenizes and checks the prompts of a request."""
 
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Reply(Response):
-    """The answer to one request, sent by ASGI itself: no task, lock or queue lies between the engine's tokens and the socket."""
+    """The answer to one request, sent with raw ASGI: no task, lock or queue between the engine's tokens and the socket."""
 
     def __init__(self, service: Service, answer: Answer, prepare: Prepare, ignored: Sequence[str] = ()) -> None:
-        """ignored: names of fields of the request that are ignored."""
+        """ignored: names of the request's fields that are ignored."""
         super().__init__()
         self._ignored = ignored
         self._service = service
@@ -174,7 +174,7 @@ class Reply(Response):
         ticket.submitted()
         self._note_running()
         if self._watcher is None:
-            self._watcher = asyncio.ensure_future(self._watch(receive))  # finds a client that has left already at once
+            self._watcher = asyncio.ensure_future(self._watch(receive))  # detects at once a client that has already disconnected
         ends = [partial(self._trace, each.params) for each in requests]
         readers = self._readers = [
             PromptReader(each, number, self._answer, ticket, metrics, ends[number]) for number, each in enumerate(self._streams)
@@ -191,7 +191,7 @@ class Reply(Response):
         await self._write(send, self._answer.end([(reader.output, reader.num_written) for reader in readers]), more=False)
 
     def _note_running(self) -> None:
-        """Let the operator's paths know what the engine calls this request."""
+        """Register the engine's ids of this request for the operator paths."""
         self._service.running[self._answer.key] = RunningAnswer(self._answer.id, [each.request_id for each in self._streams])
 
     def _trace(self, params: SamplingParams, output: RequestOutput, written: int) -> None:
@@ -199,7 +199,7 @@ class Reply(Response):
             self._service.tracing.finished(output, written, params, self._asked_headers)
 
     async def _wait_resumed(self, receive: Receive) -> bool:
-        """Wait until a paused server goes on; False: the client has left meanwhile. Raises as `Service.resumed`."""
+        """Wait until a paused server resumes. Return False if the client has disconnected. Raises as `Service.resumed`."""
         self._watcher = asyncio.ensure_future(self._watch(receive))
         resumed = asyncio.ensure_future(self._service.resumed())
         try:
@@ -216,7 +216,7 @@ class Reply(Response):
                 await self._write(send, part)
 
     async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
-        """Send a part of a stream; waits for a client that does not read, until `write_timeout`."""
+        """Send a part of a stream. Waits for a client that does not read, until `write_timeout`."""
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + self._more_headers})
@@ -229,7 +229,7 @@ class Reply(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _watch(self, receive: Receive) -> None:
-        """Wait until the client has gone, and then end its request."""
+        """Wait until the client has disconnected, then end its request."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._left = True
@@ -237,9 +237,9 @@ class Reply(Response):
             stream.close()
 
     async def _fail(self, error: Exception, send: Send) -> None:
-        """Tell the client what went wrong: by a status, or in the stream that has begun."""
+        """Send the client an error: as a status, or as an event of a stream that has begun."""
         told = api_error(error)
-        if told.status >= 500 and not isinstance(error, (ApiError, EngineDeadError)):  # the host tells of a dead engine, once
+        if told.status >= 500 and not isinstance(error, (ApiError, EngineDeadError)):  # the host already logs a dead engine
             log.error("a request has failed", exc_info=error)
         self._service.metrics.refused[str(told.status)] += 1
         if self._left:
@@ -255,7 +255,7 @@ async def _nothing() -> Any:
 
 
 async def _all(parts: Sequence[Awaitable[None]]) -> None:
-    """Run all parts at once; the first fault ends the others."""
+    """Run all parts concurrently; the first exception ends the others."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         await asyncio.gather(*tasks)

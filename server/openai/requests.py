@@ -1,4 +1,4 @@
-"""The bodies of requests: OpenAI's fields, those that vLLM adds, and those of pooling models. See `Fields` for others."""
+"""Request bodies: OpenAI's fields, vLLM's additions, and bodies for pooling models. `Fields` handles unknown fields."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from headway.requests.prompts import Prompt
 from headway.server.errors import Fields
 
 MOST_COMPLETIONS = 128
-"""Most completions of one prompt, as in OpenAI's API: a large n is quickly written and slowly computed."""
+"""Maximum number of completions per prompt, as in OpenAI's API: a large n is cheap to request and expensive to compute."""
 MOST_PROMPTS = 2048
 MOST_STOPS = 64
 
 Count = Annotated[int, Field(ge=1, le=MOST_COMPLETIONS)]
 Stops = Annotated[list[str], Field(max_length=MOST_STOPS)]
 TokenIds = list[Annotated[int, Field(strict=True)]]
-"""Whole numbers; true and "5" are none."""
+"""Integers; true and "5" are rejected."""
 
 
 class StreamOptions(BaseModel):
-    """Parts of a stream beside its text."""
+    """Options for a stream's usage statistics."""
 
     include_usage: bool = False
     """Send a last chunk with the usage and without choices."""
@@ -33,31 +33,31 @@ class StreamOptions(BaseModel):
 
 
 class JsonSchema(BaseModel):
-    """A named schema."""
+    """A named JSON schema."""
 
     model_config = ConfigDict(populate_by_name=True, strict=True)
 
     name: str = "schema"
     strict: bool | None = None
-    """False: properties that the schema does not name may come, too."""
+    """False allows properties that the schema does not name."""
     schema_: dict[str, Any] | bool = Field(alias="schema", default=True)
 
 
 class ResponseFormat(BaseModel):
-    """The form of the answer."""
+    """Structured output of the answer."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    """The schema of "json_schema"; a "structural_tag" has `format`, or `structures` and `triggers`, in its place."""
+    """Schema for "json_schema". A "structural_tag" has `format`, or `structures` and `triggers`, instead."""
 
 
 class SamplingRequest(Fields):
-    """The fields that chats and completions share. None: the field was not given."""
+    """Fields that chats and completions share. None means that the field was not given."""
 
     model: str | None = None
-    """One of the server's names for its model; None: that model."""
+    """One of the server's names for its model. None means the model itself."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Count | None = 1
@@ -72,7 +72,7 @@ class SamplingRequest(Fields):
     logit_bias: Annotated[dict[int, float], Field(max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
-    # vLLM's
+    # Fields of vLLM
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -90,22 +90,22 @@ class SamplingRequest(Fields):
     structured_outputs: dict[str, Any] | None = None
     """Fields of StructuredOutputsParams."""
     guided_json: str | dict[str, Any] | None = None
-    """This and the next three: forms of the answer, by the names that they had in vLLM before 0.10."""
+    """This and the next three: structured outputs under their names before vLLM 0.10."""
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     regex: str | None = None
-    """This and the next: forms of the answer, by SGLang's names."""
+    """This and the next: structured outputs under SGLang's names."""
     ebnf: str | None = None
     use_beam_search: bool | None = None
-    """Search for the likeliest continuations, n of which are kept at each token and returned, in place of drawing tokens."""
+    """Find the most likely continuations by beam search, keeping n at each token, instead of sampling."""
     length_penalty: float | None = None
-    """The power of its length over which the log-probability of a search's continuation is taken when they are ranked."""
+    """Exponent of a continuation's length, by which beam search divides its log-probability."""
     priority: int = 0
     request_id: str | None = None
-    """What the answer's id is made of, where the header X-Request-Id gives none."""
+    """Client's part of the answer's id, if there is no header X-Request-Id."""
     split_special_tokens: bool | None = None
-    """True to read control token names in prompts and contents as text. None: in chats the server's option, in prompts no."""
+    """True to treat names of control tokens in prompts and contents as text. None: the server's option; False in prompts."""
     return_token_ids: bool = False
     """Add `token_ids` to every choice, and the prompt's to the first."""
     return_tokens_as_token_ids: bool = False
@@ -113,7 +113,7 @@ class SamplingRequest(Fields):
 
     @property
     def older_form(self) -> dict[str, Any]:
-        """The form in fields of the names that vLLM once had, or that SGLang has, by vLLM's name today; empty: none."""
+        """Structured output given in vLLM's older or SGLang's fields, by vLLM's current names; empty if there is none."""
         found = {
             "json": self.guided_json,
             "regex": self.guided_regex or self.regex,
@@ -124,7 +124,7 @@ class SamplingRequest(Fields):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens of a completion at most; None: the request does not say."""
+        """Maximum number of tokens of a completion. None if not given."""
         return self.max_tokens
 
 
@@ -136,30 +136,30 @@ class ChatRequest(SamplingRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     tools: list[dict[str, Any]] | None = None
-    """Shown to the model by its chat template, or described in the first message where the template has none."""
+    """Tools for the model, in its chat template, or described in the first message if the template does not support tools."""
     tool_choice: str | dict[str, Any] | None = None
-    """None: "auto" where there are tools."""
+    """None means "auto" if there are tools."""
     parallel_tool_calls: bool | None = None
-    """False: at most one call."""
+    """False allows at most one call."""
     modalities: list[Literal["text"]] | None = None
-    """Not read: answers are text."""
+    """Ignored: answers are text."""
     reasoning_effort: str | None = None
-    """A variable of the chat template; "none" also sets enable_thinking to false."""
+    """Variable of the chat template; "none" also sets enable_thinking to false."""
     functions: list[Any] | None = None
-    """Refused: `tools` have taken their place."""
+    """Rejected: replaced by `tools`."""
     function_call: Any = None
-    """Refused, as `functions`."""
-    # vLLM's
+    """Rejected: replaced by `tool_choice`."""
+    # Fields of vLLM
     include_reasoning: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
-    """Refused: a template is a program."""
+    """Rejected: a template is a program."""
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    """A variable of the chat template: texts that the answer may rest on."""
+    """Variable of the chat template: texts on which the answer may be based."""
     echo: bool = False
-    """Begin the answer with the last message, where it is the assistant's or is continued."""
+    """Begin the answer with the last message, if it is the assistant's or is continued."""
 
     @property
     def most_tokens(self) -> int | None:
@@ -167,13 +167,13 @@ class ChatRequest(SamplingRequest):
 
 
 class BatchChatRequest(ChatRequest):
-    """The body of /v1/chat/completions/batch: the fields of a chat, and several conversations as its messages."""
+    """The body of /v1/chat/completions/batch: a chat's fields with several conversations as messages."""
 
     messages: Annotated[list[list[dict[str, Any]]], Field(min_length=1, max_length=MOST_PROMPTS)]  # type: ignore[assignment]
 
     @cached_property
     def chats(self) -> list[ChatRequest]:
-        """The chat of each conversation. :raises ConfigError: a field that this path does not have; vLLM refuses the same."""
+        """The chat of each conversation. :raises ConfigError: if a field is unsupported; vLLM rejects the same ones."""
         one = "/v1/chat/completions takes one"
         for name, wanted in (("stream", False), ("use_beam_search", False), ("n", 1), ("best_of", 1)):
             if (got := getattr(self, name)) not in (None, wanted):
@@ -188,9 +188,9 @@ class CompletionRequest(SamplingRequest):
     """The body of /v1/completions."""
 
     prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)] | None = None
-    """None: prompt_embeds has the prompts."""
+    """None if prompt_embeds has the prompts."""
     prompt_embeds: str | Annotated[list[str], Field(max_length=MOST_PROMPTS)] | None = None
-    """Prompts as rows of embeddings, base64 of what torch.save writes; they come before those of `prompt`."""
+    """Prompts as embeddings: base64 of torch.save's output. They precede those of `prompt`."""
     echo: bool | None = False
     """Begin each text with its prompt."""
     logprobs: int | None = Field(default=None, ge=0)
@@ -198,7 +198,7 @@ class CompletionRequest(SamplingRequest):
 
 
 class TokenizeRequest(Fields):
-    """The body of /tokenize: a text, or a conversation."""
+    """The body of /tokenize: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -206,7 +206,7 @@ class TokenizeRequest(Fields):
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     split_special_tokens: bool | None = None
-    """As in a SamplingRequest."""
+    """See SamplingRequest."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
@@ -225,21 +225,21 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
 
 
 class PooledRequest(BaseModel):
-    """The fields that all of them share; other fields are ignored, as OpenAI's servers do."""
+    """Fields that all pooling bodies share. Other fields are ignored, as OpenAI's servers do."""
 
     model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
-    """One of the server's names for its model; None: that model."""
+    """One of the server's names for its model. None means the model itself."""
     truncate_prompt_tokens: int | None = None
-    """Tokens to which longer texts are cut; -1: the model's limit; None: longer ones are refused."""
+    """Maximum number of tokens of a text, -1 for the model's limit. None rejects longer texts."""
     request_id: str | None = None
-    """What the answer's id is made of, where the header X-Request-Id gives none."""
+    """Client's part of the answer's id, if there is no header X-Request-Id."""
     user: str | None = None
 
 
 class EmbeddingRequest(PooledRequest):
-    """The body of /v1/embeddings: texts, or a conversation."""
+    """The body of /v1/embeddings: texts or a conversation."""
 
     input: (
         str
@@ -249,18 +249,18 @@ class EmbeddingRequest(PooledRequest):
         | None
     ) = None
     messages: list[dict[str, Any]] | None = None
-    """A conversation, which is one text in the model's chat template."""
+    """Conversation to embed as one text, in the model's chat template."""
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template: str | None = None
-    """Refused: a template is a program."""
+    """Rejected: a template is a program."""
     chat_template_kwargs: dict[str, Any] | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The texts of `input`, or the token ids of each."""
+        """Texts of `input`, or the token ids of each."""
         if self.input is None:
             return []
         if isinstance(self.input, str):
@@ -271,29 +271,29 @@ class EmbeddingRequest(PooledRequest):
 
 
 class ClassifyRequest(EmbeddingRequest):
-    """The body of /classify: texts, as /v1/embeddings has them."""
+    """The body of /classify: texts, as in /v1/embeddings."""
 
 
 class PoolRequest(EmbeddingRequest):
     """The body of /pooling."""
 
     task: str | None = None
-    """embed, classify, token_embed or token_classify; None: what the model is for."""
+    """embed, classify, token_embed or token_classify. None means the model's task."""
 
 
 class ScoreRequest(PooledRequest):
-    """The body of /score: two texts, a text and a list, or two lists of one length."""
+    """The body of /score: two texts, a text and a list, or two lists of equal length."""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
     queries: str | Texts | None = None
-    """The same as `text_1`, in newer releases of vLLM."""
+    """Same as `text_1`, in newer releases of vLLM."""
     documents: str | Texts | None = None
-    """The same as `text_2`."""
+    """Same as `text_2`."""
 
     @property
     def texts(self) -> tuple[str | list[str], str | list[str]]:
-        """Queries and documents; an empty list where one is missing, which is refused with its name."""
+        """Queries and documents. A missing one is an empty list, which is later rejected by name."""
         return self.queries or self.text_1 or [], self.documents or self.text_2 or []
 
 
@@ -303,6 +303,6 @@ class RerankRequest(PooledRequest):
     query: str
     documents: Texts
     top_n: int = Field(default=0, ge=0)
-    """Documents that are returned, the best first; 0: all."""
+    """Number of documents to return, best first. 0 means all."""
     return_documents: bool = True
-    """Whether each result brings its document's text, as vLLM's does."""
+    """True to return each document's text with its result, as vLLM does."""

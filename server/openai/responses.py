@@ -1,4 +1,4 @@
-"""OpenAI's responses: the bodies of requests, the chats that they are, their answers, their store and routes."""
+"""OpenAI's Responses API: request bodies, conversion to chats, answers, storage and routes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from headway.server.routing import RouteGroup, answers, json_response
 from headway.server.service import Service
 
 Item = dict[str, Any]
-"""An item of a conversation: a message, a thought, a call or the result of one."""
+"""An item of a conversation: a message, reasoning, a call or a call's result."""
 
 
 class TextFormat(BaseModel):
-    """The form of the answer."""
+    """Structured output of the answer."""
 
     model_config = ConfigDict(populate_by_name=True, strict=True)
 
@@ -45,7 +45,7 @@ class TextFormat(BaseModel):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """The form as chats have it."""
+        """The structured output in the form of chats."""
         if self.type != "json_schema":
             return {"type": self.type}
         if self.schema_ is None:
@@ -54,13 +54,13 @@ class TextFormat(BaseModel):
 
 
 class TextConfig(Fields):
-    """The form of the answer, in OpenAI's nesting."""
+    """Structured output of the answer, nested as in OpenAI's API."""
 
     format: TextFormat | None = None
 
 
 class ReasoningConfig(Fields):
-    """How long the model thinks, where its chat template can say so."""
+    """Reasoning effort, for models whose chat template supports it."""
 
     known_extras: ClassVar[frozenset[str]] = frozenset(("summary", "generate_summary"))
 
@@ -90,9 +90,9 @@ class ResponsesRequest(Fields):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = True
-    """Whether the response can be asked for again, and continued by its id."""
+    """True to store the response, so that it can be retrieved and continued by its id."""
     stream: bool | None = False
-    max_output_tokens: int | None = Field(default=None, lt=2**63)  # which a text may say, too
+    max_output_tokens: int | None = Field(default=None, lt=2**63)  # an int, but JSON may contain any number
     temperature: float | None = None
     top_p: float | None = None
     tools: list[ResponseTool] | None = None
@@ -113,7 +113,7 @@ class ResponsesRequest(Fields):
         return [{"type": "message", "role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def check(self) -> None:
-        """Check for what this server has not got. :raises ApiError: naming the field."""
+        """Check for unsupported fields. :raises ApiError: if there is one; the error names it."""
         for name, need in _NOT_BUILT.items():
             if getattr(self, name):
                 raise ApiError(400, f"{name}: needs {need}, got {str(getattr(self, name))[:60]!r}", name)
@@ -123,7 +123,7 @@ class ResponsesRequest(Fields):
             )
 
     def chat(self, before: Sequence[Item]) -> ChatRequest:
-        """Return the chat. before: items of the continued conversation. :raises ConfigError: unsupported items or tools."""
+        """Return the equivalent chat. before: items of the continued conversation. :raises ConfigError: if unsupported."""
         found: dict[str, Any] = {
             name: value for name, value in (self.model_extra or {}).items() if name in (*SHARED_FIELDS, "top_k", "stop")
         }
@@ -141,7 +141,7 @@ class ResponsesRequest(Fields):
         return ChatRequest(**{**found, "messages": messages, "max_tokens": self.max_output_tokens})
 
     def ignored(self) -> list[str]:
-        """The names of fields that are ignored, those within others too."""
+        """Return the names of ignored fields, including nested ones."""
         nested = [("text", self.text), ("reasoning", self.reasoning)]
         inner = [f"{place}.{name}" for place, each in nested if each is not None for name in each.unknown()]
         return [*self.unknown(), *inner]
@@ -159,8 +159,8 @@ _ROLES: Final = ("user", "assistant", "system", "developer")
 
 
 def messages_of_items(items: Iterable[Any], first: int = 0) -> list[dict[str, Any]]:
-    """Return chat messages of items; consecutive thought, message and calls of the model are one. first: the request's own.
-    :raises PromptError: an item that chats do not have, or a value of the wrong kind."""
+    """Return the chat messages of items; the model's consecutive reasoning, message and calls are one message.
+    first: index of the request's first own item. :raises PromptError: if an item is unsupported or invalid."""
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         place = f"input.{number - first}"
@@ -205,7 +205,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _texts(content: Any, place: str) -> list[str]:
-    """The texts of an item's content. :raises PromptError: it holds something else."""
+    """Return the texts of an item's content. :raises PromptError: if it has anything else."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
@@ -222,7 +222,7 @@ def _texts(content: Any, place: str) -> list[str]:
 
 
 def _function(tool: ResponseTool, place: str) -> dict[str, Any]:
-    """Return a tool in the form of chats. :raises ConfigError: a tool of OpenAI's own servers, or one no model can call."""
+    """Return a tool in the form of chats. :raises ConfigError: if it is a server-side tool of OpenAI or invalid."""
     if tool.type != "function":
         raise ConfigError(f"{place}.type", "function, the one type of tools that models call here", shown(tool.type, 60))
     given = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
@@ -231,7 +231,7 @@ def _function(tool: ResponseTool, place: str) -> dict[str, Any]:
 
 
 def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Which functions the model may or must call, as chats say it. :raises ConfigError: a choice that chats do not have."""
+    """Return the tool choice in the form of chats. :raises ConfigError: if chats do not support it."""
     if not isinstance(given, dict):
         return given
     if given.get("type") != "function":
@@ -255,14 +255,14 @@ class OpenItem:
     """The item that is being written."""
 
     def __init__(self, piece: ChatPiece, place: int) -> None:
-        """piece: its first. place: its number among the items of the answer."""
+        """piece: its first piece. place: index among the answer's items."""
         self.kind = _TYPES[piece.kind]
         self.call = piece.call
         self.place = place
         self.id = f"{_PREFIXES[self.kind]}_{uuid4().hex}"
         self._call_id = piece.id
         self.name = piece.text if piece.kind == "call" else ""
-        """The function's name, of a call."""
+        """Name of the function, for a call."""
         self._texts: list[str] = []
 
     @property
@@ -276,7 +276,7 @@ class OpenItem:
 
     @property
     def content(self) -> dict[str, Any] | None:
-        """The one part of its content; None: calls have none."""
+        """The only part of the item's content. None for a call."""
         if self.kind == "function_call":
             return None
         if self.kind == "reasoning":
@@ -284,7 +284,7 @@ class OpenItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def item(self, status: str) -> Item:
-        """The item. status: "in_progress", "completed" or "incomplete"; an item in progress has no content yet."""
+        """Return the item. status: "in_progress", "completed" or "incomplete"; an item in progress has no content yet."""
         common = {"id": self.id, "status": status}
         if self.kind == "function_call":
             return {"type": self.kind, **common, "call_id": self._call_id, "name": self.name, "arguments": self.text}
@@ -295,14 +295,14 @@ class OpenItem:
 
 
 class ResponsesAnswer(ConvertedAnswer):
-    """Writes a chat's answer as a response."""
+    """Converts a chat's answer to a response."""
 
     prefix = "resp_"
 
     def __init__(
         self, chat: ChatAnswer, asked: ResponsesRequest, default: SamplingParams, keep: Callable[[dict[str, Any]], None]
     ) -> None:
-        """default: values of fields that a request leaves out. keep: called with the response when it is complete."""
+        """default: values of fields that a request leaves out. keep: called with the complete response."""
         super().__init__(chat)
         self._asked = asked
         self._default = default
@@ -313,7 +313,7 @@ class ResponsesAnswer(ConvertedAnswer):
         self._number = 0
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """Write the response as it is before its output."""
+        """Write the response before its output."""
         response = self._response("in_progress")
         return b"".join(self._event(f"response.{word}", {"response": response}) for word in ("created", "in_progress"))
 
@@ -323,12 +323,12 @@ class ResponsesAnswer(ConvertedAnswer):
         return b"".join(self._piece(each) for each in pieces)
 
     def _note(self, reason: str | None) -> None:
-        """Take note why the answer has ended, if it has."""
+        """Record why the answer has ended, if it has."""
         if reason == "length":
             self._status = "incomplete"
 
     def _piece(self, piece: ChatPiece) -> bytes:
-        """Write a piece, and before it the end of an item of another kind and the start of its own."""
+        """Write a piece. If it belongs to another item, first write the end of the old item and the start of the new one."""
         said = b""
         if self._open is None or (self._open.kind, self._open.call) != (_TYPES[piece.kind], piece.call):
             said = self._close("completed") + self._start(piece)
@@ -348,7 +348,7 @@ class ResponsesAnswer(ConvertedAnswer):
         return said
 
     def _close(self, status: str) -> bytes:
-        """Write the end of the item that is being written, if any."""
+        """Write the end of the current item, if there is one."""
         opened = self._open
         self._open = None
         if opened is None:
@@ -380,7 +380,7 @@ class ResponsesAnswer(ConvertedAnswer):
         pieces, reason = self.chat.read(0, output.outputs[0])
         self._note(reason)
         for piece in pieces:
-            self._piece(piece)  # the events of a stream make the items
+            self._piece(piece)  # builds the items; the events are not sent
         self._close(self._status)
         response = self._response(self._status, usage_of(output, num_written(output)))
         self._keep(response)
@@ -426,7 +426,7 @@ class ResponsesAnswer(ConvertedAnswer):
 
 
 def usage_of(output: RequestOutput, written: int) -> dict[str, Any]:
-    """The usage of a response. written: tokens of its completion."""
+    """Return the usage of a response. written: tokens of its completion."""
     prompt = len(output.prompt_token_ids)
     return {
         "input_tokens": prompt,
@@ -438,7 +438,7 @@ def usage_of(output: RequestOutput, written: int) -> dict[str, Any]:
 
 
 MOST_BYTES: Final = 64 * 2**20
-"""Bytes of JSON of all stored responses and their conversations."""
+"""Maximum bytes of JSON of all stored responses and their conversations."""
 
 
 @dataclass(frozen=True)
@@ -447,27 +447,27 @@ class StoredResponse:
 
     response: dict[str, Any]
     before: Sequence[Item]
-    """Items of the conversation that the request continued."""
+    """Items of the conversation that the request continues."""
     input: Sequence[Item]
 
     @property
     def conversation(self) -> list[Item]:
-        """All items, those of the answer included."""
+        """All items, including the answer's."""
         return [*self.before, *self.input, *self.response["output"]]
 
 
 class ResponseStore:
-    """The last responses of a server; the oldest give way. For the server's event loop alone."""
+    """The last responses of a server; the oldest are evicted. Only for the server's event loop."""
 
     def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
-        """most: number of responses; 0: none is stored. most_bytes: of their JSON; the newest stays, whatever its size."""
+        """most: maximum number of responses; 0 stores none. most_bytes: maximum bytes of JSON; the newest always stays."""
         self.most = most
         self._most_bytes = most_bytes
         self._found: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self._bytes = 0
 
     def put(self, stored: StoredResponse) -> None:
-        """Store a response, where any are stored."""
+        """Store a response, unless storing is disabled."""
         if not self.most:
             return
         size = len(orjson.dumps([stored.response, stored.before, stored.input]))
@@ -478,7 +478,7 @@ class ResponseStore:
             self._bytes -= gone
 
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
-        """Return a stored response. param: the request's field that names it. :raises ApiError: it is not stored (any more)."""
+        """Return a stored response. param: the request's field with its id. :raises ApiError: if it is not stored (any more)."""
         found = self._found.get(response_id)
         if found is None:
             kept = (
@@ -490,14 +490,14 @@ class ResponseStore:
         return found[0]
 
     def remove(self, response_id: str) -> None:
-        """Forget a response. :raises ApiError: it is not stored."""
+        """Forget a response. :raises ApiError: if it is not stored."""
         self.get(response_id)
         _, size = self._found.pop(response_id)
         self._bytes -= size
 
 
 class ResponsesRoutes(RouteGroup):
-    """/v1/responses and what hangs below it."""
+    """/v1/responses and its subpaths."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
         self._service = service
@@ -523,7 +523,7 @@ class ResponsesRoutes(RouteGroup):
 
     @answers("GET", "/v1/responses/{response_id}")
     async def stored(self, response_id: str, stream: bool = False) -> Response:
-        """Tell a stored response again."""
+        """Return a stored response."""
         if stream:
             raise ApiError(400, "stream: needs false, because the events of a response are not stored, got true", "stream")
         return json_response(self.store.get(response_id).response)
@@ -536,17 +536,17 @@ class ResponsesRoutes(RouteGroup):
 
     @answers("GET", "/v1/responses/{response_id}/input_items")
     async def input_items(self, response_id: str) -> Response:
-        """Tell what a stored response was an answer to."""
+        """Return the input items of a stored response."""
         data = [{**each, "id": f"{response_id}-{number}"} for number, each in enumerate(self.store.get(response_id).input)]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return json_response({"object": "list", "data": data, **ends, "has_more": False})
 
     @answers("POST", "/v1/responses/{response_id}/cancel")
     async def cancel(self, response_id: str) -> Response:
-        """Refuse: responses end with their client's connection."""
+        """Reject the request: responses end with their client's connection."""
         self.store.get(response_id)
         raise ApiError(400, "cancel: needs a response in the background, which this server has none of", "response_id")
 
 
 def _forget(_: dict[str, Any]) -> None:
-    """Keep nothing."""
+    """Do not store the response."""

@@ -1,1 +1,1 @@
-"""Paths for operators: adapters, engine control, profiles, metrics, traces."""
+"""Routes for operators: adapters, engine control, profiles, metrics and traces."""

@@ -1,4 +1,4 @@
-"""The figures of /metrics, in Prometheus' text format, under the names that the dashboards of vLLM and llm-d read."""
+"""Metrics of /metrics in Prometheus' text format, with the names that dashboards for vLLM and llm-d expect."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from headway.outputs import RequestMetrics
 
 
 class Histogram:
-    """Counts of values by upper bound, for one thread, at a fraction of prometheus_client's microseconds: each token is one."""
+    """Counts of values by upper bound. Single-threaded and much faster than prometheus_client, since every token is a value."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """bounds: rising; a value above all of them counts under infinity."""
+        """bounds: ascending upper bounds; larger values count under infinity."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self.sum = 0.0
@@ -35,7 +35,7 @@ class Histogram:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bounds of the buckets, in Prometheus' notation, each with the number of values up to the bound."""
+        """Upper bounds in Prometheus' notation, each with the number of values up to it."""
         total, listed = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -47,14 +47,14 @@ Samples = Iterable[tuple[Sequence[str], float]]
 
 
 class Labels:
-    """Makes metric families whose every sample has the labels of one model."""
+    """Factory for metric families whose samples all have the labels of one model."""
 
     def __init__(self, model_name: str) -> None:
         self._names = ("model_name", "engine")
         self._values = (model_name, "0")
 
     def gauge(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
-        """Return a gauge. samples: values of `labels`, and the gauge's with these."""
+        """Return a gauge. samples: pairs of values for `labels` and the gauge's value."""
         return self._filled(GaugeMetricFamily(name, text, labels=[*self._names, *labels]), samples)
 
     def counter(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
@@ -68,7 +68,7 @@ class Labels:
         return family
 
     def refused(self, counts: Mapping[str, int]) -> Metric:
-        """Return the counter of errors. counts: by status."""
+        """Return the counter of error responses. counts: by status."""
         samples = (((status,), count) for status, count in counts.items())
         return self.counter("headway:requests_refused", "Requests answered by an error.", samples, "status")
 
@@ -79,7 +79,7 @@ class Labels:
 
 
 PROCESS: Final = ProcessCollector(registry=None)
-"""`process_*`: processor time, memory, open files and the start of the server's own process; on Linux."""
+"""`process_*`: CPU time, memory, open files and start time of the server's process, on Linux."""
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _FIRST: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -99,23 +99,23 @@ _HISTOGRAMS: Final = {
     "request_prompt_tokens": ("Tokens of a request's prompt.", _COUNT),
     "request_generation_tokens": ("Tokens of a request's completions.", _COUNT),
     "request_max_num_generation_tokens": ("Tokens of a request's longest completion.", _COUNT),
-    "request_params_max_tokens": ("Tokens that a request asks for at most, where it says so.", _COUNT),
-    "request_params_n": ("Completions that a request asks for.", (1, 2, 5, 10, 20, 50, 100)),
+    "request_params_max_tokens": ("Maximum number of tokens that a request asks for, if it sets one.", _COUNT),
+    "request_params_n": ("Completions per request.", (1, 2, 5, 10, 20, 50, 100)),
 }
 _REASONS: Final = ("stop", "length", "abort", "error")
 
 
 class Metrics:
-    """Counts and times of the server's requests, kept on its event loop."""
+    """Counts and times of the server's requests. Only for its event loop."""
 
     def __init__(self, model_name: str, block_size: int) -> None:
-        """model_name: label of every figure. block_size: tokens of a block of the cache."""
+        """model_name: label of every metric. block_size: tokens per KV cache block."""
         self._labels = Labels(model_name)
         self._block_size = block_size
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._reasons: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
         self.refused: Counter[str] = Counter()
-        """Status -> requests that were answered by an error of that status."""
+        """Status -> number of error responses."""
         self.first_token = self._histograms["time_to_first_token_seconds"].observe
         self.next_tokens = self._histograms["inter_token_latency_seconds"].observe
         """Called with (seconds per token, number of tokens)."""
@@ -123,7 +123,7 @@ class Metrics:
     def finished(
         self, times: RequestMetrics, prompt_tokens: int, output_tokens: int, reasons: list[str], longest: int, most: int | None
     ) -> None:
-        """Add an ended request. reasons: finish_reason of each completion. longest: its longest. most: max_tokens, or None."""
+        """Add a finished request. reasons: finish_reason of each completion. longest: tokens of the longest. most: max_tokens."""
         self._reasons.update(reasons)
         found = self._histograms
         found["request_prompt_tokens"].observe(prompt_tokens)
@@ -146,48 +146,48 @@ class Metrics:
             found["request_inference_time_seconds"].observe(end - begun)
 
     def page(self, engine: EngineSnapshot, queued: int) -> bytes:
-        """Write all figures. queued: requests that the engine has not been handed yet."""
+        """Return all metrics as text. queued: number of requests not yet passed to the engine."""
         families = [*self._engine(engine, queued), *self._requests()]
         return exposition([*families, *PROCESS.collect()])
 
     def _engine(self, now: EngineSnapshot, queued: int) -> Iterator[Metric]:
         used = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
-        states = "States that are kept for equal prefixes, of a model whose layers keep states."
+        states = "Cached states for prefix reuse, for models with state layers."
         for name, text, value in (
-            ("vllm:num_requests_running", "Sequences that steps serve.", now.num_running),
+            ("vllm:num_requests_running", "Sequences in running steps.", now.num_running),
             ("vllm:num_requests_waiting", "Requests and sequences that wait.", now.num_waiting + queued),
-            ("vllm:kv_cache_usage_perc", "Share of the cache's blocks that sequences hold; 1 is all.", used),
-            ("vllm:gpu_cache_usage_perc", "The same, by its name in older dashboards.", used),
+            ("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 means all.", used),
+            ("vllm:gpu_cache_usage_perc", "Share of the KV cache's blocks in use, by its name in older dashboards.", used),
             ("headway:num_kept_states", states, now.num_kept_states),
-            ("headway:kept_state_bytes", "Bytes of these states.", now.kept_state_bytes),
-            ("headway:num_offloaded_states", "States in the host's memory.", now.num_offloaded_states),
+            ("headway:kept_state_bytes", "Bytes of cached states.", now.kept_state_bytes),
+            ("headway:num_offloaded_states", "States offloaded to host memory.", now.num_offloaded_states),
         ):
             yield self._labels.gauge(name, text, [((), value)])
         sizes = str(self._block_size), str(now.num_blocks)
-        yield self._labels.gauge("vllm:cache_config_info", "The cache.", [(sizes, 1)], "block_size", "num_gpu_blocks")
+        yield self._labels.gauge("vllm:cache_config_info", "Sizes of the KV cache.", [(sizes, 1)], "block_size", "num_gpu_blocks")
         for name, (text, field) in COUNTERS.items():
             yield self._labels.counter(f"vllm:{name}", text, [((), getattr(now.totals, field))])
         yield self._step_tokens(now.totals)
         yield from self._steps(now.totals)
 
     def _step_tokens(self, totals: EngineStats) -> Metric:
-        """Tokens of steps, in the engine's own buckets: it counts each step by the next power of two alone."""
+        """Return the histogram of tokens per step, with powers of two as bounds, by which the engine counts steps."""
         buckets, total = [], 0
         for bits in range(1, max(totals.steps_by_tokens, default=1) + 1):
             total += totals.steps_by_tokens[bits]
             buckets.append((repr(float(2**bits - 1)), float(total)))
         buckets.append(("+Inf", float(total)))
         sum_of_all = totals.num_prefill_tokens + totals.num_decode_tokens
-        return self._labels.histogram("vllm:iteration_tokens_total", "Tokens of a step.", buckets, sum_of_all)
+        return self._labels.histogram("vllm:iteration_tokens_total", "Tokens per step.", buckets, sum_of_all)
 
     def _steps(self, totals: EngineStats) -> Iterator[Metric]:
-        text = "Steps in which a backend served a phase."
+        text = "Steps by phase and backend."
         yield self._labels.counter("headway:steps", text, sorted(totals.steps_by_phase.items()), "phase", "backend")
         for name, text, counts in (
-            ("steps_without_graph", "Steps that were launched kernel by kernel, by reason.", totals.steps_without_graph),
-            ("steps_in_pieces", "Steps that were graphs with attention between them, by reason.", totals.steps_in_pieces),
-            ("rows_gathered", "Rows of logits that all ranks put together, by what asked for it.", totals.rows_gathered_for),
-            ("compilations", "Kernels that were compiled while requests waited, by name.", totals.compilations),
+            ("steps_without_graph", "Steps without a CUDA graph, by reason.", totals.steps_without_graph),
+            ("steps_in_pieces", "Steps with piecewise CUDA graphs, by reason.", totals.steps_in_pieces),
+            ("rows_gathered", "Rows of logits gathered from all ranks, by reason.", totals.rows_gathered_for),
+            ("compilations", "Kernels compiled while requests waited, by name.", totals.compilations),
         ):
             samples = (((reason,), count) for reason, count in sorted(counts.items()))
             yield self._labels.counter(f"headway:{name}", text, samples, "reason")
@@ -196,14 +196,16 @@ class Metrics:
         for name, found in self._histograms.items():
             yield self._labels.histogram(f"vllm:{name}", _HISTOGRAMS[name][0], found.buckets, found.sum)
             if name == "inter_token_latency_seconds":  # its name in older dashboards
-                yield self._labels.histogram("vllm:time_per_output_token_seconds", "The same.", found.buckets, found.sum)
+                yield self._labels.histogram(
+                    "vllm:time_per_output_token_seconds", "Seconds per token (older name).", found.buckets, found.sum
+                )
         reasons = (((reason,), count) for reason, count in self._reasons.items())
         yield self._labels.counter("vllm:request_success", "Completions that ended.", reasons, "finished_reason")
         yield self._labels.refused(self.refused)
 
 
 class Figures(Collector):
-    """A custom collector of metrics that were counted by hand."""
+    """Collector of metric families that were built by hand."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
@@ -214,7 +216,7 @@ class Figures(Collector):
 
 
 def exposition(families: Iterable[Metric]) -> bytes:
-    """Return families in Prometheus' text format; see CONTENT_TYPE."""
+    """Return metric families in Prometheus' text format; see CONTENT_TYPE."""
     registry = CollectorRegistry()
     registry.register(Figures(families))
     return generate_latest(registry)

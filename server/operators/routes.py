@@ -1,4 +1,4 @@
-"""Paths for those who run a server, by vLLM's names: what it does now, its adapters, switches and profiles."""
+"""Routes for operators, with vLLM's names: load, adapters, pausing, sleeping and profiles."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class LoadAdapterRequest(Fields):
     """The body of /v1/load_lora_adapter."""
 
     lora_name: str
-    """What requests will name as their model."""
+    """Name that requests use as their model."""
     lora_path: str
-    """The folder that peft has written."""
+    """Folder in peft's format."""
     load_inplace: bool = False
-    """Whether an adapter of this name is replaced; requests that use it go on with it."""
+    """True to replace an adapter of this name; running requests keep using the old one."""
 
 
 class UnloadAdapterRequest(Fields):
@@ -41,11 +41,11 @@ class UnloadAdapterRequest(Fields):
 
     lora_name: str
     lora_int_id: int | None = None
-    """Not needed: the name says which."""
+    """Ignored: `lora_name` identifies the adapter."""
 
 
 class AdapterRoutes(RouteGroup):
-    """Loads adapters into a server, and takes them out of it; 404 unless the operator's paths are switched on."""
+    """Loads and unloads adapters. Returns 404 unless operator paths are enabled."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -55,7 +55,7 @@ class AdapterRoutes(RouteGroup):
 
     @answers("POST", "/v1/load_lora_adapter", body=[LoadAdapterRequest])
     async def load(self, request: Request) -> Response:
-        """Read an adapter; requests may name it as their model once this has answered."""
+        """Load an adapter. Requests may use it as their model after this response."""
         self._service.check_operator()
         asked = await read_body(request, LoadAdapterRequest, self._service.options)
         name, adapters = asked.lora_name, self._service.adapters
@@ -69,7 +69,7 @@ class AdapterRoutes(RouteGroup):
             raise ApiError(400, f"lora_name: the adapter {shown(name)} {what}; {hint}", "lora_name")
         self._loading.add(name)
         try:
-            known = await self._llm.list_loras()  # a program may have given the engine numbers of its own
+            known = await self._llm.list_loras()  # other code may have added adapters with numbers of its choice
             self._numbers = max([self._numbers, *known]) + 1
             made = LoRARequest(name, self._numbers, asked.lora_path)
             await self._llm.add_lora(made)
@@ -82,7 +82,7 @@ class AdapterRoutes(RouteGroup):
 
     @answers("POST", "/v1/unload_lora_adapter", body=[UnloadAdapterRequest])
     async def unload(self, request: Request) -> Response:
-        """Forget an adapter; requests that have begun with it go on to their ends."""
+        """Unload an adapter; running requests keep using it."""
         self._service.check_operator()
         asked = await read_body(request, UnloadAdapterRequest, self._service.options)
         known = self._service.adapters.pop(asked.lora_name, None)
@@ -93,18 +93,20 @@ class AdapterRoutes(RouteGroup):
 
 
 def models_of(adapters: Sequence[LoRARequest], parent: str, model: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries of /v1/models for adapters, as vLLM lists them. model: makes the entry of a name."""
+    """Return entries of /v1/models for adapters, in vLLM's form. model: returns the entry of a name."""
     return [{**model(each.lora_name), "root": each.lora_path, "parent": each.base_model_name or parent} for each in adapters]
 
 
 class ProfileRoutes(RouteGroup):
-    """Routes that start and stop a profile; 404 unless a folder for traces is named, for a profile slows everybody down."""
+    """Starts and stops profiles. Returns 404 without a folder for traces, since a profile slows down all requests."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._llm = service.llm
         self._profiling = False
-        self._turn = asyncio.Lock()  # Held while a profile starts or stops: the next begins after the last trace is written
+        self._turn = (
+            asyncio.Lock()
+        )  # held while a profile starts or stops, so that a new one starts only after the last trace is written
 
     @answers("POST", "/start_profile", body=[ProfileRequest], required=False)
     async def start(self, request: Request) -> Response:
@@ -120,7 +122,7 @@ class ProfileRoutes(RouteGroup):
 
     @answers("POST", "/stop_profile")
     async def stop(self) -> Response:
-        """Stop the profile; the answer says where the time of a step went, and names the trace file."""
+        """Stop the profile. Return how the step time was spent and the path of the trace."""
         self._folder()
         async with self._turn:
             if not self._profiling:
@@ -141,7 +143,7 @@ class AbortRequest(BaseModel):
     """The body of /abort_requests."""
 
     request_ids: list[str]
-    """Ids of answers, as clients see them."""
+    """Ids of answers, as returned to clients."""
 
 
 class WorkerCall(BaseModel):
@@ -153,7 +155,7 @@ class WorkerCall(BaseModel):
 
 
 class OperatorRoutes(RouteGroup):
-    """The operator's routes; those that change something are 404 unless they are switched on."""
+    """Engine control. Routes that change something return 404 unless operator paths are enabled."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -161,12 +163,12 @@ class OperatorRoutes(RouteGroup):
 
     @answers("GET", "/load")
     async def load(self) -> Response:
-        """Tell how many requests are being served, those that wait included."""
+        """Return the number of requests in the server, including waiting ones."""
         return json_response({"server_load": self._service.num_unsubmitted + self._llm.num_unfinished_requests})
 
     @answers("GET", "/tokenizer_info")
     async def tokenizer_info(self) -> Response:
-        """Tell what the tokenizer's configuration says, the chat template included."""
+        """Return the tokenizer's configuration, including the chat template."""
         tokenizer = self._llm.get_tokenizer()
         if tokenizer is None:
             raise ApiError(400, f"{self._llm.model.name} was loaded without a tokenizer")
@@ -176,15 +178,13 @@ class OperatorRoutes(RouteGroup):
 
     @answers("GET", "/is_paused")
     async def is_paused(self) -> Response:
-        """Tell whether requests wait until the server goes on."""
+        """Return whether new requests wait for /resume."""
         return json_response({"is_paused": self._service.is_paused})
 
     @answers("POST", "/pause")
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Response:
-        """Let no request begin, until /resume.
-
-        mode: "abort" ends those that run; "wait" answers when they have ended. clear_cache: forget all prompts.
-        """
+        """Hold back new requests until /resume. mode: "abort" ends running requests; "wait" waits until they have ended.
+        clear_cache: forget all cached prompts."""
         self._service.check_operator()
         await self._end_all(mode)
         if clear_cache and self._service.is_paused:
@@ -201,10 +201,7 @@ class OperatorRoutes(RouteGroup):
 
     @answers("POST", "/sleep")
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> Response:
-        """Give the memory of weights and cache back, until /wake_up; requests are refused meanwhile. See LLM.sleep.
-
-        mode: as /pause has it.
-        """
+        """Free the memory of weights and KV cache until /wake_up, rejecting requests. See LLM.sleep. mode: see /pause."""
         self._service.check_operator()
         await self._end_all(mode)
         try:
@@ -219,7 +216,7 @@ class OperatorRoutes(RouteGroup):
 
     @answers("POST", "/wake_up")
     async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        """Take the memory back: of weights, kv_cache or both."""
+        """Allocate the memory again. tags: weights, kv_cache or both."""
         self._service.check_operator()
         await self._llm.wake_up(tags)
         self._service.is_asleep = await self._llm.is_sleeping()
@@ -227,12 +224,12 @@ class OperatorRoutes(RouteGroup):
 
     @answers("GET", "/is_sleeping")
     async def is_sleeping(self) -> Response:
-        """Tell whether the engine sleeps."""
+        """Return whether the engine sleeps."""
         return json_response({"is_sleeping": self._service.is_asleep})
 
     @answers("POST", "/collective_rpc", body=[WorkerCall])
     async def collective_rpc(self, request: Request) -> Response:
-        """Call a method of the engine's worker, by its name; the results are texts where JSON has nothing for them."""
+        """Call a method of the engine's worker by name. Results that JSON cannot represent are returned as text."""
         self._service.check_operator()
         asked = await read_body(request, WorkerCall, self._service.options)
         if asked.method.startswith("_"):
@@ -241,7 +238,7 @@ class OperatorRoutes(RouteGroup):
             found = await self._llm.collective_rpc(asked.method, args=asked.args, kwargs=asked.kwargs)
         except (HeadwayError, EngineDeadError):
             raise
-        except Exception as error:  # whatever a method raises, or a result that cannot leave the engine's process
+        except Exception as error:  # any error of the method, or a result that cannot be sent between processes
             log_traceback(f"/collective_rpc: {asked.method}", error)
             raise ApiError(400, f"method: {asked.method} failed: {type(error).__name__}: {error}", "method") from error
         finally:
@@ -250,21 +247,21 @@ class OperatorRoutes(RouteGroup):
 
     @answers("POST", "/resume")
     async def resume(self) -> Response:
-        """Let requests begin again, those first that have waited."""
+        """Let requests continue, the waiting ones first."""
         self._service.check_operator()
         self._service.resume()
         return json_response({"status": "resumed"})
 
     @answers("POST", "/reset_prefix_cache")
     async def reset_prefix_cache(self) -> Response:
-        """Forget the prompts that the cache holds."""
+        """Forget all cached prompts."""
         self._service.check_operator()
         await self._llm.reset_prefix_cache()
         return Response()
 
     @answers("POST", "/abort_requests", body=[AbortRequest])
     async def abort_requests(self, request: Request) -> Response:
-        """End requests by the ids of their answers; an unknown one is left alone."""
+        """End requests by the ids of their answers; unknown ids are ignored."""
         self._service.check_operator()
         asked = await read_body(request, AbortRequest, self._service.options)
         wanted, running = frozenset(asked.request_ids), list(self._service.running.values())
@@ -273,11 +270,11 @@ class OperatorRoutes(RouteGroup):
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; what is no plain one, such as a special token, as its text."""
+    """Return a value for JSON; values without a JSON form, such as special tokens, become text."""
     if isinstance(value, dict):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    if isinstance(value, int) and abs(value) >= 2**63:  # transformers' "no limit" is one
+    if isinstance(value, int) and abs(value) >= 2**63:  # such as transformers' "no limit"
         return float(value)
     return value if value is None or isinstance(value, str | bool | int | float) else str(value)

@@ -1,4 +1,4 @@
-"""A span for each request, by OpenTelemetry, under the names that vLLM's have."""
+"""OpenTelemetry tracing: one span per request, with vLLM's attribute names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headway.core.contract.errors import ConfigError
 
-if TYPE_CHECKING:  # the command line asks for an exporter before it imports torch
+if TYPE_CHECKING:  # the command line needs an exporter before it imports torch
     from collections.abc import Callable
 
     from opentelemetry.sdk.trace import TracerProvider
@@ -24,7 +24,7 @@ _INSTALL: Final = "pip install 'headway[otel]'"
 
 
 def find_exporter(endpoint: str) -> Callable[[], SpanExporter]:
-    """Return the exporter class for gRPC or HTTP ($OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). :raises ConfigError: no library."""
+    """Return the exporter class for gRPC or HTTP ($OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). :raises ConfigError: if unavailable."""
     protocol = os.environ.get(_PROTOCOL, "grpc")
     try:
         if protocol == "grpc":
@@ -44,7 +44,7 @@ _HEADERS: Final = frozenset((b"traceparent", b"tracestate"))
 
 
 class Tracing:
-    """Makes the spans of a server's requests. They are sent by a thread of the library's."""
+    """Creates the spans of a server's requests. A thread of the library sends them."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -56,7 +56,7 @@ class Tracing:
 
     @classmethod
     def to(cls, exporter: SpanExporter, model: str) -> Tracing:
-        """Make one that sends spans by an exporter."""
+        """Return a Tracing that sends spans with an exporter."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -69,7 +69,7 @@ class Tracing:
     def finished(
         self, output: RequestOutput, written: int, params: SamplingParams, headers: Sequence[tuple[bytes, bytes]]
     ) -> None:
-        """Add the span of an ended prompt. written: tokens of its completions. headers: may name the trace it belongs to."""
+        """Add the span of a finished prompt. written: tokens of its completions. headers: may contain the parent trace."""
         from opentelemetry.trace import SpanKind
 
         named = {name.decode(): value.decode("latin-1") for name, value in headers if name in _HEADERS}
@@ -108,10 +108,10 @@ class Tracing:
         return {name: value for name, value in found.items() if value is not None}
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
 def tracing_to(endpoint: str, model: str) -> Tracing:
-    """Make spans that are sent to an OTLP endpoint; raises as `find_exporter`. model: the name that the server answers by."""
+    """Return a Tracing for an OTLP endpoint. Raises as `find_exporter`. model: the server's name for the model."""
     return Tracing.to(find_exporter(endpoint)(), model)

@@ -1,4 +1,4 @@
-"""The web UI at `/`, which needs no network but this server, and the JSON that it shows."""
+"""The web UI at `/`, which loads nothing from other servers, and its JSON data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headway.server.service import Service
 from headway.version import __version__
 
 MOST_SEQUENCES: Final = 48
-"""Most sequences that are listed; of the others, only the number is shown."""
+"""Maximum number of sequences to list; only the number of the others is shown."""
 _TOTALS: Final = (
     *("num_steps", "num_graph_steps", "num_output_tokens", "num_prompt_tokens", "num_cached_tokens", "num_preemptions"),
     *("num_draft_tokens", "num_accepted_tokens", "blocks_offloaded", "offload_hits"),
@@ -33,7 +33,7 @@ _TOTALS: Final = (
 
 
 class Choices:
-    """Explains what a selector chooses between, without changing the choices of the engine's steps."""
+    """Explanation of a selector's choices, without changing the choices for the engine's steps."""
 
     def __init__(self, selector: Selector, device_type: str) -> None:
         self.selector = selector
@@ -41,17 +41,17 @@ class Choices:
 
     @cached_property
     def reasons(self) -> Mapping[Phase, dict[str, list[str]]]:
-        """Phase -> backend -> reasons why the backend cannot serve that phase; []: it can. Computed once."""
+        """Phase -> backend -> reasons why the backend cannot run the phase; an empty list means it can. Computed once."""
         return {
             phase: {name: [str(reason) for reason in found] for name, found in self.selector.why_not(phase).items()}
             for phase in Phase
         }
 
     def look_up(self, shape: Shape) -> dict[str, Any]:
-        """The time of each backend for a step, fastest first, from the measurements that `auto` obeys.
+        """Return the measured time of each backend for a step, fastest first, from the measurements that `auto` uses.
 
-        `backends`: those that the engine may use for the step, its usual one first. `ranking` is empty where nothing was
-        measured. `covered`: whether the shape lies within the measured grid; beyond it the nearest measured edge decides.
+        `backends`: the engine's candidates for the step, the default first. `ranking`: empty without measurements. `covered`:
+        whether the shape is within the measured grid; outside, the nearest measured point decides.
         """
         shape = as_run(shape, self._device_type)
         costs, candidates = self.selector.costs, self.selector.candidates_for(shape.phase, shape.batch)
@@ -67,7 +67,7 @@ class Choices:
         }
 
     def points(self, phase: Phase) -> list[dict[str, Any]]:
-        """The measured points of a phase's grid; a time is None where a backend was not measured."""
+        """Return the measured points of a phase; a time is None if a backend was not measured."""
         selection, costs = self.selector.selection, self.selector.costs
         if costs is None:
             return []
@@ -87,7 +87,7 @@ class Choices:
 
 
 def state_of(driver: EngineDriver, now: Occupancy, queued: int) -> dict[str, Any]:
-    """The engine's figures as plain data. queued: requests that the engine has not been handed yet. `totals` only grow."""
+    """Return the engine's statistics as plain data. queued: requests not yet passed to the engine. `totals` only increase."""
     engine = now.engine
     decode = None
     if now.num_decoding:
@@ -112,7 +112,7 @@ def state_of(driver: EngineDriver, now: Occupancy, queued: int) -> dict[str, Any
 
 
 def choices_of(driver: EngineDriver) -> Choices:
-    """The Choices of an engine, made at the first call."""
+    """Return the Choices of an engine, created at the first call."""
     found: Choices = driver.task_state.setdefault(
         "choices", Choices(driver.engine.executor.selector, driver.assembly.device.type)
     )
@@ -120,12 +120,12 @@ def choices_of(driver: EngineDriver) -> Choices:
 
 
 def explained(driver: EngineDriver, shape: Shape) -> dict[str, Any]:
-    """See Choices.look_up."""
+    """Return Choices.look_up for an engine."""
     return choices_of(driver).look_up(shape)
 
 
 def table_of(driver: EngineDriver) -> dict[str, Any]:
-    """The choice at start, why each other backend was not taken, and all measured points over the layout and block size."""
+    """Return the choice at start, the reasons against other backends, and the measured points of the layout and block size."""
     choices = choices_of(driver)
     selection, costs = choices.selector.selection, choices.selector.costs
     return {
@@ -158,7 +158,7 @@ ASSETS: Final = {
     "/headway/page/table.js": ("table.js", "text/javascript"),
     "/headway/page/dom.js": ("dom.js", "text/javascript"),
 }
-"""Path -> file, media type. The files are the same for everybody and need no API key; the data do."""
+"""Path -> file, media type. The files are the same for all users and need no API key; the data need the key."""
 _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -166,12 +166,12 @@ _HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-_FRESH: Final = 0.5  # Seconds for which one reading of the engine serves every page that is open
+_FRESH: Final = 0.5  # Seconds for which all open pages share one reading of the engine
 _Number = Annotated[int, Query(ge=1, le=2**31)]
 
 
 class PageRoutes(RouteGroup):
-    """The routes of the web UI."""
+    """Routes of the web UI."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -194,7 +194,7 @@ class PageRoutes(RouteGroup):
 
     @answers("GET", "/headway/state")
     async def state(self) -> Response:
-        """The engine at this moment: figures, sequences and their blocks, and why this backend serves decode."""
+        """Return the engine's current state: statistics, sequences, blocks, and why the decode backend was chosen."""
         clock = asyncio.get_running_loop().time
         if self._state is None or clock() >= self._stale_at:
             self._state = asyncio.ensure_future(self._read())
@@ -203,7 +203,7 @@ class PageRoutes(RouteGroup):
 
     @answers("GET", "/headway/table")
     async def table(self) -> Response:
-        """The choice made at start, why other backends were not taken, and the measured times that `auto` uses."""
+        """Return the choice at start, the reasons against other backends, and the measured times that `auto` uses."""
         if self._table is None:
             found = await self._llm.run_task(table_of, concurrently=True)
             served = {"served_as": self._service.names, "sampling": self._service.recommended_sampling()}
@@ -214,7 +214,7 @@ class PageRoutes(RouteGroup):
     async def explain(
         self, phase: Literal["prefill", "extend", "decode"], batch: _Number = 1, query_len: _Number = 1, kv_len: _Number = 1
     ) -> Response:
-        """Each backend's time for a step of `batch` equal sequences, each of `query_len` new and `kv_len` tokens in all."""
+        """Return each backend's time for a step of `batch` equal sequences with `query_len` new tokens and `kv_len` in total."""
         shape = Shape(Phase(phase), batch, query_len, kv_len)
         if query_len > kv_len:
             raise ApiError(400, f"query_len: needs at most kv_len ({kv_len}) new tokens, got {query_len}", "query_len")

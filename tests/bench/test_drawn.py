@@ -52,7 +52,7 @@ def test_a_tie_is_shaded_and_a_rough_time_is_hollow(monkeypatch: pytest.MonkeyPa
     ]
     figure: Any = curves.to_curves(view(a_table(*cells)))
     assert len(figure.axes[0].patches) == 1
-    assert "a clear loser, few runs" in texts(figure)
+    assert "a slower candidate, few runs" in texts(figure)
     faces = [line.get_markerfacecolor() for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
     assert faces.count("white") == 1
 

@@ -62,7 +62,7 @@ def test_a_small_table_is_measured_printed_exported_and_not_kept_for_auto(headwa
     assert result.code == 0, result
     assert "CROSSOVER ANALYSIS" in result.out
     assert "decode, batch size 2" in result.out
-    assert "not kept" in result.out
+    assert "not saved" in result.out
     assert stored_tables() == []
     assert all(file.exists() for file in files)
     path = tmp_path / "t.json"

@@ -36,7 +36,7 @@ def test_the_table_fits_80_columns_and_the_file_holds_it(tmp_path: Path) -> None
     best = report.plans[0]
     assert f"  {best.command}" in lines
     assert f"{best.tokens_per_second_per_gpu:,.0f}" in out
-    assert "why the others lose" in lines
+    assert "why the other layouts rank lower" in lines
     assert "attention: measured, by crossover tables" in out
     assert report.max_per_token_ms == 5
     assert {row.tensor_parallel_size for row in report.full_load} == {1, 2}

@@ -99,7 +99,7 @@ def test_the_command_prints_narrow_tables_and_writes_a_file(headway: Headway, tm
     command = ("bench", "kernel", "--linear", "64x256", "--form", "fp8,int4", "--rows", "1,2", "--dtype", "bfloat16")
     result = headway(*command, "--output", str(output), *QUICKLY)
     assert result.code == 0, result
-    assert "64x256 int4; *: what an engine takes, by its form" in result.out
+    assert "64x256 int4; *: the engine's choice, by its form" in result.out
     assert "expanded" in result.out
     told = [line for line in result.out.splitlines()[2:-2] if not line.startswith("measured on a busy machine")]
     assert max(map(len, told)) <= 80

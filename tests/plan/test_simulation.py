@@ -292,5 +292,5 @@ def test_weights_that_take_another_checkpoint_have_no_command() -> None:
     best = found.run(list(found.layouts([1], ["auto"], [WEIGHT_FORMATS["int4"]])))
     report = report_of(found, best, "llama-3-8b", "")
     assert report.plans[0].command == ""
-    assert any("weights in int4: products read their bytes at 0.64 of the rate of 16 bits" in line for line in report.sources)
-    assert any("a guess for this kind of GPU" in line for line in report.sources)
+    assert any("weights in int4: linear layers read their bytes at 0.64 of the 16-bit rate" in line for line in report.sources)
+    assert any("an estimate for this kind of GPU" in line for line in report.sources)

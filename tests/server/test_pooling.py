@@ -33,7 +33,7 @@ def test_the_call_shown_at_the_start_works_as_printed(which: str, request: pytes
     lines = ready_lines(url, AsyncPooling(llm.pooling), ServerOptions(served_model_names=("tiny",)))
     assert f"{url}{CALLS[which]} " in lines[-1]
     assert posted(lines[-1])["data"]
-    assert not [line for line in lines if line.startswith("web page")], "a pooling model has none"
+    assert not [line for line in lines if line.startswith("web UI")], "a pooling model has none"
 
 
 LONG = "the quick brown fox " * 40

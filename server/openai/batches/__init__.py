@@ -1,1 +1,1 @@
-"""Requests in files: answered while others wait, or without a server, and never lost."""
+"""Requests in files: answered in the background of a server or without one, and resumed after a restart."""

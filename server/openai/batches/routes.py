@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches, as OpenAI's."""
+"""OpenAI's /v1/files and /v1/batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.server.routing import RouteGroup, answers, json_response, read_body
 T = TypeVar("T")
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
 _MOST_FIELDS: Final = 8
-_FORM_BYTES: Final = 64 * 1024  # Bytes of a form beside its file
+_FORM_BYTES: Final = 64 * 1024  # Bytes of a form besides its file
 
 
 class BatchRequest(Fields):
@@ -32,15 +32,15 @@ class BatchRequest(Fields):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"] = "24h"
-    """A batch here runs until it is done."""
+    """Ignored: a batch runs until it is done."""
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
 
 class BatchRoutes(RouteGroup):
-    """Files and batches of one server; 404 unless a folder for them is named."""
+    """Files and batches of one server. Returns 404 without a folder for them."""
 
     def __init__(self, options: ServerOptions, answers: LineAnswers, concurrency: int) -> None:
-        """concurrency: lines of a batch that are answered at a time. :raises ConfigError: the folder cannot be used."""
+        """concurrency: number of concurrent lines of a batch. :raises ConfigError: if the folder cannot be used."""
         self._options = options
         self._answers = answers
         self._worker: BatchWorker | None = None
@@ -49,12 +49,12 @@ class BatchRoutes(RouteGroup):
             self._worker = BatchWorker(files, batches, answers, options.max_body_bytes, concurrency)
 
     def start(self) -> None:
-        """Go on with the batches that an earlier server has left."""
+        """Resume the batches of an earlier server."""
         if self._worker is not None:
             self._worker.resume()
 
     async def close(self) -> None:
-        """Leave the batches for the next start of a server."""
+        """Stop the batches, to be resumed when a server starts again."""
         if self._worker is not None:
             await self._worker.close()
 
@@ -75,14 +75,14 @@ class BatchRoutes(RouteGroup):
                 )
         except ClientDisconnect:
             raise ApiError(499, "the client has gone") from None
-        except OSError as error:  # the form's parts wait in files of their own
+        except OSError as error:  # parts of the form are stored in temporary files
             raise _full(error) from error
         except UnicodeError as error:
             raise ApiError(400, f"the form: needs text in a charset that there is, got {error}") from None
 
     @answers("GET", "/v1/files")
     async def files(self, purpose: str | None = None, after: str | None = None, limit: _Limit = 10_000) -> Response:
-        """List the files, the newest first."""
+        """List the files, newest first."""
         found = await _on_disk(self._opened.files.all)
         return json_response(page_of([each for each in found if purpose in (None, each["purpose"])], after, limit))
 
@@ -93,7 +93,7 @@ class BatchRoutes(RouteGroup):
 
     @answers("GET", "/v1/files/{file_id}/content")
     async def content(self, file_id: str) -> Response:
-        """Tell a file's content."""
+        """Return a file's content."""
         self._opened.files.get(file_id)
         path = self._opened.files.content(file_id)
         if not path.is_file():
@@ -112,7 +112,7 @@ class BatchRoutes(RouteGroup):
 
     @answers("POST", "/v1/batches", body=[BatchRequest])
     async def create(self, request: Request) -> Response:
-        """Begin a batch."""
+        """Create and start a batch."""
         batches = self._opened.batches
         body = await read_body(request, BatchRequest, self._options)
         body.unknown()
@@ -127,18 +127,18 @@ class BatchRoutes(RouteGroup):
 
     @answers("GET", "/v1/batches")
     async def batches(self, after: str | None = None, limit: _Limit = 20) -> Response:
-        """List the batches, the newest first."""
+        """List the batches, newest first."""
         page = page_of(await _on_disk(self._opened.batches.all), after, limit)
         return json_response({**page, "data": list(map(self._opened.latest, page["data"]))})
 
     @answers("GET", "/v1/batches/{batch_id}")
     async def batch(self, batch_id: str) -> Response:
-        """Tell how far a batch has come."""
+        """Return a batch with its progress."""
         return json_response(self._opened.now(batch_id))
 
     @answers("POST", "/v1/batches/{batch_id}/cancel")
     async def cancel(self, batch_id: str) -> Response:
-        """End a batch; its answers so far become its files."""
+        """Cancel a batch; its answers so far become its files."""
         return json_response(self._opened.cancel(batch_id))
 
     @property
@@ -149,7 +149,7 @@ class BatchRoutes(RouteGroup):
 
 
 def _bounded(receive: Callable[[], Awaitable[Any]], options: ServerOptions) -> Callable[[], Awaitable[Any]]:
-    """What brings a body: at most `max_file_bytes`, each part within `read_timeout`."""
+    """Return a body reader with limits: at most `max_file_bytes`, each part within `read_timeout`."""
     size, most = 0, options.max_file_bytes
 
     async def bounded() -> Any:
@@ -168,7 +168,7 @@ def _bounded(receive: Callable[[], Awaitable[Any]], options: ServerOptions) -> C
 
 
 async def _on_disk(work: Callable[[], T]) -> T:
-    """Do work with files in a thread. :raises ApiError: the disk is full, or cannot be written to."""
+    """Run file operations in a thread. :raises ApiError: if the disk is full or not writable."""
     try:
         return await asyncio.to_thread(work)
     except OSError as error:

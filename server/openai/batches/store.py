@@ -1,4 +1,4 @@
-"""Files, batches and their journals on disk, so that a server that starts again finds all of them."""
+"""Files, batches and their journals on disk, which survive a restart of the server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("headway")
 
 
 class Place(NamedTuple):
-    """Where an answer lies in the file."""
+    """Position of an answer in the file."""
 
     start: int
     end: int
@@ -36,13 +36,13 @@ class Place(NamedTuple):
 
 
 class BatchResponse(BaseModel):
-    """What the server has answered to a line."""
+    """The server's response to a line."""
 
     status_code: Annotated[int, Field(strict=True)]
 
 
 class BatchAnswer(BaseModel):
-    """A line of a journal and of a batch's output, as far as a journal reads it again."""
+    """A line of a journal and of a batch's output, with the fields that a journal reads."""
 
     id: Annotated[str, Field(pattern=r"^batch_req_.*_\d{1,18}$")]
     response: BatchResponse | None
@@ -50,19 +50,19 @@ class BatchAnswer(BaseModel):
 
     @property
     def failed(self) -> bool:
-        """Whether the answer is an error."""
+        """True if the answer is an error."""
         return self.error is not None or self.response is None or self.response.status_code >= 400
 
 
 class Journal:
-    """The answers of one batch by the numbers of their lines.
+    """Answers of one batch by line number, in an append-only file.
 
-    An answer is `{"id", "custom_id", "response", "error"}`, as OpenAI writes it; the id ends with the batch's name and the line's
-    number. A line that a process was writing when it was killed is dropped, and answered again; so is one that was damaged.
+    An answer is `{"id", "custom_id", "response", "error"}`, as in OpenAI's API; the id ends with the batch's name and the
+    line number. An incomplete or damaged answer, for example after a crash, is dropped and the line answered again.
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open or create the file. name: the batch's, letters and digits. :raises ConfigError, OSError: another's, unreadable."""
+        """Open or create the file. name: the batch's, alphanumeric. :raises ConfigError: if it is another batch's, or OSError."""
         self.path = path
         self._name = name
         self._start = f'{{"id":"batch_req_{name}_'.encode()
@@ -84,11 +84,11 @@ class Journal:
             raise ConfigError(str(self.path), "a file that nobody writes to", "one that another process fills") from None
 
     def _read(self) -> int:
-        """Read what there is; returns where the last whole line ends."""
+        """Read the existing answers. Return the end of the last complete line."""
         end = num_lines = 0
         with self.path.open("rb") as file:
             for line in file:
-                if not line.endswith(b"\n"):  # the last piece of a write that was cut short
+                if not line.endswith(b"\n"):  # an incomplete write
                     is_own = bool(self._places) or line.startswith(self._start[: len(line)])
                     if not is_own:
                         raise self._foreign("a text that is no answer")
@@ -121,11 +121,11 @@ class Journal:
 
     @property
     def num_answered(self) -> int:
-        """Lines whose answer is none."""
+        """Number of lines with a successful answer."""
         return len(self._places) - self.num_failed
 
     def add(self, number: int, custom_id: str | None, response: Mapping[str, Any] | None, error: object = None) -> None:
-        """Write an answer. :raises OSError: it cannot be written; nothing is left of it."""
+        """Write an answer. :raises OSError: if it cannot be written; the file is then unchanged."""
         told = {"id": f"batch_req_{self._name}_{number}", "custom_id": custom_id, "response": response, "error": error}
         failed = error is not None or response is None or response["status_code"] >= 400
         line = orjson.dumps(told) + b"\n"
@@ -140,8 +140,9 @@ class Journal:
         self._end += len(line)
 
     def write(self, path: Path, failed: bool | None = None) -> int:
-        """Write answers whole, in line order. failed: only those, or only the others. Return their number; no file for none.
-        :raises OSError: the file cannot be written."""
+        """Write answers to a file, in line order. failed: only failed or only successful ones. Return their number; 0 writes
+        no file.
+        :raises OSError: if the file cannot be written."""
         wanted = [place for _, place in sorted(self._places.items()) if failed is None or place.failed == failed]
         if wanted:
             with mmap.mmap(self._handle, self._end, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
@@ -156,7 +157,7 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         os.close(self._handle)
-        self._handle = -1  # a late answer must not be written into another file of this number
+        self._handle = -1  # so that a late answer is not written to another file with this descriptor
 
     def __enter__(self) -> Self:
         return self
@@ -171,7 +172,7 @@ Time = Annotated[int, Field(ge=0)]
 _ID: Final = re.compile(r"(file|batch)-[0-9a-f]{32}")
 _UNFINISHED: Final = ".incomplete"
 OPEN: Final = frozenset(("validating", "in_progress", "finalizing", "cancelling"))
-"""Statuses of batches that go on."""
+"""Statuses of unfinished batches."""
 
 
 class StoredFile(BaseModel):
@@ -189,7 +190,7 @@ class StoredFile(BaseModel):
 
 
 class RequestCounts(BaseModel):
-    """Lines of a batch."""
+    """Numbers of lines of a batch."""
 
     total: Annotated[int, Field(ge=0)]
     completed: Annotated[int, Field(ge=0)]
@@ -216,29 +217,29 @@ class StoredBatch(BaseModel):
 
 
 class Records:
-    """Objects of one kind, each in a file of its own under its id. A file that holds none is logged, and left out."""
+    """Objects of one kind, each in its own file named by its id. Invalid files are logged and ignored."""
 
     def __init__(self, folder: Path, shape: type[StoredFile | StoredBatch]) -> None:
-        """:raises OSError: the folder cannot be made."""
+        """:raises OSError: if the folder cannot be created."""
         make_private(folder)
         self.folder = folder
         self._shape = shape
         self._kind = "file" if shape is StoredFile else "batch"
         self._damaged: set[str] = set()
         for left in folder.glob(f"*{_UNFINISHED}"):
-            with suppress(OSError):  # a folder, which is none of ours
+            with suppress(OSError):  # a folder, which does not belong to this class
                 left.unlink()
 
     def new_id(self) -> str:
-        """An id that nobody guesses."""
+        """Return an unguessable id."""
         return f"{self._kind}-{secrets.token_hex(16)}"
 
     def save(self, record: dict[str, Any]) -> None:
-        """Write an object durably. :raises OSError: it cannot be written; the old one is unchanged."""
+        """Write an object durably. :raises OSError: if it cannot be written; the old object is then unchanged."""
         write_whole(self.folder / f"{record['id']}.json", orjson.dumps(record), durable=True, private=True)
 
     def get(self, record_id: str, param: str | None = None) -> dict[str, Any]:
-        """The object of an id. param: the field of the request that names it. :raises ApiError: there is none, or no longer."""
+        """Return the object with an id. param: the request's field with the id. :raises ApiError: if it does not exist."""
         found = self._read(self.folder / f"{record_id}.json") if _ID.fullmatch(record_id) else None
         if found is not None:
             return found
@@ -250,12 +251,12 @@ class Records:
         return (self.folder / f"{record_id}.json").is_file()
 
     def all(self) -> list[dict[str, Any]]:
-        """All objects, the newest first."""
+        """Return all objects, newest first."""
         read = map(self._read, self.folder.glob("*.json"))
         return sorted((each for each in read if each is not None), key=lambda each: (-each["created_at"], each["id"]))
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """Read an object; None if there is none (any more) that can be used."""
+        """Return an object, or None if it is missing or invalid."""
         try:
             found = self._shape.model_validate(parse_json(read_text(path), "the record", dict))
             if found.id != path.stem:
@@ -265,28 +266,28 @@ class Records:
                 return None
             if path.name not in self._damaged:
                 self._damaged.add(path.name)
-                log.warning("%s is left out: %s", harmless(str(path)), harmless(str(api_error(error))))
+                log.warning("%s is ignored: %s", harmless(str(path)), harmless(str(api_error(error))))
             return None
         return found.model_dump()
 
     def remove(self, record_id: str) -> None:
-        """Remove an object, and what belongs to it."""
+        """Remove an object and its other files."""
         for path in self.folder.glob(f"{record_id}.*"):
             path.unlink(missing_ok=True)
 
 
 class FileStore(Records):
-    """Files that clients have sent, and those that batches have written."""
+    """Files that clients uploaded or batches wrote."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, StoredFile)
 
     def content(self, file_id: str) -> Path:
-        """Where a file's content lies."""
+        """Return the path of a file's content."""
         return self.folder / f"{file_id}.jsonl"
 
     def add(self, source: BinaryIO, filename: str, purpose: str) -> dict[str, Any]:
-        """Store a file; it is on the disk when this returns. :raises OSError: it cannot be written; nothing is left of it."""
+        """Store a file durably and return its object. :raises OSError: if it cannot be written; nothing remains of it."""
         file_id = self.new_id()
         part = self.folder / f"{file_id}{_UNFINISHED}"
         try:
@@ -302,7 +303,7 @@ class FileStore(Records):
             raise
 
     def register(self, file_id: str, filename: str, purpose: str) -> dict[str, Any]:
-        """Make the object of a file whose content is there."""
+        """Create and return the object of a file whose content exists."""
         size = self.content(file_id).stat().st_size
         record = {"id": file_id, "object": "file", "bytes": size, "created_at": int(time.time()), "filename": filename}
         record |= {"purpose": purpose, "status": "processed", "expires_at": None, "status_details": None}
@@ -317,11 +318,11 @@ class BatchStore(Records):
         super().__init__(folder, StoredBatch)
 
     def journal(self, batch_id: str) -> Path:
-        """Where a batch's answers are collected."""
+        """Return the path of a batch's journal."""
         return self.folder / f"{batch_id}.journal"
 
     def new(self, endpoint: str, input_file_id: str, window: str, metadata: dict[str, Any] | None) -> dict[str, Any]:
-        """Make a batch that has not begun."""
+        """Create and return a batch that has not started."""
         stages = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled", "expires")
         record = {
             "id": self.new_id(),
@@ -342,13 +343,13 @@ class BatchStore(Records):
         return record
 
     def move(self, record: dict[str, Any], status: str, **more: object) -> None:
-        """Give a batch another status, at this time. :raises OSError: it cannot be written."""
+        """Set a batch's status and its time. :raises OSError: if it cannot be written."""
         record.update(status=status, **{f"{status}_at": int(time.time())}, **more)
         self.save(record)
 
 
 def page_of(records: Sequence[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """A part of a list, in the form of OpenAI's. after: the id that the part before has ended with."""
+    """Return a page of a list in OpenAI's form. after: id of the previous page's last item."""
     first = next((number + 1 for number, each in enumerate(records) if each["id"] == after), 0)
     data = records[first : first + limit]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
@@ -356,7 +357,7 @@ def page_of(records: Sequence[dict[str, Any]], after: str | None, limit: int) ->
 
 
 def open_stores(folder: Path) -> tuple[FileStore, BatchStore]:
-    """The files and the batches in a folder, which is made where there is none. :raises ConfigError: it cannot be used."""
+    """Return the files and the batches in a folder, which is created if needed. :raises ConfigError: if it cannot be used."""
     try:
         make_private(folder)
         return FileStore(folder / "files"), BatchStore(folder / "batches")

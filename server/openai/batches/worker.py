@@ -1,4 +1,4 @@
-"""The lines of a batch, one run over them, and the worker that runs a server's batches one after the other."""
+"""Lines of a batch, a run over them, and the worker that runs a server's batches one after the other."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from headway.server.routing import DirectMiddleware, Endpoint
 
 log = logging.getLogger("headway")
 
-_AGAIN: Final = frozenset((429, 503))  # Statuses that say nothing about a request: a full queue, or an engine that restarts
+_AGAIN: Final = frozenset((429, 503))  # Transient statuses: a full queue, or a restarting engine
 LONGEST_END: Final = 10.0
-"""Seconds that the requests of a batch that ends may take to notice."""
-_PAUSE: Final = 0.5  # Seconds after which such a request is made again
+"""Maximum seconds to wait for a batch's requests to end after their cancellation."""
+_PAUSE: Final = 0.5  # Seconds before a transient failure is retried
 
 
 class BatchRun:
-    """The requests of one file and their journal."""
+    """A run over the requests of one file, with their journal."""
 
     def __init__(
         self, source: Path, journal: Journal, answers: LineAnswers, *, most_bytes: int, endpoint: str | None = None
     ) -> None:
-        """most_bytes: of a line. endpoint: the path that all lines must name; None: any that there is."""
+        """most_bytes: maximum bytes of a line. endpoint: the path that all lines must name; None allows any."""
         self._source = source
         self.journal = journal
         self._answers = answers
@@ -50,12 +50,12 @@ class BatchRun:
         self._ids: set[str] = set()
 
     def count(self) -> int:
-        """The number of lines. Reads the whole file. :raises OSError: it cannot be read."""
+        """Return the number of lines. Reads the whole file. :raises OSError: if it cannot be read."""
         return sum(1 for _ in lines_of(self._source, self._most_bytes))
 
     async def answer_all(self, concurrency: int, after_each: Callable[[], None] = lambda: None) -> None:
-        """Answer every line without an answer. concurrency: requests at a time. after_each: called after each answer.
-        :raises OSError: the file cannot be read, or the journal not written. :raises EngineDeadError: for good."""
+        """Answer every line without an answer. concurrency: number of concurrent requests. after_each: called after each answer.
+        :raises OSError: if reading or journaling fails. :raises EngineDeadError: if the engine ended permanently."""
         lines = lines_of(self._source, self._most_bytes)
         tasks = [asyncio.ensure_future(self._work(lines, after_each)) for _ in range(concurrency)]
         try:
@@ -72,11 +72,11 @@ class BatchRun:
                 log.error("a batch ends without %d lines whose requests cannot be cancelled", len(late))
 
     async def _work(self, lines: Iterator[RawLine], after_each: Callable[[], None]) -> None:
-        """Answer one line after the other, of those that nobody else has taken."""
+        """Answer lines one after the other; several of these tasks share the iterator."""
         for line in lines:
             await self._answer(line)
             after_each()
-            await asyncio.sleep(0)  # a file full of broken or answered lines must not hold up others
+            await asyncio.sleep(0)  # so that a file full of invalid or answered lines does not block others
 
     async def _answer(self, raw: RawLine) -> None:
         try:
@@ -106,16 +106,16 @@ class BatchRun:
         self.journal.add(raw.number, line.custom_id, response)
 
 
-_LONGEST_ID: Final = 512  # Characters of a custom_id, which results and errors repeat
+_LONGEST_ID: Final = 512  # Maximum characters of a custom_id, which results and errors repeat
 
 
 class RawLine(NamedTuple):
-    """A line of a file that is not empty."""
+    """A non-empty line of a file."""
 
     number: int
-    """From 1."""
+    """Number of the line, starting at 1."""
     text: bytes | None
-    """None: it is longer than a request may be."""
+    """None if the line is longer than a request may be."""
 
 
 @dataclass(frozen=True)
@@ -128,24 +128,24 @@ class BatchLine:
 
 
 class LineError(Exception):
-    """A line that is no request."""
+    """Error for a line that is not a valid request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
-        """code: for programs. custom_id: the line's, where it has one."""
+        """code: error code for programs. custom_id: the line's id, if it has one."""
         super().__init__(message)
         self.code = code
         self.custom_id = custom_id
 
 
 def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
-    """Yield the lines that are not empty; longer than most_bytes: only the number. :raises OSError: the file cannot be read."""
+    """Yield the non-empty lines; ones longer than most_bytes without text. :raises OSError: if the file cannot be read."""
     with path.open("rb") as file:
         number = 0
         while text := file.readline(most_bytes + 1):
             number += 1
             text = text if number > 1 else text.removeprefix(codecs.BOM_UTF8)
             long = len(text) > most_bytes and not text.endswith(b"\n")
-            while long and (rest := file.readline(most_bytes + 1)):  # the rest of the line, in pieces
+            while long and (rest := file.readline(most_bytes + 1)):  # skip the rest of the line, in pieces
                 if rest.endswith(b"\n"):
                     break
             if long or text.strip():
@@ -153,12 +153,12 @@ def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
 
 
 def parse_line(line: RawLine, urls: Mapping[str, Any]) -> BatchLine:
-    """Read a line. urls: the paths that a line may name. :raises LineError: it is no request for one of these."""
+    """Return a line's request. urls: paths that a line may name. :raises LineError: if it is not a request for one of these."""
     place = f"line {line.number}"
     if line.text is None:
         raise LineError("line_too_long", f"{place}: needs at most as many bytes as a request's body may have (max_body)")
     try:
-        found = parse_json(line.text, place, dict, any_number=True)  # what reads the body refuses such a number by its path
+        found = parse_json(line.text, place, dict, any_number=True)  # the endpoint rejects such a number with its path
     except JsonError as error:
         raise LineError("invalid_json_line", str(error)) from None
     custom_id, url, body = found.get("custom_id"), found.get("url"), found.get("body")
@@ -179,7 +179,7 @@ def parse_line(line: RawLine, urls: Mapping[str, Any]) -> BatchLine:
 
 
 class LineAnswers:
-    """Answers requests by the endpoints of a server."""
+    """Answers requests of lines with a server's endpoints."""
 
     def __init__(
         self,
@@ -187,13 +187,13 @@ class LineAnswers:
         refuse: Callable[[Request, Exception], Awaitable[Response]],
         is_lost: Callable[[], bool],
     ) -> None:
-        """endpoints: path -> what answers it. refuse: answers if an endpoint raises. is_lost: the engine has ended for good."""
+        """endpoints: path -> endpoint. refuse: response if one raises. is_lost: whether the engine ended permanently."""
         self.urls = endpoints
         self.is_lost = is_lost
         self._app = DirectMiddleware(_nothing_there, endpoints, refuse)
 
     async def answer(self, line: BatchLine) -> tuple[int, Any]:
-        """The status and the body of the answer to a request; those of an error where anything is raised on the way."""
+        """Return the status and body of the answer to a request, or of an error response if anything raises."""
         try:
             return await self._answer(line)
         except BaseException as error:
@@ -209,7 +209,7 @@ class LineAnswers:
         async def receive() -> dict[str, Any]:
             nonlocal sent
             if sent:
-                await asyncio.get_running_loop().create_future()  # a client that never leaves
+                await asyncio.get_running_loop().create_future()  # a client that never disconnects
             sent = True
             return {"type": "http.request", "body": data, "more_body": False}
 
@@ -235,10 +235,10 @@ async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
 
 
 class BatchWorker:
-    """Runs batches in the background; for the server's event loop alone."""
+    """Runner of batches in the background. Only for the server's event loop."""
 
     def __init__(self, files: FileStore, batches: BatchStore, answers: LineAnswers, most_bytes: int, concurrency: int) -> None:
-        """most_bytes: of a line. concurrency: lines at a time."""
+        """most_bytes: maximum bytes of a line. concurrency: number of concurrent lines."""
         self.files = files
         self.batches = batches
         self._answers = answers
@@ -247,18 +247,18 @@ class BatchWorker:
         self._turn = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, tuple[dict[str, Any], BatchRun | None]] = {}
-        """The objects of batches that go on, as they are now, and the run of the one whose turn it is."""
-        self._answering: set[str] = set()  # Batches that wait or are answered, whose tasks a cancellation ends
-        self._unsaved: dict[str, dict[str, Any]] = {}  # Objects of batches that ended while the disk was not writable
+        """Current objects of unfinished batches, and the run of the batch that is being answered."""
+        self._answering: set[str] = set()  # batches that wait or are answered; cancelling one cancels its task
+        self._unsaved: dict[str, dict[str, Any]] = {}  # objects of batches that ended while the disk was not writable
 
     def resume(self) -> None:
-        """Go on with the batches that an earlier server has left, the oldest first."""
+        """Resume the batches of an earlier server, oldest first."""
         for record in reversed(self.batches.all()):
             if record["status"] in OPEN:
                 self.start(record)
 
     def start(self, record: dict[str, Any]) -> None:
-        """Run a batch when its turn has come."""
+        """Queue a batch to run after the earlier ones."""
         self._running[record["id"]] = record, None
         task = self._tasks[record["id"]] = asyncio.ensure_future(self._process(record))
         task.add_done_callback(partial(self._forget, record["id"]))
@@ -269,29 +269,29 @@ class BatchWorker:
         self._answering.discard(batch_id)
 
     def now(self, batch_id: str) -> dict[str, Any]:
-        """A batch with its counts at this moment. :raises ApiError: there is none of this id."""
+        """Return a batch with its current counts. :raises ApiError: if the id is unknown."""
         record, run = self._running.get(batch_id, (None, None))
         if record is not None:
             return record if run is None else {**record, "request_counts": _counts(record, run.journal)}
         ended = self._unsaved.get(batch_id)
         if ended is None:
             return self.batches.get(batch_id)
-        with suppress(OSError):  # as before
+        with suppress(OSError):  # still not writable
             self.batches.save(ended)
             del self._unsaved[batch_id]
         return ended
 
     def latest(self, record: dict[str, Any]) -> dict[str, Any]:
-        """A batch as `now` tells it. record: its object on the disk."""
+        """Return a batch as `now` does. record: its object on disk."""
         goes_on = record["id"] in self._running or record["id"] in self._unsaved
         return self.now(record["id"]) if goes_on else record
 
     def uses(self, file_id: str) -> str | None:
-        """The batch that reads a file; None: there is none."""
+        """Return the batch that reads a file, or None."""
         return next((own for own, (record, _) in self._running.items() if record["input_file_id"] == file_id), None)
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        """End a batch after its answers so far; an ended one stays as it is. :raises ApiError: it is unknown, or over."""
+        """Cancel a batch, keeping its answers so far. :raises ApiError: if it is unknown or has ended."""
         record, _ = self._running.get(batch_id, (None, None))
         if record is None:
             status = self.now(batch_id)["status"]
@@ -299,14 +299,14 @@ class BatchWorker:
         if record["status"] != "cancelling":
             try:
                 self.batches.move(record, "cancelling")
-            except OSError as error:  # it ends all the same
-                log.error("batch %s: that it is cancelled cannot be written: %s", batch_id, error)
+            except OSError as error:  # the batch ends anyway
+                log.error("batch %s: cannot write that it is cancelled: %s", batch_id, error)
             if batch_id in self._answering:
                 self._tasks[batch_id].cancel()
         return self.now(batch_id)
 
     async def close(self) -> None:
-        """Leave the batches as they are, for the next start of a server."""
+        """Stop the batches, to be resumed when a server starts again."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -320,11 +320,11 @@ class BatchWorker:
                     async with self._turn:
                         await self._answer(record)
                 except asyncio.CancelledError:
-                    if record["status"] != "cancelling":  # the server ends
+                    if record["status"] != "cancelling":  # the server is shutting down
                         raise
                 self._answering.discard(record["id"])
             await self._finish(record)
-        except EngineDeadError:  # so does the server
+        except EngineDeadError:  # so has the server
             return
         except BaseException as error:
             if not isinstance(error, Exception) and not is_rust_panic(error):
@@ -346,7 +346,7 @@ class BatchWorker:
             await run.answer_all(self._concurrency)
 
     async def _finish(self, record: dict[str, Any]) -> None:
-        """Turn the journal into files. What a killed server has made of it is made again, under the same ids."""
+        """Write the journal's answers to files. After a crash the same files are written again under the same ids."""
         if record["output_file_id"] is None and record["error_file_id"] is None:
             ids = {"output_file_id": self.files.new_id(), "error_file_id": self.files.new_id()}
             record.update(ids)
@@ -364,7 +364,7 @@ class BatchWorker:
         self.batches.journal(record["id"]).unlink(missing_ok=True)
 
     def _fail(self, record: dict[str, Any], error: BaseException) -> None:
-        """End a batch that cannot go on; its journal stays."""
+        """End a batch that cannot continue; its journal stays."""
         log.error("batch %s has failed: %s", record["id"], error)
         log_traceback("a batch", error)
         for field in ("output_file_id", "error_file_id"):
@@ -377,7 +377,7 @@ class BatchWorker:
             self.batches.move(record, "failed", errors={"object": "list", "data": data})
         except OSError as again:
             self._unsaved[record["id"]] = record
-            log.error("batch %s goes on at the next start, because its end cannot be written: %s", record["id"], again)
+            log.error("batch %s resumes at the next start, because its end cannot be written: %s", record["id"], again)
 
 
 def _name(record: dict[str, Any]) -> str:

@@ -174,14 +174,14 @@ def test_who_takes_no_part_is_named() -> None:
     ]
     table = a_table(a_cell(), kernels=records)
     short = text_of(table)
-    assert "z takes no part" not in short
+    assert "z is not used" not in short
     assert "not listed: 1 backends that could not run where this was measured (--all)" in short
     console = Console(file=io.StringIO(), width=160)
     print_view(view(table), console, all_backends=True)
-    assert "z takes no part: no GPU" in console.file.getvalue()
-    assert "z takes no part: no GPU" in to_plain(view(table))["notes"]
+    assert "z is not used: no GPU" in console.file.getvalue()
+    assert "z is not used: no GPU" in to_plain(view(table))["notes"]
     records[1] = KernelRecord(name="z", owner="x", available=True, reason="self-test: decode is wrong")
-    assert "z takes no part: self-test: decode is wrong" in text_of(a_table(a_cell(), kernels=records))
+    assert "z is not used: self-test: decode is wrong" in text_of(a_table(a_cell(), kernels=records))
 
 
 def test_a_summary_comes_first_and_every_mark_is_explained() -> None:

@@ -55,7 +55,7 @@ def test_the_lines_at_the_start_fit_keys_hosts_and_names(served: Running) -> Non
         return ready_lines(url, served.llm, ServerOptions(served_model_names=("it's \u00fc",), **options))
 
     *_, page, docs, _, call = lines("http://0.0.0.0:80")
-    assert (page, docs) == ("web page: http://127.0.0.1:80/", "API docs: http://127.0.0.1:80/docs")
+    assert (page, docs) == ("web UI: http://127.0.0.1:80/", "API docs: http://127.0.0.1:80/docs")
     assert json.loads(shlex.split(call)[-1])["model"] == "it's \u00fc"
     assert "http://[::1]:80/v1/" in lines("http://[::]:80")[-1]
     *_, intro, call = secret = lines("http://127.0.0.1:80", api_key="secret")
