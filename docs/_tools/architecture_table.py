@@ -138,20 +138,20 @@ def render(found: list[Outcome]) -> str:
     untried = [each.architecture for each in found if not each.tried]
     return "\n".join(
         [
-            f"Of transformers {transformers.__version__}, tried with tiny random models:",
+            f"Results with transformers {transformers.__version__}, from tiny random models:",
             "",
             "| architecture | Headway's decoder | through transformers |",
             "|---|---|---|",
             *rows,
             "",
-            "Refused:",
+            "The transformers implementation refuses these architectures:",
             "",
-            "| because it | architectures |",
+            "| reason: the model | architectures |",
             "|---|---|",
             *reasons,
             "",
-            f"Not tried, because the sizes of their configurations have names or bounds of their own: {_listed(untried)}. "
-            "Whether one of them can run is found out when it is loaded.",
+            f"Not tried, because their configurations name sizes differently: {_listed(untried)}. "
+            "Headway checks such a model when it loads it.",
         ]
     )
 

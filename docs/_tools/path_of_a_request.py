@@ -306,7 +306,7 @@ def section(calls: Calls) -> str:
     done = [file for file, others in calls.callees.items() if not others]
     rows = [f"{number}. `{file}` (`{calls.first[file]}`)" for number, file in enumerate(on, start=1)]
     answers = ", ".join(f"`{file}`" for file in done)
-    return "\n".join(["", *rows, "", f"{len(done)} answer on the way: {answers}.", ""])
+    return "\n".join(["", *rows, "", f"{len(done)} are called for information: {answers}.", ""])
 
 
 def main() -> None:

@@ -31,12 +31,14 @@ TABLES: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
 """Axis, title, and the columns that come first; values that only a result has follow."""
 DEEP = ("graph", "prompt", "bounds", "lse", "turns", "steps", "repeat", "invariant", "memory", "sync", "engine", "long")
 PASS, REFUSED, FAIL, UNTRIED = "✓", "✗", "⚠", "–"
-LEGEND = (
-    f"{PASS} with the number of cells whose answer was right; {REFUSED} refused, with reasons; {FAIL} wrong, and in how "
-    f"many cells; {UNTRIED} not tried. `mixed`: prefill, extend and decode in one step; `verify`: several query tokens of a "
-    "sequence in decode; `ragged`: decode of very different lengths with padding rows; `packed` and `interleaved`: strided views "
-    "of other memory; `together`: all features that the backend claims in one layer."
-)
+LEGEND = f"""{PASS}: right answers, with the number of cells. {REFUSED}: refused, with reasons. {FAIL}: wrong answers.
+{UNTRIED}: not tried.
+
+- `mixed`: prefill, extend and decode in one step
+- `verify`: decode with several query tokens per sequence
+- `ragged`: decode with very different lengths and padding rows
+- `packed`, `interleaved`, `spaced`, `far`: strided views of other memory
+- `together`: all features that the backend claims, in one layer"""
 
 
 def render(reports: Iterable[CheckReport]) -> str:
@@ -93,7 +95,7 @@ def _origin(reports: Sequence[CheckReport]) -> str:
     libraries = {name: version for report in reports for name, version in report.machine.libraries.items()}
     facts = [f"torch {machine.torch}", f"Python {machine.python}", *(f"{name} {v}" for name, v in sorted(libraries.items()))]
     commits = ", ".join(dict.fromkeys(str(report.origin) for report in reports))
-    return f"{', '.join(facts)}; {max(report.date for report in reports)[:10]}, made by {commits}."
+    return f"{', '.join(facts)}. Made on {max(report.date for report in reports)[:10]} by {commits}."
 
 
 def _mark(cells: Sequence[CellResult]) -> str:

@@ -128,12 +128,12 @@ _STATE_KINDS = ("linear_attention", "conv", "mamba", "hybrid", "recurrent")
 def refusal(model_class: Any, config: Any) -> str:
     """Why a class of transformers cannot run through the adapter: the end of a sentence that begins with its name; or empty."""
     if getattr(config, "is_encoder_decoder", False):
-        return "is an encoder with a decoder; Headway computes decoders alone"
+        return "is an encoder with a decoder; Headway runs only decoders"
     if config.get_text_config() is not config:
-        return "reads more than text (its config.json has a text_config beside others); Headway runs models of text alone"
+        return "reads more than text (its config.json has a text_config and others); Headway runs only text models"
     if getattr(model_class, "_is_stateful", False):
         return (
-            "keeps a state of each sequence beside keys and values (_is_stateful in transformers), which the adapter does "
+            "keeps a state of each sequence besides keys and values (_is_stateful in transformers), which the adapter does "
             "not carry"
         )
     if not model_class._supports_attention_backend:

@@ -72,7 +72,8 @@ def test_rates_of_quantised_weights_are_those_of_the_files(device: str) -> None:
             rates |= peer["tokens_per_second"]
         for name, rate in rates.items():
             known.setdefault(name.split(" x")[0], set()).add(round(rate))
-    table = (ROOT / "docs" / "kernels.md").read_text().partition("### Measured so far")[2].partition(f"One {device},")[2]
+    page = (ROOT / "docs" / "notes" / "kernel-measurements.md").read_text()
+    table = page.partition("### Measured so far")[2].partition(f"One {device},")[2]
     rows = [
         [cell.strip().replace(",", "") for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| \d.*", table, re.MULTILINE)
     ][:4]
