@@ -277,7 +277,7 @@ def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
         lines.append("| " + " | ".join([label, _bold(ours, cell.tokens_per_second == best), *rest, *shown]) + " |")
     lines += [line for note in notes(report) for line in ("", f"{note}.")]
     if peers is not None:
-        told = "; ".join(f"{peer.name} {peer.version}: {peer.settings}" for peer in peers.peers)
+        told = ". ".join(f"{peer.name} {peer.version}: {peer.settings}" for peer in peers.peers)
         by = f" Measured by {peers.measured_by}." if peers.measured_by else ""
         lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}. {told}.{by}"]
     return "\n".join(lines)

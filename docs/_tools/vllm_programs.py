@@ -31,7 +31,7 @@ def programs(folder: Path) -> list[Path]:
 
 def tables() -> str:
     """The tables of both kinds of programs."""
-    return f"## Programs of LLM\n\n{_tables_of(FOLDER)}\n\n## Programs of a server\n\n{_tables_of(ONLINE)}"
+    return f"## Offline programs\n\n{_tables_of(FOLDER)}\n\n## Server programs\n\n{_tables_of(ONLINE)}"
 
 
 def _tables_of(folder: Path) -> str:
@@ -40,15 +40,15 @@ def _tables_of(folder: Path) -> str:
     refused = {stem: header(text, "refused") for stem, text in texts.items() if header(text, "refused")}
     running = [stem for stem in texts if stem not in refused]
     options = {stem: header(texts[stem], "server") for stem in running}
-    lines = [f"Of {len(texts)} programs {len(running)} run:", "", "| program | what it shows |", "|---|---|"]
+    lines = [f"{len(running)} of {len(texts)} programs run:", "", "| program | content |", "|---|---|"]
     lines += [
         f"| `{stem}` | {header(texts[stem], 'shows')}{f' (`{options[stem]}`)' if options[stem] else ''} |" for stem in running
     ]
     lines += [
         "",
-        f"{len(refused)} are refused:",
+        f"Headway refuses {len(refused)} programs:",
         "",
-        "| program | what it needs | in the line that refuses it |",
+        "| program | missing feature | text in the error message |",
         "|---|---|---|",
     ]
     lines += [f"| `{stem}` | {header(texts[stem], 'shows')} | {words} |" for stem, words in refused.items()]

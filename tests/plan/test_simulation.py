@@ -199,7 +199,7 @@ def test_sums_take_the_measured_times_and_lie_between_them(name: str) -> None:
 
 
 def test_the_page_shows_what_is_predicted_for_more_ranks(measured: MeasuredLayer) -> None:
-    page = (ROOT / "docs" / "plan.md").read_text()
+    page = (ROOT / "docs" / "benchmarks" / "planning.md").read_text()
     for count, length in ((1, 768), (64, 1280), (256, 1280)):
         work = StepWork(num_decodes=count, decode_kv=length, num_sampled=count)
         parts = [predictor("llama-3-8b", size, measured).step(work) for size in (1, 2, 4, 8)]

@@ -1,4 +1,4 @@
-# shows: the client of vLLM's small api_server: /generate, whole and streamed
+# shows: the client of vLLM's simple api_server: /generate, with and without streaming
 import json
 
 import requests

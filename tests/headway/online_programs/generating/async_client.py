@@ -1,4 +1,4 @@
-# shows: many chats at once through the asynchronous client, some streamed
+# shows: many concurrent chats with the asynchronous client, some streamed
 import asyncio
 
 from openai import AsyncOpenAI

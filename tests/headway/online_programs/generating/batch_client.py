@@ -1,4 +1,4 @@
-# shows: a file of requests through /v1/files and /v1/batches
+# shows: a batch file through /v1/files and /v1/batches
 # server: --files-dir FOLDER
 import io
 import json

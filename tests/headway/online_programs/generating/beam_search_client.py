@@ -1,4 +1,4 @@
-# shows: beam search: the likeliest continuations, n of which are kept
+# shows: beam search with n results
 from openai import OpenAI
 
 client = OpenAI(api_key="EMPTY", base_url="http://localhost:8000/v1")

@@ -1,4 +1,4 @@
-# shows: a chat with the first model that the server lists
+# shows: a chat with the first model in /v1/models
 from openai import OpenAI
 
 client = OpenAI(api_key="EMPTY", base_url="http://localhost:8000/v1")

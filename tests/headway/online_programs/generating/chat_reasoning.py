@@ -1,4 +1,4 @@
-# shows: a streamed chat of a model that may reason: reasoning beside content
+# shows: a streamed chat with reasoning and content
 from openai import OpenAI
 
 client = OpenAI(api_key="EMPTY", base_url="http://localhost:8000/v1")

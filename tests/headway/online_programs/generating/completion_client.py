@@ -1,4 +1,4 @@
-# shows: completions: a stream, several at once, log-probabilities, echo
+# shows: completions: streaming, several prompts, log-probabilities, echo
 from openai import OpenAI
 
 client = OpenAI(api_key="EMPTY", base_url="http://localhost:8000/v1")

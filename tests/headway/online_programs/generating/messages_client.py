@@ -1,4 +1,4 @@
-# shows: Anthropic's messages API by httpx
+# shows: Anthropic's messages API, called with httpx
 import httpx
 
 body = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}

@@ -1,4 +1,4 @@
-# shows: a prompt as embeddings, encoded by torch.save and base64
+# shows: prompt embeddings as base64 of torch.save
 # server: --enable-prompt-embeds
 import base64
 import io

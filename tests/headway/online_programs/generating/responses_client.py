@@ -1,4 +1,4 @@
-# shows: the responses API: whole, streamed, and a second turn
+# shows: the responses API: with and without streaming, and a second turn
 from openai import OpenAI
 
 client = OpenAI(base_url="http://localhost:8000/v1", api_key="empty")

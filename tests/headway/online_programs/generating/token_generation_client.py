@@ -1,4 +1,4 @@
-# shows: token ids in, token ids out, by /inference/v1/generate
+# shows: token ids as input and output, through /inference/v1/generate
 import httpx
 from transformers import AutoTokenizer
 

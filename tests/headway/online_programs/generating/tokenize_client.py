@@ -1,4 +1,4 @@
-# shows: /tokenize and /detokenize, of a text and of a conversation
+# shows: /tokenize and /detokenize for a text and a conversation
 import requests
 
 url = "http://localhost:8000"

@@ -1,4 +1,4 @@
-# shows: a tool that must be called, its answer sent back, and the next turn
+# shows: a forced tool call, its result, and the next turn
 # needs: llguidance
 import json
 

@@ -1,4 +1,4 @@
-# shows: /version, /ping, /health, /metrics, /load and one model by its name
+# shows: /version, /ping, /health, /metrics, /load and one model by name
 import requests
 from openai import OpenAI
 

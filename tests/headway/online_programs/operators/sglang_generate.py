@@ -1,4 +1,4 @@
-# shows: SGLang's own /generate: a text, a batch, a stream, and a form
+# shows: SGLang's /generate: a text, a batch, a stream, structured output
 import json
 
 import requests

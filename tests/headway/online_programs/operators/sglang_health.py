@@ -1,4 +1,4 @@
-# shows: what SGLang's scripts ask before they begin: health, model, server
+# shows: the health, model and server queries of SGLang's scripts
 import requests
 
 url = "http://localhost:30000"

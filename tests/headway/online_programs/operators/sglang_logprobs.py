@@ -1,4 +1,4 @@
-# shows: SGLang's /generate with log-probabilities, as its frontend's select asks for them
+# shows: SGLang's /generate with log-probabilities, as for the select function of its frontend
 import requests
 
 choices = ("Paris", "Rome")

@@ -1,4 +1,4 @@
-# shows: vLLM's paths of its development mode: /sleep, /is_sleeping, /wake_up, /reset_prefix_cache, /collective_rpc
+# shows: vLLM's development paths: /sleep, /is_sleeping, /wake_up, /reset_prefix_cache, /collective_rpc
 # server: --operator-paths
 import requests
 

@@ -1,4 +1,4 @@
-# shows: labels of texts by /classify, and the same by /pooling
+# shows: /classify and /pooling for labels of texts
 # model: classifier
 import requests
 

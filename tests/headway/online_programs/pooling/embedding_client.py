@@ -1,4 +1,4 @@
-# shows: embeddings by OpenAI's client, as numbers and as base64
+# shows: OpenAI's embeddings client, with floats and base64
 # model: embedder
 import base64
 

@@ -1,4 +1,4 @@
-# shows: documents in the order in which they fit a query, by Cohere's and Jina's path
+# shows: reranking with the paths of Cohere and Jina
 # model: embedder
 import requests
 

@@ -1,4 +1,4 @@
-# shows: rewards of tokens by /pooling
+# shows: rewards of tokens through /pooling
 # model: rewards
 import requests
 

@@ -1,4 +1,4 @@
-# shows: embeddings of a server whose model generates text
+# shows: embeddings from a server for a generation model
 # refused: --runner pooling
 from openai import OpenAI
 

@@ -1,4 +1,4 @@
-# shows: a recording to be written down
+# shows: transcription of a recording
 # refused: reads texts alone
 import io
 

@@ -1,4 +1,4 @@
-# shows: AsyncLLMEngine: several requests at once, and one that is aborted
+# shows: AsyncLLMEngine: several requests at once, one of them aborted
 import asyncio
 import uuid
 

@@ -1,4 +1,4 @@
-# shows: AsyncLLM: new text as it comes (RequestOutputKind.DELTA)
+# shows: AsyncLLM: streaming with RequestOutputKind.DELTA
 import asyncio
 
 from vllm import SamplingParams

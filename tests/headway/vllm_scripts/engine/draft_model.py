@@ -1,4 +1,4 @@
-# shows: speculation with a draft model, and its metrics
+# shows: speculative decoding with a draft model, and its metrics
 from vllm import LLM, SamplingParams
 
 params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

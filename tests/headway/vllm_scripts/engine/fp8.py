@@ -1,4 +1,4 @@
-# shows: weights rounded to fp8 on loading
+# shows: weights quantized to FP8 while loading
 from vllm import LLM, SamplingParams
 
 llm = LLM("facebook/opt-125m", quantization="fp8", kv_cache_dtype="auto", gpu_memory_utilization=0.7)

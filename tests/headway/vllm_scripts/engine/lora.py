@@ -1,4 +1,4 @@
-# shows: adapters (LoRA) by request, several in one batch
+# shows: several LoRA adapters in one batch
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 

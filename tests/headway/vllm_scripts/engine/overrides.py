@@ -1,4 +1,4 @@
-# shows: values in place of config.json's (YaRN), revision, download_dir
+# shows: overrides of config.json (YaRN), revision, download_dir
 from vllm import LLM, SamplingParams
 
 rope = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

@@ -1,4 +1,4 @@
-# shows: current_platform, set_random_seed, ranks that Ray should start, sizes of the model
+# shows: current_platform, set_random_seed, the Ray executor option, sizes of the model
 from vllm import LLM, SamplingParams
 from vllm.model_executor.utils import set_random_seed
 from vllm.platforms import current_platform

@@ -1,4 +1,4 @@
-# shows: scheduling by priority
+# shows: priority scheduling
 from vllm import LLM, SamplingParams
 
 llm = LLM("facebook/opt-125m", scheduling_policy="priority", max_num_seqs=2, swap_space=4, max_seq_len_to_capture=8192)

@@ -1,4 +1,4 @@
-# shows: new weights into a running engine, by functions of collective_rpc and by the model itself
+# shows: new weights for a running engine, through collective_rpc and through the model
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams

@@ -1,4 +1,4 @@
-# shows: sleep and wake_up, level 1 and 2, part by part
+# shows: sleep and wake_up at levels 1 and 2, also by parts
 from vllm import LLM, SamplingParams
 
 llm = LLM("facebook/opt-125m", enable_sleep_mode=True)

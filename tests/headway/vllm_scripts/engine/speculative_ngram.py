@@ -1,4 +1,4 @@
-# shows: speculation by n-grams, and its metrics
+# shows: speculative decoding with n-grams, and its metrics
 from vllm import LLM, SamplingParams
 from vllm.v1.metrics.reader import Counter, Vector
 

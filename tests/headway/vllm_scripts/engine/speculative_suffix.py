@@ -1,4 +1,4 @@
-# shows: speculation by suffixes
+# shows: speculative decoding with suffixes
 from vllm import LLM, SamplingParams
 
 config = {"method": "suffix", "num_speculative_tokens": 32, "suffix_decoding_max_tree_depth": 24}

@@ -1,4 +1,4 @@
-# shows: a benchmark with random weights and ignore_eos, options by dataclasses.asdict
+# shows: a benchmark with random weights and ignore_eos, with options from dataclasses.asdict
 import dataclasses
 import time
 

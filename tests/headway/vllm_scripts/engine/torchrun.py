@@ -1,4 +1,4 @@
-# shows: one process that torchrun has started (external_launcher)
+# shows: one process started by torchrun (external_launcher)
 from vllm import LLM, SamplingParams
 
 llm = LLM("facebook/opt-125m", tensor_parallel_size=1, distributed_executor_backend="external_launcher", seed=1)

@@ -1,4 +1,4 @@
-# shows: one model after another, with vLLM's functions that clean up
+# shows: two models one after the other, with vLLM's clean-up functions
 import contextlib
 import gc
 

@@ -1,4 +1,4 @@
-# shows: random weights at first, the real ones by reload_weights
+# shows: random weights first, the real ones through reload_weights
 from vllm import LLM, SamplingParams
 
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

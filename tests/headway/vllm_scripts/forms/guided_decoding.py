@@ -1,4 +1,4 @@
-# shows: GuidedDecodingParams: choice and JSON schema of a pydantic model
+# shows: GuidedDecodingParams: choice, and the JSON schema of a pydantic model
 from enum import Enum
 
 from pydantic import BaseModel

@@ -1,4 +1,4 @@
-# shows: a v1 logits processor made of one for each request
+# shows: a v1 logits processor that wraps one for each request
 from typing import Any
 
 import torch

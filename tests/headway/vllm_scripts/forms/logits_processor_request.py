@@ -1,4 +1,4 @@
-# shows: functions of one request, bad_words, logit_bias
+# shows: logits processors for one request, bad_words, logit_bias
 from vllm import LLM, SamplingParams
 
 

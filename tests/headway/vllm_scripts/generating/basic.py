@@ -1,4 +1,4 @@
-# shows: prompts and sampling parameters in, texts out
+# shows: prompts and sampling parameters
 from vllm import LLM, SamplingParams
 
 prompts = ["the quick brown fox", "jumps over", "the lazy dog is", "bar ber bir"]

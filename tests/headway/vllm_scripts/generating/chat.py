@@ -1,4 +1,4 @@
-# shows: LLM.chat, a template of its own, conversations by the list
+# shows: LLM.chat with a custom template and a list of conversations
 from vllm import LLM, SamplingParams
 
 llm = LLM(model="Qwen/Qwen2.5-0.5B-Instruct", max_model_len=200, enforce_eager=True)

@@ -1,4 +1,4 @@
-# shows: parameters that are cloned, copied and changed
+# shows: sampling parameters that are cloned, copied and changed
 from copy import deepcopy
 
 from vllm import LLM, SamplingParams

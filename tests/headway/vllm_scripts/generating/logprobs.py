@@ -1,4 +1,4 @@
-# shows: log-probabilities of tokens
+# shows: log-probabilities
 import math
 
 from vllm import LLM, SamplingParams

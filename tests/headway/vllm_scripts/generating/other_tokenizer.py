@@ -1,4 +1,4 @@
-# shows: a tokenizer of another model, generation_config=vllm
+# shows: the tokenizer of another model, generation_config=vllm
 from vllm import LLM, SamplingParams
 
 llm = LLM(model="facebook/opt-125m", tokenizer="Qwen/Qwen2.5-0.5B-Instruct", generation_config="vllm")

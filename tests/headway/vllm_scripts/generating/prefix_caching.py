@@ -1,4 +1,4 @@
-# shows: prompts that begin alike
+# shows: prompts with a common prefix
 import time
 
 from vllm import LLM, SamplingParams

@@ -1,4 +1,4 @@
-# shows: embeddings in place of token ids, alone and in a batch
+# shows: prompt embeddings instead of token ids, for one prompt and in a batch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams

@@ -1,4 +1,4 @@
-# shows: every field of outputs, harmless options
+# shows: every field of the outputs, and options without effect
 from vllm import LLM, SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sequence import Logprob

@@ -1,4 +1,4 @@
-# shows: each sampling parameter
+# shows: all sampling parameters
 from vllm import LLM, SamplingParams
 
 llm = LLM("facebook/opt-125m", seed=3, gpu_memory_utilization=0.5, swap_space=0)

@@ -1,4 +1,4 @@
-# shows: texts that end a completion
+# shows: stop strings
 from vllm import LLM, SamplingParams
 
 llm = LLM(model="facebook/opt-125m")

@@ -1,4 +1,4 @@
-# shows: embeddings, by runner=pooling, with flags
+# shows: embeddings with runner=pooling and command-line options
 from argparse import Namespace
 
 from vllm import LLM, EngineArgs

@@ -1,4 +1,4 @@
-# shows: LLM.encode and LLM.score of an embedding model
+# shows: LLM.encode and LLM.score with an embedding model
 from vllm import LLM, PoolingParams, PoolingRequestOutput
 
 llm = LLM(model="Qwen/Qwen2.5-0.5B-Instruct", runner="pooling", convert="embed", max_model_len=100)

@@ -1,4 +1,4 @@
-# shows: a process reward model: how good each step of an answer is
+# shows: a process reward model: the quality of each step of an answer
 from vllm import LLM
 
 llm = LLM("Qwen/Qwen2.5-Math-PRM-7B", task="reward")

@@ -1,4 +1,4 @@
-# shows: a reward model: a number for each token
+# shows: a reward model: one number per token
 from vllm import LLM, PoolingRequestOutput
 
 llm = LLM(model="Qwen/Qwen2.5-Math-RM-72B", runner="pooling", enforce_eager=True, trust_remote_code=True)

@@ -1,4 +1,4 @@
-# shows: a classifier of tokens, as one that finds names
+# shows: a token classifier, as for named entities
 from vllm import LLM
 
 llm = LLM(model="names", runner="pooling", enforce_eager=True)

@@ -1,4 +1,4 @@
-# shows: a vector for each token, for search by several vectors of a text
+# shows: one vector per token, for multi-vector search
 from vllm import LLM
 
 llm = LLM(model="Qwen/Qwen2.5-0.5B-Instruct", runner="pooling", convert="embed", enforce_eager=True)

@@ -1,4 +1,4 @@
-# shows: audio beside a prompt
+# shows: audio input
 # refused: models read text alone
 from vllm.assets.audio import AudioAsset
 

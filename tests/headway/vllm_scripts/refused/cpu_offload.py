@@ -1,4 +1,4 @@
-# shows: weights in the host's memory
+# shows: weights in host memory
 # refused: cpu_offload_gb
 from vllm import LLM
 

@@ -1,4 +1,4 @@
-# shows: several copies of a model in one LLM, experts over GPUs
+# shows: data parallelism in one LLM, expert parallelism
 # refused: data_parallel_size
 from vllm import LLM
 

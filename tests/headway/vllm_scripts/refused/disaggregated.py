@@ -1,4 +1,4 @@
-# shows: caches handed from one engine to another
+# shows: KV caches that are passed between engines
 # refused: caches are not handed from engine to engine
 from vllm import LLM
 from vllm.config import KVTransferConfig

@@ -1,4 +1,4 @@
-# shows: speculation with EAGLE heads
+# shows: speculative decoding with EAGLE heads
 # refused: speculative_config
 from vllm import LLM
 

@@ -1,4 +1,4 @@
-# shows: a layer out of vLLM's own code
+# shows: a layer of vLLM's own code
 # refused: docs/models.md says which models run
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 

@@ -1,4 +1,4 @@
-# shows: checkpoints saved rank by rank
+# shows: checkpoints that are saved rank by rank
 # refused: load_format
 from vllm import LLM
 

@@ -1,4 +1,4 @@
-# shows: ranks of one model started by torchrun
+# shows: ranks that torchrun starts
 # refused: tensor_parallel_size starts a process for each rank
 import os
 
