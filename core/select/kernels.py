@@ -95,7 +95,7 @@ class KernelRegistry(Generic[K, T]):
         self.entries: dict[str, KernelEntry] = {}
         self.layouts: dict[str, T] = {}
         self.rank_hooks: Sequence[RankHook] = ()
-        """In the order in which they are asked."""
+        """Rank hooks, in the order in which they are called."""
 
     def backend(self, name: str) -> type[K]:
         """Load a backend's class.

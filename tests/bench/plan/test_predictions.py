@@ -1,4 +1,4 @@
-"""Predictions beside what bench/results holds: within what docs/benchmarks/planning.md says, and the replay of a trace is the simulation."""
+"""Predictions of recorded results keep the error that docs/benchmarks/planning.md states; a replayed trace equals the simulation."""
 
 from __future__ import annotations
 
