@@ -1,4 +1,4 @@
-"""Predictions of recorded results keep the error that docs/benchmarks/planning.md states; a replayed trace equals the simulation."""
+"""Predictions match recorded results as closely as docs/benchmarks/planning.md states; a replayed trace equals the simulation."""
 
 from __future__ import annotations
 
