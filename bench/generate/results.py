@@ -239,9 +239,9 @@ def notes(report: OfflineReport) -> list[str]:
             told = ", ".join(f"{part} {ms:.3f}" for part, ms in cell.host_ms_by_part.items())
             lines.append(f"{cell.label}: host time per step in ms: {told}")
         for what, counted in (
-            ("steps in pieces of graphs", cell.steps_in_pieces),
-            ("steps launched kernel by kernel", cell.steps_without_graph),
-            ("kernels compiled while it ran", cell.compilations),
+            ("steps with piecewise graphs", cell.steps_in_pieces),
+            ("steps without a graph", cell.steps_without_graph),
+            ("kernels compiled during the run", cell.compilations),
         ):
             if counted:
                 told = ", ".join(f"{reason} ({count})" for reason, count in counted.items())
@@ -261,7 +261,7 @@ def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
         f"    {report.command}",
         "",
         f"{report.model} ({report.load_format} weights), {report.dtype}, on {device.name}, driver {device.driver}, torch "
-        f"{device.torch}; read {report.read_gbps:.0f} GB/s, {device.matrix_dtype} product {device.matrix_tflops:.3g} TFLOP/s in "
+        f"{device.torch}; read {report.read_gbps:.0f} GB/s, {device.matrix_dtype} GEMM {device.matrix_tflops:.3g} TFLOP/s in "
         f"the same run; {report.date[:10]}. Median of {report.repeat}; engine ready after {report.start_seconds:.1f} s. "
         + ", ".join(f"{name} {value}" for name, value in report.settings.items())
         + ".",
@@ -277,9 +277,9 @@ def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
         lines.append("| " + " | ".join([label, _bold(ours, cell.tokens_per_second == best), *rest, *shown]) + " |")
     lines += [line for note in notes(report) for line in ("", f"{note}.")]
     if peers is not None:
-        told = ". ".join(f"{peer.name} {peer.version}: {peer.settings}" for peer in peers.peers)
         by = f" Measured by {peers.measured_by}." if peers.measured_by else ""
-        lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}. {told}.{by}"]
+        lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}.{by}", ""]
+        lines += [f"- {peer.name} {peer.version}: {peer.settings}" for peer in peers.peers]
     return "\n".join(lines)
 
 

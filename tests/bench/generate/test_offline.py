@@ -187,8 +187,8 @@ def test_what_ran_outside_of_a_graph_is_told_below_the_table(report: OfflineRepo
         update={"steps_in_pieces": {"a prompt in the step": 3}, "steps_without_graph": {"more than 2048 tokens": 9}}
     )
     text = markdown(report.model_copy(update={"cells": [cell]}), None)
-    assert "4 x 40/12: 3 steps in pieces of graphs: a prompt in the step (3)." in text
-    assert "4 x 40/12: 9 steps launched kernel by kernel: more than 2048 tokens (9)." in text
+    assert "4 x 40/12: 3 steps with piecewise graphs: a prompt in the step (3)." in text
+    assert "4 x 40/12: 9 steps without a graph: more than 2048 tokens (9)." in text
     assert "pieces" not in markdown(report, None)
 
 
