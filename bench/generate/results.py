@@ -261,7 +261,7 @@ def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
         f"    {report.command}",
         "",
         f"{report.model} ({report.load_format} weights), {report.dtype}, on {device.name}, driver {device.driver}, torch "
-        f"{device.torch}; read {report.read_gbps:.0f} GB/s, {device.matrix_dtype} product {device.matrix_tflops:.3g} TFLOP/s in "
+        f"{device.torch}; read {report.read_gbps:.0f} GB/s, {device.matrix_dtype} GEMM {device.matrix_tflops:.3g} TFLOP/s in "
         f"the same run; {report.date[:10]}. Median of {report.repeat}; engine ready after {report.start_seconds:.1f} s. "
         + ", ".join(f"{name} {value}" for name, value in report.settings.items())
         + ".",
@@ -277,9 +277,9 @@ def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
         lines.append("| " + " | ".join([label, _bold(ours, cell.tokens_per_second == best), *rest, *shown]) + " |")
     lines += [line for note in notes(report) for line in ("", f"{note}.")]
     if peers is not None:
-        told = ". ".join(f"{peer.name} {peer.version}: {peer.settings}" for peer in peers.peers)
         by = f" Measured by {peers.measured_by}." if peers.measured_by else ""
-        lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}. {told}.{by}"]
+        lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}.{by}", ""]
+        lines += [f"- {peer.name} {peer.version}: {peer.settings}" for peer in peers.peers]
     return "\n".join(lines)
 
 

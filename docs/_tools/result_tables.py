@@ -48,12 +48,12 @@ def render(text: str, read: Callable[[Path], KernelReport] = KernelReport.read) 
         report = read(Path(match[2]))
         cells = [cell for cell in report.cells if (cell.phase, cell.geometry) == (match[3], match[4])]
         about = f"{_device(report)} {made_by(report, newest)}"
-        return f"{match[1]}\n    {command_today(report.command)}\n\n{about}\n\n{_table(cells)}\n{match[5]}"
+        return f"{match[1]}\n```console\n$ {command_today(report.command)}\n```\n\n{about}\n\n{_table(cells)}\n{match[5]}"
 
     def shares(match: re.Match[str]) -> str:
         report = read(Path(match[2]))
         about = f"{_device(report)} {made_by(report, newest)}"
-        return f"{match[1]}\n    {command_today(report.command)}\n\n{about}\n\n{shares_of_fastest(report.cells)}\n{match[3]}"
+        return f"{match[1]}\n```console\n$ {command_today(report.command)}\n```\n\n{about}\n\n{shares_of_fastest(report.cells)}\n{match[3]}"
 
     def offline(match: re.Match[str]) -> str:
         peers = PeersFile.read(Path(match[3])) if match[3] else None
@@ -99,7 +99,7 @@ def made_by(report: _Result, newest: _Result | None) -> str:
     who = f"Made by {report.origin} on {day}." if report.origin else f"Made on {day}, before result files named their commit."
     if newest is None or newest.origin is None or (report.origin and report.origin.commit == newest.origin.commit):
         return who
-    return f"{who} **Older than the newest figures on this page**, which are of {newest.date[:10]}, {newest.origin}."
+    return f"{who} **Older than the newest results on this page**, which are from {newest.date[:10]} ({newest.origin})."
 
 
 def _device(report: KernelReport) -> str:
@@ -108,7 +108,7 @@ def _device(report: KernelReport) -> str:
         f"torch {device.torch}",
         *(f"{name} {version}" for name, version in device.libraries.items() if name != "headway"),
     ]
-    limits = f"copy {device.copy_gbps:.0f} GB/s, {device.matrix_dtype} product {device.matrix_tflops:.0f} TFLOP/s in the same run"
+    limits = f"copy {device.copy_gbps:.0f} GB/s, {device.matrix_dtype} GEMM {device.matrix_tflops:.0f} TFLOP/s in the same run"
     return f"{device.name}, driver {device.driver}, {', '.join(software)}; {limits}; {report.date[:10]}."
 
 
