@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("structure")
 
 FILES, LINES = 509, 102_434
 """Of the installed package; the plan is 92,000 lines."""
-BENCH_LINES, TEST_LINES = 9_000, 60_459
+BENCH_LINES, TEST_LINES = 9_000, 60_460
 SMALL_WITH_ONE_IMPORTER = 0
 MANY_PARAMETERS = 6
 MIXED_SPLATS = 120

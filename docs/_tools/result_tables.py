@@ -53,7 +53,8 @@ def render(text: str, read: Callable[[Path], KernelReport] = KernelReport.read) 
     def shares(match: re.Match[str]) -> str:
         report = read(Path(match[2]))
         about = f"{_device(report)} {made_by(report, newest)}"
-        return f"{match[1]}\n```console\n$ {command_today(report.command)}\n```\n\n{about}\n\n{shares_of_fastest(report.cells)}\n{match[3]}"
+        command = f"```console\n$ {command_today(report.command)}\n```"
+        return f"{match[1]}\n{command}\n\n{about}\n\n{shares_of_fastest(report.cells)}\n{match[3]}"
 
     def offline(match: re.Match[str]) -> str:
         peers = PeersFile.read(Path(match[3])) if match[3] else None

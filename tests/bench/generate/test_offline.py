@@ -313,7 +313,8 @@ class MetaWeights(DummyWeights):
     """Shapes without memory; counts the numbers that are taken."""
 
     def __init__(self) -> None:
-        self.dtype, self.device, self.count = torch.bfloat16, META, 0
+        super().__init__(torch.bfloat16, META)
+        self.count = 0
 
     def draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         sinks = name.endswith("sinks")  # which the host reads
