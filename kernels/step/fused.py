@@ -158,10 +158,6 @@ class Fused(Operations):
             launch((rows, 1, 1), x_ptr=x, weight_ptr=norm.weight, bias_ptr=bias, residual_ptr=y, y_ptr=y, eps=norm.eps)
         return y
 
-    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """One launch."""
-        return bound(self, linear, x.shape[0])(x, out=out)
-
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:

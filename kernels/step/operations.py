@@ -192,7 +192,8 @@ class Operations(Protocol):
         """residual + norm of x [rows, size]; both are used up."""
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """The product of x [rows, in_features]: [rows, out_features]; `out`, contiguous, where it is given."""
+        """Multiply x [rows, in_features] by a linear layer: [rows, out_features], in `out`, contiguous, if it is given."""
+        return bound(self, linear, x.shape[0])(x, out=out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """Norm, product and activation, the first and the last if any: x [rows, in_features], rows perhaps strided, to
