@@ -131,7 +131,7 @@ class FleetSearch:
         return list(best.values())
 
     def _rank(self, plan: FleetPlan) -> tuple[float, ...]:
-        """Return a sort key: with a rate, fewest GPUs, then lowest latency; without, most tokens per GPU."""
+        """Return a sort key: with a rate, fewest GPUs, then lowest latency; without, highest throughput per GPU."""
         if self.demand.rate is not None:
             return plan.num_gpus, plan.per_token_ms
         return (-plan.tokens_per_second_per_gpu, plan.per_token_ms)

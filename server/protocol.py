@@ -220,7 +220,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start a request. Its body is timed where it is read."""
+        """Start a request. The time limit of its body is checked when it is read."""
         if self._told_again:
             return
         if self._surplus:

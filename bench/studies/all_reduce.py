@@ -34,7 +34,7 @@ from headway.tuning.measure.all_reduce import choose_all_reduce, sums_table, tim
 from headway.tuning.measure.device import identify_device
 
 _MEASURED = 5.0
-"""Maximum seconds for measuring Headway's own methods."""
+"""Maximum seconds for measuring Headway's own all-reduce kernels."""
 
 
 class TorchOneShot:
@@ -119,7 +119,7 @@ class VllmCustom:
 
 
 def _peers(ranks: TorchRanks) -> Iterator[TorchOneShot | VllmCustom]:
-    """Other libraries' ways, each where every rank has it."""
+    """Yield other libraries' all-reduce kernels that are available on every rank."""
     made: list[TorchOneShot] = []
 
     def first() -> TorchOneShot:

@@ -271,7 +271,7 @@ class Visibility:
     metadata: dict[Any, Any] = field(default_factory=dict)
     """Metadata that plans of several kinds of layers share."""
     new_keys: Tensor | None = None
-    """int64 [q_length]: indices of this call's tokens among the keys. None if they are the last ones of each row."""
+    """int64 [q_length]: indices of this call's tokens among the keys. None if they are the last keys of each row."""
 
     @cached_property
     def rows(self) -> Sequences:

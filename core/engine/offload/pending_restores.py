@@ -68,8 +68,8 @@ class PendingRestores:
         return [restore.seq for restore in self._restores]
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
-        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False without room. spared: see
-        Restore."""
+        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False if there is no room.
+        spared: number of tokens, see Restore."""
         kept = self._blocks.checkpoints
         if kept is not None and not kept.has_slot_for(self._blocks.name_of_start(seq, length)):
             self._failures.count("without a free slot for their state", len(names))
