@@ -160,7 +160,7 @@ def make_side(name: str, source: Kernels, specs: Sequence[AttentionSpec], option
 
     :raises HeadwayError: if the name is unknown, or the backend does not support the model, with its reasons.
     """
-    make = _BESIDE_BACKENDS.get(name, BackendSide)
+    make = _OTHER_SIDES.get(name, BackendSide)
     return make(name, source, specs, options)
 
 
@@ -169,7 +169,7 @@ def check_side(name: str, source: Kernels, options: SideOptions) -> None:
 
     :raises HeadwayError: if a backend, a layout or the owner of an option is not registered.
     """
-    request = ALL_AUTO if name in _BESIDE_BACKENDS else BackendRequest.parse(name)
+    request = ALL_AUTO if name in _OTHER_SIDES else BackendRequest.parse(name)
     check_names(source, {ATTENTION: [*request.names, *(options.options or {})]}, options.kv_layout)
 
 
@@ -245,7 +245,7 @@ class ReferenceSide:
         return _ReferenceRun(self._specs, blocks.allocate(self._specs, self.layout), blocks)
 
 
-_BESIDE_BACKENDS: Mapping[str, Callable[[str, Kernels, Sequence[AttentionSpec], SideOptions], Side]] = {REFERENCE: ReferenceSide}
+_OTHER_SIDES: Mapping[str, Callable[[str, Kernels, Sequence[AttentionSpec], SideOptions], Side]] = {REFERENCE: ReferenceSide}
 
 
 class _Blocks:

@@ -83,16 +83,18 @@ def print_state_report(table: CrossoverTable, spec: StateSpec, peak: DevicePeak,
     for verb, rate in (("step", f"GB/s of states read and written, and share of {of}"), ("scan", "tokens per second")):
         cells = [cell for cell in table.cells if cell.phase == verb and cell.median_us is not None]
         console.print(_state_table(f"{verb}: median us of one layer, {rate}", cells, spec, most))
-    told: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for record in table.kernels:
         if record.reason:
-            told.setdefault(f"{record.name}: {record.reason}", [])
+            places.setdefault(f"{record.name}: {record.reason}", [])
     for cell in table.cells:
         if cell.reason:
-            told.setdefault(f"{cell.kernel} {cell.status}: {cell.reason}", []).append(f"{cell.phase} {_case(cell)} {cell.layout}")
+            places.setdefault(f"{cell.kernel} {cell.status}: {cell.reason}", []).append(
+                f"{cell.phase} {_case(cell)} {cell.layout}"
+            )
     if table.busy:
-        told.setdefault(f"measured on a busy machine, {table.busy}: times may be too long", [])
-    for line, where in told.items():
+        places.setdefault(f"measured on a busy machine, {table.busy}: times may be too long", [])
+    for line, where in places.items():
         console.print(Text(line + f" [{', '.join(where)}]" * bool(where)), soft_wrap=True)
 
 

@@ -149,7 +149,7 @@ class WeightCase:
         else:
             kernel.apply_fused(*self.given, prepared, self.parts, out)
 
-    def taken(self, rows: Tensor) -> WeightCase:
+    def subset(self, rows: Tensor) -> WeightCase:
         """Return the case limited to some rows. rows: int64 indices."""
         onto, on = self.onto, rows.to(self.given[0].device)
         given = tuple(each[on] for each in self.given)

@@ -204,14 +204,14 @@ class PoolingEngine:
                     log.warning("warm-up: %s", error)
                     break
         for count in powers(self.limits.max_num_tokens):
-            texts = [EncodedText([0] * length) for length in self._cut(count)]
+            texts = [EncodedText([0] * length) for length in self._batch_lens(count)]
             self.attention.begin([len(text.token_ids) for text in texts])
             self._forward([len(text.token_ids) for text in texts], texts)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.selector.forget()
 
-    def _cut(self, tokens: int) -> list[int]:
+    def _batch_lens(self, tokens: int) -> list[int]:
         """Return the lengths of a few texts with `tokens` tokens in total, or fewer if they exceed a batch."""
         longest = self.limits.max_model_len
         lens = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)

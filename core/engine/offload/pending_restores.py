@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.prefix_lookup import packed
-from headway.core.engine.data.page_mover import STATES, KeptPage, PageMover, PageName, Pending
+from headway.core.engine.data.page_mover import STATES, PageMover, PageName, Pending, StoredPage
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.offload.costs import OffloadFailures
@@ -31,7 +31,7 @@ class Restore:
     """(slot of the host tier, slot of the device) for the state, if one is restored."""
     names: list[PageName]
     """Names of the restored pages and state, locked until the restore ends."""
-    to_fetch: list[KeptPage]
+    to_fetch: list[StoredPage]
     """Pages to read from disk. Read after the step's copies, because such a copy may still target the same slot."""
     fetching: Pending[frozenset[PageName]] | None = None
     """The pending disk read, if any."""
@@ -86,7 +86,7 @@ class PendingRestores:
             slot = self._tier.put(name)
             assert slot is not None, "there was a slot that is not locked"
             size, place = self._blocks.groups[name[0]].page_size, place_of[name].place
-            to_fetch.append(KeptPage(name, packed(seq.token_ids[place * size : (place + 1) * size]), slot))
+            to_fetch.append(StoredPage(name, packed(seq.token_ids[place * size : (place + 1) * size]), slot))
         moves = [(self._slot(name), each.page) for name, each in zip(names, made, strict=True)]
         num_pages = sum(each.group != STATES for each in made)
         self._restores.append(Restore(seq, length, spared, moves[:num_pages], moves[num_pages:], names, to_fetch))

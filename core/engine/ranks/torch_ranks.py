@@ -94,7 +94,8 @@ class TorchRanks:
         self.device = device
         self.group = RankGroup(rank, size, device, store, self._group)
         self.sums: Sequence[AllReduceKernel] = [(Gloo if device.type == "cpu" else Nccl)(self.group)]
-        """All-reduce kernels, the process group's last. The first that supports a tensor sums it, unless `times` has a faster one."""
+        """All-reduce kernels, the process group's last. The first that supports a tensor is used, unless `times` has
+        a faster one."""
         self.times: AxisTimes | None = None
         self._chosen: dict[tuple[int, torch.dtype], AllReduceKernel] = {}
 

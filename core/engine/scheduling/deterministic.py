@@ -25,7 +25,10 @@ log = logging.getLogger("headway")
 
 
 def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig) -> EngineConfig:
-    """Pin one backend and disable the prefix cache. states: layers with a state. :raises ConfigError: if layers are unsuitable."""
+    """Pin one backend and disable the prefix cache. states: layers with a state.
+
+    :raises ConfigError: if layers are unsuitable.
+    """
     if states:
         need = "layers with keys and values alone: no state backend keeps a sequence's bits in any batch"
         raise ConfigError("deterministic", need, states[0].spec, "leave deterministic out")
@@ -43,12 +46,12 @@ def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendReq
     PREFILL and EXTEND always get the same backend, because a prompt step's phase depends on the rest of the step. If no backend
     is suitable, the request is returned unchanged, and the selector's error gives the reasons.
     """
-    asked = config.backend_request
-    if not asked.auto_phases or not layers.cached:
-        return asked
+    requested = config.backend_request
+    if not requested.auto_phases or not layers.cached:
+        return requested
     kernels = source.of(ATTENTION)
     for name in kernels.rank(layers.cached[0], Phase.DECODE, list(kernels.entries)):
-        prefill, decode = (name if each == AUTO else each for each in (asked.prefill, asked.decode))
+        prefill, decode = (name if each == AUTO else each for each in (requested.prefill, requested.decode))
         pinned = BackendRequest(prefill, decode)
         try:
             Selector(
@@ -57,7 +60,7 @@ def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendReq
         except UnsupportedError:
             continue
         return pinned
-    return asked
+    return requested
 
 
 class IndependentScheduler(Scheduler):

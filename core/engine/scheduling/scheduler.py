@@ -24,7 +24,7 @@ from headway.core.engine.scheduling.drafting import Drafting
 
 log = logging.getLogger("headway")
 
-_turn = attrgetter("turn")
+_queue_key = attrgetter("queue_key")
 _FARTHEST = 1024  # Maximum number of waiting sequences examined if earlier ones lack adapter slots
 
 
@@ -70,7 +70,7 @@ class Scheduler:
         stats: EngineStats | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """by_priority: True to order by `Sequence.turn`, else by arrival. offloader: saves pages outside the pool. stats: counts
+        """by_priority: True to order by `queue_key`, else by arrival. offloader: saves pages outside the pool. stats: counts
         admissions and preemptions. adapters: adapters that sequences may use, or None."""
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -111,13 +111,13 @@ class Scheduler:
         """Queue sequences before all others that wait; with priorities, before all others of the same priority."""
         if self._by_priority:
             for seq in seqs:
-                insort(self.waiting, seq, key=_turn)
+                insort(self.waiting, seq, key=_queue_key)
         else:
             self.waiting.extendleft(reversed(seqs))
 
     def _insert(self, queue: deque[Sequence] | list[Sequence], seq: Sequence) -> None:
         if self._by_priority:
-            insort(queue, seq, key=_turn)
+            insort(queue, seq, key=_queue_key)
         else:
             queue.append(seq)
 
@@ -165,7 +165,7 @@ class Scheduler:
             self._admit_waiting(plan)
         self._batch.add(plan.joining)
         for prompt in plan.prompts:
-            self.blocks.keep_states(prompt.seq, prompt.num_new_tokens)
+            self.blocks.reserve_states(prompt.seq, prompt.num_new_tokens)
         return ScheduledStep(plan.prompts + plan.decodes, self._batch)
 
     def _continue_running(self, plan: _StepPlan, batching: bool) -> bool:
@@ -176,7 +176,7 @@ class Scheduler:
             position += 1
             if seq.in_decode_batch:
                 continue
-            if batching and seq.goes_on() and seq.newest_at == seq.num_computed:
+            if batching and seq.continues() and seq.newest_at == seq.num_computed:
                 plan.joining.append(seq)
                 plan.budget -= 1
                 continue
@@ -203,7 +203,7 @@ class Scheduler:
                 seq.draft_token_ids = []  # drafts must not evict other sequences
             elif batching:
                 return None
-            elif not self._take_pages_of_waiting():
+            elif not self._preempt_waiting():
                 plan.admits = False
                 if self._preempt_last() is seq:
                     return None
@@ -228,7 +228,7 @@ class Scheduler:
                     passed.num_passed += 1
                 self._start(seq, place)
                 plan.add(ScheduledSequence(seq, count, seq.num_computed, count == seq.num_to_compute))
-            elif self.running or self.restoring or not self._take_pages_of_waiting():
+            elif self.running or self.restoring or not self._preempt_waiting():
                 return
             else:
                 took_pages = True  # so that the freed pages are not used for a restore
@@ -286,7 +286,7 @@ class Scheduler:
         """Return how many tokens, from the next on, a sequence must hold pages for when a step computes `count` of them."""
         return count
 
-    def _take_pages_of_waiting(self) -> bool:
+    def _preempt_waiting(self) -> bool:
         """Free the pages of one waiting sequence. Returns False if none has any."""
         if self.offloader is None:
             return False
@@ -337,7 +337,7 @@ class Scheduler:
             if seq.prefix_copies:
                 self.blocks.copies_launched(seq)
             if count > 1 or seq.restored_from is not None:
-                self.blocks.states_kept(seq)
+                self.blocks.publish_states(seq)
             if samples:
                 seq.num_pending += 1
                 seq.newest_at = context_len + count

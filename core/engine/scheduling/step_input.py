@@ -204,7 +204,7 @@ def _without_states(step: ScheduledStep, groups: Items[CacheGroup]) -> StepInput
     started: list[StartedRow] = []
     new_pages: list[NewPages] = []
     for seq in step.changed:
-        _tell(seq, started, new_pages)
+        _collect_changes(seq, started, new_pages)
     if not step.individual:
         return StepInput.going_on(step.rows, step.context_lens, tuple(new_pages))
     copies: list[PageCopy] = []
@@ -213,7 +213,7 @@ def _without_states(step: ScheduledStep, groups: Items[CacheGroup]) -> StepInput
     num_newest = len(step.members)
     for seq, count, context_len, _, drafts in step.individual:
         if seq.table_changes:
-            _tell(seq, started, new_pages)
+            _collect_changes(seq, started, new_pages)
         if seq.prefix_copies:
             for group, source, size in seq.prefix_copies:
                 target = seq.tables[group].pages[context_len // groups[group].page_size]
@@ -235,7 +235,7 @@ def _without_states(step: ScheduledStep, groups: Items[CacheGroup]) -> StepInput
 def _with_members(
     step: ScheduledStep,
     token_ids: list[int],
-    goes_on: bool,
+    continues: bool,
     started: tuple[StartedRow, ...],
     new_pages: tuple[NewPages, ...],
     copies: tuple[PageCopy, ...],
@@ -254,7 +254,7 @@ def _with_members(
         num_draft_tokens=_joined(drafts, members.num_draft_tokens),
         samples=_joined(samples, members.samples),
         token_ids=_joined(token_ids, newest),
-        goes_on=goes_on,
+        continues=continues,
         verifies=drafting and decodes,
         started=started,
         new_pages=new_pages,
@@ -267,7 +267,7 @@ def _joined(own: Iterable[int | bool | None], others: NDArray[Any]) -> NDArray[A
     return numpy.concatenate([numbers, others]) if len(others) else numbers
 
 
-def _tell(seq: Sequence, started: list[StartedRow], new_pages: list[NewPages]) -> None:
+def _collect_changes(seq: Sequence, started: list[StartedRow], new_pages: list[NewPages]) -> None:
     row = seq.row
     assert row is not None, "a scheduled sequence has a row"
     if not seq.started:

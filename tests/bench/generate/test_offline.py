@@ -314,6 +314,7 @@ class MetaWeights(DummyWeights):
 
     def __init__(self) -> None:
         self.dtype, self.device, self.count = torch.bfloat16, META, 0
+        self._form = None
 
     def draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         sinks = name.endswith("sinks")  # which the host reads

@@ -1,4 +1,4 @@
-"""Predictions of recorded results keep the error that docs/benchmarks/planning.md states; a replayed trace equals the simulation."""
+"""Recorded results stay predicted within the error that docs/benchmarks/planning.md states; a replay equals the simulation."""
 
 from __future__ import annotations
 

@@ -108,22 +108,22 @@ def drafted_by_a_wrong_table(found: int, held: int, seconds: float) -> list[int]
     return drafted
 
 
-@pytest.mark.parametrize(("wide", "goes_on"), [(1.3e-3, True), (20e-3, False)])
-def test_a_table_that_is_wrong_does_not_forbid_guesses_for_ever(wide: float, goes_on: bool) -> None:
+@pytest.mark.parametrize(("wide", "continues"), [(1.3e-3, True), (20e-3, False)])
+def test_a_table_that_is_wrong_does_not_forbid_guesses_for_ever(wide: float, continues: bool) -> None:
     """Each width is tried whatever the table says, and then what was measured counts."""
     drafted = drafted_by_a_wrong_table(found=7, held=5, seconds=wide)
     assert any(drafted[:40])
     assert not any(drafted[:4])
-    assert (sum(map(bool, drafted[200:])) > 600) is goes_on
-    assert goes_on or sum(map(bool, drafted)) == 12
+    assert (sum(map(bool, drafted[200:])) > 600) is continues
+    assert continues or sum(map(bool, drafted)) == 12
 
 
-@pytest.mark.parametrize(("narrow", "goes_on"), [(1.1e-3, True), (20e-3, False)])
-def test_fewer_guesses_than_were_asked_for_are_tried_as_well_and_not_for_ever(narrow: float, goes_on: bool) -> None:
+@pytest.mark.parametrize(("narrow", "continues"), [(1.1e-3, True), (20e-3, False)])
+def test_fewer_guesses_than_were_asked_for_are_tried_as_well_and_not_for_ever(narrow: float, continues: bool) -> None:
     """A proposer that finds two guesses teaches nothing of seven, whose time stays an estimate."""
     drafted = drafted_by_a_wrong_table(found=2, held=2, seconds=narrow)
-    assert (sum(map(bool, drafted[200:])) > 600) is goes_on
-    assert goes_on or sum(map(bool, drafted)) == 8
+    assert (sum(map(bool, drafted[200:])) > 600) is continues
+    assert continues or sum(map(bool, drafted)) == 8
 
 
 def test_times_come_from_the_table_until_they_are_measured() -> None:
