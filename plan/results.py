@@ -161,19 +161,19 @@ def nothing_meets(search: FleetSearch) -> ConfigError:
 def why_slower(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
     """Return why a plan that meets the limits is not the best: the difference, and the component that takes more GPU time."""
     if search.demand.rate is not None and plan.num_gpus != best.num_gpus:
-        deficit = f"takes {plan.num_gpus} GPUs, not {best.num_gpus}"
+        difference = f"takes {plan.num_gpus} GPUs, not {best.num_gpus}"
     elif search.demand.rate is not None:
-        deficit = f"as many GPUs, {plan.per_token_ms / best.per_token_ms:.2f} times the time per token"
+        difference = f"as many GPUs, {plan.per_token_ms / best.per_token_ms:.2f} times the time per token"
     else:
-        deficit = f"{plan.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu:.2f} of the best plan's tokens"
+        difference = f"{plan.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu:.2f} of the best plan's tokens"
     if search.num_gpus % plan.layout.size and search.demand.rate is None:
-        deficit += f"; {search.num_gpus % plan.layout.size} GPUs idle"
+        difference += f"; {search.num_gpus % plan.layout.size} GPUs idle"
     own, its = _gpu_us(plan), _gpu_us(best)
     more = {name: own[name] - its[name] for name in own if name not in ("host", "launches")}
     name = max(more, key=lambda each: more[each])
     if more[name] > 0.02 * sum(its.values()):
-        deficit += f"; {_WORDS[name]}: {own[name]:.0f} us of GPU time per token, not {its[name]:.0f}"
-    return deficit + (f" (batch {plan.batch}, not {best.batch})" if plan.batch < best.batch else "")
+        difference += f"; {_WORDS[name]}: {own[name]:.0f} us of GPU time per token, not {its[name]:.0f}"
+    return difference + (f" (batch {plan.batch}, not {best.batch})" if plan.batch < best.batch else "")
 
 
 def _gpu_us(plan: FleetPlan) -> dict[str, float]:

@@ -316,7 +316,7 @@ class EngineLoop:
         else:
             self.scheduler.max_num_batched_tokens = smaller
             if self.blocks.checkpoints is not None:
-                self.scheduler.compute_again([scheduled.seq for scheduled in step])
+                self.scheduler.recompute([scheduled.seq for scheduled in step])
                 self.blocks.forget_prefixes()  # pages that the failed step was to write
 
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:

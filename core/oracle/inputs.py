@@ -108,7 +108,7 @@ class Numbers:
         return k, k[..., : spec.v_head_dim] if spec.value_in_key else v
 
     @property
-    def tells(self) -> bool:
+    def is_sensitive(self) -> bool:
         """True if the regime can reveal errors: not if a soft-cap saturates or a sink has all the weight."""
         return self.scores not in ("high", "low") or not {"softcap", "sinks"} & self.spec.features
 

@@ -155,8 +155,8 @@ class LogitsShaper:
     ) -> None:
         """Set up a row for a sequence that begins with these tokens. stops: tokens that min_tokens suppresses."""
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        scale, *retained = TokenFilter.of(params, scale_of(params) or 1.0, self._vocab_size)
-        self._numbers.set(row, [*penalties, scale, *retained])
+        scale, *filters = TokenFilter.of(params, scale_of(params) or 1.0, self._vocab_size)
+        self._numbers.set(row, [*penalties, scale, *filters])
         self._prompt_lens.set(row, [num_prompt_tokens])
         if need & OF_HISTORY:
             self._tokens.set(row, tokens)

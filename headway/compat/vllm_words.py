@@ -181,17 +181,17 @@ def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]
     None selects an option's default. own: Headway's names. Unknown options are returned unchanged, to be rejected later.
     :raises ConfigError: if an option of vLLM has a value without an equivalent.
     """
-    reported: dict[str, Any] = {}
+    translated: dict[str, Any] = {}
     for name, value in options.items():
         if value is None or (name not in own and (name in ANY_VALUE or _is_neutral(name, value))):
             continue
         if name in _VALUES:
-            reported.update(_VALUES[name](value))
+            translated.update(_VALUES[name](value))
         else:
-            reported[name] = value
+            translated[name] = value
     if options.get("compilation_config") is not None:
-        reported = {**_compilation(options["compilation_config"]), **reported}
-    return reported
+        translated = {**_compilation(options["compilation_config"]), **translated}
+    return translated
 
 
 def _is_neutral(option: str, value: object) -> bool:

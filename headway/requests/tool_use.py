@@ -254,8 +254,8 @@ class ToolForms:
         if marks is not None and marks.answer:  # answers have their own mark, which begins like the mark of calls
             answer = {"type": "sequence", "elements": [self._text(marks.answer), {"type": "any_text"}]}
             either = {"type": "or", "elements": [self._must_call(use, schemas), answer]}
-            after_number: Part = self._after_reasoning(either, prompt, answer=False)
-            return after_number
+            constrained: Part = self._after_reasoning(either, prompt, answer=False)
+            return constrained
         tags = [self._tag(syntax, name, schema) for name, schema in schemas.items()]
         if syntax.before.startswith(syntax.trigger):  # the mark occurs once, before the first call
             elements = [*self._must_call(use, schemas)["elements"][1:]]

@@ -146,10 +146,10 @@ def check_ended(new: CompletionOutput, structured: bool, field: str = "structure
     """Check that a completion has not failed. structured: it has a structured output, requested by `field`, which may be invalid.
     :raises ApiError: if the completion has failed or was ended by the server."""
     if new.finish_reason == "error":
-        said = new.error or "the completion has failed"
-        by_form = said.startswith("structured_outputs") or (structured and not new.token_ids)
-        said = said.replace("structured_outputs", field, 1)
-        raise ApiError(400 if NO_TOKEN_LEFT in said or by_form else 500, said)
+        message = new.error or "the completion has failed"
+        by_form = message.startswith("structured_outputs") or (structured and not new.token_ids)
+        message = message.replace("structured_outputs", field, 1)
+        raise ApiError(400 if NO_TOKEN_LEFT in message or by_form else 500, message)
     if new.finish_reason == "abort":
         raise ApiError(503, "the server has ended the request", code="aborted")
 

@@ -151,14 +151,14 @@ class NativeAnswer(Answer):
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
         assert used is not None, "reports_usage"
         place = index % (self.body.n or 1)
-        written = self._fields(used[0], used[0].outputs[place], self._id_of(index // (self.body.n or 1)))
-        return event({"index": index, **written} if self._native.is_list else written)
+        response = self._fields(used[0], used[0].outputs[place], self._id_of(index // (self.body.n or 1)))
+        return event({"index": index, **response} if self._native.is_list else response)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        written = [
+        response = [
             self._fields(output, each, self._id_of(number)) for number, output in enumerate(outputs) for each in output.outputs
         ]
-        return orjson.dumps(written if self._native.is_list else written[0])
+        return orjson.dumps(response if self._native.is_list else response[0])
 
     def _id_of(self, number: int) -> str:
         """Return the id of a prompt's answer: the caller's, or else a new one."""
@@ -238,8 +238,8 @@ class TokensAnswer(Answer):
             }
             for each in outputs[0].outputs
         ]
-        written = {"request_id": self.id, "choices": choices, **prompt_logprobs(self.body, outputs[0])}
-        return orjson.dumps(written)
+        response = {"request_id": self.id, "choices": choices, **prompt_logprobs(self.body, outputs[0])}
+        return orjson.dumps(response)
 
 
 class DemoAnswer(Answer):
@@ -344,9 +344,9 @@ class GenerateRoutes(RouteGroup):
         """Return the engine information that SGLang's benchmark reads."""
         facts = self._llm.facts
         tokens = facts.block_size * facts.num_blocks
-        written = {"version": __version__, "model_path": self._llm.model.name, "max_total_num_tokens": tokens}
+        response = {"version": __version__, "model_path": self._llm.model.name, "max_total_num_tokens": tokens}
         limits = {"max_running_requests": facts.max_num_seqs, "context_length": facts.limits.max_model_len}
-        return json_response({**written, **limits, "attention_backend": facts.selection, "internal_states": [{}]})
+        return json_response({**response, **limits, "attention_backend": facts.selection, "internal_states": [{}]})
 
     @answers("GET", "/health_generate")
     async def health_generate(self) -> Response:

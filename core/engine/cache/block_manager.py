@@ -71,7 +71,7 @@ class FreePages:
         self._free[page] = None
         return True
 
-    def put_first(self, page: int) -> None:
+    def make_next(self, page: int) -> None:
         """Make a free page without reusable content the next to be allocated."""
         self._free.move_to_end(page, last=False)
 
@@ -312,15 +312,15 @@ class BlockManager:
 
     def publish_states(self, seq: Sequence) -> None:
         """Publish the states that a launched step saves, and release the state that it started from."""
-        self._let_state_go(seq)
+        self._release_state(seq)
         if self.checkpoints is not None:
             for each in seq.checkpoints:
                 self.checkpoints.name(each.digest, each.slot)
         seq.checkpoints = []
 
-    def _let_state_go(self, seq: Sequence) -> None:
+    def _release_state(self, seq: Sequence) -> None:
         if seq.held_state is not None and self.checkpoints is not None:
-            self.checkpoints.let_go(seq.held_state)
+            self.checkpoints.unhold(seq.held_state)
         seq.restored_from = seq.held_state = None
 
     def whole_chunk(self, seq: Sequence, count: int) -> int:
@@ -427,7 +427,7 @@ class BlockManager:
         seq.newest_at = -1
         seq.state_index = 0
         seq.junction = 0
-        self._let_state_go(seq)
+        self._release_state(seq)
         if self.checkpoints is not None:
             for each in seq.checkpoints:
                 self.checkpoints.free(each.slot)
@@ -442,7 +442,7 @@ class BlockManager:
         for prefixes in self.prefixes:
             for page in prefixes.index:
                 if page in self._pages:  # no reusable content any more: allocate it first
-                    self._pages.put_first(page)
+                    self._pages.make_next(page)
             prefixes.index.clear()
 
     def _publish(self, seq: Sequence, partly: bool) -> int:
@@ -472,7 +472,7 @@ class BlockManager:
         if self._pages.drop(page):
             groups = [number for number, prefixes in enumerate(self.prefixes) if page in prefixes.index]
             if not groups:  # no reusable content
-                self._pages.put_first(page)
+                self._pages.make_next(page)
             elif self.keeper is not None:
                 self.keeper.freed(page, groups[0])
 

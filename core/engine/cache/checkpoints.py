@@ -83,14 +83,14 @@ class Checkpoints:
         """Return whether `hold` would find a slot for this name."""
         return digest in self._slot_of or bool(self._free) or any(slot not in self._references for slot in self._slot_of.values())
 
-    def came_back(self, digest: bytes, slot: int) -> None:
+    def publish_restored(self, digest: bytes, slot: int) -> None:
         """Publish a held slot to which a saved checkpoint has been restored for a waiting sequence."""
         self._stats.num_checkpoint_hits += 1
         if digest not in self._slot_of and slot in self._unnamed:
             self._unnamed.discard(slot)
             self._slot_of[digest] = slot
 
-    def let_go(self, slot: int) -> None:
+    def unhold(self, slot: int) -> None:
         """Undo one `hold` of a slot."""
         self._references[slot] -= 1
         if not self._references[slot]:

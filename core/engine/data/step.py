@@ -245,7 +245,7 @@ class StepInput:
     """True if the step's logits are observed, so that all ranks gather them."""
 
     @classmethod
-    def going_on(
+    def continuing(
         cls,
         rows: NDArray[numpy.int32],
         context_lens: NDArray[numpy.int32],

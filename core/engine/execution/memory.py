@@ -129,7 +129,7 @@ def cache_memory(
     The largest step runs once without attention to measure its peak memory, which is reserved together with the backends'
     workspaces.
     :raises ConfigError: if the model exceeds the share without a cache."""
-    held = _most_held(model, layers, max_num_tokens, max_num_seqs)
+    held = _peak_bytes(model, layers, max_num_tokens, max_num_seqs)
     workspace = sum(backend.workspace_bytes(max_num_tokens, max_num_seqs) for by_spec in backends for backend in by_spec.values())
     free, total = torch.cuda.mem_get_info(layers.device)
     left = int(total * utilization) - (total - free) - held - workspace - _SPARE
@@ -144,7 +144,7 @@ def cache_memory(
     return left
 
 
-def _most_held(model: Model, layers: LayerSpecs, max_num_tokens: int, max_num_seqs: int) -> int:
+def _peak_bytes(model: Model, layers: LayerSpecs, max_num_tokens: int, max_num_seqs: int) -> int:
     """Return the peak memory of a step in bytes, excluding weights and KV cache."""
     device = layers.device
     torch.cuda.empty_cache()

@@ -78,7 +78,7 @@ class CompilationWatch:
         self._names = []
         return names
 
-    def take_late(self) -> tuple[str, ...]:
+    def take_unexpected(self) -> tuple[str, ...]:
         """Return and log the names since the last call, after a step that should have needed no compilation."""
         names = self.take()
         for name in names:
@@ -200,7 +200,7 @@ class ModelRunner:
         if graph is None and self._graphs is not None and not ran.piecewise and self._piecewise.largest:
             no_graph = f"more than {self._piecewise.largest} tokens"
         backends = graph.backends if graph is not None else self._attention.serving
-        compiled = self.compilations.take_late() if self.compilations is not None else ()
+        compiled = self.compilations.take_unexpected() if self.compilations is not None else ()
         extras = self._extras(ran)
         launched = Launched(
             tokens=self._results.copy(ran.tokens),

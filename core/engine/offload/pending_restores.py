@@ -70,8 +70,8 @@ class PendingRestores:
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
         """Restore pages and state `names` of a sequence's first `length` tokens. Returns False if there is no room.
         spared: number of tokens, see Restore."""
-        kept = self._blocks.checkpoints
-        if kept is not None and not kept.has_slot_for(self._blocks.name_of_start(seq, length)):
+        saved = self._blocks.checkpoints
+        if saved is not None and not saved.has_slot_for(self._blocks.name_of_start(seq, length)):
             self._failures.count("without a free slot for their state", len(names))
             return False
         on_disk = [name for name in names if name not in self._tier]
@@ -144,15 +144,15 @@ class PendingRestores:
                 self._came(restore)
 
     def _came(self, restore: Restore) -> None:
-        seq, kept = restore.seq, self._blocks.checkpoints
+        seq, saved = restore.seq, self._blocks.checkpoints
         seq.num_computed = restore.length
         self._blocks.advance(seq)
         self._stats.offload_hits += restore.spared
         self._stats.states_restored += len(restore.states)
-        if kept is not None and restore.length % kept.interval == 0:
+        if saved is not None and restore.length % saved.interval == 0:
             assert seq.held_state is not None
             digest = self._blocks.name_of_start(seq, restore.length)
-            kept.came_back(digest, seq.held_state)
+            saved.publish_restored(digest, seq.held_state)
         self._end(restore)
 
     def take_returned(self) -> list[Sequence]:

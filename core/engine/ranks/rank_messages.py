@@ -49,7 +49,7 @@ def decode(message: bytes) -> StepInput:
     count, states, num_pages = numbers[:3].tolist()
     arrays = numbers[3 : 3 + (2 + states) * count].reshape(2 + states, count)
     pages = numbers[len(numbers) - num_pages :].tolist()
-    return StepInput.going_on(arrays[0], arrays[1], _pages_of(pages), arrays[2] if states else None)
+    return StepInput.continuing(arrays[0], arrays[1], _pages_of(pages), arrays[2] if states else None)
 
 
 def _pages_of(numbers: list[int]) -> tuple[NewPages, ...]:

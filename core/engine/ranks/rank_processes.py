@@ -315,11 +315,11 @@ class RankProcesses:
             need = "options that can be handed to another process, such as classes and functions of a module"
             raise ConfigError(f"tensor_parallel_size={self.size}", need, str(error)) from error
         try:
-            return self._meet(made)
+            return self._join_group(made)
         except RuntimeError as error:  # raised by torch if a rank ended while joining
             self.fail(error)
 
-    def _meet(self, made: bytes) -> TorchRanks:
+    def _join_group(self, made: bytes) -> TorchRanks:
         """Send the processes their start messages, and make the group with them. made: a pickled `MakeRank`."""
         import torch
 
@@ -379,11 +379,11 @@ class RankProcesses:
     def fail(self, error: BaseException) -> NoReturn:
         """Stop all ranks after a failure of rank 0. :raises ExecutorLostError: always, with the first failed rank and the
         cause."""
-        from headway.core.engine.ranks.torch_ranks import MeetingError
+        from headway.core.engine.ranks.torch_ranks import CollectiveError
 
         if isinstance(error, ExecutorLostError):
             raise error
-        raise self._watch.explain(error, isinstance(error, MeetingError)) from error
+        raise self._watch.explain(error, isinstance(error, CollectiveError)) from error
 
     def call_when_lost(self, callback: Callable[[ExecutorLostError], None]) -> None:
         """Call a bound method, in a watchdog thread, when a rank is lost, unless its object no longer exists."""

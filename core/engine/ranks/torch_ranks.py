@@ -43,7 +43,7 @@ use NVLink multicast, which the fabric of some machines does not grant to a proc
 _JOIN: Final = timedelta(seconds=60)  # Maximum wait for the other ranks when the group is made
 
 
-class MeetingError(HeadwayError):
+class CollectiveError(HeadwayError):
     """Failure of a collective call, usually because another rank has ended."""
 
 
@@ -58,7 +58,7 @@ class GroupAllReduce(AllReduceKernel):
         return cls(group)
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        _meet(lambda: self._group.allreduce([x]))
+        _collective(lambda: self._group.allreduce([x]))
         return x if onto is None else onto.add_(x)
 
     def abort(self) -> None:
@@ -119,7 +119,7 @@ class TorchRanks:
     def all_gather(self, x: Tensor) -> Tensor:
         self._progress.call()
         out = x.new_empty((self.size, *x.shape))
-        _meet(lambda: self._group._allgather_base(out.view(-1), x.reshape(-1)))
+        _collective(lambda: self._group._allgather_base(out.view(-1), x.reshape(-1)))
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class TorchRanks:
         self._progress.call()
         options = BroadcastOptions()
         options.rootRank = 0
-        _meet(lambda: self._group.broadcast([x], options))
+        _collective(lambda: self._group.broadcast([x], options))
         return x
 
     def abort(self) -> None:
@@ -137,11 +137,11 @@ class TorchRanks:
             each.abort()
 
 
-def _meet(call: Callable[[], Any]) -> None:
+def _collective(call: Callable[[], Any]) -> None:
     try:
         call().wait()
     except RuntimeError as error:
-        raise MeetingError(f"ranks: {' '.join(str(error).split())}") from error
+        raise CollectiveError(f"ranks: {' '.join(str(error).split())}") from error
 
 
 def make_store(size: int) -> Any:

@@ -75,7 +75,7 @@ class IndependentScheduler(Scheduler):
         count = min(seq.num_to_compute, self._chunk) if self.enable_chunked_prefill else seq.num_to_compute
         return count if count <= budget else 0
 
-    def _tokens_to_hold(self, seq: Sequence, count: int) -> int:
+    def _tokens_to_reserve(self, seq: Sequence, count: int) -> int:
         return max(count, seq.max_len - seq.num_computed)
 
     @property

@@ -147,7 +147,7 @@ class Scheduler:
             seq = self._batch.members[place]
             if seq.num_computed >= seq.max_len - 1:  # its last token is pending
                 last.append(seq)
-            elif self.blocks.reserve(seq, self._tokens_to_hold(seq, 1)):
+            elif self.blocks.reserve(seq, self._tokens_to_reserve(seq, 1)):
                 self._batch.renew(place)
             else:
                 return False
@@ -180,7 +180,7 @@ class Scheduler:
                 plan.joining.append(seq)
                 plan.budget -= 1
                 continue
-            self._fit_uncut_prompt(plan, seq)
+            self._fit_whole_prompt(plan, seq)
             count = self._num_tokens(seq, plan.budget)
             if count:
                 scheduled = self._make_room(plan, seq, count, batching)
@@ -197,7 +197,7 @@ class Scheduler:
         room.
         Returns None without free pages; without batching, the sequence itself was preempted."""
         drafts = seq.num_drafts(plan.budget - count) if seq.draft_token_ids else 0
-        while not self.blocks.reserve(seq, self._tokens_to_hold(seq, count + drafts)):
+        while not self.blocks.reserve(seq, self._tokens_to_reserve(seq, count + drafts)):
             if drafts:
                 drafts = 0
                 seq.draft_token_ids = []  # drafts must not evict other sequences
@@ -221,7 +221,7 @@ class Scheduler:
             if self.offloader is not None and not took_pages and self.offloader.restore(seq):
                 del self.waiting[place]
                 continue
-            self._fit_uncut_prompt(plan, seq)
+            self._fit_whole_prompt(plan, seq)
             count = self._admit(seq, plan.budget)
             if count:
                 if passed is not None and seq.adapter is not None:
@@ -239,7 +239,7 @@ class Scheduler:
             spared = seq.num_computed if seq.tables else self.blocks.attach_prefix(seq, partly)
             count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
             able = count == wanted or (self.enable_chunked_prefill and self.blocks.has_room(seq, wanted))
-            if count and able and self.blocks.reserve(seq, self._tokens_to_hold(seq, count)):
+            if count and able and self.blocks.reserve(seq, self._tokens_to_reserve(seq, count)):
                 if seq.num_preemptions == 0:
                     seq.num_cached_tokens = spared
                     seq.admitted_time = time.perf_counter()
@@ -277,12 +277,12 @@ class Scheduler:
             return 0
         return self.blocks.whole_chunk(seq, self.blocks.fitting(seq, min(seq.num_to_compute, budget)))
 
-    def _fit_uncut_prompt(self, plan: _StepPlan, seq: Sequence) -> None:
+    def _fit_whole_prompt(self, plan: _StepPlan, seq: Sequence) -> None:
         """Raise the budget for a prompt that must not be split if the step is empty, even if steps shrank for lack of memory."""
         if not self.enable_chunked_prefill and plan.empty:
             plan.budget = max(plan.budget, seq.num_to_compute)
 
-    def _tokens_to_hold(self, seq: Sequence, count: int) -> int:
+    def _tokens_to_reserve(self, seq: Sequence, count: int) -> int:
         """Return how many tokens, from the next on, a sequence must hold pages for when a step computes `count` of them."""
         return count
 
@@ -301,7 +301,7 @@ class Scheduler:
         self._preempt(seq, RECOMPUTE if self.offloader is None else self.offloader.preempt(seq))
         return seq
 
-    def compute_again(self, seqs: list[Sequence]) -> None:
+    def recompute(self, seqs: list[Sequence]) -> None:
         """Restart the running ones among `seqs`: a step that failed half way may have advanced their states."""
         self.dissolve_batch()
         for seq in reversed([each for each in self.running if each in seqs]):

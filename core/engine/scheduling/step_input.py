@@ -206,7 +206,7 @@ def _without_states(step: ScheduledStep, groups: Items[CacheGroup]) -> StepInput
     for seq in step.changed:
         _collect_changes(seq, started, new_pages)
     if not step.individual:
-        return StepInput.going_on(step.rows, step.context_lens, tuple(new_pages))
+        return StepInput.continuing(step.rows, step.context_lens, tuple(new_pages))
     copies: list[PageCopy] = []
     token_ids: list[int] = []
     embedded: list[tuple[int, Tensor]] = []
@@ -242,7 +242,7 @@ def _with_members(
 ) -> StepInput:
     """Return the input of a step: the individual sequences, then the members of the batch. token_ids: tokens of the former."""
     seqs, counts, contexts, samples, drafts = zip(*step.individual, strict=True)
-    members = StepInput.going_on(step.rows, step.context_lens)
+    members = StepInput.continuing(step.rows, step.context_lens)
     # With drafts all tokens have been read, and a graph that verifies takes none from the device.
     drafting = any(drafts)
     newest = numpy.array([seq.token_ids[-1] for seq in step.members], dtype=numpy.int64) if drafting else members.token_ids

@@ -82,14 +82,14 @@ class BatchRun:
         try:
             line = parse_line(raw, self._urls)
             if line.custom_id in self._ids:
-                said = f"line {raw.number}: custom_id: needs one of its own, got {line.custom_id[:60]!r} again"
-                raise LineError("duplicate_custom_id", said, line.custom_id)
+                problem = f"line {raw.number}: custom_id: needs one of its own, got {line.custom_id[:60]!r} again"
+                raise LineError("duplicate_custom_id", problem, line.custom_id)
         except LineError as error:
             if error.custom_id is not None:
                 self._ids.add(error.custom_id)
             if raw.number not in self.journal:
-                entry = {"code": error.code, "message": str(error)}
-                self.journal.add(raw.number, error.custom_id, None, entry)
+                failure = {"code": error.code, "message": str(error)}
+                self.journal.add(raw.number, error.custom_id, None, failure)
             return
         self._ids.add(line.custom_id)
         if raw.number in self.journal:

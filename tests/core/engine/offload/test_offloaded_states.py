@@ -121,10 +121,10 @@ def test_a_held_slot_is_not_handed_out() -> None:
     assert not kept.has_slot_for(b"fourth")
     kept.clear()
     kept.check_integrity([], [first, coming])
-    kept.let_go(first)
+    kept.unhold(first)
     assert kept.allocate(evict=False) == first
-    kept.came_back(b"third", coming)
-    kept.let_go(coming)
+    kept.publish_restored(b"third", coming)
+    kept.unhold(coming)
     assert kept.knows(b"third")
     kept.check_integrity([first], [])
 

@@ -11,7 +11,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence, Status
 from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting
 from headway.core.sampling.params import SamplingParams
-from headway.core.speculation.proposers import PLAIN, UNGUESSED, StepTimes, width_of
+from headway.core.speculation.proposers import NO_DRAFTS, PLAIN, StepTimes, width_of
 from headway.registry import Registry
 from tiny_engine import TinyModel, Told, drain, generate, made_engine, tokens_of, told_of
 
@@ -35,7 +35,7 @@ def times_of(plain: float, wide: float) -> StepTimes:
     for count in (1, 64):
         for _ in range(5):
             times.note(count, PLAIN, plain)
-            times.note(count, UNGUESSED, plain)
+            times.note(count, NO_DRAFTS, plain)
             for width in (2, 4, 8):
                 times.note(count, width, wide)
     return times
