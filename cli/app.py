@@ -17,7 +17,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.text import shown
 
-_MOST_SAID = 400  # Maximum number of characters of an error
+_MAX_ERROR_LENGTH = 400  # Maximum number of characters of an error
 
 
 def _bounded(parameter: Any) -> bool:
@@ -38,9 +38,9 @@ class Command(TyperCommand):
             return left
         except Exception as error:
             if not hasattr(error, "possibilities"):  # click's NoSuchOption; some releases of typer bundle their own click
-                said = getattr(error, "message", "")
-                if len(said) > _MOST_SAID:  # the message repeats the argument
-                    error.message = f"{said[: _MOST_SAID // 2]}...{said[-_MOST_SAID // 2 :]}"  # type: ignore[attr-defined]
+                parse_message = getattr(error, "message", "")
+                if len(parse_message) > _MAX_ERROR_LENGTH:  # the message repeats the argument
+                    error.message = f"{parse_message[: _MAX_ERROR_LENGTH // 2]}...{parse_message[-_MAX_ERROR_LENGTH // 2 :]}"  # type: ignore[attr-defined]
                 raise
             option: str = error.option_name  # type: ignore[attr-defined]
             short = next((word for word in words if word in SHORT_FLAGS and word.startswith(option)), "")

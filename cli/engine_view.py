@@ -13,12 +13,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headway.core.engine.cache.usage import GIVEN_BACK, OWN, RESERVED, SHARED, CacheUsage, GroupUsage
+from headway.core.engine.cache.usage import FREED, OWN, RESERVED, SHARED, CacheUsage, GroupUsage
 from headway.core.engine.data.stats import EngineSnapshot
 from headway.hosting.stats_report import stats_line
 
-_STYLES = {OWN: "green", SHARED: "cyan", RESERVED: "yellow", GIVEN_BACK: "dim", "c": "blue", ".": "dim"}
-_WORDS = {OWN: "own", SHARED: "shared", RESERVED: "reserved", GIVEN_BACK: "given back"}
+_STYLES = {OWN: "green", SHARED: "cyan", RESERVED: "yellow", FREED: "dim", "c": "blue", ".": "dim"}
+_WORDS = {OWN: "own", SHARED: "shared", RESERVED: "reserved", FREED: "freed"}
 _ROW = 60  # Letters in a line
 _MOST_ROWS = 4  # Maximum number of lines per sequence and group; longer ones show several blocks per letter
 
@@ -90,7 +90,7 @@ def _table(usage: CacheUsage) -> Table:
     for column in ("group", "blocks", "used", "cached", "given back"):
         table.add_column(column, justify="left" if column == "group" else "right")
     for number, group in enumerate(usage.groups):
-        counts = group.total, group.used, group.cached, group.given_back
+        counts = group.total, group.used, group.cached, group.num_freed
         table.add_row(*[str(number), *(f"{count:,}" for count in counts)])
     return table
 

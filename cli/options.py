@@ -252,7 +252,7 @@ def parse_block_size(text: str) -> int | None:
         raise ConfigError("block_size", "auto or a multiple of 8", repr(text)) from None
 
 
-def tell_written(path: Path | None, console: Console) -> None:
+def report_written(path: Path | None, console: Console) -> None:
     """Print that a file was written, if `path` is not None."""
     if path is not None:
         console.print(Text(f"written to {path}"), soft_wrap=True)
@@ -264,4 +264,4 @@ def write_result(result: BaseModel, path: Path | None, console: Console) -> None
 
     if path is not None:
         write_json(result, path)
-        tell_written(path, console)
+        report_written(path, console)

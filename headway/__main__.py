@@ -56,14 +56,14 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     except Exception as error:
-        said = error.on_command_line or str(error) if isinstance(error, HeadwayError) else system_error_text(error)
+        message = error.on_command_line or str(error) if isinstance(error, HeadwayError) else system_error_text(error)
         drop_unwritten(sys.stdout)
-        if said is None:
+        if message is None:
             traceback.print_exception(error)
             _say("fault: ", "the lines above show a bug in Headway; please report it with them and the command")
             sys.exit(1)
         log_traceback("the command", error)
-        _say("error: ", said)
+        _say("error: ", message)
         sys.exit(2)
 
 

@@ -132,8 +132,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation, using the model's chat template. Yields as `generate`. template: see `chat_prompt`."""
         prompt = await self.chat_prompt(messages, **template)
-        asked = self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
-        async with aclosing(asked) as outputs:
+        stream = self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
+        async with aclosing(stream) as outputs:
             async for output in outputs:
                 yield output
 
@@ -180,8 +180,8 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
     ) -> list[CheckedRequest]:
         """Tokenize and check prompts for `submit`, in a thread unless few and short. :raises HeadwayError: as `generate`."""
-        asked = partial(self.host.validator.check, lora_request=lora_request, streamed=True)
-        check = partial(asked, prompts, sampling_params, priority)
+        validate = partial(self.host.validator.check, lora_request=lora_request, streamed=True)
+        check = partial(validate, prompts, sampling_params, priority)
         return check() if quickly_checked(prompts) else await self.in_thread(check)
 
     def submit(self, request: CheckedRequest, request_id: str | None = None) -> RequestStream:

@@ -85,7 +85,7 @@ class BeamSearch:
         self.beams = [BeamSearchSequence(list(self.prompt), [])]
 
     @property
-    def goes_on(self) -> bool:
+    def unfinished(self) -> bool:
         """True if the search needs another token."""
         return bool(self.beams) and len(self.beams[0].logprobs) < min(self.params.max_tokens, self.room)
 
@@ -107,13 +107,13 @@ class BeamSearch:
         """Return the most likely continuations, with their texts and adapter."""
         for beam in self.beams:
             beam.finish_reason = "length"
-        kept = sorted([*self.complete, *self.beams], key=self._score, reverse=True)[: self.params.beam_width]
-        for beam in kept:
+        finished = sorted([*self.complete, *self.beams], key=self._score, reverse=True)[: self.params.beam_width]
+        for beam in finished:
             if beam.finish_reason == "stop" and not self.params.include_stop_str_in_output:
                 beam.tokens = beam.tokens[:-1]
             beam.lora_request = lora_request
             beam.text = None if tokenizer is None else tokenizer.decode(beam.tokens)
-        return BeamSearchOutput(kept)
+        return BeamSearchOutput(finished)
 
     def _score(self, beam: BeamSearchSequence) -> float:
         length = len(beam.logprobs) - (beam.finish_reason == "stop")
@@ -122,13 +122,13 @@ class BeamSearch:
 
 def search(searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], SamplingParams], list[RequestOutput]]) -> None:
     """Run searches to their ends. generate: completes prompts of token ids, one per beam and step, mostly cached."""
-    while asked := next_tokens(searches):
-        take_tokens(searches, generate(*asked))
+    while inputs := next_tokens(searches):
+        take_tokens(searches, generate(*inputs))
 
 
 def next_tokens(searches: Sequence[BeamSearch]) -> tuple[list[list[int]], SamplingParams] | None:
     """Return prompts of token ids for each beam's next token and their parameters; None if all ended. Equal beam_width."""
-    going = [each for each in searches if each.goes_on]
+    going = [each for each in searches if each.unfinished]
     if not going:
         return None
     wanted = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * going[0].params.beam_width, detokenize=False)
@@ -139,7 +139,7 @@ def take_tokens(searches: Sequence[BeamSearch], outputs: Sequence[RequestOutput]
     """Extend the searches by the outputs for the prompts of `next_tokens`, one output per prompt."""
     found = iter(outputs)
     for each in searches:
-        if each.goes_on:
+        if each.unfinished:
             each.take([_likely(next(found)) for _ in each.beams])
 
 

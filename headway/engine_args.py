@@ -204,10 +204,10 @@ class PoolingModel(NamedTuple):
 
 def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
     """Return the model if it is a pooling model, else None. Reads small files. :raises HeadwayError: if it does not exist."""
-    asked = args.runner != "auto" or args.task != "auto"
-    if args.model in ALIASES and not asked:
+    is_pooling = args.runner != "auto" or args.task != "auto"
+    if args.model in ALIASES and not is_pooling:
         return None
-    if asked and pooling_task(Path(), args.runner, args.task) is None:
+    if is_pooling and pooling_task(Path(), args.runner, args.task) is None:
         return None
     task = pooling_task(locate(args.model, weights=False, origin=args.origin), args.runner, args.task)
     return None if task is None else PoolingModel(locate(args.model, args.load_format != "dummy", args.origin), task)

@@ -332,8 +332,8 @@ class LLM(EngineAccess):
         task = self.pooling.jobs.pooling_task(pooling_task)
         if task == "token_embed":
             check_keywords("LLM.encode", others, ("prompts", "use_tqdm", "pooling_params", "pooling_task"))
-            asked = pooling_params or PoolingParams()
-            job = self.pooling.jobs.embed_tokens(prompts, asked.dimensions, asked.truncate_prompt_tokens)
+            pooling_options = pooling_params or PoolingParams()
+            job = self.pooling.jobs.embed_tokens(prompts, pooling_options.dimensions, pooling_options.truncate_prompt_tokens)
             return self.pooling.run(job, use_tqdm)
         if task == "token_classify":
             return self.reward(prompts, pooling_params, use_tqdm=use_tqdm, **others)

@@ -34,7 +34,7 @@ class Utilisation:
     expert_matrix: float = 0.45
     """Share of the matrix rate of expert GEMMs with many token-expert pairs."""
     alone_us: float = 3.66
-    """Microseconds by which a table's decode time exceeds the same kernel among others: the start of its own CUDA graph."""
+    """Microseconds of a CUDA graph's launch, which a table's decode time includes and a kernel inside a step's graph saves."""
     decode_read: float = 0.86
     """Share of the read rate at which decode reads keys and values, without a crossover table."""
     decode_us: float = 7.95

@@ -263,9 +263,9 @@ def _own_layers(own: DecoderConfig, dtype: torch.dtype, kv_cache_dtype: str) -> 
     layers = decoder_layer_specs(own, dtype, torch.device("cpu"))
     if kv_cache_dtype == "auto":
         return layers
-    asked = KV_DTYPES[kv_cache_dtype]
-    expanded = {replace(spec, kv_dtype=asked): other for spec, other in layers.expanded.items()}
-    return replace(layers, cached=[replace(spec, kv_dtype=asked) for spec in layers.cached], expanded=expanded)
+    cache_dtype = KV_DTYPES[kv_cache_dtype]
+    expanded = {replace(spec, kv_dtype=cache_dtype): other for spec, other in layers.expanded.items()}
+    return replace(layers, cached=[replace(spec, kv_dtype=cache_dtype) for spec in layers.cached], expanded=expanded)
 
 
 def _attention_products(own: DecoderConfig) -> list[ProductShape]:
@@ -358,9 +358,9 @@ class EngineMemory:
 def engine_memory(gpu: GpuKind, costs: RankCosts, limits: EngineLimits) -> EngineMemory:
     """Size states and pages for the memory left on one GPU. :raises ConfigError: if not even one sequence fits."""
     usable = gpu.memory_bytes * limits.gpu_memory_utilization
-    taken = SPARE_BYTES + (GROUP_BYTES if costs.size > 1 else 0)
+    overhead = SPARE_BYTES + (GROUP_BYTES if costs.size > 1 else 0)
     activations = costs.largest_step_bytes(limits.max_num_batched_tokens, limits.max_num_seqs)
-    left = int(usable - costs.weight_bytes - activations - taken)
+    left = int(usable - costs.weight_bytes - activations - overhead)
     if left <= 0:
         parts = f"{size_text(int(costs.weight_bytes))} of weights and {size_text(int(activations))} of activations"
         raise ConfigError("memory", f"{parts} in {size_text(int(usable))}", f"{size_text(int(gpu.memory_bytes))} a GPU")
@@ -371,4 +371,6 @@ def engine_memory(gpu: GpuKind, costs: RankCosts, limits: EngineLimits) -> Engin
     pages = page_format(caches, [layout_of(spec) for spec in caches], BLOCK_SIZE, limits.max_model_len)
     pool = pool_size(pages, limits.max_model_len, limits.max_num_seqs, SMALLEST_CHUNK, left)
     states = 0 if slots is None else slots.num_bytes
-    return EngineMemory(pages, pool.num_pages, limits, slots, costs.weight_bytes + activations + taken + states + pool.num_bytes)
+    return EngineMemory(
+        pages, pool.num_pages, limits, slots, costs.weight_bytes + activations + overhead + states + pool.num_bytes
+    )

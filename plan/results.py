@@ -107,7 +107,7 @@ def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, comman
     if not best:
         raise nothing_meets(search)
     demand, first = search.demand, best[0]
-    rows = [_row(plan, model, search, "" if plan is first else why_behind(plan, first, search)) for plan in best]
+    rows = [_row(plan, model, search, "" if plan is first else why_slower(plan, first, search)) for plan in best]
     met = {plan.layout for plan in best}
     missed = {plan.layout: plan for plan in search.plans if plan.layout not in met}
     refused = [*_refused(search.refused)]
@@ -158,22 +158,22 @@ def nothing_meets(search: FleetSearch) -> ConfigError:
     return ConfigError("limits", "a plan that meets them", got, hint)
 
 
-def why_behind(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
+def why_slower(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
     """Return why a plan that meets the limits is not the best: the difference, and the component that takes more GPU time."""
     if search.demand.rate is not None and plan.num_gpus != best.num_gpus:
-        behind = f"takes {plan.num_gpus} GPUs, not {best.num_gpus}"
+        difference = f"takes {plan.num_gpus} GPUs, not {best.num_gpus}"
     elif search.demand.rate is not None:
-        behind = f"as many GPUs, {plan.per_token_ms / best.per_token_ms:.2f} times the time per token"
+        difference = f"as many GPUs, {plan.per_token_ms / best.per_token_ms:.2f} times the time per token"
     else:
-        behind = f"{plan.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu:.2f} of the best plan's tokens"
+        difference = f"{plan.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu:.2f} of the best plan's tokens"
     if search.num_gpus % plan.layout.size and search.demand.rate is None:
-        behind += f"; {search.num_gpus % plan.layout.size} GPUs idle"
+        difference += f"; {search.num_gpus % plan.layout.size} GPUs idle"
     own, its = _gpu_us(plan), _gpu_us(best)
     more = {name: own[name] - its[name] for name in own if name not in ("host", "launches")}
     name = max(more, key=lambda each: more[each])
     if more[name] > 0.02 * sum(its.values()):
-        behind += f"; {_WORDS[name]}: {own[name]:.0f} us of GPU time per token, not {its[name]:.0f}"
-    return behind + (f" (batch {plan.batch}, not {best.batch})" if plan.batch < best.batch else "")
+        difference += f"; {_WORDS[name]}: {own[name]:.0f} us of GPU time per token, not {its[name]:.0f}"
+    return difference + (f" (batch {plan.batch}, not {best.batch})" if plan.batch < best.batch else "")
 
 
 def _gpu_us(plan: FleetPlan) -> dict[str, float]:
@@ -221,12 +221,12 @@ def start_command(layout: Layout, model: str, batch: int, max_model_len: int) ->
 def sources(search: FleetSearch) -> list[str]:
     """Return lines with the source of each kind of time: measured, or estimated."""
     gpu, kinds = search.gpu, {plan.attention for plan in search.full_load}
-    told: dict[Source, str] = {
+    notes: dict[Source, str] = {
         "table": "measured, by crossover tables of this kind of GPU",
         "like": f"scaled from a similar layer in crossover tables of {gpu.title}",
         "data sheet": "from the data sheet; no crossover table for this kind of GPU was given",
     }
-    lines = [f"attention: {told[kind]}" for kind in told if kind in kinds]
+    lines = [f"attention: {notes[kind]}" for kind in notes if kind in kinds]
     products = "linear layers, experts and the host: fitted to measurements of an NVIDIA H200"
     guess = "" if gpu.name == MEASURED_ON else ", an estimate for this kind of GPU"
     lines.append(f"{products} (docs/plan.md){guess}")

@@ -28,7 +28,7 @@ from headway.plan.step_time import StepPredictor
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _FINEST: Final = 8  # minimum difference of refined batch sizes, in sequences
-_KEEPS_UP: Final = 0.9  # minimum share of the requested tokens that a replica must generate; below it the queue grows
+_MIN_SERVED: Final = 0.9  # minimum share of the requested tokens that a replica must generate; below it the queue grows
 _MOST_SEEN: Final = 1000  # maximum number of requests that fill the prefix cache before measuring
 _SIMULATED = 200  # number of measured requests in a simulation of arrivals, in addition to the number running at once
 
@@ -131,7 +131,7 @@ class FleetSearch:
         return list(best.values())
 
     def _rank(self, plan: FleetPlan) -> tuple[float, ...]:
-        """Return a sort key: with a rate, fewest GPUs, then lowest latency; without, most tokens per GPU."""
+        """Return a sort key: with a rate, fewest GPUs, then lowest latency; without, highest throughput per GPU."""
         if self.demand.rate is not None:
             return plan.num_gpus, plan.per_token_ms
         return (-plan.tokens_per_second_per_gpu, plan.per_token_ms)
@@ -314,5 +314,5 @@ class FleetSearch:
         if len(measured) < len(requests):
             arrived = sum(each.output_len for each in window) / (requests[measured[-1]].arrival - window[0].arrival + 1e-9)
             served = found.tokens_per_second / arrived
-            total *= 1.0 if served > _KEEPS_UP else served
+            total *= 1.0 if served > _MIN_SERVED else served
         return self._plan(full.layout, full.batch, times, memory, found, replicas, total)

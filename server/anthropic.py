@@ -271,33 +271,33 @@ class MessagesAnswer(ConvertedAnswer):
 
     def _piece(self, piece: ChatPiece) -> bytes:
         """Write a piece. If it belongs to another block, first write the end of the old block and the start of the new one."""
-        said, kind = b"", _TYPES[piece.kind]
+        events, kind = b"", _TYPES[piece.kind]
         if self._open != (kind, piece.call):
-            said = self._close()
+            events = self._close()
             self._open = kind, piece.call
             self._block += 1
             call = ToolCall(piece.id, piece.text) if piece.kind == "call" else None
             block = _text_block(kind, "") if call is None else _call_block(call)
-            said += _event({"type": "content_block_start", "index": self._block, "content_block": block})
+            events += _event({"type": "content_block_start", "index": self._block, "content_block": block})
         if piece.kind != "call":
             delta = {"type": _DELTAS[kind][0], _DELTAS[kind][1]: piece.text}
-            said += _event({"type": "content_block_delta", "index": self._block, "delta": delta})
-        return said
+            events += _event({"type": "content_block_delta", "index": self._block, "delta": delta})
+        return events
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
-        said = b""
+        events = b""
         if self._open[0] == "thinking":
             delta = {"type": "signature_delta", "signature": ""}
-            said = _event({"type": "content_block_delta", "index": self._block, "delta": delta})
+            events = _event({"type": "content_block_delta", "index": self._block, "delta": delta})
         self._open = None
-        return said + _event({"type": "content_block_stop", "index": self._block})
+        return events + _event({"type": "content_block_stop", "index": self._block})
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
         ((output, count),) = used
-        told = {"type": "message_delta", "delta": self._stop, "usage": usage_of(output, count)}
-        return self._close() + _event(told) + _event({"type": "message_stop"})
+        changes = {"type": "message_delta", "delta": self._stop, "usage": usage_of(output, count)}
+        return self._close() + _event(changes) + _event({"type": "message_stop"})
 
     def failed(self, error: ApiError) -> bytes:
         return _event(error.anthropic_body)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from headway.core.contract.errors import ConfigError, HeadwayError, PluginError
 from headway.core.system.json_text import BODY, JsonError
-from headway.core.system.text import cut, harmless, shown
+from headway.core.system.text import harmless, shown, truncated
 from headway.hosting.host import EngineDeadError
 
 log = logging.getLogger("headway")
@@ -138,9 +138,9 @@ class ApiError(Exception):
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
     ) -> None:
         """status: HTTP status. param: the invalid field. code: OpenAI's error code. retry_after: seconds."""
-        super().__init__(cut(harmless(message, keep="\n"), _LONGEST_MESSAGE))
+        super().__init__(truncated(harmless(message, keep="\n"), _LONGEST_MESSAGE))
         self.status = status
-        self.param = None if param is None else cut(harmless(param), _LONGEST_PARAM)
+        self.param = None if param is None else truncated(harmless(param), _LONGEST_PARAM)
         self.code = code
         self.headers: dict[str, str] = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status in (408, 413):
@@ -173,9 +173,9 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # for an unknown path or method
-        told = ApiError(error.status_code, str(error.detail))
-        told.headers.update(error.headers or {})
-        return told
+        found = ApiError(error.status_code, str(error.detail))
+        found.headers.update(error.headers or {})
+        return found
     if isinstance(error, ValidationError):
         return _invalid(error)
     if isinstance(error, RequestValidationError):  # for a query parameter

@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
             self._started_at(f"http://{f'[{host}]' if ':' in host else host}:{self.port}")
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether the server must stop: it was told to, or a fault has ended the engine and it will not be restarted."""
+        """Return whether the server must stop: on a signal, or after a fault of an engine that will not be restarted."""
         return await super().on_tick(counter) or self.has_lost_engine
 
     @property

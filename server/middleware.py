@@ -55,12 +55,12 @@ class RequestIdMiddleware:
             others = [(key, value) for key, value in scope["headers"] if key != _NAME]
             scope = {**scope, "headers": [*others, (_NAME, name)]}
 
-        async def told(message: Any) -> None:
+        async def send_started(message: Any) -> None:
             if message["type"] == "http.response.start" and len(name) <= _LONGEST:  # `request_name` rejects a longer one
                 message = {**message, "headers": [*message.get("headers", ()), (_NAME, name)]}
             await send(message)
 
-        await self._app(scope, receive, told)
+        await self._app(scope, receive, send_started)
 
 
 _LONGEST_RETRY: Final = 60

@@ -134,7 +134,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _unparsed = 0  # Bytes since the parser's last callback
     _surplus = _refused = False
     _owes_body = False  # True if the parser will not parse the current request's body because the request asks for an upgrade
-    _told_again = False  # True while a new parser is fed the known head of a request
+    _replaying = False  # True while a new parser is fed the known head of a request
     _answering: RequestResponseCycle | None = None  # The current or last answered one; `cycle` is the newest
     _probe: ClientProbe | None = None  # Detector for a client that has closed its sending side
     _last_words: ApiError | None = None  # Error for a rejected client, sent after the responses to its earlier requests
@@ -202,7 +202,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start the timer for the rest of a head."""
-        if self._told_again:
+        if self._replaying:
             return
         self._head = self._unparsed = 0
         super().on_message_begin()
@@ -211,17 +211,17 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """Process a part of a path, with a limit on its size."""
-        if not self._told_again and self._takes_head(len(url), 414, "the path"):
+        if not self._replaying and self._takes_head(len(url), 414, "the path"):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Process a header or a trailer, with a limit on their size."""
-        if not self._told_again and self._takes_head(len(name) + len(value) + len(": \r\n"), 431, "the headers"):
+        if not self._replaying and self._takes_head(len(name) + len(value) + len(": \r\n"), 431, "the headers"):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start a request. Its body is timed where it is read."""
-        if self._told_again:
+        """Start a request. The time limit of its body is checked when it is read."""
+        if self._replaying:
             return
         if self._surplus:
             self._refuse_surplus()
@@ -272,13 +272,13 @@ class LimitedProtocol(HttpToolsProtocol):
         ignore (RFC 9110, 7.8). httptools' parser, however, does not parse the body of such a request.
         """
         self._owes_body = False
-        self._told_again = True
+        self._replaying = True
         known = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _BODY_HEADERS)
         self.parser = HttpRequestParser(self)
         if hasattr(self.parser, "set_dangerous_leniencies"):  # as uvicorn does
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.parser.feed_data(b"POST / HTTP/1.1\r\n" + known + b"\r\n")
-        self._told_again = False
+        self._replaying = False
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answering = cycle

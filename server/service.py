@@ -122,9 +122,9 @@ class Service(Admission):
         while self.running and self.is_paused:
             await asyncio.sleep(_ENDED_INTERVAL)
 
-    def splits(self, asked: bool | None) -> bool:
-        """Return whether names of control tokens are text in a chat. asked: the request's value, or None."""
-        return self.options.split_special_tokens if asked is None else asked
+    def splits(self, requested: bool | None) -> bool:
+        """Return whether names of control tokens are text in a chat. requested: the request's value, or None."""
+        return self.options.split_special_tokens if requested is None else requested
 
     def recommended_sampling(self) -> dict[str, Any]:
         """Return the model's recommended sampling parameters that differ from the defaults, for the web UI."""

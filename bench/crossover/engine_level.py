@@ -225,8 +225,8 @@ def _table(runs: Mapping[str, _Run], options: EngineOptions, registry: Registry,
 
 def _owner(request: str, registry: Registry) -> str:
     """Return the distributions that provide the backends of a request; auto counts as Headway's."""
-    asked = BackendRequest.parse(request)
-    names = (asked.prefill, asked.decode)
+    requested = BackendRequest.parse(request)
+    names = (requested.prefill, requested.decode)
     return ", ".join(dict.fromkeys("headway" if name == AUTO else registry.backends[name].owner for name in names))
 
 

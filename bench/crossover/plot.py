@@ -114,7 +114,7 @@ class Panel:
 
     batch: int
     query_len: int
-    """Number of new tokens per sequence. 0 in prefill, where they are the length."""
+    """Number of new tokens per sequence. 0 in prefill, whose new tokens are the length."""
     rows: list[TableRow]
 
     @property

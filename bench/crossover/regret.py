@@ -36,7 +36,7 @@ from headway.tuning.measure.timing import InterleavedTimer, on_device
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, SpecRecord
 
-_TURNS = InterleavedTimer(rounds=5)
+_TIMER = InterleavedTimer(rounds=5)
 LAYERS = 32
 """Number of layers of a model, which share the plan's cost."""
 
@@ -118,7 +118,7 @@ def measure_regret(
     anywhere: bool = False,
     others: Iterable[tuple[str, int]] = (),
     until: float = math.inf,
-    turns: InterleavedTimer = _TURNS,
+    timer: InterleavedTimer = _TIMER,
 ) -> RegretReport:
     """Measure `count` random points per seed, within the grid's range but off the grid, in the order drawn.
 
@@ -152,7 +152,7 @@ def measure_regret(
             if time.perf_counter() > until:
                 untimed.append(f"{point.phase} {point.case} and those after it: the time did not suffice")
                 break
-            bench = Bench(measured_kind(registry, spec, table.graph_len or GRAPH_LEN, seed), turns)
+            bench = Bench(measured_kind(registry, spec, table.graph_len or GRAPH_LEN, seed), timer)
             cells = measure_point(point, bench, names, pairs, {})
             shape = as_run(point.shape, device.type)
             name = next(iter(selector.backends_of(shape).values())).name

@@ -59,7 +59,7 @@ class TableRow:
 
     @cached_property
     def winners(self) -> list[str]:
-        """The fastest backend, and those whose times are indistinguishable from its time."""
+        """The fastest backend, and all backends whose times are indistinguishable from its time."""
         ranked = self.ranked
         same = [cell.kernel for cell in ranked[1:] if cell.status != "dropped" and is_tie(ranked[0], cell)]
         return [cell.kernel for cell in ranked[:1]] + same
@@ -99,7 +99,7 @@ class View:
 
     @property
     def between(self) -> int:
-        """Number of points measured between those of the grid, which are not among the rows."""
+        """Number of points measured between grid points. They are not among the rows."""
         return len({cell.point for cell in self.table.cells if cell.between})
 
     @property
@@ -368,8 +368,8 @@ def _remarks(view: View) -> list[str]:
             "--export table.csv lists them"
         )
     if table.prior is not None:
-        taken = sum(cell.prior for cell in table.cells)
-        lines.append(f"{taken} of {len(table.cells)} cells are from the {table.prior}")
+        num_prior = sum(cell.prior for cell in table.cells)
+        lines.append(f"{num_prior} of {len(table.cells)} cells are from the {table.prior}")
     if not table.complete:
         lines.append("incomplete: interrupted, or the budget ended; --resume continues")
     return lines

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headway.bench.crossover.worker_protocol import Tell, receive_request
+from headway.bench.crossover.worker_protocol import Emit, receive_request
 from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
 from headway.core.oracle.cases import parse_case
 from headway.core.sampling.params import SamplingParams
@@ -28,31 +28,31 @@ _MOST_PASSES = 5
 def main() -> None:
     """Answer the request with events: "ready"; per case "begin", "pass" before each generation, and "done" or "failed"; or
     "fatal"."""
-    request, tell = receive_request()
+    request, emit = receive_request()
     try:
         llm = LLM(**request["llm"])
     except HeadwayError as error:
         status = "unsupported" if isinstance(error, (UnsupportedError, ConfigError)) else "error"
-        return tell("fatal", status=status, reason=_line(error))
+        return emit("fatal", status=status, reason=_line(error))
     except (torch.OutOfMemoryError, MemoryError) as error:
-        return tell("fatal", status="oom", reason=_line(error))
+        return emit("fatal", status="oom", reason=_line(error))
     specs = llm.model.decoder.attention_specs
-    tell("ready", selection=str(llm.engine.selection), spec=SpecRecord.of(specs[0]).model_dump())
+    emit("ready", selection=str(llm.engine.selection), spec=SpecRecord.of(specs[0]).model_dump())
     for case in request["cases"]:
-        tell("begin", case=case)
+        emit("begin", case=case)
         try:
-            times = _measure(llm, parse_case(case), request["repeat"], request["seed"], tell)
-            tell("done", case=case, times_us=times, served=_served(llm))
+            times = _measure(llm, parse_case(case), request["repeat"], request["seed"], emit)
+            emit("done", case=case, times_us=times, served=_served(llm))
         except (torch.OutOfMemoryError, MemoryError) as error:
-            tell("failed", case=case, status="oom", reason=_line(error))
+            emit("failed", case=case, status="oom", reason=_line(error))
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         except Exception as error:
-            tell("failed", case=case, status="error", reason=_line(error))
+            emit("failed", case=case, status="error", reason=_line(error))
     return None
 
 
-def _measure(llm: LLM, requests: Sequence[tuple[int, int]], repeat: int, seed: int, tell: Tell) -> list[float]:
+def _measure(llm: LLM, requests: Sequence[tuple[int, int]], repeat: int, seed: int, emit: Emit) -> list[float]:
     """Return microseconds of each pass with all requests sent at once. A short pass first warms everything up. requests: (input
     length, input plus output length) of each. repeat: minimum number of passes; short ones are repeated more often.
     :raises RuntimeError: if a request ended early."""
@@ -63,7 +63,7 @@ def _measure(llm: LLM, requests: Sequence[tuple[int, int]], repeat: int, seed: i
     _generate(llm, prompts, [min(count, _WARM_UP_TOKENS) for count in wanted])
     times: list[float] = []
     while len(times) < repeat or (len(times) < _MOST_PASSES and sum(times) < 1e6 * _LEAST_SECONDS):
-        tell("pass")
+        emit("pass")
         times.append(_generate(llm, prompts, wanted))
     return times
 

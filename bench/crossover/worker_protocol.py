@@ -29,20 +29,20 @@ def events(child: Child, request: object, cell_limit: float) -> Iterator[dict[st
         yield event
 
 
-class Tell(Protocol):
+class Emit(Protocol):
     """Function that sends an event."""
 
     def __call__(self, event: str, **found: object) -> None:
         """Send an event. found: the event's JSON fields."""
 
 
-def receive_request() -> tuple[dict[str, Any], Tell]:
+def receive_request() -> tuple[dict[str, Any], Emit]:
     """Return the process's request and its function for sending events. The output of libraries is kept separate from the
     events."""
     die_with_parent()
     stream = open_replies()
 
-    def tell(event: str, **found: object) -> None:
+    def emit(event: str, **found: object) -> None:
         reply(stream, {"event": event, **found})
 
-    return message_of(sys.stdin.readline()), tell
+    return message_of(sys.stdin.readline()), emit

@@ -142,7 +142,7 @@ def print_report(report: DiffReport, console: Console) -> None:
         f"{report.prompts} prompts, {written}",
         *(f"{n} = {side.name} (kv_layout={side.kv_layout}, block_size={side.block_size})" for n, side in (("A", a), ("B", b))),
         *(f"{n}'s weights: {side.weights}" for n, side in (("A", a), ("B", b)) if side.weights),
-        *(f"A's linear layers {told}" for told in a.products),
+        *(f"A's linear layers {reported}" for reported in a.products),
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     for phase in report.phases:

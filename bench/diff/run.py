@@ -138,7 +138,7 @@ class _Twin:
         return answer.to(q.dtype)
 
 
-class _Lone:
+class _FreeRun:
     """Attention that returns A's result and compares it with B's run."""
 
     def __init__(self, a: SideRun, answers: dict[int, Tensor], counted: RelativeErrors) -> None:
@@ -202,7 +202,7 @@ def compare(
             twin = _Twin(forced, leader, phase.forced)
             hidden_b = _forward(model, tokens, step, AttentionFunctions(twin))
             free.begin(step)  # not earlier: the backend instances are shared with `forced` and may keep only one plan
-            hidden_a = _forward(model_a, tokens, step, AttentionFunctions(_Lone(free, twin.answers, phase.free)))
+            hidden_a = _forward(model_a, tokens, step, AttentionFunctions(_FreeRun(free, twin.answers, phase.free)))
             phase.hidden.add(0, hidden_a[:, None], hidden_b[:, None])
             greedy = _logits(model_a, model, hidden_a, hidden_b, step, phase.next, first)
             ends = accumulate(step.query_lens)
@@ -215,11 +215,11 @@ def compare(
 
 def _steps(lens: Sequence[int], max_tokens: int, extend: bool) -> Iterator[DiffStep]:
     """Yield the steps: prompts or their first halves, the second halves, then one token per sequence at a time."""
-    cut = [length // 2 if extend and length > 2 else length for length in lens]
-    yield DiffStep(Phase.PREFILL, range(len(lens)), cut, [0] * len(lens))
-    rest = [row for row, length in enumerate(lens) if cut[row] < length]
+    first_lens = [length // 2 if extend and length > 2 else length for length in lens]
+    yield DiffStep(Phase.PREFILL, range(len(lens)), first_lens, [0] * len(lens))
+    rest = [row for row, length in enumerate(lens) if first_lens[row] < length]
     if rest:
-        yield DiffStep(Phase.EXTEND, rest, [lens[row] - cut[row] for row in rest], [cut[row] for row in rest])
+        yield DiffStep(Phase.EXTEND, rest, [lens[row] - first_lens[row] for row in rest], [first_lens[row] for row in rest])
     for number in range(max_tokens):
         yield DiffStep(Phase.DECODE, range(len(lens)), [1] * len(lens), [length + number for length in lens])
 

@@ -49,8 +49,8 @@ class DiffModels:
 def load_models(
     name: str, dtype: str, device: torch.device, load_format: str, model_impl: str, quantization: str | None
 ) -> DiffModels:
-    """Load the sides' models. quantization: None uses one model for both. A name in ON_LOADING quantizes A's weights, and B keeps
-    the plain ones. "checkpoint" uses the checkpoint's quantized weights for A and dequantized ones for B.
+    """Load the sides' models. quantization: None uses one model for both. A name in ON_LOADING quantizes only A's weights.
+    "checkpoint" uses the checkpoint's quantized weights for A, and dequantizes them for B.
     :raises ConfigError: if the weights do not suit `quantization`. :raises ModelError: as `load_model`."""
     load = partial(load_model, name, dtype, device, load_format, model_impl=model_impl)
     if quantization is None:
@@ -156,20 +156,20 @@ class Side(Protocol):
 
 
 def make_side(name: str, source: Kernels, specs: Sequence[AttentionSpec], options: SideOptions) -> Side:
-    """A side by what the user wrote: "reference", or anything --attn-backend takes.
+    """Return the side for a name: "reference", or any value of --attn-backend.
 
-    :raises HeadwayError: an unknown name, or a backend that cannot serve the model so, with its reasons.
+    :raises HeadwayError: if the name is unknown, or the backend does not support the model, with its reasons.
     """
-    make = _BESIDE_BACKENDS.get(name, BackendSide)
+    make = _OTHER_SIDES.get(name, BackendSide)
     return make(name, source, specs, options)
 
 
 def check_side(name: str, source: Kernels, options: SideOptions) -> None:
     """Check the names before a model is loaded.
 
-    :raises HeadwayError: a backend, layout or option's owner that nobody registered.
+    :raises HeadwayError: if a backend, a layout or the owner of an option is not registered.
     """
-    request = ALL_AUTO if name in _BESIDE_BACKENDS else BackendRequest.parse(name)
+    request = ALL_AUTO if name in _OTHER_SIDES else BackendRequest.parse(name)
     check_names(source, {ATTENTION: [*request.names, *(options.options or {})]}, options.kv_layout)
 
 
@@ -245,7 +245,7 @@ class ReferenceSide:
         return _ReferenceRun(self._specs, blocks.allocate(self._specs, self.layout), blocks)
 
 
-_BESIDE_BACKENDS: Mapping[str, Callable[[str, Kernels, Sequence[AttentionSpec], SideOptions], Side]] = {REFERENCE: ReferenceSide}
+_OTHER_SIDES: Mapping[str, Callable[[str, Kernels, Sequence[AttentionSpec], SideOptions], Side]] = {REFERENCE: ReferenceSide}
 
 
 class _Blocks:

@@ -202,7 +202,7 @@ def print_offline(report: OfflineReport, console: Console) -> None:
         console.print(note, highlight=False)
 
 
-def _beside_the_base(cell: OfflineCell, base: OfflineCell) -> str:
+def _compared_with_base(cell: OfflineCell, base: OfflineCell) -> str:
     """Return a cell's speed with adapters relative to the cell without, which precedes it."""
     share = cell.tokens_per_second / base.tokens_per_second
     return f"{cell.label}: {share:.3f} of the tokens/s without adapters"
@@ -233,19 +233,19 @@ def notes(report: OfflineReport) -> list[str]:
         for cell in report.cells
         if cell.fastest > (1 + MOST_DRIFT / 2) * cell.slowest
     ]
-    lines += [_beside_the_base(cell, before) for before, cell in pairwise(report.cells) if cell.num_adapters]
+    lines += [_compared_with_base(cell, before) for before, cell in pairwise(report.cells) if cell.num_adapters]
     for cell in report.cells:
         if cell.host_ms_by_part:
-            told = ", ".join(f"{part} {ms:.3f}" for part, ms in cell.host_ms_by_part.items())
-            lines.append(f"{cell.label}: host time per step in ms: {told}")
+            reported = ", ".join(f"{part} {ms:.3f}" for part, ms in cell.host_ms_by_part.items())
+            lines.append(f"{cell.label}: host time per step in ms: {reported}")
         for what, counted in (
             ("steps with piecewise CUDA graphs", cell.steps_in_pieces),
             ("steps without a CUDA graph", cell.steps_without_graph),
             ("kernels compiled while it ran", cell.compilations),
         ):
             if counted:
-                told = ", ".join(f"{reason} ({count})" for reason, count in counted.items())
-                lines.append(f"{cell.label}: {sum(counted.values())} {what}: {told}")
+                reported = ", ".join(f"{reason} ({count})" for reason, count in counted.items())
+                lines.append(f"{cell.label}: {sum(counted.values())} {what}: {reported}")
     return lines + [
         f"{cell.label}: {cell.num_preemptions} preemptions, for the pool has room for {report.settings['pool_tokens']} tokens"
         for cell in report.cells

@@ -89,9 +89,9 @@ class Roofline:
             rows += num_sparse * (experts.num_logits + products * experts.shared_intermediate_size)
             self._expert_params = products * num_sparse * experts.intermediate_size * config.hidden_size
         self._layer_params = config.hidden_size * rows
-        self._held = held or ElementBytes(*[float(specs[0].dtype.itemsize)] * 3)
+        self._stored = held or ElementBytes(*[float(specs[0].dtype.itemsize)] * 3)
         self._head_params = config.vocab_size * config.hidden_size
-        self.weight_bytes = round((self._layer_params * self._held.products + self._head_params * self._held.head) / ranks)
+        self.weight_bytes = round((self._layer_params * self._stored.products + self._head_params * self._stored.head) / ranks)
         """Bytes that every step reads: all linear layers and the head, without routed experts. A step reads only single rows of
         the embedding, which are omitted."""
         self.kv_bytes = sum(spec.cache_row_bytes for spec in specs)
@@ -104,7 +104,7 @@ class Roofline:
             return 0.0
         missed: float = (1 - experts.top_k / experts.num_experts) ** num_tokens
         touched = experts.num_experts * (1 - missed)
-        return touched * self._expert_params * self._held.experts / self._ranks
+        return touched * self._expert_params * self._stored.experts / self._ranks
 
     def prefill_flops(self, prompt_lens: Sequence[int]) -> float:
         """Return the operations per device to compute prompts once.

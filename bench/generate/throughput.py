@@ -104,7 +104,7 @@ def run_throughput(
         peer = TransformersPeer(llm)
         runners.append(("transformers", peer.settings, lambda: peer.generate(prompts, workload.output_len)))
     busy = crowding()
-    passes = {name: [_told(run, name, advance) for _ in range(workload.repeat + 1)] for name, _, run in runners}
+    passes = {name: [_advanced(run, name, advance) for _ in range(workload.repeat + 1)] for name, _, run in runners}
     results = [_summary(name, settings, passes[name][1:]) for name, settings, _ in runners]
     ours = passes["headway"][-1].tokens
     for result in results[1:]:
@@ -131,7 +131,7 @@ def num_passes(workload: TextWorkload, compare: bool) -> int:
     return (workload.repeat + 1) * (1 + compare)
 
 
-def _told(run: Callable[[], _Pass], name: str, advance: Callable[[str], None]) -> _Pass:
+def _advanced(run: Callable[[], _Pass], name: str, advance: Callable[[str], None]) -> _Pass:
     done = run()
     advance(name)
     return done

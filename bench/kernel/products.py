@@ -18,7 +18,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from headway.bench.kernel.product_ways import PLAIN_FORMS, ProductLayers, ProductWays, TimedProduct, tolerance, ways_of
+from headway.bench.kernel.linear_kernels import (
+    PLAIN_FORMS,
+    LinearKernels,
+    ProductLayers,
+    TimedProduct,
+    linear_kernels_of,
+    tolerance,
+)
 from headway.bench.kernel.results import DevicePeak, peak_of
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
@@ -80,6 +87,7 @@ class ProductTime(BaseModel):
     form: str
     rows: int
     way: str
+    """Name of the kernel."""
     chosen: bool
     """True if an engine chooses this kernel for this number of rows."""
     status: Status
@@ -163,40 +171,40 @@ def _run_work(
     held = next(name for name, each in PLAIN_FORMS.items() if each == dtype) if form == PLAIN else _FORM_OF[form]
     try:
         layers = ProductLayers.drawn(shape, held, options.device, dtype)
-        ways = ways_of(layers, dtype, options.device)
+        kernels = linear_kernels_of(layers, dtype, options.device)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         got = f"{shape[0]}x{shape[1]} {form}: {failed(error).reason}"
         raise ConfigError("--linear", f"weights that fit into the memory of {options.device}", got) from error
-    report.choices[f"{shape[0]}x{shape[1]} {form}"] = ways.source
+    report.choices[f"{shape[0]}x{shape[1]} {form}"] = kernels.source
     for rows in options.rows:
         x = torch.randn(rows, shape[1], device=options.device, dtype=dtype)
-        yield [_cell(layers, form, way, ways, x, options, report) for way in ways.of(x)]
+        yield [_cell(layers, form, timed, kernels, x, options, report) for timed in kernels.of(x)]
 
 
 def _cell(
     layers: ProductLayers,
     form: str,
-    way: TimedProduct,
-    ways: ProductWays,
+    timed: TimedProduct,
+    kernels: LinearKernels,
     x: Tensor,
     options: ProductOptions,
     report: ProductsBench,
 ) -> ProductTime:
     try:
-        measured = measure(partial(_contender, layers, way, x), options.device, options.timer)
+        measured = measure(partial(_contender, layers, timed, x), options.device, options.timer)
     except Exception as error:
         measured = failed(error)
     floor, bound = _floor(layers, x, report.rates)
     times = {}
     if measured.timing is not None:
-        names, count = ("median_us", "p20_us", "p80_us"), len(way.linears)
+        names, count = ("median_us", "p20_us", "p80_us"), len(timed.linears)
         times = {name: getattr(measured.timing, name) / count for name in names}
     return ProductTime(
         shape=f"{layers.shape[0]}x{layers.shape[1]}",
         form=form,
         rows=len(x),
-        way=way.name,
-        chosen=way.name == ways.chosen(len(x)),
+        way=timed.name,
+        chosen=timed.name == kernels.chosen(len(x)),
         status=measured.status,
         reason=measured.reason,
         floor_us=floor,
@@ -207,13 +215,13 @@ def _cell(
     )
 
 
-def _contender(layers: ProductLayers, way: TimedProduct, x: Tensor) -> Contender:
+def _contender(layers: ProductLayers, timed: TimedProduct, x: Tensor) -> Contender:
     """Return all layers run one after another, so that weights come from memory. On a GPU they are a CUDA graph, as in an
     engine."""
     answers: list[Tensor] = []
 
     def all_layers() -> None:
-        answers[:] = [way.step(x, linear) for linear in way.linears]
+        answers[:] = [timed.step(x, linear) for linear in timed.linears]
 
     replay = captured(all_layers).replay if x.is_cuda else all_layers
 
@@ -224,7 +232,7 @@ def _contender(layers: ProductLayers, way: TimedProduct, x: Tensor) -> Contender
     return Contender(
         call=call,
         error=lambda y: layers.error(y, x),
-        tolerance=tolerance(way.rounds),
+        tolerance=tolerance(timed.rounds),
         poison=lambda: [answer.fill_(math.nan) for answer in answers],
     )
 
@@ -254,12 +262,12 @@ def print_products(report: ProductsBench, console: Console) -> None:
         source = report.choices[f"{shape} {form}"]
         console.print(Text(f"\n{shape} {form}").append(f"; *: the engine's choice, by {source}", "dim"), soft_wrap=True)
         console.print(_table(cells))
-    told: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     for cell in report.cells:
         if cell.reason:
             where = f"{cell.shape} {cell.form}, {cell.rows} rows"
-            told.setdefault(f"{cell.way} {cell.status}: {cell.reason}", []).append(where)
-    for line, places in told.items():
+            lines.setdefault(f"{cell.way} {cell.status}: {cell.reason}", []).append(where)
+    for line, places in lines.items():
         console.print(Text(f"{line} [{'; '.join(places)}]"), soft_wrap=True)
     if report.busy:
         console.print(Text(f"measured on a busy machine, {report.busy}: times may be too long"), soft_wrap=True)

@@ -23,7 +23,9 @@ def compare(cells: Sequence[KernelCell], than: str, most: float) -> SpeedCompari
 
     Unsupported cells are not compared; a wrong result or an error counts as failed.
     """
-    found = [each for cell in cells if cell.owner == "backend" and cell.backend != than for each in _held(cell, cells, than)]
+    found = [
+        each for cell in cells if cell.owner == "backend" and cell.backend != than for each in _slower_cells(cell, cells, than)
+    ]
     slower = [each for each in found if each.factor is None or each.factor > most]
     return SpeedComparison(than=than, most=most, compared=len(found), slower=slower)
 
@@ -40,7 +42,7 @@ def check_request(most: float | None, than: str | None, phase: str) -> None:
         raise ConfigError("--fail-if-slower", "--phase decode or prefill, which compare backends", "--phase write")
 
 
-def _held(cell: KernelCell, cells: Sequence[KernelCell], than: str) -> Iterator[SlowerCell]:
+def _slower_cells(cell: KernelCell, cells: Sequence[KernelCell], than: str) -> Iterator[SlowerCell]:
     same = [other for other in cells if other.backend == than and _work(other) == _work(cell) and other.median_us is not None]
     alike = [other for other in same if (other.layout, other.block_size) == (cell.layout, cell.block_size)]
     times = [other.median_us for other in alike or same if other.median_us is not None]
@@ -83,16 +85,18 @@ def print_state_report(table: CrossoverTable, spec: StateSpec, peak: DevicePeak,
     for verb, rate in (("step", f"GB/s of states read and written, and share of {of}"), ("scan", "tokens per second")):
         cells = [cell for cell in table.cells if cell.phase == verb and cell.median_us is not None]
         console.print(_state_table(f"{verb}: median us of one layer, {rate}", cells, spec, most))
-    told: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for record in table.kernels:
         if record.reason:
-            told.setdefault(f"{record.name}: {record.reason}", [])
+            places.setdefault(f"{record.name}: {record.reason}", [])
     for cell in table.cells:
         if cell.reason:
-            told.setdefault(f"{cell.kernel} {cell.status}: {cell.reason}", []).append(f"{cell.phase} {_case(cell)} {cell.layout}")
+            places.setdefault(f"{cell.kernel} {cell.status}: {cell.reason}", []).append(
+                f"{cell.phase} {_case(cell)} {cell.layout}"
+            )
     if table.busy:
-        told.setdefault(f"measured on a busy machine, {table.busy}: times may be too long", [])
-    for line, where in told.items():
+        places.setdefault(f"measured on a busy machine, {table.busy}: times may be too long", [])
+    for line, where in places.items():
         console.print(Text(line + f" [{', '.join(where)}]" * bool(where)), soft_wrap=True)
 
 

@@ -55,9 +55,9 @@ def peak_of(
     names = [name for name in _SHEETS if device_name == name or device_name.startswith((f"{name} ", f"{name}-"))]
     gbps, half, single = _SHEETS[max(names, key=len)] if names else (None, None, None)
     tflops = single if dtype == "float32" else half
-    said = ["given by the user"] if bandwidth is not None or flops is not None else []
+    sources = ["given by the user"] if bandwidth is not None or flops is not None else []
     sheet = ["data sheet"] if names and (bandwidth is None or flops is None) else []
-    return DevicePeak(gbps=bandwidth or gbps, tflops=flops or tflops, source=", ".join(said + sheet))
+    return DevicePeak(gbps=bandwidth or gbps, tflops=flops or tflops, source=", ".join(sources + sheet))
 
 
 Owner = Literal["backend", "peer", "writer"]

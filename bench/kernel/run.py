@@ -69,7 +69,7 @@ class KernelOptions:
     layouts: Sequence[str] | None = None
     """Cache layouts. None means each backend's preferred one, or all for writers."""
     block_sizes: Sequence[int] | None = None
-    """Block sizes. None means those of 16 and 256 that a backend supports."""
+    """Block sizes. None means 16 and 256, as far as a backend supports them."""
     device: torch.device = field(default_factory=default_device)
     timer: Timer = field(default_factory=Timer)
     seed: int = 0

@@ -200,7 +200,7 @@ def _take(answer: ServerAnswer, event: dict[str, Any], at: float, texts: list[st
         delta = choice.get("delta")
         text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
         answer.token_ids += choice.get("token_ids") or ()
-        told = bool(text) or (text == "" and "role" not in (delta or ()) and not choice.get("prompt_token_ids"))
-        if told:  # a chunk with only the role is not a token; a token with empty text is one
+        is_token = bool(text) or (text == "" and "role" not in (delta or ()) and not choice.get("prompt_token_ids"))
+        if is_token:  # a chunk with only the role is not a token; a token with empty text is one
             answer.token_times.append(at)
             texts.append(text or "")

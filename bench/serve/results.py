@@ -20,9 +20,9 @@ from headway.core.system.provenance import Origin
 from headway.hosting.profiling import ProfileRequest, StepsProfile
 
 
-async def begin(client: RequestSender, asked: ProfileRequest) -> None:
+async def begin(client: RequestSender, capture: ProfileRequest) -> None:
     """Start the server's profile. :raises ConfigError: if the server does not."""
-    answer = await client.ask("/start_profile", asked.model_dump())
+    answer = await client.ask("/start_profile", capture.model_dump())
     if answer.error:
         hint = "start it with headway serve --profile-dir FOLDER"
         raise ConfigError("--profile", "a server that answers /start_profile", answer.error, hint)

@@ -45,9 +45,9 @@ async def run_cell(
     plan: ServePlan,
     sending: Sending,
     limits: Mapping[str, float],
-    tell: Callable[[], None] = lambda: None,
+    on_answer: Callable[[], None] = lambda: None,
 ) -> ServeCell:
-    """Send a load and return the results. limits: see ServeReport.limits_ms. tell: called after each answer."""
+    """Send a load and return the results. limits: see ServeReport.limits_ms. on_answer: called after each answer."""
     talks = conversations(load)
     rate = plan.rate if plan.mode == "online" else float("inf")
     due = arrivals(len(talks), rate, plan.burstiness, load.seed)
@@ -58,7 +58,7 @@ async def run_cell(
         await asyncio.sleep(max(start + due[number] - time.perf_counter(), 0))
         async with room:
             late = time.perf_counter() - start - due[number]
-            return await _converse(client, talks[number], sending, tell), late
+            return await _converse(client, talks[number], sending, on_answer), late
 
     found = await asyncio.gather(*map(talk, range(len(talks))))
     answers = [answer for listed, _ in found for answer in listed]
@@ -68,16 +68,16 @@ async def run_cell(
 
 
 async def _converse(
-    client: RequestSender, talk: ClientConversation, sending: Sending, tell: Callable[[], None]
+    client: RequestSender, talk: ClientConversation, sending: Sending, on_answer: Callable[[], None]
 ) -> list[ServerAnswer]:
     """Return the answers of one conversation, turn by turn, up to the first failure."""
     answers: list[ServerAnswer] = []
     chat = sending.endpoint == "chat"
     history: list[int] = list(talk.prefix)
     messages = [{"role": "system", "content": words(talk.prefix)}] if talk.prefix else []
-    for said in talk.messages:
-        history += said
-        messages.append({"role": "user", "content": words(said)})
+    for new_ids in talk.messages:
+        history += new_ids
+        messages.append({"role": "user", "content": words(new_ids)})
         body: dict[str, Any] = {
             "model": sending.model,
             **({"messages": messages} if chat else {"prompt": history}),
@@ -91,10 +91,10 @@ async def _converse(
         }
         answer = await client.ask(f"/v1/{'chat/' if chat else ''}completions", body)
         answers.append(answer)
-        tell()
+        on_answer()
         if answer.error:
             break
-        history = history + (answer.token_ids or said[: talk.output_len])
+        history = history + (answer.token_ids or new_ids[: talk.output_len])
         messages = [*messages, {"role": "assistant", "content": answer.text}]
     return answers
 
@@ -104,7 +104,7 @@ def summary(
 ) -> ServeCell:
     """Return the results of a cell."""
     good = [answer for answer in answers if not answer.error]
-    kept = [answer for answer in good if all(times(answer).get(name, 0.0) <= most for name, most in limits.items())]
+    meeting = [answer for answer in good if all(times(answer).get(name, 0.0) <= most for name, most in limits.items())]
     online = plan.mode == "online"
     tokens = sum(answer.output_tokens for answer in good)
     per_token = [1e-3 * found["tpot"] for answer in good if "tpot" in (found := times(answer))]
@@ -126,8 +126,8 @@ def summary(
         inter_token_latency_ms=Spread.of([b - a for answer in good for a, b in pairwise(answer.token_times)]),
         end_to_end_ms=Spread.of([answer.token_times[-1] - answer.sent for answer in good]),
         lateness_ms=Spread.of(late),
-        goodput=len(kept) / seconds if limits else None,
-        good_share=len(kept) / len(answers) if limits and answers else None,
+        goodput=len(meeting) / seconds if limits else None,
+        good_share=len(meeting) / len(answers) if limits and answers else None,
     )
 
 

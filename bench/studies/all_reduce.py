@@ -34,7 +34,7 @@ from headway.tuning.measure.all_reduce import choose_all_reduce, sums_table, tim
 from headway.tuning.measure.device import identify_device
 
 _MEASURED = 5.0
-"""Maximum seconds for measuring Headway's own methods."""
+"""Maximum seconds for measuring Headway's own all-reduce kernels."""
 
 
 class TorchOneShot:
@@ -119,7 +119,7 @@ class VllmCustom:
 
 
 def _peers(ranks: TorchRanks) -> Iterator[TorchOneShot | VllmCustom]:
-    """Other libraries' ways, each where every rank has it."""
+    """Yield other libraries' all-reduce kernels that are available on every rank."""
     made: list[TorchOneShot] = []
 
     def first() -> TorchOneShot:
@@ -128,14 +128,14 @@ def _peers(ranks: TorchRanks) -> Iterator[TorchOneShot | VllmCustom]:
 
     makers: list[Callable[[], Any]] = [first, lambda: TorchTwoShot(made[0]), lambda: VllmCustom(ranks.device)]
     for make in makers:
-        way = None
+        method = None
         try:
-            way = make()
+            method = make()
         except Exception as error:  # a library may raise anything
             print(f"unavailable on rank {ranks.rank}: {' '.join(str(error).split())}")
-        if bool(ranks.all_gather(torch.tensor([way is not None], dtype=torch.int32, device=ranks.device)).min()):
-            assert way is not None
-            yield way
+        if bool(ranks.all_gather(torch.tensor([method is not None], dtype=torch.int32, device=ranks.device)).min()):
+            assert method is not None
+            yield method
 
 
 def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[float | None]]) -> None:
@@ -144,16 +144,16 @@ def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[
     store = store or find_store(port, size)
     ranks = TorchRanks(store, rank, size, device, LifeSigns(numpy.zeros(16, numpy.int64)))
     choose_all_reduce(ranks, create_registry(policy="none").all_reduce, _MEASURED)
-    for way in (*ranks.sums, *_peers(ranks)):
+    for method in (*ranks.sums, *_peers(ranks)):
         for adds in (False, True):
-            name = f"{way.name}{' + add' if adds else ''}"
+            name = f"{method.name}{' + add' if adds else ''}"
             found[name] = [None] * len(SIZES)
             for cell, num_bytes in enumerate(SIZES):
                 x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
-                if way.takes(x):
-                    capture = way.capture if isinstance(way, VllmCustom) else nullcontext
+                if method.takes(x):
+                    capture = method.capture if isinstance(method, VllmCustom) else nullcontext
                     onto = torch.zeros_like(x) if adds else None
-                    found[name][cell] = time_sum(ranks, partial(way, x, onto), capture).median_us
+                    found[name][cell] = time_sum(ranks, partial(method, x, onto), capture).median_us
     torch.cuda.synchronize()
 
 

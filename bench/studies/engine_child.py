@@ -115,15 +115,15 @@ ENGINES: dict[str, tuple[str, Callable[[dict[str, Any]], Engine]]] = {
 
 def main() -> None:
     """Answer the request with events: "ready"; per workload "begin", "pass" before each generation, and "done"; or "fatal"."""
-    request, tell = receive_request()
+    request, emit = receive_request()
     try:
         engine = ENGINES[request["engine"]][1](request)
-        tell("ready", version=engine.version, settings=engine.settings)
+        emit("ready", version=engine.version, settings=engine.settings)
         for work in request["workloads"]:
-            tell("begin", label=work["label"])
+            emit("begin", label=work["label"])
             seconds = []
             for number in range(request["warmup"] + request["repeat"]):
-                tell("pass")
+                emit("pass")
                 started = time.perf_counter()
                 written = engine.generate(work["prompts"], work["output_lens"], work["temperature"])
                 took = time.perf_counter() - started
@@ -132,9 +132,9 @@ def main() -> None:
                         f"{work['label']}: {sum(written)} of {sum(work['output_lens'])} output tokens were written"
                     )
                 seconds += [took] if number >= request["warmup"] else []
-            tell("done", label=work["label"], seconds=seconds)
+            emit("done", label=work["label"], seconds=seconds)
     except Exception as error:  # any error of a peer is reported
-        tell("fatal", reason=" ".join(f"{type(error).__name__}: {error}".split())[:400])
+        emit("fatal", reason=" ".join(f"{type(error).__name__}: {error}".split())[:400])
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def experts(
             place,
             Timer(warmup_ms, rep_ms),
             command=command_line("python", "-m", "headway.bench.studies.experts"),
-            tell=lambda what: status.update(what),
+            on_progress=lambda what: status.update(what),
             form=form,
         )
     console = Terminal()
@@ -85,12 +85,12 @@ def _table(name: str, cells: list[ExpertsCell]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("tokens", justify="right")
     table.add_column("experts touched", justify="right")
-    ways = list(dict.fromkeys(cell.way for cell in cells))
-    for way in ways:
-        table.add_column(way, justify="right")
+    kernels = list(dict.fromkeys(cell.way for cell in cells))
+    for kernel in kernels:
+        table.add_column(kernel, justify="right")
     for count in dict.fromkeys(cell.tokens for cell in cells):
         row = {cell.way: cell for cell in cells if cell.tokens == count}
-        table.add_row(str(count), str(next(iter(row.values())).touched), *(_text(row.get(way)) for way in ways))
+        table.add_row(str(count), str(next(iter(row.values())).touched), *(_text(row.get(kernel)) for kernel in kernels))
     return table
 
 

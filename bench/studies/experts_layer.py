@@ -263,7 +263,7 @@ def run_experts_bench(
     timer: Timer,
     budget: float = 60.0,
     command: str = "",
-    tell: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str], None] = lambda what: None,
     form: str = "plain",
 ) -> ExpertsReport:
     """Time all of Headway's kernels and all installed peers. budget: maximum seconds to measure Headway's kernels for a shape
@@ -277,12 +277,12 @@ def run_experts_bench(
     chosen: dict[str, str] = {}
     cells: list[ExpertsCell] = []
     for shape in shapes:
-        tell(shape.name)
+        on_progress(shape.name)
         layer = RandomLayer(shape, dtype, device, quantize)
         choose_experts([layer.kind], budget, compile_ahead(device))
         chosen[shape.name] = layer.kind.describe()
         for count in tokens:
-            tell(f"{shape.name}, {count} tokens")
+            on_progress(f"{shape.name}, {count} tokens")
             cells += layer.cells(count, peers, timer, read_gbps, described.matrix_tflops)
         del layer
         torch.cuda.empty_cache()

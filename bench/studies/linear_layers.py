@@ -52,16 +52,16 @@ def measure(dtype: torch.dtype, threads: int) -> Table:
         row = []
         for rows in ROWS:
             x = torch.randn(rows, in_features).to(dtype)
-            plain = timer.time(_in_turn([partial(linear, weight=w) for w in weights], x), cpu)
-            packed = timer.time(_in_turn([Linear(w) for w in weights], x), cpu)
+            plain = timer.time(_cycle_layers([partial(linear, weight=w) for w in weights], x), cpu)
+            packed = timer.time(_cycle_layers([Linear(w) for w in weights], x), cpu)
             row.append(f"{1e-3 * plain.median_us:.2f} / {1e-3 * packed.median_us:.2f}")
         table.add_row(name, *row)
     return table
 
 
-def _in_turn(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[], Tensor]:
-    turn = cycle(layers)
-    return lambda: next(turn)(x)
+def _cycle_layers(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[], Tensor]:
+    layer_cycle = cycle(layers)
+    return lambda: next(layer_cycle)(x)
 
 
 if __name__ == "__main__":

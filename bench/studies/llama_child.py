@@ -43,7 +43,7 @@ def main() -> None:
     os.dup2(2, 1)  # keep llama.cpp's output out of the answers
     request = json.loads(sys.stdin.readline())
 
-    def tell(event: str, **found: object) -> None:
+    def emit(event: str, **found: object) -> None:
         print(json.dumps({"event": event, **found}), file=answers, flush=True)
 
     try:
@@ -52,15 +52,15 @@ def main() -> None:
         options.n_gpu_layers = 0
         model = llama.llama_model_load_from_file(request["model"].encode(), options)
         vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-        tell("ready", version=llama.__version__, settings=f"on the CPU, {request['threads']} threads, greedy")
+        emit("ready", version=llama.__version__, settings=f"on the CPU, {request['threads']} threads, greedy")
         for work in request["workloads"]:
-            tell("begin", label=work["label"])
-            tell("done", label=work["label"], seconds=_times(request, work, model, vocab, tell))
+            emit("begin", label=work["label"])
+            emit("done", label=work["label"], seconds=_times(request, work, model, vocab, emit))
     except Exception as error:  # any error of llama.cpp is reported
-        tell("fatal", reason=" ".join(f"{type(error).__name__}: {error}".split())[:400])
+        emit("fatal", reason=" ".join(f"{type(error).__name__}: {error}".split())[:400])
 
 
-def _times(request: dict[str, Any], work: dict[str, Any], model: Any, vocab: int, tell: Any) -> list[float]:
+def _times(request: dict[str, Any], work: dict[str, Any], model: Any, vocab: int, emit: Any) -> list[float]:
     """Return the seconds of each timed pass over requests of equal lengths."""
     prompts, new = work["prompts"], work["output_lens"][0]
     if len({len(prompt) for prompt in prompts}) > 1 or set(work["output_lens"]) != {new}:
@@ -74,7 +74,7 @@ def _times(request: dict[str, Any], work: dict[str, Any], model: Any, vocab: int
     batch = llama.llama_batch_init(sum(map(len, prompts)), 0, 1)
     seconds = []
     for _ in range(request["warmup"] + request["repeat"]):
-        tell("pass")
+        emit("pass")
         started = time.perf_counter()
         generate(context, batch, vocab, prompts, new)
         seconds.append(time.perf_counter() - started)

@@ -117,7 +117,7 @@ def measure(
     batch_sizes: Sequence[str],
     lengths: Sequence[str],
     kv_cache_dtypes: Sequence[str],
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[MeasuredPoint]:
     """Measure every workload of every model: the median of three passes after a warm-up pass.
     :raises ConfigError: if there is no H200, for which the tables and utilizations are."""
@@ -131,7 +131,7 @@ def measure(
             for batch in map(int, batch_sizes):
                 for length in lengths:
                     found += measure_points(llm, model, cache, batch, *map(int, length.split("/")))
-                    told(f"{found[-1]}: {found[-1].measured:.3f} {found[-1].metric}")
+                    report(f"{found[-1]}: {found[-1].measured:.3f} {found[-1].metric}")
             del llm
             gc.collect()
             torch.cuda.empty_cache()

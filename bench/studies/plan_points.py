@@ -340,7 +340,7 @@ def fit(
     names: Sequence[str],
     start: Utilisation,
     rounds: int = 7,
-    told: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Utilisation:
     """Return utilizations from a coordinate search with decreasing steps."""
     best, least, step = start, loss(start), 0.3
@@ -352,18 +352,20 @@ def fit(
                 found = loss(tried)
                 if found < least:
                     best, least = tried, found
-        told(f"round {number + 1} of {rounds}: loss {least:.4f}")
+        report(f"round {number + 1} of {rounds}: loss {least:.4f}")
         step *= 0.65
     return best
 
 
-def fit_all(points: Sequence[MeasuredPoint], start: Utilisation, told: Callable[[str], None] = lambda line: None) -> Utilisation:
+def fit_all(
+    points: Sequence[MeasuredPoint], start: Utilisation, report: Callable[[str], None] = lambda line: None
+) -> Utilisation:
     """Return all utilizations: attention's fitted to half of the kernel times, the others to these points. Both fits run twice,
     because the second changes the start time of a single kernel, which the first uses."""
     cells = kernel_cells()[::2]
     for _ in range(2):
-        start = fit(lambda tried: kernel_errors(cells, tried).mean, ATTENTION, start, told=told)
-        start = fit(lambda tried: errors(points, tried).loss, FITTED, start, told=told)
+        start = fit(lambda tried: kernel_errors(cells, tried).mean, ATTENTION, start, report=report)
+        start = fit(lambda tried: errors(points, tried).loss, FITTED, start, report=report)
     return start
 
 

@@ -176,8 +176,8 @@ def _planned(each: _Measured, planned: RanksPrediction | None) -> float | None:
     if planned is None or planned.gpu != each.report.device.name or planned.date >= each.report.date:
         return None
     cell = each.cell
-    asked = (each.report.model, each.weights, each.ranks, cell.batch_size, cell.input_len, cell.output_len)
-    return next((run.tokens_per_second for run in planned.runs if _key(run) == asked), None)
+    wanted_key = (each.report.model, each.weights, each.ranks, cell.batch_size, cell.input_len, cell.output_len)
+    return next((run.tokens_per_second for run in planned.runs if _key(run) == wanted_key), None)
 
 
 def _key(run: PlannedRun) -> tuple[object, ...]:

@@ -82,12 +82,12 @@ def weight_shapes(
     config = json.loads(read_text(locate(model, weights=False) / "config.json"))
     config.pop("quantization_config", None)
     quantized = FORMS[form]
-    told = config if quantized is None else {**config, "quantization_config": quantized}
+    full_config = config if quantized is None else {**config, "quantization_config": quantized}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("folder", "a folder that can be made", f"{folder}: {error.strerror}") from error
-    write_bytes(f"{json.dumps(told, indent=1)}\n".encode(), folder / "config.json")
+    write_bytes(f"{json.dumps(full_config, indent=1)}\n".encode(), folder / "config.json")
     if weights:
         _write_weights(folder)
     print(folder)

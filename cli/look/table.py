@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.options import PluginFiles, on_command_line, tell_written, write_result
+from headway.cli.options import PluginFiles, on_command_line, report_written, write_result
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
@@ -53,7 +53,7 @@ def show(
     console = Terminal()
     print_view(shown, console, all_backends)
     for target in export_to or ():
-        tell_written(target, console)
+        report_written(target, console)
 
 
 @table.command()
@@ -80,7 +80,7 @@ def plot(
         write_bytes(to_curves(shown), picture)
     else:
         export(shown, picture)
-    tell_written(picture, _console())
+    report_written(picture, _console())
 
 
 @table.command()
@@ -262,10 +262,12 @@ def _check_judged(context: typer.Context, without: bool, trials: Path | None) ->
         raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
     if not without and trials is None:
         return
-    way = "--leave-one-out" if without else "--trials"
+    option = "--leave-one-out" if without else "--trials"
     for name in ("points", "seed", "anywhere", "workload") if without else ("points", "seed"):
         if on_command_line(context, name):
-            raise ConfigError(f"--{name}", "points that are measured", f"{way}, which measures none and does not read --{name}")
+            raise ConfigError(
+                f"--{name}", "points that are measured", f"{option}, which measures none and does not read --{name}"
+            )
 
 
 def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:

@@ -17,8 +17,8 @@ from headway.cli.options import (
     block_sizes_of,
     dtype_of,
     names_of,
+    report_written,
     sizes_of,
-    tell_written,
     with_flags,
     write_result,
 )
@@ -170,10 +170,10 @@ def measure_attention(
         Terminal(stderr=True, soft_wrap=True).print("headway: nothing was measured: every cell failed, for the reasons above")
         raise typer.Exit(1)
     if report.comparison is not None and report.comparison.fault:
-        told = Terminal(stderr=True, soft_wrap=True)
+        err = Terminal(stderr=True, soft_wrap=True)
         for cell in report.comparison.slower:
-            told.print(str(cell), markup=False, highlight=False)
-        told.print(f"headway: {report.comparison.fault}", markup=False, highlight=False)
+            err.print(str(cell), markup=False, highlight=False)
+        err.print(f"headway: {report.comparison.fault}", markup=False, highlight=False)
         raise typer.Exit(1)
 
 
@@ -218,7 +218,7 @@ def measure_states(
     console = Terminal()
     peak = peak_of(table.device.name, DTYPE_NAMES[specs[0].dtype], options.peak_gbps, options.peak_tflops)
     print_state_report(table, specs[0], peak, measured_rates(options.device, specs[0].dtype, options.timer)[0], console)
-    tell_written(options.output, console)
+    report_written(options.output, console)
 
 
 def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | None, rows: str | None, *, others: bool) -> None:
@@ -249,7 +249,7 @@ def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | 
     )
     console = Terminal()
     print_products(report, console)
-    tell_written(options.output, console)
+    report_written(options.output, console)
     if not any(cell.status == "ok" for cell in report.cells):
         raise typer.Exit(1)
 

@@ -69,7 +69,7 @@ def throughput(
     workloads = _workloads(workload, batch_size, input_len, output_len, temperature)
     _check(compare, engine["load_format"], profile, temperature, workloads)
     if lora:
-        _take_adapters(engine, lora, lora_rank, workloads)
+        _set_adapters(engine, lora, lora_rank, workloads)
     if workloads:
         options = OfflineOptions(repeat, warmup, lora, profile, engine["tensor_parallel_size"])
         _run_offline(model, engine, workloads, options, output)
@@ -116,7 +116,7 @@ def _check(
         raise ConfigError("--temperature", "random prompts", "texts, which are greedy", "add --batch-size and --input-len")
 
 
-def _take_adapters(engine: dict[str, Any], count: int, rank: int, workloads: Sequence[RequestSet]) -> None:
+def _set_adapters(engine: dict[str, Any], count: int, rank: int, workloads: Sequence[RequestSet]) -> None:
     if not workloads:
         raise ConfigError("--lora", "random prompts", "texts", "add --batch-size and --input-len")
     slots = max(engine["max_loras"], count)

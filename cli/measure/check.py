@@ -171,9 +171,9 @@ def _run(wanted: Wanted, console: Terminal) -> CheckReport:
             nonlocal whole
             whole = count
 
-        def tell(result: CellResult) -> None:
+        def show_cell(result: CellResult) -> None:
             nonlocal done, failed
             done, failed = done + 1, failed + (result.status == "failed")
             status.update(f"{what}: {done} of {whole} cells, {failed} failed")
 
-        return run(wanted, start, tell, try_plugins)
+        return run(wanted, start, show_cell, try_plugins)

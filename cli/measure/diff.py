@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.engine_options import takes_engine_options
-from headway.cli.options import tell_written, write_result
+from headway.cli.options import report_written, write_result
 from headway.core.system.terminal import Terminal
 from headway.engine_args import EngineArgs
 
@@ -92,8 +92,8 @@ def diff(
         device=identify_device(place),
         model=loaded.name,
         dtype=DTYPE_NAMES[decoder.dtype],
-        a=_told(side_a, title_a, models.weights_a, models.products),
-        b=_told(side_b, b, models.weights_b),
+        a=_side_report(side_a, title_a, models.weights_a, models.products),
+        b=_side_report(side_b, b, models.weights_b),
         prompts=len(prompts),
         max_tokens=max_tokens,
         phases=phases,
@@ -102,12 +102,12 @@ def diff(
     write_result(report, output, err)
     if picture is not None:
         write_bytes(to_png(report), picture)
-        tell_written(picture, err)
+        report_written(picture, err)
     if not report.within_tolerance:
         raise typer.Exit(1)
 
 
-def _told(side: Side, name: str, weights: str, products: Sequence[str] = ()) -> SideReport:
+def _side_report(side: Side, name: str, weights: str, products: Sequence[str] = ()) -> SideReport:
     from headway.bench.diff.results import SideReport
 
     return SideReport(name=name, kv_layout=side.layout.name, block_size=side.block_size, weights=weights, products=list(products))

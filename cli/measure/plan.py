@@ -203,11 +203,11 @@ def _table(rows: Sequence[PlanRow]) -> Table:
         "ms/tok": lambda row: f"{row.per_token_ms:.2f}",
         "GiB": lambda row: f"{row.memory_gib:.0f}",
     }
-    kept = {name: show for name, show in columns.items() if formats or name != "weights"}
-    for name in kept:
+    shown = {name: show for name, show in columns.items() if formats or name != "weights"}
+    for name in shown:
         table.add_column(name, justify="left" if name in ("cache", "weights") else "right")
     for row in rows:
-        table.add_row(*(show(row) for show in kept.values()))
+        table.add_row(*(show(row) for show in shown.values()))
     return table
 
 

@@ -89,9 +89,11 @@ def batch(
             llm.shutdown()
         journal.write(output)
         journal.path.unlink()
-        told = f"{journal.num_answered} answered, {journal.num_failed} failed"
+        summary = f"{journal.num_answered} answered, {journal.num_failed} failed"
     again = f", {before} of them by an earlier run" if before else ""
-    err.print(f"{output}: {told}{again}, in {time.perf_counter() - started:.1f} s", highlight=False, markup=False, soft_wrap=True)
+    err.print(
+        f"{output}: {summary}{again}, in {time.perf_counter() - started:.1f} s", highlight=False, markup=False, soft_wrap=True
+    )
     if journal.num_failed and not journal.num_answered:
         raise typer.Exit(1)
 
@@ -137,16 +139,16 @@ def _answers(
 
 def _progress(err: Terminal, run: BatchRun, before: int) -> Callable[[], None]:
     """Return a function that prints progress at intervals. before: number of lines answered by an earlier run."""
-    total, told_at = run.count(), time.monotonic()
+    total, reported_at = run.count(), time.monotonic()
     if before:
         err.print(f"{before} of {total} lines were answered by an earlier run", highlight=False, markup=False)
 
-    def tell() -> None:
-        nonlocal told_at
+    def show_progress() -> None:
+        nonlocal reported_at
         now = time.monotonic()
-        if err.is_terminal and now - told_at >= _INTERVAL:
-            told_at = now
+        if err.is_terminal and now - reported_at >= _INTERVAL:
+            reported_at = now
             done = run.journal.num_answered + run.journal.num_failed
             err.print(f"{done} of {total} lines", end="\r", highlight=False, markup=False)
 
-    return tell
+    return show_progress

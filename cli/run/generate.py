@@ -97,7 +97,7 @@ def generate(
         line = answer_line(output, llm.stats().totals - begun.totals, "--stats")
         err.print(line, style="dim", highlight=False, soft_wrap=True)
     if engine["speculate"] is not None or engine["speculative_model"] is not None:
-        err.print(f"speculation: {_guesses(llm)}", highlight=False, markup=False, soft_wrap=True)
+        err.print(f"speculation: {_acceptance(llm)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _write(
@@ -158,7 +158,7 @@ def _record(prompt: str, output: RequestOutput, loaded: float, llm: LLM) -> dict
     }
 
 
-def _guesses(llm: LLM) -> str:
+def _acceptance(llm: LLM) -> str:
     """Return a sentence on speculation: accepted draft tokens, and steps without drafts."""
     stats = llm.engine.stats
     without = ", ".join(f"{count} {reason}" for reason, count in stats.steps_without_drafts.most_common())

@@ -117,11 +117,11 @@ def _check_at_once(options: ServerOptions) -> None:
 
 def _model(context: typer.Context, argument: str, option: str | None) -> str:
     """Return MODEL or --model, from the command line or --config. :raises ConfigError: if both are given and differ."""
-    told = [name for name in ("model", "model_option") if on_command_line(context, name)]
-    if len(told) == 2 and argument != option:
+    stated = [name for name in ("model", "model_option") if on_command_line(context, name)]
+    if len(stated) == 2 and argument != option:
         hint = "--served-model-name is repeated for each name of the model"
         raise ConfigError("MODEL and --model", "one model", f"{argument!r} and {option!r}", hint)
-    return argument if told == ["model"] else option or argument
+    return argument if stated == ["model"] else option or argument
 
 
 def _origins(given: Sequence[str]) -> tuple[str, ...]:

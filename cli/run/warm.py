@@ -124,8 +124,8 @@ class WarmStart:
     """Folder of the kernel cache -> bytes of its files."""
 
 
-def watch_start(start: Callable[[], object], tell: Callable[[int], None] = lambda count: None) -> WarmStart:
-    """Start an engine with `start`, calling `tell` with the number of kernels compiled or loaded so far."""
+def watch_start(start: Callable[[], object], on_count: Callable[[int], None] = lambda count: None) -> WarmStart:
+    """Start an engine with `start`, calling `on_count` with the number of kernels compiled or loaded so far."""
     from headway.core.engine.execution.model_runner import CompilationWatch
 
     with suppress(ImportError):
@@ -135,7 +135,7 @@ def watch_start(start: Callable[[], object], tell: Callable[[int], None] = lambd
 
     def note(name: str) -> None:
         kernels[name.split(" of ")[0]] += 1
-        tell(kernels.total())
+        on_count(kernels.total())
 
     watch = CompilationWatch(note)
     began = time.perf_counter()

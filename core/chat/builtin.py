@@ -70,11 +70,11 @@ def _body(source: TextSource, write: object) -> Generator[None, None, bool]:
 
 def pythonic(source: TextSource, writer: PieceWriter) -> Waiting:
     """Parse a list of Python calls, once it is complete. Any other answer is content."""
-    source.keep()
+    source.record()
     yield from source.space()
     yield from source.starts(("<|python_start|>", "<|python_tag|>"))
     if (yield from source.peek()) != "[":
-        writer.content(source.kept())
+        writer.content(source.recorded())
         yield from source.everything(writer.content)
         return
     parts: list[str] = []
@@ -82,7 +82,7 @@ def pythonic(source: TextSource, writer: PieceWriter) -> Waiting:
     text = "".join(parts)
     calls = _calls_of(text.strip().removesuffix("<|python_end|>").strip())
     if not calls:
-        writer.content(source.kept())
+        writer.content(source.recorded())
     for name, arguments in calls:
         writer.call(name)
         writer.arguments(json.dumps(arguments, ensure_ascii=False))
@@ -117,10 +117,10 @@ class ThinkReader:
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
         tags, begun = self._tags, self._begun
         if begun is not False:
-            source.keep()
+            source.record()
             yield from source.space()
             found = yield from source.starts((tags.opens,))
-            before = source.kept()
+            before = source.recorded()
             if found or begun or tags.assumed:
                 yield from self._reasoning(source, writer)
             else:
@@ -134,9 +134,9 @@ class ThinkReader:
         def write(text: str) -> None:
             nonlocal held
             text = held + text
-            kept = text.rstrip()
-            held = text[len(kept) :]
-            writer.reasoning(kept)
+            retained = text.rstrip()
+            held = text[len(retained) :]
+            writer.reasoning(retained)
 
         yield from source.space()
         mark = yield from source.until((self._tags.closes, *self._tags.ends_before), write)
@@ -175,12 +175,12 @@ class TaggedCalls:
         while mark := (yield from source.until((syntax.opens, *syntax.around), writer.content)):
             if mark != syntax.opens:
                 continue
-            source.keep()
+            source.record()
             name, mark = yield from self._name(source)
             if not name:
-                writer.content(syntax.opens + source.kept())
+                writer.content(syntax.opens + source.recorded())
                 continue
-            source.kept()
+            source.recorded()
             writer.call(name)
             known = (self._tools.get(name) or {}).get("properties")
             yield from self._parameters(source, writer, known if isinstance(known, Mapping) else {}, mark)
@@ -202,10 +202,10 @@ class TaggedCalls:
         writer.arguments("{")
         while mark not in syntax.closes:
             if mark != syntax.key[0]:
-                source.keep()
+                source.record()
                 yield from source.space()
                 mark = yield from source.starts((syntax.key[0], *syntax.closes))
-                space = source.kept()
+                space = source.recorded()
                 if not mark:  # this text is not a parameter
                     if not source.ended:
                         writer.arguments("}")

@@ -29,18 +29,18 @@ class JsonCalls:
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
         if self.bare:
-            source.keep()
+            source.record()
             yield from source.space()
             if (yield from source.peek()) in ("{", "["):
                 yield from self._calls(source, writer)
             else:
-                writer.content(source.kept())
+                writer.content(source.recorded())
         while mark := (yield from source.until(self.opens, writer.content)):
-            source.keep()
+            source.record()
             yield from self._calls(source, writer, mark)
 
     def _calls(self, source: TextSource, writer: PieceWriter, mark: str = "") -> Waiting:
-        """Read calls; other text becomes content. Call `source.keep` first."""
+        """Read calls; other text becomes content. Call `source.record` first."""
         before = writer.num_calls
         yield from source.space()
         yield from json_calls(source, writer)
@@ -48,21 +48,21 @@ class JsonCalls:
 
 
 def _close(source: TextSource, writer: PieceWriter, closes: tuple[str, ...], mark: str, any_calls: bool) -> Waiting:
-    """Read what may follow calls. Text since `source.keep` that is not part of a call becomes content."""
-    junk = source.kept()
+    """Read what may follow calls. Text since `source.record` that is not part of a call becomes content."""
+    junk = source.recorded()
     if not any_calls:
         writer.content(mark + junk)
         return
     if junk.strip(_SIGNS):
         writer.content(junk)
-    source.keep()
+    source.record()
     yield from source.space()
     if not (yield from source.starts(closes)):
-        writer.content(source.kept())
+        writer.content(source.recorded())
 
 
 def json_calls(source: TextSource, writer: PieceWriter) -> Waiting:
-    """Read one call, a list of calls, or calls between semicolons. Call `source.keep` first; other text stays kept."""
+    """Read one call, a list of calls, or calls between semicolons. Call `source.record` first; other text stays kept."""
     listed = (yield from source.peek()) == "["
     if listed:
         source.skip()
@@ -70,7 +70,7 @@ def json_calls(source: TextSource, writer: PieceWriter) -> Waiting:
         yield from source.space()
         if (yield from source.peek()) != "{" or not (yield from json_call(source, writer)):
             break
-        source.keep()
+        source.record()
         yield from source.space()
         if (yield from source.peek()) != ("," if listed else ";"):
             break
@@ -151,7 +151,7 @@ class HeadedCalls:
 
     def _call(self, source: TextSource, writer: PieceWriter, mark: str) -> Waiting:
         before = writer.num_calls
-        source.keep()
+        source.record()
         yield from source.space()
         if self.lists and (yield from source.peek()) in ("[", "{"):
             yield from json_calls(source, writer)
@@ -168,7 +168,7 @@ class HeadedCalls:
                 if found is not None:
                     writer.call(found["name"], found.groupdict().get("id") or "")
                     yield from source.json_text(writer.arguments)
-                    source.keep()
+                    source.record()
                 return
             if not sign:
                 return

@@ -34,10 +34,10 @@ class PieceWriter:
     def content(self, text: str) -> None:
         """Append to the content."""
         text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        if kept:
-            self._pieces.append(ChatPiece("content", kept))
+        retained = text.rstrip()
+        self._space = text[len(retained) :]
+        if retained:
+            self._pieces.append(ChatPiece("content", retained))
 
     def reasoning(self, text: str) -> None:
         """Append to the reasoning."""
@@ -87,12 +87,12 @@ class TextSource:
         """Append received text."""
         self._text += text
 
-    def keep(self) -> None:
+    def record(self) -> None:
         """Remember what is read from now on, because it may turn out to be content."""
         self._read = []
 
-    def kept(self) -> str:
-        """Return what was read since `keep`, and stop remembering."""
+    def recorded(self) -> str:
+        """Return what was read since `record`, and stop remembering."""
         read = self._read or []
         self._read = None
         return "".join(read)

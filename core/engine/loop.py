@@ -147,7 +147,7 @@ class EngineLoop:
         ready = self.executor.prepare(params)
         wanted = request.lora_request
         adapter = None if wanted is None else self.adapter_table.claim(wanted, params.num_drawn)
-        seqs, turn = [], (request.priority, next(self._arrivals))
+        seqs, queue_key = [], (request.priority, next(self._arrivals))
         for index in range(params.num_drawn):
             seq = Sequence(
                 request_id=request_id,
@@ -159,7 +159,7 @@ class EngineLoop:
                 seed=int(torch.randint(2**62, (), generator=self._seeds)) if params.seed is None else seed_of(params.seed, index),
                 adapter=adapter,
             )
-            seq.turn = turn
+            seq.queue_key = queue_key
             seqs.append(seq)
             if index == 0 and params.prompt_logprobs is not None:
                 params = replace(params, prompt_logprobs=None)  # all completions use the prompt logprobs of the first
@@ -180,8 +180,10 @@ class EngineLoop:
             seq.finish("abort")
         self._remove(ended)
         if self._unreported:  # left by an interrupt
-            kept = self._unreported
-            self._unreported = [each for each in kept if each.request_id != request_id or index not in (None, each.completion)]
+            unreported = self._unreported
+            self._unreported = [
+                each for each in unreported if each.request_id != request_id or index not in (None, each.completion)
+            ]
 
     def abort_all(self) -> None:
         """End every request."""
@@ -314,7 +316,7 @@ class EngineLoop:
         else:
             self.scheduler.max_num_batched_tokens = smaller
             if self.blocks.checkpoints is not None:
-                self.scheduler.compute_again([scheduled.seq for scheduled in step])
+                self.scheduler.recompute([scheduled.seq for scheduled in step])
                 self.blocks.forget_prefixes()  # pages that the failed step was to write
 
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
@@ -357,7 +359,7 @@ class EngineLoop:
     def snapshot(self) -> EngineSnapshot:
         """Return the engine's current state and its totals since the start."""
         blocks, scheduler, offloader = self.blocks, self.scheduler, self._offloader
-        kept = len(blocks.checkpoints) if blocks.checkpoints is not None else 0
+        num_checkpoints = len(blocks.checkpoints) if blocks.checkpoints is not None else 0
         return EngineSnapshot(
             time=time.perf_counter(),
             num_running=len(scheduler.running),
@@ -366,8 +368,8 @@ class EngineLoop:
             num_used_blocks=blocks.num_pages - blocks.num_free,
             num_cached_blocks=blocks.num_cached,
             totals=self.stats.snapshot(),
-            num_kept_states=kept,
-            kept_state_bytes=kept * blocks.checkpoints.slots.bytes_per_slot if blocks.checkpoints is not None else 0,
+            num_kept_states=num_checkpoints,
+            kept_state_bytes=num_checkpoints * blocks.checkpoints.slots.bytes_per_slot if blocks.checkpoints is not None else 0,
             num_offloaded_blocks=0 if offloader is None else offloader.num_blocks,
             num_offloaded_states=0 if offloader is None else offloader.num_states,
         )
@@ -422,7 +424,7 @@ def _holding(seq: Sequence) -> Holding:
     found = written = held = 0
     tokens = seq.num_computed
     for table in seq.tables:
-        gone = table.num_given_back
+        gone = table.num_freed_pages
         held += len(table.pages) - gone
         written += max(min(-(-tokens // table.page_size), len(table.pages)) - gone, 0)
         found += max(seq.num_cached_tokens // table.page_size - gone, 0)

@@ -201,7 +201,7 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "sliding_window": WINDOWS["window"],
         "softcap": SOFTCAP,
         "alibi_slopes": tuple(2.0 ** -(1 + 8 * head / heads) for head in range(heads)),
-        "sinks": telling_sinks(heads),
+        "sinks": decisive_sinks(heads),
     }
     together = {name: features[name] for name in sorted(claims & features.keys())}
     caches: dict[str, dict[str, Any]] = {name: {"kv_dtype": dtype} for name, dtype in CACHE_TYPES.items()}
@@ -249,7 +249,7 @@ def sibling_of(spec: AttentionSpec) -> AttentionSpec:
     )
 
 
-def telling_sinks(heads: int) -> tuple[float, ...]:
+def decisive_sinks(heads: int) -> tuple[float, ...]:
     """Return one sink per query head, with different values for neighbours."""
     return tuple((0.3, -1.0, 2.0, 0.0, 1.0)[head % 5] for head in range(heads))
 

@@ -108,7 +108,7 @@ class Numbers:
         return k, k[..., : spec.v_head_dim] if spec.value_in_key else v
 
     @property
-    def tells(self) -> bool:
+    def is_sensitive(self) -> bool:
         """True if the regime can reveal errors: not if a soft-cap saturates or a sink has all the weight."""
         return self.scores not in ("high", "low") or not {"softcap", "sinks"} & self.spec.features
 
@@ -143,7 +143,7 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
     if work == FEW:
         return [few] if (few := _few(phase, block_size)) else []
     if work == "again":
-        shared = [turn for turn in first if turn[1] >= block_size]
+        shared = [sizes for sizes in first if sizes[1] >= block_size]
         return [first, first, *([shared, shared] if shared else [])]
     if work == "many":
         return [_many(phase, 65), _many(phase, 300)] if phase != "ragged" else []
@@ -157,8 +157,8 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
     if phase not in found:
         return []
     if work == "deep":  # only long ones: next to a short sequence's large results their errors would not count
-        return [[turn for turn in found[phase] if turn[1] > _SHORT]]
-    few = [turn for turn in found[phase] if turn[1] <= _SHORT]
+        return [[sizes for sizes in found[phase] if sizes[1] > _SHORT]]
+    few = [sizes for sizes in found[phase] if sizes[1] <= _SHORT]
     return [few, found[phase], _shortened(found[phase])]  # reveals a backend that keeps the width of the first or second step
 
 

@@ -109,10 +109,10 @@ def make_state_case(
         tensor[[*empty[seed % 2 :: 2], *order[::2]]] = torch.nan
     x, *gates = random_inputs(spec, step.num_tokens, numbers, strided=strided)
     case = StateCase(spec, random_parameters(spec, numbers, bias=spec.conv_width != 2), metadata, cache, x, gates)
-    return put_in(regime, case)
+    return apply_regime(regime, case)
 
 
-def put_in(regime: str, case: StateCase) -> StateCase:
+def apply_regime(regime: str, case: StateCase) -> StateCase:
     """Return the case with its inputs and parameters moved to a regime; tensors are changed in place."""
     if regime == STRONG and case.gates:
         case.gates[0].copy_(torch.where(_some(case.gates[0], 5), 300.0, -8.0))

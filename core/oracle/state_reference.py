@@ -84,7 +84,7 @@ def read(
         return _read_mamba1(parameters, x, gates, positive)
     if spec.kind == MAMBA2:
         return _read_mamba2(spec, parameters, x, gates, positive)
-    value, query, key = _cut(spec, x, value_first=False)
+    value, query, key = _split(spec, x, value_first=False)
     if spec.qk_norm:
         query, key = (each / torch.sqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
     query = query * spec.scale
@@ -101,7 +101,7 @@ def read(
 def _read_mamba2(
     spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve
 ) -> TokenOperands:
-    value, key, query = _cut(spec, x, value_first=True)
+    value, key, query = _split(spec, x, value_first=True)
     low, high = spec.dt_limits
     dt = positive(gates[0] + _double(parameters.dt_bias)).clamp(low, high if math.isfinite(high) else None)[..., None]
     decay = torch.exp(-torch.exp(_double(parameters.A_log))[:, None] * dt)
@@ -257,7 +257,7 @@ def _double(weight: Tensor | None) -> Tensor:
     return weight.cpu().double()
 
 
-def _cut(spec: StateSpec, x: Tensor, *, value_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _split(spec: StateSpec, x: Tensor, *, value_first: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return value [..., heads, value_dim] and the two tensors of key_dim, as ordered in x, each [..., heads, key_dim]."""
     keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
     parts = torch.split(x, [values, keys, keys] if value_first else [keys, keys, values], dim=-1)

@@ -56,20 +56,20 @@ class Foreign:
             return
         if any(axes[0] != "block" for axes in layout.tensors.values()):
             raise Skipped(f"layout {layout.name}: its outermost axis is not the block, so K and V are not packed by block")
-        kept = 1 if memory == "packed" else 2
+        leading = 1 if memory == "packed" else 2
         shapes = {name: tensor.shape for name, tensor in cache.tensors.items()}
-        together = len({shapes[name][:kept] for name in SCALES if name in shapes}) == 1
+        together = len({shapes[name][:leading] for name in SCALES if name in shapes}) == 1
         self.bases = []
         tensors = {}
         groups = _by_type(cache, [list(shapes)] if together else [[name] for name in shapes])
         for names in groups:
-            sizes = [math.prod(shapes[name][kept:]) for name in names]
+            sizes = [math.prod(shapes[name][leading:]) for name in names]
             width = sum(sizes) + (_PAD if len(names) == 1 else 0)
-            base = torch.zeros((*shapes[names[0]][:kept], width), dtype=cache.tensors[names[0]].dtype, device=geometry.device)
+            base = torch.zeros((*shapes[names[0]][:leading], width), dtype=cache.tensors[names[0]].dtype, device=geometry.device)
             self.bases.append(base)
             first = 0
             for name, size in zip(names, sizes, strict=True):
-                tensors[name] = torch.unflatten(base[..., first : first + size], -1, shapes[name][kept:])
+                tensors[name] = torch.unflatten(base[..., first : first + size], -1, shapes[name][leading:])
                 first += size
         self.cache = LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
 
@@ -224,8 +224,8 @@ def padding_rows(phase: str) -> int:
 
 def second_step(lens: Lens) -> Lens:
     """Return other lengths in another order with the same number of tokens, for a second step at the same addresses."""
-    queries = [turn for turn in lens if not turn[1]]
-    cached = [turn for turn in lens if turn[1]]
+    queries = [entry for entry in lens if not entry[1]]
+    cached = [entry for entry in lens if entry[1]]
     contexts = [context for _, context, _ in cached]
     rotated = [(query, context, drafts) for (query, _, drafts), context in zip(cached, contexts[1:] + contexts[:1], strict=True)]
     return sorted([*queries[1:], *queries[:1], *reversed(rotated)], key=_decodes)
@@ -236,8 +236,8 @@ def blocks_for(lens: Lens, block_size: int) -> int:
     return sum(-(-(query_len + context) // block_size) for query_len, context, _ in lens)
 
 
-def _decodes(turn: tuple[int, int, int]) -> bool:
-    query_len, context, drafts = turn
+def _decodes(entry: tuple[int, int, int]) -> bool:
+    query_len, context, drafts = entry
     return context > 0 and (query_len == 1 or drafts > 0)
 
 
@@ -255,7 +255,7 @@ class Tokens:
     length: int = 0
 
 
-class Turn(NamedTuple):
+class SequencePart(NamedTuple):
     """One sequence's part of a step."""
 
     seq: Tokens
@@ -265,7 +265,7 @@ class Turn(NamedTuple):
     """Number of draft tokens among the new ones. With drafts, the sequence decodes."""
 
 
-StepTurns = Sequence[Turn]
+StepWork = Sequence[SequencePart]
 """The parts of a step, decodes last."""
 
 

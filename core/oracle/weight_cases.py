@@ -17,8 +17,8 @@ from headway.core.contract.linear import LinearParts
 from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight
 
 NUMBERS = ("normal", "mean", "uneven", "large", "tiny")
-"""Regimes of numbers. mean: mostly positive products, so that sums grow; uneven: scales and rows of x that differ by powers of
-two; large, tiny: x times a power of two."""
+"""Regimes of random numbers. mean: mostly positive terms, so that sums grow. uneven: scales and rows of x differ by powers of
+two. large, tiny: x times a power of two."""
 WEIGHTS = (
     *("plain", "int8", "mxfp4", "fp8-rows", "fp8-tensor", "fp8-128x128"),
     *(f"int4-{size}{zeros}{order}" for size in (128, 64, 32) for zeros in ("", "-zeros") for order in ("", "-order")),
@@ -128,7 +128,7 @@ class WeightCase:
     """One call of a linear or experts kernel."""
 
     weight: Any
-    """A `Weight`, or `ExpertsWeights`."""
+    """`Weight` or `ExpertsWeights`."""
     given: tuple[Tensor, ...]
     """Arguments of `apply` before the weight: x, or x, experts and scores."""
     onto: Tensor | None
@@ -136,21 +136,21 @@ class WeightCase:
     right: Tensor
     """float64 [rows, out_features]: expected content of `out` after the call."""
     spread: Tensor
-    """float64 [rows, out_features]: expected size of such random sums, to which errors are relative."""
+    """float64 [rows, out_features]: expected magnitude of such random sums, by which errors are divided."""
     config: ExpertsConfig | None = None
     """Configuration of a layer of experts."""
     parts: LinearParts | None = None
-    """What a kernel for linear layers computes around the product; None: nothing."""
+    """Operations that a linear kernel fuses with the GEMM. None means only the GEMM."""
 
     def call(self, kernel: Any, prepared: Any, out: Tensor) -> None:
-        """Make the call."""
+        """Call the kernel."""
         if self.parts is None:
             kernel.apply(*(*self.given, prepared, out))
         else:
             kernel.apply_fused(*self.given, prepared, self.parts, out)
 
-    def taken(self, rows: Tensor) -> WeightCase:
-        """Return the call of some of the rows. rows: int64 numbers."""
+    def subset(self, rows: Tensor) -> WeightCase:
+        """Return the case limited to some rows. rows: int64 indices."""
         onto, on = self.onto, rows.to(self.given[0].device)
         given = tuple(each[on] for each in self.given)
         return replace(
@@ -170,7 +170,7 @@ EPS = 1e-5
 
 
 def fused_case(weight: Weight, x: Tensor, around: str, drawn: Drawn, device: torch.device) -> WeightCase:
-    """Return a product on a device with one part around it. around: out of FUSED; "gated" comes with SiLU."""
+    """Return the case of a GEMM on a device with one fused operation. around: name in FUSED; "gated" includes SiLU."""
     (rows, _), n, dtype = x.shape, weight.shape[0], x.dtype
     normed, bias, onto, parts = x.double(), None, None, LinearParts()
     if around == "norm":

@@ -28,7 +28,7 @@ log = logging.getLogger("headway")
 
 
 class DenseAttention:
-    """Attention of dense layers: `begin` sets a batch up, each layer calls it. Equal specs share a plan; no cache is read."""
+    """Attention of dense layers: `begin` plans a batch, then each layer calls it. Equal specs share a plan; no cache is read."""
 
     def __init__(self, layers: LayerSpecs, selector: Selector) -> None:
         assert all(spec.dense for spec in layers.cached)
@@ -129,7 +129,7 @@ class PoolingEngine:
     """Runs one model over whole texts. Not thread-safe: the caller needs a lock.
 
     A batch holds texts of similar lengths, longest first, concatenated without padding. Texts with `each_token` have separate
-    batches. The backends are the selector's, as for prompts of a decoder.
+    batches. The selector chooses the backends, as for a decoder's prompts.
     """
 
     def __init__(self, network: PooledNetwork, layers: LayerSpecs, selector: Selector, limits: StepLimits) -> None:
@@ -193,7 +193,7 @@ class PoolingEngine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run every kind of batch once on a GPU, so that no text waits for a compiler; the log names a backend that raises."""
+        """Run every kind of batch once, so that no text waits for a compiler. Logs a warning if a backend raises."""
         for backends in self.selector.instances.values():
             for lens in self._steps(backends):
                 try:
@@ -204,14 +204,14 @@ class PoolingEngine:
                     log.warning("warm-up: %s", error)
                     break
         for count in powers(self.limits.max_num_tokens):
-            texts = [EncodedText([0] * length) for length in self._cut(count)]
+            texts = [EncodedText([0] * length) for length in self._batch_lens(count)]
             self.attention.begin([len(text.token_ids) for text in texts])
             self._forward([len(text.token_ids) for text in texts], texts)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.selector.forget()
 
-    def _cut(self, tokens: int) -> list[int]:
+    def _batch_lens(self, tokens: int) -> list[int]:
         """Return the lengths of a few texts with `tokens` tokens in total, or fewer if they exceed a batch."""
         longest = self.limits.max_model_len
         lens = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)

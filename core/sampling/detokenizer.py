@@ -79,12 +79,12 @@ class Detokenizer:
             self.text += after[len(before) :]
             self._window = self._read
             self._read = len(self._ids)
-        return len(self.text) > known and len(self._ids) > self._min_tokens and self._cut(known)
+        return len(self.text) > known and len(self._ids) > self._min_tokens and self._stop_at(known)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
-    def _cut(self, known: int) -> bool:
+    def _stop_at(self, known: int) -> bool:
         """Cut the text at the first stop text that ends after its first `known` characters. Returns whether there is one."""
         places = [(self.text.find(stop, max(known - len(stop) + 1, 0)), stop) for stop in self._stop]
         found = min((place for place in places if place[0] >= 0), default=None)

@@ -62,15 +62,15 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     logits: float32 [rows, vocab_size]; top_k, top_p: float32 [rows]."""
     vocab = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    kept = torch.arange(vocab, device=logits.device) < torch.where(top_k > 0, top_k, vocab)[:, None]
+    retained = torch.arange(vocab, device=logits.device) < torch.where(top_k > 0, top_k, vocab)[:, None]
     power = torch.where(ordered == ordered[:, :1], 0.0, (ordered - ordered[:, :1]) * LOG2E)
-    masses = (power.exp2() * float(UNIT_MASS)).long().masked_fill(~kept, 0)
+    masses = (power.exp2() * float(UNIT_MASS)).long().masked_fill(~retained, 0)
     sums = masses.cumsum(dim=-1)
     # A token stays if the tokens before it do not suffice.
     target = (top_p.double() * sums[:, -1].double()).long().clamp_min(1)
-    kept &= (sums - masses < target[:, None]) | (top_p >= 1)[:, None]
-    kept[:, 0] = True
-    return logits.masked_fill(~torch.zeros_like(kept).scatter(1, order, kept), -torch.inf)
+    retained &= (sums - masses < target[:, None]) | (top_p >= 1)[:, None]
+    retained[:, 0] = True
+    return logits.masked_fill(~torch.zeros_like(retained).scatter(1, order, retained), -torch.inf)
 
 
 def keep_above(logits: Tensor, log_min_p: Tensor) -> Tensor:
@@ -83,8 +83,8 @@ def torch_filter(logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) 
     """Filter with torch's operations: sort, then draw from the kept tokens; see `Filter`."""
     scales, top_k, top_p, log_min_p = filters
     likely = logits.float() * torch.where(scales > 0, scales, 1)[:, None]
-    kept = keep_above(keep_top(likely, top_k, top_p), log_min_p)
-    drawn = torch.where(logits.isnan().any(1), NOT_A_TOKEN, draw(kept, torch.ones_like(scales), keys))
+    retained = keep_above(keep_top(likely, top_k, top_p), log_min_p)
+    drawn = torch.where(logits.isnan().any(1), NOT_A_TOKEN, draw(retained, torch.ones_like(scales), keys))
     return torch.where(scales > 0, drawn, others)
 
 

@@ -196,9 +196,9 @@ class _TagGrammar:
         return f"{self._rule(_field(form, 'element', Mapping))}?"
 
     def _write_tag(self, form: Mapping[str, Any]) -> str:
-        return f"{self._rule(_field(form, 'begin', (str, Mapping)))} {self._behind(form)}"
+        return f"{self._rule(_field(form, 'begin', (str, Mapping)))} {self._after_begin(form)}"
 
-    def _behind(self, form: Mapping[str, Any]) -> str:
+    def _after_begin(self, form: Mapping[str, Any]) -> str:
         """Return the grammar after a tag's beginning. Free text continues until the end."""
         content, end = _field(form, "content", Mapping), _field(form, "end", (str, Mapping))
         if content.get("type") != "any_text":
@@ -227,7 +227,7 @@ class _TagGrammar:
             if not rests:
                 continue
             head = f"{free} {self._rule(trigger)}" if ids else self._add(f"{_LAZY} {json.dumps(trigger)}", "[lazy]")
-            bodies += [f"{head} {self._rule(begin)} {self._behind(each)}" for begin, each in rests]
+            bodies += [f"{head} {self._rule(begin)} {self._after_begin(each)}" for begin, each in rests]
         if not bodies:
             raise ValueError("a structural tag needs tags that begin with its triggers")
         one = self._add(" | ".join(bodies))

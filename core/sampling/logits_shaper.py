@@ -68,10 +68,10 @@ def allow_bits(logits: Tensor, bits: Tensor) -> Tensor:
     """Return logits with -inf for tokens whose bit is 0. bits: int32 [rows, words]; token t is bit t % 32 of word t / 32."""
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1).bool()
-    kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    width = min(kept.shape[1], allowed.shape[1])
-    kept[:, :width] = allowed[:, :width]
-    return logits.masked_fill(~kept, -torch.inf)
+    retained = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    width = min(retained.shape[1], allowed.shape[1])
+    retained[:, :width] = allowed[:, :width]
+    return logits.masked_fill(~retained, -torch.inf)
 
 
 class RowTable:
@@ -155,8 +155,8 @@ class LogitsShaper:
     ) -> None:
         """Set up a row for a sequence that begins with these tokens. stops: tokens that min_tokens suppresses."""
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        scale, *kept = TokenFilter.of(params, scale_of(params) or 1.0, self._vocab_size)
-        self._numbers.set(row, [*penalties, scale, *kept])
+        scale, *filters = TokenFilter.of(params, scale_of(params) or 1.0, self._vocab_size)
+        self._numbers.set(row, [*penalties, scale, *filters])
         self._prompt_lens.set(row, [num_prompt_tokens])
         if need & OF_HISTORY:
             self._tokens.set(row, tokens)

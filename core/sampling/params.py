@@ -39,7 +39,7 @@ _ELSEWHERE: Final = {
     "do_sample": "temperature=0 is greedy",
 }
 """Names that vLLM or transformers use -> hint for the error."""
-_ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
+_NO_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache", "skip_clone"), (False,)),
     "length_penalty": (1.0,),
@@ -69,7 +69,7 @@ def _in_our_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
     kept = {
         name: value
         for name, value in given.items()
-        if name not in _ASKS_NOTHING or (value is not None and value not in _ASKS_NOTHING[name])
+        if name not in _NO_EFFECT or (value is not None and value not in _NO_EFFECT[name])
     }
     if "guided_decoding" in kept:
         kept.setdefault("structured_outputs", kept.pop("guided_decoding"))

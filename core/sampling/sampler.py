@@ -133,8 +133,8 @@ def draw(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
 Filter = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logits [rows, vocab_size], others int64 [rows], keys int64 [rows], filters float32 [4, rows]) -> tokens, int64 [rows].
 
-A column of filters is a `filtering.TokenFilter`. The token is drawn (see `draw`) among those that the filter keeps of the logits
-times its scale; NOT_A_TOKEN if a logit is NaN. A row of scale 0 gets its token from `others`.
+A column of filters is a `filtering.TokenFilter`. The token is drawn (see `draw`) from the filtered logits times the scale. A row
+with a NaN logit gets NOT_A_TOKEN, and a row with scale 0 its token from `others`.
 """
 
 

@@ -16,7 +16,7 @@ MAX_VERIFIED = 256
 """Maximum query tokens of a captured verification."""
 PLAIN = 1
 """Width of a step for which no drafts were requested."""
-UNGUESSED = 0
+NO_DRAFTS = 0
 """Width of a step for which the proposers found no drafts: the host waited for the previous step in vain."""
 
 _RATE, _FALL = 0.1, 0.3
@@ -73,13 +73,13 @@ class StepTimes:
         plain = self._measured(num_seqs, PLAIN)
         if plain is None:
             return {}
-        return {PLAIN: plain} | {width: self._of_guesses(num_seqs, width, kv_len, plain) for width in widths}
+        return {PLAIN: plain} | {width: self._verify_seconds(num_seqs, width, kv_len, plain) for width in widths}
 
-    def _of_guesses(self, num_seqs: int, width: int, kv_len: int, plain: float) -> float:
+    def _verify_seconds(self, num_seqs: int, width: int, kv_len: int, plain: float) -> float:
         measured = self._measured(num_seqs, width)
         if measured is not None:
             return measured
-        plain = max(plain, self._measured(num_seqs, UNGUESSED) or 0.0)
+        plain = max(plain, self._measured(num_seqs, NO_DRAFTS) or 0.0)
         if self._attention is None:
             return plain
         longer = self._attention(num_seqs, width, kv_len + width - 1) - self._attention(num_seqs, 1, kv_len)
@@ -110,14 +110,14 @@ _ANCHORS = (3, 1)  # Lengths of the indexed n-grams, longest first
 _MOST_PLACES = 32  # Latest places of an n-gram to examine: bounds the cost of a draft and the precision of counts
 
 
-class Guess(NamedTuple):
+class ScoredDraft(NamedTuple):
     """A draft. score: the sum of its tokens' probabilities, which is the expected number of accepted tokens."""
 
     tokens: list[int]
     score: float
 
 
-NOTHING = Guess([], 0.0)
+EMPTY_DRAFT = ScoredDraft([], 0.0)
 
 
 class SuffixIndex:
@@ -173,13 +173,13 @@ class SuffixIndex:
         """Number of distinct n-grams in the index."""
         return len(self._places)
 
-    def guess(self, context: Sequence[int], depth: int, most: int, factor: float, least: float) -> Guess:
+    def find_draft(self, context: Sequence[int], depth: int, most: int, factor: float, least: float) -> ScoredDraft:
         """Return the continuation of the longest match of the context's end: repeatedly the most frequent next token.
         depth: maximum length of the match, in tokens. most: maximum number of draft tokens. factor: maximum number of draft
             tokens per matched token. least: minimum probability of the continuation (Oliaro et al. 2024, arXiv 2411.04975)."""
         places, length = self._longest_match(context, depth)
         if not places:
-            return NOTHING
+            return EMPTY_DRAFT
         found = [(self._texts[text], end) for text, end in places]
         tokens: list[int] = []
         probability, score = 1.0, 0.0
@@ -194,7 +194,7 @@ class SuffixIndex:
             tokens.append(token)
             score += probability
             found = [(text, end) for text, end in found if end + step < len(text) and text[end + step] == token]
-        return Guess(tokens, score)
+        return ScoredDraft(tokens, score)
 
     def _longest_match(self, context: Sequence[int], depth: int) -> tuple[list[tuple[int, int]], int]:
         """Return the end places of the longest match of the context's end, and its length."""
@@ -222,7 +222,7 @@ class FinishedOutputs:
     def __init__(self, most_tokens: int) -> None:
         self.occurrences = SuffixIndex()
         self._most = most_tokens
-        self._held = 0
+        self._num_tokens = 0
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add an output, and forget the oldest outputs until the rest fits."""
@@ -231,9 +231,9 @@ class FinishedOutputs:
         tokens = tokens[-self._most :]
         self.occurrences.begin()
         self.occurrences.append(tokens)
-        self._held += len(tokens)
-        while self._held > self._most:
-            self._held -= self.occurrences.drop_oldest()
+        self._num_tokens += len(tokens)
+        while self._num_tokens > self._most:
+            self._num_tokens -= self.occurrences.drop_oldest()
 
 
 class NgramProposer:
@@ -302,13 +302,13 @@ class SequenceSuffixes:
         self._own.append(token_ids[self._num_read :])
         self._num_read = len(token_ids)
         context = token_ids[-self._options.suffix_decoding_max_tree_depth :]
-        own, shared = self._guess(self._own, context, most), self._guess(self._remembered.occurrences, context, most)
-        return max(own, shared, key=lambda guess: guess.score).tokens
+        own, shared = self._draft_from(self._own, context, most), self._draft_from(self._remembered.occurrences, context, most)
+        return max(own, shared, key=lambda find_draft: find_draft.score).tokens
 
-    def _guess(self, occurrences: SuffixIndex, context: Sequence[int], most: int) -> Guess:
+    def _draft_from(self, occurrences: SuffixIndex, context: Sequence[int], most: int) -> ScoredDraft:
         options = self._options
         factor, least = options.suffix_decoding_max_spec_factor, options.suffix_decoding_min_token_prob
-        return occurrences.guess(context, options.suffix_decoding_max_tree_depth, most, factor, least)
+        return occurrences.find_draft(context, options.suffix_decoding_max_tree_depth, most, factor, least)
 
     def finish(self, token_ids: Sequence[int]) -> None:
         self._remembered.add(token_ids[self._num_prompt_tokens :])

@@ -36,10 +36,10 @@ def shown(value: object, most: int = 120) -> str:
         text = repr(value)
     except Exception:  # a number with too many digits, or a __repr__ that raises
         text = f"a {type(value).__name__} that cannot be printed"
-    return cut(" ".join(text.split()), most)
+    return truncated(" ".join(text.split()), most)
 
 
-def cut(text: str, most: int) -> str:
+def truncated(text: str, most: int) -> str:
     """Return a text shortened in the middle to about `most` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 

@@ -35,7 +35,7 @@ from headway.compat.vllm_views import EngineGauge as Gauge
 from headway.compat.vllm_views import EngineHistogram as Histogram
 from headway.compat.vllm_views import EngineMetric as Metric
 from headway.compat.vllm_views import EngineVector as Vector
-from headway.compat.vllm_words import LLM_OPTIONS, NO_TRANSFER, SHORT_FLAGS, TAKEN, TEXT_ALONE, from_vllm, of_each
+from headway.compat.vllm_words import ACCEPTED_OPTIONS, LLM_OPTIONS, NO_TRANSFER, SHORT_FLAGS, TEXT_ONLY, from_vllm, of_each
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
 from headway.core.sampling.batch_processors import BatchLogitsProcessor as LogitsProcessor
@@ -88,7 +88,7 @@ class VllmEngineArgs(engine_args.EngineArgs):
         for name, text in engine_args.help_texts().items():
             if name not in ("registry", "backends", "plugins", "logits_processors"):
                 _add_flag(parser, group, name, text)
-        for name in sorted((TAKEN | set(LLM_OPTIONS)) - set(_OWN)):
+        for name in sorted((ACCEPTED_OPTIONS | set(LLM_OPTIONS)) - set(_OWN)):
             if (flag := _flag(name)) not in parser._option_string_actions:
                 parser.add_argument(flag, nargs="?", const=True, default=None, type=_value, help=argparse.SUPPRESS)
         return parser
@@ -96,7 +96,7 @@ class VllmEngineArgs(engine_args.EngineArgs):
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
         """Return the options in a namespace parsed with `add_cli_args`; other entries are ignored. Raises as `of`."""
-        known = {*_OWN, *TAKEN, *LLM_OPTIONS}
+        known = {*_OWN, *ACCEPTED_OPTIONS, *LLM_OPTIONS}
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
 
@@ -259,7 +259,7 @@ LACKING: Final = {
     **of_each(
         "ImageAsset VideoAsset AudioAsset fetch_image fetch_audio fetch_video encode_image_base64 encode_audio_base64 "
         "MultiModalDataDict MultiModalDataBuiltins convert_image_mode rescale_image_size ExplicitEncoderDecoderPrompt",
-        TEXT_ALONE,
+        TEXT_ONLY,
     ),
     "DataPrompt": "not supported: prompts are texts, token ids or embeddings",
     **of_each("KVTransferConfig KVEventsConfig ECTransferConfig", NO_TRANSFER),
@@ -331,8 +331,8 @@ MODULES: Final = {
 """vLLM's module, without the prefix vllm -> the names that programs import from it."""
 
 LACKING_MODULES: Final = {
-    "assets": TEXT_ALONE,
-    "multimodal": TEXT_ALONE,
+    "assets": TEXT_ONLY,
+    "multimodal": TEXT_ONLY,
     "lora": "not supported: lora.request has LoRARequest, and docs/lora.md says what adapters may be",
     "distributed": NO_TRANSFER,
     "model_executor": "not supported: docs/models.md says which models run; model_impl='transformers' runs those of transformers",
@@ -389,8 +389,10 @@ def _missing(module: str, reason: str | None) -> Callable[[str], Any]:
     def missing(name: str) -> Any:
         if reason is not None and module not in MODULES and not name.startswith("__"):
             raise ImportError(f"{__name__}.{module}: {reason}")
-        said = LACKING.get(name) or reason
-        raise AttributeError(f"module '{__name__}.{module}' has no attribute {name!r}" + (f": {said}" if said else ""))
+        explanation = LACKING.get(name) or reason
+        raise AttributeError(
+            f"module '{__name__}.{module}' has no attribute {name!r}" + (f": {explanation}" if explanation else "")
+        )
 
     return missing
 

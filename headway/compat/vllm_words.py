@@ -13,7 +13,7 @@ from headway.core.system.text import shown
 
 log = logging.getLogger("headway")
 
-TEXT_ALONE: Final = "not supported yet, because models read text alone"
+TEXT_ONLY: Final = "not supported yet, because models read text alone"
 NO_TRANSFER: Final = "not supported: caches are not handed from engine to engine; docs/offload.md has what outlives a request"
 
 
@@ -33,7 +33,7 @@ LLM_OPTIONS: Final = {
     "code_revision": "not supported: Headway runs no code that a model brings",
     "tokenizer_revision": "not supported yet: tokenizer names the folder that huggingface-cli download --revision writes",
     "enable_lora_bias": "not supported: adapters have no biases; docs/lora.md says what they may be",
-    **of_each("limit_mm_per_prompt mm_processor_kwargs enable_mm_embeds", TEXT_ALONE),
+    **of_each("limit_mm_per_prompt mm_processor_kwargs enable_mm_embeds", TEXT_ONLY),
     "calculate_kv_scales": "not supported yet: fp8 has the checkpoint's scales; see kv_cache_dtype, int8_per_token_head",
     "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
     **of_each("override_generation_config", "SamplingParams override what the model recommends; see generation_config"),
@@ -181,17 +181,17 @@ def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]
     None selects an option's default. own: Headway's names. Unknown options are returned unchanged, to be rejected later.
     :raises ConfigError: if an option of vLLM has a value without an equivalent.
     """
-    kept: dict[str, Any] = {}
+    translated: dict[str, Any] = {}
     for name, value in options.items():
         if value is None or (name not in own and (name in ANY_VALUE or _is_neutral(name, value))):
             continue
         if name in _VALUES:
-            kept.update(_VALUES[name](value))
+            translated.update(_VALUES[name](value))
         else:
-            kept[name] = value
+            translated[name] = value
     if options.get("compilation_config") is not None:
-        kept = {**_compilation(options["compilation_config"]), **kept}
-    return kept
+        translated = {**_compilation(options["compilation_config"]), **translated}
+    return translated
 
 
 def _is_neutral(option: str, value: object) -> bool:
@@ -311,14 +311,14 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
 }
 """Options of vLLM -> the function that translates each to Headway's options."""
 
-TAKEN: Final = frozenset(ANY_VALUE | set(_VALUES) | set(NEUTRAL_VALUES))
+ACCEPTED_OPTIONS: Final = frozenset(ANY_VALUE | set(_VALUES) | set(NEUTRAL_VALUES))
 """vLLM's options that Headway accepts, some of them only with certain values."""
 
 CALL_KEYWORDS: Final = {
     "prompt_adapter_request": "not supported: adapters are of low rank (LoRA), by lora_request",
     "lora_request": "not supported here: adapters are for models that generate text",
     "tokenization_kwargs": "tokenise by hand with get_tokenizer() and pass the ids",
-    "mm_processor_kwargs": TEXT_ALONE,
+    "mm_processor_kwargs": TEXT_ONLY,
     "guided_options_request": "SamplingParams(structured_outputs=...) says the form of a completion",
     "reasoning_ended": "not supported: a structured output begins with the completion",
     "data_parallel_rank": "not supported: docs/replicas.md has several engines",
@@ -326,7 +326,7 @@ CALL_KEYWORDS: Final = {
 }
 """Keywords of vLLM's generate, chat and add_request -> a hint."""
 
-_ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
+_NO_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
     "chat_template_content_format": ("auto", "string", "openai"),
     "trace_headers": (None, {}),
     "tokenization_kwargs": ({},),
@@ -346,14 +346,14 @@ METHODS: Final = {
 
 def check_keywords(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Reject unknown keywords, except vLLM's without effect. :raises ConfigError: if one is unknown."""
-    asked = [name for name, value in given.items() if not _asks_nothing(name, value)]
-    refuse_unknown(owner, asked, known, CALL_KEYWORDS, "docs/sampling.md")
+    effective = [name for name, value in given.items() if not _has_no_effect(name, value)]
+    refuse_unknown(owner, effective, known, CALL_KEYWORDS, "docs/sampling.md")
 
 
-def _asks_nothing(name: str, value: object) -> bool:
-    if name not in CALL_KEYWORDS and name not in _ASKS_NOTHING:
+def _has_no_effect(name: str, value: object) -> bool:
+    if name not in CALL_KEYWORDS and name not in _NO_EFFECT:
         return False
-    return value is None or any(value == each for each in _ASKS_NOTHING.get(name, ()))
+    return value is None or any(value == each for each in _NO_EFFECT.get(name, ()))
 
 
 def missing_attribute(name: str, owner: str = "LLM") -> AttributeError:

@@ -28,7 +28,7 @@ from headway.core.engine.data.request_limits import CheckedRequest
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.engine.ranks.rank_processes import RankProcesses
-from headway.core.engine.ranks.torch_ranks import MeetingError, TorchRanks
+from headway.core.engine.ranks.torch_ranks import CollectiveError, TorchRanks
 from headway.core.sampling.batch_processors import ProcessorBatch
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.params import SamplingParams
@@ -211,7 +211,7 @@ def _assemble_ranks(args: EngineArgs, registry: Registry | None, clock: PartCloc
         return _assemble(_Start(args, registry, devices[0], clock, processes.join(partial(make_rank, args=args)), processes))
     except ExecutorLostError:
         raise
-    except (RuntimeError, MeetingError) as error:  # what a meeting raises whose other ranks have ended
+    except (RuntimeError, CollectiveError) as error:  # what a meeting raises whose other ranks have ended
         processes.fail(error)
     finally:
         if not processes.are_ready:

@@ -14,7 +14,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.step import OutputDelta
 from headway.engine_args import EngineArgs
 from headway.hosting.assembly import Assembly, assemble
-from headway.machine.process import GIVE_BACK_INTERVAL, give_back
+from headway.machine.process import TRIM_INTERVAL, trim_memory
 from headway.requests.validation import RequestNames, RequestValidator, TextModel
 
 
@@ -149,7 +149,7 @@ class EngineDriver:
         self.on_cpu = assembly.device.type == "cpu"
         """True where activations and compiled products lie in this process's memory, which is then given back now and then."""
         self._deferred: list[Callable[[], None]] = []  # Calls that this step's own thread has left for the end of the step
-        self._next_give_back = time.perf_counter() + GIVE_BACK_INTERVAL
+        self._next_trim = time.perf_counter() + TRIM_INTERVAL
 
     def add_listener(self, listener: Listener) -> None:
         """Call a listener after every step from now on."""
@@ -182,9 +182,9 @@ class EngineDriver:
         self.engine.clock.leave()
         for request_id, index in stopped:
             self.engine.abort(request_id, index)
-        if self.on_cpu and started >= self._next_give_back:
-            give_back()
-            self._next_give_back = started + GIVE_BACK_INTERVAL
+        if self.on_cpu and started >= self._next_trim:
+            trim_memory()
+            self._next_trim = started + TRIM_INTERVAL
 
 
 def driver_of(args: EngineArgs) -> EngineDriver:

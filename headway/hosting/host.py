@@ -20,7 +20,7 @@ from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.request_limits import RequestLimits
 from headway.core.engine.loop import EngineLoop
 from headway.hosting.driver import EngineDriver, Listener
-from headway.machine.process import give_back
+from headway.machine.process import trim_memory
 from headway.requests.validation import RequestNames, RequestRules, RequestValidator, TextModel
 
 log = logging.getLogger("headway")
@@ -231,7 +231,7 @@ class EngineThread(EngineHost):
             if self._owned:
                 self.driver.engine.executor.shutdown()
             if self.driver.on_cpu:
-                give_back()  # the thread's own compiled products were freed with it
+                trim_memory()  # the thread's own compiled products were freed with it
 
     def _run(self) -> None:
         driver, engine, busy = self.driver, self.driver.engine, False
@@ -264,7 +264,7 @@ class EngineThread(EngineHost):
             except Empty:
                 if not wait:
                     return calls, False
-                give_back()
+                trim_memory()
                 idle = None
                 continue
             if call is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError, made_by
 from headway.core.engine.data.executor import CACHE, WEIGHTS
 from headway.core.system.held_tensors import held_tensors
-from headway.core.system.text import cut, shown
+from headway.core.system.text import shown, truncated
 from headway.models.loader import LOAD_FORMATS
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _check_arguments(name: str, method: Callable[..., Any], args: Sequence[Any],
         given = ", ".join(
             [*(shown(each, 30) for each in args), *(f"{key[:30]}={shown(value, 30)}" for key, value in kwargs.items())]
         )
-        why = cut(str(error), 100)
-        raise ConfigError("args and kwargs", f"those of {name}({takes})", f"{name}({cut(given, 200)}), {why}") from None
+        why = truncated(str(error), 100)
+        raise ConfigError("args and kwargs", f"those of {name}({takes})", f"{name}({truncated(given, 200)}), {why}") from None
     except ValueError:  # built in, without a signature: the call says what is wrong
         return

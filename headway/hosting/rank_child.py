@@ -6,20 +6,20 @@ import sys
 import time
 
 from headway.core.engine.ranks.rank_loop import run_rank
-from headway.machine.process import GIVE_BACK_INTERVAL, freeze_heap, give_back
+from headway.machine.process import TRIM_INTERVAL, freeze_heap, trim_memory
 
 
 class GiveBackNowAndThen:
     """Gives freed memory back to the system after a step, as rank 0's driver does, where activations lie in this process's."""
 
     def __init__(self) -> None:
-        self._next = time.monotonic() + GIVE_BACK_INTERVAL
+        self._next = time.monotonic() + TRIM_INTERVAL
 
     def __call__(self) -> None:
         now = time.monotonic()
         if now >= self._next:
-            self._next = now + GIVE_BACK_INTERVAL
-            give_back()
+            self._next = now + TRIM_INTERVAL
+            trim_memory()
 
 
 def main() -> None:

@@ -247,7 +247,7 @@ def _starts(count: int) -> NDArray[numpy.int32]:
     return numpy.arange(count + 1, dtype=numpy.int32)
 
 
-OWN_WAY = 'attn_implementation="sdpa" or "eager" computes it'
+IMPLEMENTATION_HINT = 'attn_implementation="sdpa" or "eager" computes it'
 
 
 @dataclass(eq=False)
@@ -271,7 +271,7 @@ class Visibility:
     metadata: dict[Any, Any] = field(default_factory=dict)
     """Metadata that plans of several kinds of layers share."""
     new_keys: Tensor | None = None
-    """int64 [q_length]: indices of this call's tokens among the keys. None if they are the last ones of each row."""
+    """int64 [q_length]: indices of this call's tokens among the keys. None if they are the last keys of each row."""
 
     @cached_property
     def rows(self) -> Sequences:
@@ -284,7 +284,7 @@ class Visibility:
         first, end = seen.argmax(1), seen.shape[1] - seen[:, ::-1].argmax(1)
         end = numpy.where(seen.any(1), end, first)
         if (seen.sum(1) != end - first).any():
-            raise ConfigError("attention_mask", "padding before or behind a sequence", "padding inside it", OWN_WAY)
+            raise ConfigError("attention_mask", "padding before or behind a sequence", "padding inside it", IMPLEMENTATION_HINT)
         query_first = numpy.maximum(first, self.q_offset)
         query_lens = numpy.maximum(end - query_first, 0)
         key_first = numpy.maximum(first - self.kv_offset, 0)
@@ -347,7 +347,11 @@ def mask_of(
         visibility.refusal = "a mask that is more than causal, with or without a window (packed sequences, images, a function)"
     elif attention_mask is not None and attention_mask.ndim != 2:
         visibility.refusal = f"an attention_mask of {attention_mask.ndim} dimensions"
-    elif mask_function is not None and not is_known_rule(mask_function, local_size) and not _as_said(visibility, mask_function):
+    elif (
+        mask_function is not None
+        and not is_known_rule(mask_function, local_size)
+        and not _matches_rule(visibility, mask_function)
+    ):
         visibility.refusal = "a rule that is neither causal nor causal within a window (chunks, bidirectional attention)"
     elif attention_mask is not None:  # read before the step's first kernel, and copied, since the caller may reuse the memory
         visibility.padding = attention_mask.to("cpu", torch.bool, copy=True).numpy()
@@ -357,7 +361,7 @@ def mask_of(
     return mask
 
 
-def _as_said(visibility: Visibility, rule: Rule) -> bool:
+def _matches_rule(visibility: Visibility, rule: Rule) -> bool:
     """Return whether a rule lets three sample queries see exactly the keys that Headway would let them see."""
     last = visibility.q_offset + visibility.q_length - 1
     queries = {last, max(last - 1, visibility.q_offset), visibility.q_offset + visibility.q_length // 2}

@@ -28,7 +28,7 @@ from headway.core.contract.support import YES
 from headway.core.select.kernels import check_names
 from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.select.selector import Selector
-from headway.integrations.dense import OWN_WAY, BackendShare, Blocks, Sequences, Visibility, VisibilityMask, mask_of
+from headway.integrations.dense import IMPLEMENTATION_HINT, BackendShare, Blocks, Sequences, Visibility, VisibilityMask, mask_of
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.isolated.trial import create_registry
@@ -73,23 +73,23 @@ class _OfThread(threading.local):
         self.visibilities: dict[tuple[int, ...], Visibility] = {}  # Visibilities of that step, by the address of their lengths
 
 
-_KEPT = _OfThread()
+_CACHED = _OfThread()
 
 
 def serving(kind: LayerKind) -> tuple[AttentionSpec, Selector]:
     """Return spec and selector for a kind of layer; `auto` only uses cached tables. :raises HeadwayError: if unsupported."""
-    known = _KEPT.kinds.get(kind)
+    known = _CACHED.kinds.get(kind)
     if known is None:
         own = kind._asdict()
         request = own.pop("request")
         own["scale"] = kind.head_dim**-0.5 if kind.scale is None else kind.scale
         spec = AttentionSpec(**own)
-        known = _KEPT.kinds[kind] = spec, _selector(spec, request)
+        known = _CACHED.kinds[kind] = spec, _selector(spec, request)
     return known
 
 
 def _selector(spec: AttentionSpec, request: BackendRequest) -> Selector:
-    known = _KEPT.selectors.get((spec, request))
+    known = _CACHED.selectors.get((spec, request))
     if known is None:
         multiples = [registry().backend(name).capabilities.block_multiple for name in request.names]
         layers = LayerSpecs([spec])
@@ -97,7 +97,7 @@ def _selector(spec: AttentionSpec, request: BackendRequest) -> Selector:
         costs = costs_for(layers, registry(), request, TableRequest(budget=0.0))
         block_size = max([1 if spec.device.type == "cpu" else GPU_BLOCK, *multiples])
         known = Selector(registry(), layers, request, kv_layout=NHD.name, block_size=block_size, costs=costs)
-        _KEPT.selectors[spec, request] = known
+        _CACHED.selectors[spec, request] = known
     return known
 
 
@@ -315,12 +315,12 @@ _attend_untraced = torch.compiler.disable(_attend)
 def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:
     for name, need in _REFUSED.items():
         if options.get(name) not in (None, False, 0.0):
-            raise ConfigError(name, need, "one that asks for it", OWN_WAY)
+            raise ConfigError(name, need, "one that asks for it", IMPLEMENTATION_HINT)
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise ConfigError("attention", "causal attention", "a layer that is not", OWN_WAY)
+        raise ConfigError("attention", "causal attention", "a layer that is not", IMPLEMENTATION_HINT)
     if query.requires_grad and torch.is_grad_enabled():
-        raise ConfigError("attention", "inference", "gradients", f"torch.inference_mode(), or for training {OWN_WAY}")
+        raise ConfigError("attention", "inference", "gradients", f"torch.inference_mode(), or for training {IMPLEMENTATION_HINT}")
 
 
 def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
@@ -330,17 +330,21 @@ def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
     if found is None:
         if mask is not None or lengths[0] not in (1, lengths[1]):
             got = "a mask of its own" if mask is not None else f"none for {lengths[0]} queries of {lengths[1]} keys"
-            hint = f"{OWN_WAY}; beside torch.compile, generate takes disable_compile=True"
+            hint = f"{IMPLEMENTATION_HINT}; beside torch.compile, generate takes disable_compile=True"
             raise ConfigError("attention_mask", "a padding mask [batch, length], or none", got, hint)
         sizes = len(query), *lengths
-        if sizes not in _KEPT.maskless:
-            _KEPT.maskless = {sizes: Visibility(len(query), lengths[0], lengths[1], lengths[1] - lengths[0], 0, None, None)}
-        return _KEPT.maskless[sizes]
+        if sizes not in _CACHED.maskless:
+            _CACHED.maskless = {sizes: Visibility(len(query), lengths[0], lengths[1], lengths[1] - lengths[0], 0, None, None)}
+        return _CACHED.maskless[sizes]
     if found.refusal:
-        raise ConfigError("attention_mask", "causal attention, perhaps within a window, and padding", found.refusal, OWN_WAY)
+        raise ConfigError(
+            "attention_mask", "causal attention, perhaps within a window, and padding", found.refusal, IMPLEMENTATION_HINT
+        )
     if (found.q_length, found.kv_length) != lengths:
         got = f"{lengths[0]} and {lengths[1]}"
-        raise ConfigError("attention_mask", f"{found.q_length} queries and {found.kv_length} keys, as it has", got, OWN_WAY)
+        raise ConfigError(
+            "attention_mask", f"{found.q_length} queries and {found.kv_length} keys, as it has", got, IMPLEMENTATION_HINT
+        )
     return found
 
 
@@ -350,10 +354,10 @@ def _packed(layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> 
         raise ConfigError("continuous batching", "use_cuda_graph=False", "a capture", "ContinuousBatchingConfig has it")
     if options.get("block_table") is not None:
         raise ConfigError("continuous batching", "max_blocks_per_request=0", "block tables", "ContinuousBatchingConfig has it")
-    if layer <= _KEPT.layer:  # a new step: read the lengths again, since their address stays the same
-        _KEPT.visibilities = {}
-    _KEPT.layer = layer
-    seen = _KEPT.visibilities
+    if layer <= _CACHED.layer:  # a new step: read the lengths again, since their address stays the same
+        _CACHED.visibilities = {}
+    _CACHED.layer = layer
+    seen = _CACHED.visibilities
     ends = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
     place = *(each.data_ptr() for each in ends), query.shape[2], key.shape[2]
     if place not in seen:
@@ -390,7 +394,9 @@ def _join_continuous_batching() -> None:
         if str(model.config._attn_implementation).partition(":")[0] != NAME:
             switch(self, model, *given, **options)
         elif not known:
-            raise ConfigError("continuous batching with Headway", f"transformers {PACKS}", transformers.__version__, OWN_WAY)
+            raise ConfigError(
+                "continuous batching with Headway", f"transformers {PACKS}", transformers.__version__, IMPLEMENTATION_HINT
+            )
 
     Manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn  # type: ignore[method-assign]
 

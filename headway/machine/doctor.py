@@ -65,7 +65,7 @@ class Machine:
     installer: str = "python -m pip"
     """Command that installs into this Python. Empty if neither pip nor uv is found."""
     installed: Mapping[str, str] = field(default_factory=dict)
-    """Distribution -> version, for the requested ones that are installed."""
+    """Requested distribution -> version. Excludes distributions that are not installed."""
 
 
 def examine(distributions: tuple[str, ...]) -> Machine:

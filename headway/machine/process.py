@@ -51,11 +51,11 @@ def set_threads(num_threads: int | None = None, num_ranks: int = 1) -> int:
     return count
 
 
-KEEP: Final = "HEADWAY_KEEP_FREED_MEMORY"
+KEEP_FREED_MEMORY: Final = "HEADWAY_KEEP_FREED_MEMORY"
 """Environment variable; 1 disables returning freed memory to the system."""
 
-GIVE_BACK_INTERVAL: Final = 10.0
-"""Seconds between two calls of `give_back` while an engine works on a CPU."""
+TRIM_INTERVAL: Final = 10.0
+"""Seconds between two calls of `trim_memory` while an engine works on a CPU."""
 
 
 def freeze_heap() -> None:
@@ -68,19 +68,19 @@ def freeze_heap() -> None:
     if gc.get_freeze_count():
         gc.unfreeze()
         gc.collect()
-    give_back()
+    trim_memory()
     gc.freeze()
     _thaw_at_exit()
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Make the C library return freed memory to the system. Does nothing unless on Linux with glibc.
 
     glibc retains freed chunks between used ones: activations and compiled oneDNN kernels of many sizes leave hundreds of MiB
     in its arenas, and the next engine's thread starts another arena. Takes about 0.1 ms per MiB returned.
     """
     trim = _malloc_trim()
-    if trim is not None and os.environ.get(KEEP) != "1":
+    if trim is not None and os.environ.get(KEEP_FREED_MEMORY) != "1":
         trim(0)
 
 

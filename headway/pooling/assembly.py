@@ -133,10 +133,10 @@ def _load(args: EngineArgs, found: PoolingModel, registry: Registry, device: tor
     )
 
 
-def _max_length(asked: int | None, model: LoadedPoolingModel) -> int:
-    if asked is not None and asked > model.max_length:
-        raise ConfigError("max_model_len", f"at most {model.max_length}, which {model.name} was made for", asked)
-    return asked or model.max_length
+def _max_length(requested: int | None, model: LoadedPoolingModel) -> int:
+    if requested is not None and requested > model.max_length:
+        raise ConfigError("max_model_len", f"at most {model.max_length}, which {model.name} was made for", requested)
+    return requested or model.max_length
 
 
 def _refuse_generating(args: EngineArgs) -> None:
@@ -268,36 +268,36 @@ class AsyncPooling:
                 self._changed.wait_for(lambda: self._waiting or self._stopped)
                 if self._stopped:
                     return
-                turns = self._take()
-            if not turns:
+                batch = self._take()
+            if not batch:
                 continue
             self._since = time.monotonic()
             try:
-                rows = self._engine.run([text for _, text in turns])
+                rows = self._engine.run([text for _, text in batch])
             except Exception as error:
-                self._end([each for each, _ in turns], error)
+                self._end([each for each, _ in batch], error)
             else:
-                for (each, _), row in zip(turns, rows, strict=True):
+                for (each, _), row in zip(batch, rows, strict=True):
                     each.rows.append(row)
-                self._end([each for each, _ in turns], None)
+                self._end([each for each, _ in batch], None)
             self._since = None
 
     def _take(self) -> list[tuple[_Waiting, EncodedText]]:
         """Return the texts of the next round: one per request in turn."""
-        turns: list[tuple[_Waiting, EncodedText]] = []
+        batch: list[tuple[_Waiting, EncodedText]] = []
         tokens = 0
         most = _BATCHES * self._engine.limits.max_num_tokens
         self._waiting = deque(each for each in self._waiting if not each.future.cancelled())
         going = deque(each for each in self._waiting if each.begun < len(each.texts))
-        while going and (not turns or tokens < most):
+        while going and (not batch or tokens < most):
             each = going.popleft()
             text = each.texts[each.begun]
             each.begun += 1
-            turns.append((each, text))
+            batch.append((each, text))
             tokens += len(text.token_ids)
             if each.begun < len(each.texts):
                 going.append(each)
-        return turns
+        return batch
 
     def _end(self, served: Sequence[_Waiting], error: Exception | None) -> None:
         """Finish the requests of a round that have all their rows, or all of the round's requests with the error."""

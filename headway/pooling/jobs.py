@@ -70,7 +70,7 @@ class PoolingJobs:
         texts = self._texts(prompts, truncate_prompt_tokens)
 
         def made(row: Tensor, text: EncodedText) -> EmbeddingOutput:
-            return EmbeddingOutput(_cut(row[None], dimensions)[0].tolist())
+            return EmbeddingOutput(_truncated(row[None], dimensions)[0].tolist())
 
         return self._job(texts, EmbeddingRequestOutput, made)
 
@@ -81,7 +81,7 @@ class PoolingJobs:
         self._check_embeds("token_embed")
         self._check_dimensions(dimensions)
         texts = [text._replace(each_token=True) for text in self._texts(prompts, truncate_prompt_tokens)]
-        return self._job(texts, PoolingRequestOutput, lambda rows, text: PoolingOutput(_cut(rows, dimensions).clone()))
+        return self._job(texts, PoolingRequestOutput, lambda rows, text: PoolingOutput(_truncated(rows, dimensions).clone()))
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
@@ -120,14 +120,15 @@ class PoolingJobs:
 
         return PoolingJob(texts, finish)
 
-    def pooling_task(self, asked: str | None) -> str:
-        """Return embed, classify, token_embed or token_classify. asked: vLLM's name; None or encode means the model's own task.
+    def pooling_task(self, requested: str | None) -> str:
+        """Return embed, classify, token_embed or token_classify.
+        requested: vLLM's name; None or encode means the model's own task.
         :raises ConfigError: if the name is unknown. The job checks whether the model supports the task."""
-        if asked in (None, "encode"):
+        if requested in (None, "encode"):
             return _OF_MODELS[self.model.task]
-        if asked in _WORDS:
-            return _WORDS[asked]
-        raise ConfigError("pooling_task", "embed, classify, token_embed or token_classify", shown(asked))
+        if requested in _WORDS:
+            return _WORDS[requested]
+        raise ConfigError("pooling_task", "embed, classify, token_embed or token_classify", shown(requested))
 
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
@@ -239,7 +240,7 @@ class PoolingJobs:
                 raise PromptError(what, f"token ids from 0 to {vocab_size - 1}", shown(token))
 
 
-def _cut(rows: Tensor, dimensions: int | None) -> Tensor:
+def _truncated(rows: Tensor, dimensions: int | None) -> Tensor:
     """Return vectors cut to `dimensions` and normalized, or unchanged if it is None. rows: float32 [vectors, size]."""
     if dimensions is None or dimensions >= rows.shape[1]:
         return rows

@@ -306,8 +306,8 @@ class ChatFormat:
         template: str | None = None,
     ) -> ChatFormat:
         """Return a model's chat format. tool_parser, reasoning_parser: names of parsers; None detects them from the chat
-        template, and "none" disables reasoning. parsers: those of plugins, which take precedence. template: replaces the model's
-        own.
+        template, and "none" disables reasoning. parsers: plugins' parsers, which take precedence. template: replaces the
+        model's.
         :raises ConfigError: if no parser has a given name."""
         template = template_text(tokenizer) if template is None else template
         known = [*parsers, *BUILTIN]

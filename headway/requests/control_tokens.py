@@ -67,10 +67,10 @@ class ControlTokens:
     def encode(self, rendered: str) -> tuple[str, list[int]]:
         """Return the rendered text with the original words of protected messages, and its token ids."""
 
-        def told(found: re.Match[str]) -> str:
+        def replaced(found: re.Match[str]) -> str:
             return bytes.fromhex(found[1]).decode() if found[2] is None else self._secrets[found[2]]
 
-        ids = self._tokenizer.encode(self._either.sub(told, rendered), add_special_tokens=False).ids
+        ids = self._tokenizer.encode(self._either.sub(replaced, rendered), add_special_tokens=False).ids
         return self._hidden.sub(lambda found: bytes.fromhex(found[1]).decode(), rendered), ids
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:

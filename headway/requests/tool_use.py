@@ -170,7 +170,7 @@ class ToolForms:
         if use.choice == "required":
             if given is not None:
                 raise ConfigError("tool_choice", "auto or none beside response_format and structured_outputs", "required")
-            form = self._behind_reasoning(self._must_call(use, use.schemas), prompt, answer=False)
+            form = self._after_reasoning(self._must_call(use, use.schemas), prompt, answer=False)
             return StructuredOutputsParams(structural_tag={"format": form})
         if use.choice == "auto" and use.strict and given is None:
             return StructuredOutputsParams(structural_tag={"format": self._may_call(use, prompt)})
@@ -179,13 +179,13 @@ class ToolForms:
         form = self._part_of(given)
         if use.choice == "auto" and self._calls.syntaxes:
             form = {"type": "or", "elements": [self._must_call(use, use.schemas), form]}
-        tag = {"format": self._behind_reasoning(form, prompt, answer=True)}
+        tag = {"format": self._after_reasoning(form, prompt, answer=True)}
         return replace(given, json=None, regex=None, choice=None, grammar=None, json_object=None, structural_tag=tag)
 
     def _part_of(self, given: StructuredOutputsParams) -> Any:
         if given.structural_tag is not None:
             try:
-                return self._told(format_of(given.structural_tag))  # type: ignore[arg-type]
+                return self._resolved(format_of(given.structural_tag))  # type: ignore[arg-type]
             except ValueError as error:
                 raise ConfigError("structured_outputs.structural_tag", "a structural tag", str(error)) from None
         if given.regex is not None:
@@ -197,21 +197,21 @@ class ToolForms:
         schema = {"type": "object"} if given.json is None else given.json
         return {"type": "json_schema", "json_schema": schema, "closed": given.disable_additional_properties}
 
-    def _told(self, form: Any) -> Any:
+    def _resolved(self, form: Any) -> Any:
         """Return a request's structural tag with token names in its texts replaced by tokens."""
         if isinstance(form, list):
-            return [self._told(each) for each in form]
+            return [self._resolved(each) for each in form]
         if not isinstance(form, Mapping):
             return form
-        told = {key: value if key == "json_schema" else self._told(value) for key, value in form.items()}
+        resolved = {key: value if key == "json_schema" else self._resolved(value) for key, value in form.items()}
         for key in ("begin", "end"):
-            if isinstance(told.get(key), str) and self._names is not None and self._names.search(told[key]):
-                told[key] = self._text(told[key])
-        if isinstance(told.get("triggers"), list):
-            told["triggers"] = [self._trigger(each) if isinstance(each, str) else each for each in told["triggers"]]
-        return told
+            if isinstance(resolved.get(key), str) and self._names is not None and self._names.search(resolved[key]):
+                resolved[key] = self._text(resolved[key])
+        if isinstance(resolved.get("triggers"), list):
+            resolved["triggers"] = [self._trigger(each) if isinstance(each, str) else each for each in resolved["triggers"]]
+        return resolved
 
-    def _behind_reasoning(self, form: Any, prompt: str, answer: bool) -> Any:
+    def _after_reasoning(self, form: Any, prompt: str, answer: bool) -> Any:
         """Return a grammar that begins after the reasoning, if the model may reason. answer: True if it is not for a call."""
         marks = self._reasoning
         if marks is None:
@@ -254,8 +254,8 @@ class ToolForms:
         if marks is not None and marks.answer:  # answers have their own mark, which begins like the mark of calls
             answer = {"type": "sequence", "elements": [self._text(marks.answer), {"type": "any_text"}]}
             either = {"type": "or", "elements": [self._must_call(use, schemas), answer]}
-            behind: Part = self._behind_reasoning(either, prompt, answer=False)
-            return behind
+            constrained: Part = self._after_reasoning(either, prompt, answer=False)
+            return constrained
         tags = [self._tag(syntax, name, schema) for name, schema in schemas.items()]
         if syntax.before.startswith(syntax.trigger):  # the mark occurs once, before the first call
             elements = [*self._must_call(use, schemas)["elements"][1:]]
@@ -274,8 +274,8 @@ class ToolForms:
 
     def _begin(self, text: str) -> str | Part:
         """Return the beginning of a tag: a text, or a sequence of texts, tokens and digits."""
-        before, number, behind = text.partition("NUMBER")
-        parts = [self._text(before), *([{"type": "regex", "pattern": "[0-9]{1,3}"}, self._text(behind)] if number else [])]
+        before, number, after_number = text.partition("NUMBER")
+        parts = [self._text(before), *([{"type": "regex", "pattern": "[0-9]{1,3}"}, self._text(after_number)] if number else [])]
         flat = [part for each in parts for part in (each["elements"] if each["type"] == "sequence" else [each])]
         alone = len(flat) == 1 and flat[0]["type"] == "const_string"
         return str(flat[0]["value"]) if alone else {"type": "sequence", "elements": flat}

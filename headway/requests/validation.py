@@ -170,12 +170,12 @@ class Infill:
 
     def prompt(self, prefix: str, suffix: str, encode: Callable[[str], list[int]]) -> Prompt:
         """Return the prompt for a gap. encode: text to token ids without special tokens. :raises PromptError: if not Unicode."""
-        before, behind, middle = self._ids
+        prefix_id, suffix_id, middle_id = self._ids
         around = list(
             self._tokenizer("")["input_ids"]
         )  # BOS if the model has one; an end-of-text token does not belong in a prompt
         begun = [token for token in around if token != self._tokenizer.eos_token_id]
-        ids = [*begun, before, *encode(whole_text(prefix)), behind, *encode(whole_text(suffix, "suffix")), middle]
+        ids = [*begun, prefix_id, *encode(whole_text(prefix)), suffix_id, *encode(whole_text(suffix, "suffix")), middle_id]
         return {"prompt": prefix, "prompt_token_ids": ids}
 
 

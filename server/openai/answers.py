@@ -44,7 +44,7 @@ class Answer(ABC):
         self.model = model
         self.created = int(time.time())
         options = body.stream_options
-        self.tells_usage = options is not None and options.continuous_usage_stats
+        self.reports_usage = options is not None and options.continuous_usage_stats
         """True if every chunk has the usage so far."""
         given = body.response_format is not None or body.structured_outputs is not None
         self.is_structured = given or bool(body.older_form)
@@ -60,7 +60,7 @@ class Answer(ABC):
         return b""
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """Write the new part of a choice as events. used: the output and its number of tokens so far, if `tells_usage`."""
+        """Write the new part of a choice as events. used: the output and its number of tokens so far, if `reports_usage`."""
         return b""
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
@@ -94,7 +94,7 @@ class ChunkedAnswer(Answer):
             raise ConfigError("prompt_logprobs", "stream=false beside it", "stream=true")
         options = body.stream_options
         self.includes_usage = options is not None and options.include_usage
-        self._plain = not (has_logprobs or body.return_token_ids or self.tells_usage)
+        self._plain = not (has_logprobs or body.return_token_ids or self.reports_usage)
         self._common = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": model}
         self._heads: dict[int, bytes] = {}
         self._tail = (self.around[1] + ',"finish_reason":null}]' + (',"usage":null' if self.includes_usage else "")).encode()
@@ -146,10 +146,10 @@ def check_ended(new: CompletionOutput, structured: bool, field: str = "structure
     """Check that a completion has not failed. structured: it has a structured output, requested by `field`, which may be invalid.
     :raises ApiError: if the completion has failed or was ended by the server."""
     if new.finish_reason == "error":
-        said = new.error or "the completion has failed"
-        by_form = said.startswith("structured_outputs") or (structured and not new.token_ids)
-        said = said.replace("structured_outputs", field, 1)
-        raise ApiError(400 if NO_TOKEN_LEFT in said or by_form else 500, said)
+        message = new.error or "the completion has failed"
+        by_form = message.startswith("structured_outputs") or (structured and not new.token_ids)
+        message = message.replace("structured_outputs", field, 1)
+        raise ApiError(400 if NO_TOKEN_LEFT in message or by_form else 500, message)
     if new.finish_reason == "abort":
         raise ApiError(503, "the server has ended the request", code="aborted")
 

@@ -58,8 +58,8 @@ class BeamReply(Reply):
             self._watcher = asyncio.ensure_future(self._watch(receive))
         times = RequestMetrics(began, None, None, time.perf_counter())
         cached: list[int] = []
-        while asked := next_tokens(searches):
-            outputs = await self._step(requests[0], asked[0], asked[1])
+        while inputs := next_tokens(searches):
+            outputs = await self._step(requests[0], inputs[0], inputs[1])
             if outputs is None:
                 return
             ticket.begun()
@@ -89,8 +89,8 @@ class BeamReply(Reply):
     ) -> list[RequestOutput] | None:
         """Return the next token of each beam, or None if the client has disconnected. :raises ApiError: if a step failed."""
         llm = self._service.llm
-        asked: list[Any] = [{"prompt_token_ids": each} for each in prompts]
-        checked = await llm.check(asked, wanted, priority=first.priority, lora_request=first.lora_request)
+        inputs: list[Any] = [{"prompt_token_ids": each} for each in prompts]
+        checked = await llm.check(inputs, wanted, priority=first.priority, lora_request=first.lora_request)
         if self._left:
             return None
         self._streams = [llm.submit(each) for each in checked]

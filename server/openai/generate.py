@@ -142,31 +142,33 @@ class NativeAnswer(Answer):
 
     prefix = "gen-"
 
-    def __init__(self, asked: NativeRequest, body: CompletionRequest, model: str) -> None:
+    def __init__(self, native: NativeRequest, body: CompletionRequest, model: str) -> None:
         super().__init__(body, model)
-        self._asked = asked
+        self._native = native
         self._began = time.perf_counter()
-        self.tells_usage = True  # an event repeats the text before it
+        self.reports_usage = True  # an event repeats the text before it
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        assert used is not None, "tells_usage"
+        assert used is not None, "reports_usage"
         place = index % (self.body.n or 1)
-        told = self._told(used[0], used[0].outputs[place], self._id_of(index // (self.body.n or 1)))
-        return event({"index": index, **told} if self._asked.is_list else told)
+        response = self._fields(used[0], used[0].outputs[place], self._id_of(index // (self.body.n or 1)))
+        return event({"index": index, **response} if self._native.is_list else response)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        told = [self._told(output, each, self._id_of(number)) for number, output in enumerate(outputs) for each in output.outputs]
-        return orjson.dumps(told if self._asked.is_list else told[0])
+        response = [
+            self._fields(output, each, self._id_of(number)) for number, output in enumerate(outputs) for each in output.outputs
+        ]
+        return orjson.dumps(response if self._native.is_list else response[0])
 
     def _id_of(self, number: int) -> str:
         """Return the id of a prompt's answer: the caller's, or else a new one."""
-        given = self._asked.rid
+        given = self._native.rid
         if isinstance(given, str):
             return given
         return given[number] if given and number < len(given) else f"{self.id}-{number}"
 
-    def _told(self, output: RequestOutput, new: CompletionOutput, request_id: str) -> dict[str, Any]:
-        asked, usage = self._asked, (len(output.prompt_token_ids), len(new.token_ids), output.num_cached_tokens)
+    def _fields(self, output: RequestOutput, new: CompletionOutput, request_id: str) -> dict[str, Any]:
+        native, usage = self._native, (len(output.prompt_token_ids), len(new.token_ids), output.num_cached_tokens)
         meta: dict[str, Any] = {
             "id": request_id,
             "finish_reason": _reason(new),
@@ -174,21 +176,21 @@ class NativeAnswer(Answer):
             "weight_version": "default",
             "e2e_latency": time.perf_counter() - self._began,
         }
-        if asked.return_logprob:
+        if native.return_logprob:
             pairs = zip(new.logprobs or (), new.token_ids, strict=False)
             meta["output_token_logprobs"] = [self._scored(place[token], token) for place, token in pairs]
             meta["input_token_logprobs"] = self._of_prompt(output)
-            if asked.top_logprobs_num:
+            if native.top_logprobs_num:
                 meta["output_top_logprobs"] = [self._top(place) for place in new.logprobs or ()]
                 meta["input_top_logprobs"] = [self._top(place) for place in (output.prompt_logprobs or ())[self._first :]]
         return {"text": new.text, "output_ids": new.token_ids, "meta_info": meta}
 
     @property
     def _first(self) -> int:
-        return max(self._asked.logprob_start_len, 0)
+        return max(self._native.logprob_start_len, 0)
 
     def _of_prompt(self, output: RequestOutput) -> list[_Scored]:
-        if not self._asked.scores_prompt:
+        if not self._native.scores_prompt:
             return []
         pairs = list(zip(output.prompt_logprobs or (), output.prompt_token_ids, strict=False))
         return [self._scored(None if place is None else place[token], token) for place, token in pairs[self._first :]]
@@ -196,13 +198,13 @@ class NativeAnswer(Answer):
     def _top(self, place: LogprobsByToken | None) -> list[_Scored] | None:
         if place is None:
             return None
-        likely = sorted(place.items(), key=lambda each: -each[1].logprob)[: self._asked.top_logprobs_num]
+        likely = sorted(place.items(), key=lambda each: -each[1].logprob)[: self._native.top_logprobs_num]
         return [self._scored(each, token) for token, each in likely]
 
     def _scored(self, found: Logprob | None, token: int) -> _Scored:
         if found is None:
             return [None, token, None]
-        return [found.logprob, token, found.decoded_token if self._asked.return_text_in_logprobs else None]
+        return [found.logprob, token, found.decoded_token if self._native.return_text_in_logprobs else None]
 
 
 def _reason(new: CompletionOutput) -> dict[str, Any] | None:
@@ -219,9 +221,9 @@ class TokensAnswer(Answer):
 
     prefix = "generate-tokens-"
 
-    def __init__(self, asked: TokensRequest, body: CompletionRequest, model: str, name: str = "") -> None:
-        super().__init__(body, model, asked.request_id or name)
-        self.id = asked.request_id or self.id
+    def __init__(self, native: TokensRequest, body: CompletionRequest, model: str, name: str = "") -> None:
+        super().__init__(body, model, native.request_id or name)
+        self.id = native.request_id or self.id
         self._most = body.logprobs
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -236,8 +238,8 @@ class TokensAnswer(Answer):
             }
             for each in outputs[0].outputs
         ]
-        told = {"request_id": self.id, "choices": choices, **prompt_logprobs(self.body, outputs[0])}
-        return orjson.dumps(told)
+        response = {"request_id": self.id, "choices": choices, **prompt_logprobs(self.body, outputs[0])}
+        return orjson.dumps(response)
 
 
 class DemoAnswer(Answer):
@@ -247,10 +249,10 @@ class DemoAnswer(Answer):
 
     def __init__(self, body: CompletionRequest, model: str) -> None:
         super().__init__(body, model)
-        self.tells_usage = True
+        self.reports_usage = True
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        assert used is not None, "tells_usage"
+        assert used is not None, "reports_usage"
         return orjson.dumps({"text": _texts(used[0])}) + b"\n"
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
@@ -291,20 +293,20 @@ class GenerateRoutes(RouteGroup):
             demo = parse_model(text, DemoRequest)
             body = demo.as_completion()
             return Reply(self._service, DemoAnswer(body, name), partial(self._prepare, body))
-        asked = parse_model(text, NativeRequest)
-        for each in [asked.rid] if isinstance(asked.rid, str) else asked.rid or ():
+        native = parse_model(text, NativeRequest)
+        for each in [native.rid] if isinstance(native.rid, str) else native.rid or ():
             check_id("rid", each, "rid")
-        body = asked.as_completion()
-        return Reply(self._service, NativeAnswer(asked, body, name), partial(self._prepare, body), asked.unknown())
+        body = native.as_completion()
+        return Reply(self._service, NativeAnswer(native, body, name), partial(self._prepare, body), native.unknown())
 
     @answers("POST", TOKENS, body=[TokensRequest], direct=True)
     async def tokens(self, request: Request) -> Response:
         """Continue token ids, returning token ids."""
         self._service.check_room()
-        asked = await self._service.read(request, TokensRequest)
-        body = asked.as_completion()
-        answer = TokensAnswer(asked, body, self._service.names[0], request_name(request, asked.request_id))
-        return Reply(self._service, answer, partial(self._prepare, body), asked.unknown())
+        native = await self._service.read(request, TokensRequest)
+        body = native.as_completion()
+        answer = TokensAnswer(native, body, self._service.names[0], request_name(request, native.request_id))
+        return Reply(self._service, answer, partial(self._prepare, body), native.unknown())
 
     async def _prepare(self, body: CompletionRequest) -> Any:
         params = completion_params(body, self._service.params_maker)
@@ -342,9 +344,9 @@ class GenerateRoutes(RouteGroup):
         """Return the engine information that SGLang's benchmark reads."""
         facts = self._llm.facts
         tokens = facts.block_size * facts.num_blocks
-        told = {"version": __version__, "model_path": self._llm.model.name, "max_total_num_tokens": tokens}
+        response = {"version": __version__, "model_path": self._llm.model.name, "max_total_num_tokens": tokens}
         limits = {"max_running_requests": facts.max_num_seqs, "context_length": facts.limits.max_model_len}
-        return json_response({**told, **limits, "attention_backend": facts.selection, "internal_states": [{}]})
+        return json_response({**response, **limits, "attention_backend": facts.selection, "internal_states": [{}]})
 
     @answers("GET", "/health_generate")
     async def health_generate(self) -> Response:
@@ -362,7 +364,7 @@ class GenerateRoutes(RouteGroup):
         raise ApiError(404, f"this path: needs a model that embeds or scores, got {got}", code="wrong_model")
 
     @answers("POST", BEYOND_TEXT)
-    async def reads_text_alone(self) -> Response:
+    async def reads_text_only(self) -> Response:
         """Reject the request: only text models are supported."""
         raise ApiError(404, f"this path: needs another kind of model, got {self._llm.model.name}, which reads texts alone")
 

@@ -86,7 +86,7 @@ class PromptReader:
                     tokens -= 1  # the first token has no predecessor; tokens of the same step took no time
                 if tokens > 0:
                     observe((now - (before or now)) / tokens, tokens)
-                used = (self.output, self.num_written) if answer.tells_usage else None
+                used = (self.output, self.num_written) if answer.reports_usage else None
                 parts.append(answer.piece(self._first + index, new, used))
             if found := parts[0] if len(parts) == 1 else b"".join(parts):
                 yield found
@@ -135,13 +135,13 @@ class Reply(Response):
         self._watcher: asyncio.Task[None] | None = None
         self._left = self._started = False
         self._path = ""
-        self._asked_headers: Sequence[tuple[bytes, bytes]] = ()
+        self._request_headers: Sequence[tuple[bytes, bytes]] = ()
         self._more_headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         arrived, ticket = time.perf_counter(), None
         self._path = scope["path"]
-        self._asked_headers = scope["headers"]
+        self._request_headers = scope["headers"]
         self._more_headers = self._service.ignored_fields.header(self._ignored, self._path)
         try:
             ticket = Ticket(self._service)
@@ -196,7 +196,7 @@ class Reply(Response):
 
     def _trace(self, params: SamplingParams, output: RequestOutput, written: int) -> None:
         if self._service.tracing is not None:
-            self._service.tracing.finished(output, written, params, self._asked_headers)
+            self._service.tracing.finished(output, written, params, self._request_headers)
 
     async def _wait_resumed(self, receive: Receive) -> bool:
         """Wait until a paused server resumes. Return False if the client has disconnected. Raises as `Service.resumed`."""
@@ -238,16 +238,16 @@ class Reply(Response):
 
     async def _fail(self, error: Exception, send: Send) -> None:
         """Send the client an error: as a status, or as an event of a stream that has begun."""
-        told = api_error(error)
-        if told.status >= 500 and not isinstance(error, (ApiError, EngineDeadError)):  # the host already logs a dead engine
+        failure = api_error(error)
+        if failure.status >= 500 and not isinstance(error, (ApiError, EngineDeadError)):  # the host already logs a dead engine
             log.error("a request has failed", exc_info=error)
-        self._service.metrics.refused[str(told.status)] += 1
+        self._service.metrics.refused[str(failure.status)] += 1
         if self._left:
             return
         if self._started:
-            await send({"type": "http.response.body", "body": self._answer.failed(told), "more_body": False})
+            await send({"type": "http.response.body", "body": self._answer.failed(failure), "more_body": False})
             return
-        await told.response(self._path)({"type": "http"}, _nothing, send)
+        await failure.response(self._path)({"type": "http"}, _nothing, send)
 
 
 async def _nothing() -> Any:

@@ -105,7 +105,8 @@ class SamplingRequest(Fields):
     request_id: str | None = None
     """Client's part of the answer's id, if there is no header X-Request-Id."""
     split_special_tokens: bool | None = None
-    """True to treat names of control tokens in prompts and contents as text. None: the server's option; False in prompts."""
+    """True to treat names of control tokens in prompts and contents as text. None means the server's option for contents and
+    False for prompts."""
     return_token_ids: bool = False
     """Add `token_ids` to every choice, and the prompt's to the first."""
     return_tokens_as_token_ids: bool = False
@@ -190,7 +191,7 @@ class CompletionRequest(SamplingRequest):
     prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)] | None = None
     """None if prompt_embeds has the prompts."""
     prompt_embeds: str | Annotated[list[str], Field(max_length=MOST_PROMPTS)] | None = None
-    """Prompts as embeddings: base64 of torch.save's output. They precede those of `prompt`."""
+    """Prompts as embeddings: base64 of torch.save's output. They precede the prompts in `prompt`."""
     echo: bool | None = False
     """Begin each text with its prompt."""
     logprobs: int | None = Field(default=None, ge=0)
@@ -206,7 +207,7 @@ class TokenizeRequest(Fields):
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     split_special_tokens: bool | None = None
-    """See SamplingRequest."""
+    """True to treat names of control tokens as text, as in SamplingRequest."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None

@@ -300,11 +300,11 @@ class ResponsesAnswer(ConvertedAnswer):
     prefix = "resp_"
 
     def __init__(
-        self, chat: ChatAnswer, asked: ResponsesRequest, default: SamplingParams, keep: Callable[[dict[str, Any]], None]
+        self, chat: ChatAnswer, parsed: ResponsesRequest, default: SamplingParams, keep: Callable[[dict[str, Any]], None]
     ) -> None:
         """default: values of fields that a request leaves out. keep: called with the complete response."""
         super().__init__(chat)
-        self._asked = asked
+        self._parsed = parsed
         self._default = default
         self._keep = keep
         self._items: list[Item] = []
@@ -329,23 +329,23 @@ class ResponsesAnswer(ConvertedAnswer):
 
     def _piece(self, piece: ChatPiece) -> bytes:
         """Write a piece. If it belongs to another item, first write the end of the old item and the start of the new one."""
-        said = b""
+        events = b""
         if self._open is None or (self._open.kind, self._open.call) != (_TYPES[piece.kind], piece.call):
-            said = self._close("completed") + self._start(piece)
+            events = self._close("completed") + self._start(piece)
         assert self._open is not None
         if piece.kind != "call":
             self._open.add(piece.text)
             more: dict[str, Any] = {"logprobs": []} if piece.kind == "content" else {}
             event = f"{_TEXT_EVENTS[self._open.kind]}.delta"
-            said += self._event(event, {**self._place(self._open), "delta": piece.text, **more})
-        return said
+            events += self._event(event, {**self._place(self._open), "delta": piece.text, **more})
+        return events
 
     def _start(self, piece: ChatPiece) -> bytes:
         opened = self._open = OpenItem(piece, len(self._items))
-        said = self._event("response.output_item.added", {"output_index": opened.place, "item": opened.item("in_progress")})
+        events = self._event("response.output_item.added", {"output_index": opened.place, "item": opened.item("in_progress")})
         if opened.content is not None:
-            said += self._event("response.content_part.added", {**self._place(opened), "part": opened.content})
-        return said
+            events += self._event("response.content_part.added", {**self._place(opened), "part": opened.content})
+        return events
 
     def _close(self, status: str) -> bytes:
         """Write the end of the current item, if there is one."""
@@ -355,25 +355,25 @@ class ResponsesAnswer(ConvertedAnswer):
             return b""
         kind, place = opened.kind, self._place(opened)
         if kind == "function_call":
-            said = self._event(f"{_TEXT_EVENTS[kind]}.done", {**place, "arguments": opened.text, "name": opened.name})
+            events = self._event(f"{_TEXT_EVENTS[kind]}.done", {**place, "arguments": opened.text, "name": opened.name})
         else:
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            said = self._event(f"{_TEXT_EVENTS[kind]}.done", {**place, "text": opened.text, **more})
-            said += self._event("response.content_part.done", {**place, "part": opened.content})
+            events = self._event(f"{_TEXT_EVENTS[kind]}.done", {**place, "text": opened.text, **more})
+            events += self._event("response.content_part.done", {**place, "part": opened.content})
         item = opened.item(status)
         self._items.append(item)
-        return said + self._event("response.output_item.done", {"output_index": opened.place, "item": item})
+        return events + self._event("response.output_item.done", {"output_index": opened.place, "item": item})
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
         ((output, count),) = used
-        said = self._close(self._status)
+        events = self._close(self._status)
         response = self._response(self._status, usage_of(output, count))
         self._keep(response)
-        return said + self._event(f"response.{self._status}", {"response": response})
+        return events + self._event(f"response.{self._status}", {"response": response})
 
     def failed(self, error: ApiError) -> bytes:
-        told = {"code": error.code or "server_error", "message": str(error)}
-        return self._event("response.failed", {"response": {**self._response("failed"), "error": told}})
+        fields = {"code": error.code or "server_error", "message": str(error)}
+        return self._event("response.failed", {"response": {**self._response("failed"), "error": fields}})
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         (output,) = outputs
@@ -387,8 +387,8 @@ class ResponsesAnswer(ConvertedAnswer):
         return orjson.dumps(response)
 
     def _response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        asked, default = self._asked, self._default
-        form = asked.text.format if asked.text is not None else None
+        parsed, default = self._parsed, self._default
+        form = parsed.text.format if parsed.text is not None else None
         return {
             "id": self.id,
             "object": "response",
@@ -397,20 +397,20 @@ class ResponsesAnswer(ConvertedAnswer):
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "instructions": parsed.instructions,
+            "max_output_tokens": parsed.max_output_tokens,
+            "metadata": parsed.metadata or {},
             "model": self.model,
             "output": list(self._items),
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": asked.previous_response_id,
-            "reasoning": {"effort": asked.reasoning.effort if asked.reasoning is not None else None, "summary": None},
-            "store": asked.store is not False,
-            "temperature": default.temperature if asked.temperature is None else asked.temperature,
+            "parallel_tool_calls": parsed.parallel_tool_calls is not False,
+            "previous_response_id": parsed.previous_response_id,
+            "reasoning": {"effort": parsed.reasoning.effort if parsed.reasoning is not None else None, "summary": None},
+            "store": parsed.store is not False,
+            "temperature": default.temperature if parsed.temperature is None else parsed.temperature,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": [each.model_dump() for each in asked.tools or ()],
-            "top_p": default.top_p if asked.top_p is None else asked.top_p,
+            "tool_choice": parsed.tool_choice or "auto",
+            "tools": [each.model_dump() for each in parsed.tools or ()],
+            "top_p": default.top_p if parsed.top_p is None else parsed.top_p,
             "truncation": "disabled",
             "usage": usage,
         }
@@ -420,9 +420,9 @@ class ResponsesAnswer(ConvertedAnswer):
         return place if opened.kind == "function_call" else {**place, "content_index": 0}
 
     def _event(self, kind: str, data: dict[str, Any]) -> bytes:
-        told = {"type": kind, "sequence_number": self._number, **data}
+        fields = {"type": kind, "sequence_number": self._number, **data}
         self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(told) + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(fields) + b"\n\n"
 
 
 def usage_of(output: RequestOutput, written: int) -> dict[str, Any]:
@@ -508,15 +508,15 @@ class ResponsesRoutes(RouteGroup):
     async def responses(self, request: Request) -> Response:
         """Answer a conversation."""
         self._service.check_room()
-        asked = await self._service.read(request, ResponsesRequest)
-        asked.check()
+        parsed = await self._service.read(request, ResponsesRequest)
+        parsed.check()
         before: Sequence[Item] = ()
-        if asked.previous_response_id is not None:
-            before = self.store.get(asked.previous_response_id, "previous_response_id").conversation
-        chat = asked.chat(before)
-        keep = partial(self._keep, before, asked.items) if asked.store is not False else _forget
-        answer = ResponsesAnswer(self._chats.answer(chat), asked, self._service.default_params(), keep)
-        return Reply(self._service, answer, partial(self._chats.prepare, chat, answer.chat), asked.ignored())
+        if parsed.previous_response_id is not None:
+            before = self.store.get(parsed.previous_response_id, "previous_response_id").conversation
+        chat = parsed.chat(before)
+        keep = partial(self._keep, before, parsed.items) if parsed.store is not False else _forget
+        answer = ResponsesAnswer(self._chats.answer(chat), parsed, self._service.default_params(), keep)
+        return Reply(self._service, answer, partial(self._chats.prepare, chat, answer.chat), parsed.ignored())
 
     def _keep(self, before: Sequence[Item], own: Sequence[Item], response: dict[str, Any]) -> None:
         self.store.put(StoredResponse(response, before, own))

@@ -57,13 +57,13 @@ class AdapterRoutes(RouteGroup):
     async def load(self, request: Request) -> Response:
         """Load an adapter. Requests may use it as their model after this response."""
         self._service.check_operator()
-        asked = await read_body(request, LoadAdapterRequest, self._service.options)
-        name, adapters = asked.lora_name, self._service.adapters
+        parsed = await read_body(request, LoadAdapterRequest, self._service.options)
+        name, adapters = parsed.lora_name, self._service.adapters
         check_name("lora_name", name)
         if name in self._service.names:
             raise ApiError(400, f"lora_name: needs a name of its own, got {shown(name)}, which is the model's", "lora_name")
         before = adapters.get(name)
-        if name in self._loading or (before is not None and not asked.load_inplace):
+        if name in self._loading or (before is not None and not parsed.load_inplace):
             what = "is being loaded" if name in self._loading else "has been loaded already"
             hint = "unload it, or say load_inplace=true"
             raise ApiError(400, f"lora_name: the adapter {shown(name)} {what}; {hint}", "lora_name")
@@ -71,7 +71,7 @@ class AdapterRoutes(RouteGroup):
         try:
             known = await self._llm.list_loras()  # other code may have added adapters with numbers of its choice
             self._numbers = max([self._numbers, *known]) + 1
-            made = LoRARequest(name, self._numbers, asked.lora_path)
+            made = LoRARequest(name, self._numbers, parsed.lora_path)
             await self._llm.add_lora(made)
         finally:
             self._loading.discard(name)
@@ -84,12 +84,14 @@ class AdapterRoutes(RouteGroup):
     async def unload(self, request: Request) -> Response:
         """Unload an adapter; running requests keep using it."""
         self._service.check_operator()
-        asked = await read_body(request, UnloadAdapterRequest, self._service.options)
-        known = self._service.adapters.pop(asked.lora_name, None)
+        parsed = await read_body(request, UnloadAdapterRequest, self._service.options)
+        known = self._service.adapters.pop(parsed.lora_name, None)
         if known is None:
-            raise ApiError(404, f"lora_name: this server has no adapter {shown(asked.lora_name)}", "lora_name", "model_not_found")
+            raise ApiError(
+                404, f"lora_name: this server has no adapter {shown(parsed.lora_name)}", "lora_name", "model_not_found"
+            )
         await self._llm.remove_lora(known.lora_int_id)
-        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+        return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' removed successfully.")
 
 
 def models_of(adapters: Sequence[LoRARequest], parent: str, model: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -104,7 +106,7 @@ class ProfileRoutes(RouteGroup):
         self._service = service
         self._llm = service.llm
         self._profiling = False
-        self._turn = (
+        self._lock = (
             asyncio.Lock()
         )  # held while a profile starts or stops, so that a new one starts only after the last trace is written
 
@@ -112,11 +114,11 @@ class ProfileRoutes(RouteGroup):
     async def start(self, request: Request) -> Response:
         """Start a profile. The body may be empty."""
         folder = self._folder()
-        asked = parse_model(await read_text(request, self._service.options) or b"{}", ProfileRequest)
-        async with self._turn:
+        parsed = parse_model(await read_text(request, self._service.options) or b"{}", ProfileRequest)
+        async with self._lock:
             if self._profiling:
                 raise ApiError(409, "a profile is being taken already; /stop_profile ends it")
-            await self._llm.run_task(partial(start_profile, folder=folder, request=asked))
+            await self._llm.run_task(partial(start_profile, folder=folder, request=parsed))
             self._profiling = True
         return json_response({})
 
@@ -124,7 +126,7 @@ class ProfileRoutes(RouteGroup):
     async def stop(self) -> Response:
         """Stop the profile. Return how the step time was spent and the path of the trace."""
         self._folder()
-        async with self._turn:
+        async with self._lock:
             if not self._profiling:
                 raise ApiError(409, "no profile is being taken; /start_profile begins one")
             self._profiling = False
@@ -231,16 +233,16 @@ class OperatorRoutes(RouteGroup):
     async def collective_rpc(self, request: Request) -> Response:
         """Call a method of the engine's worker by name. Results that JSON cannot represent are returned as text."""
         self._service.check_operator()
-        asked = await read_body(request, WorkerCall, self._service.options)
-        if asked.method.startswith("_"):
-            raise ApiError(400, f"method: needs a public name, got {shown(asked.method)}", "method")
+        parsed = await read_body(request, WorkerCall, self._service.options)
+        if parsed.method.startswith("_"):
+            raise ApiError(400, f"method: needs a public name, got {shown(parsed.method)}", "method")
         try:
-            found = await self._llm.collective_rpc(asked.method, args=asked.args, kwargs=asked.kwargs)
+            found = await self._llm.collective_rpc(parsed.method, args=parsed.args, kwargs=parsed.kwargs)
         except (HeadwayError, EngineDeadError):
             raise
         except Exception as error:  # any error of the method, or a result that cannot be sent between processes
-            log_traceback(f"/collective_rpc: {asked.method}", error)
-            raise ApiError(400, f"method: {asked.method} failed: {type(error).__name__}: {error}", "method") from error
+            log_traceback(f"/collective_rpc: {parsed.method}", error)
+            raise ApiError(400, f"method: {parsed.method} failed: {type(error).__name__}: {error}", "method") from error
         finally:
             self._service.is_asleep = await self._llm.is_sleeping()
         return json_response({"results": [_plain(each) for each in found]})
@@ -263,8 +265,8 @@ class OperatorRoutes(RouteGroup):
     async def abort_requests(self, request: Request) -> Response:
         """End requests by the ids of their answers; unknown ids are ignored."""
         self._service.check_operator()
-        asked = await read_body(request, AbortRequest, self._service.options)
-        wanted, running = frozenset(asked.request_ids), list(self._service.running.values())
+        parsed = await read_body(request, AbortRequest, self._service.options)
+        wanted, running = frozenset(parsed.request_ids), list(self._service.running.values())
         await self._llm.abort(each for answer in running if answer.id in wanted for each in answer.request_ids)
         return Response()
 

@@ -18,7 +18,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.core.oracle.cells import CACHE_TYPES, NEEDLE, PHASES, CheckCell, Finding, Skipped, check_refusal
 from headway.core.oracle.inputs import MOST_QUICK_WORK, MOST_WORK, deal, possible
-from headway.core.oracle.steps import FINITE_POISON, Lens, StepTensors, StepTurns, Tokens, Turn, blocks_for, first_step
+from headway.core.oracle.steps import FINITE_POISON, Lens, SequencePart, StepTensors, StepWork, Tokens, blocks_for, first_step
 from headway.testing.kit.cover import DTYPES, Claimed, ModelLayer, layer_cells
 from headway.testing.kit.session import Session, SessionRoom
 from headway.testing.kit.stage import Stage
@@ -288,13 +288,13 @@ def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
     return list({cell.dtype: cell for cell in cells if cell is not None}.values())
 
 
-def open_all(session: Session, lens: Lens, like: Sequence[Turn] = ()) -> list[Turn]:
+def open_all(session: Session, lens: Lens, like: Sequence[SequencePart] = ()) -> list[SequencePart]:
     """The sequences of a step, their contexts cached; the second and third of several blocks share blocks of the first.
 
     like: turns whose sequences are still open, each of which shares every full block of its context with the sequence in its row,
     as after a prefix hit.
     """
-    work: list[Turn] = []
+    work: list[SequencePart] = []
     first: Tokens | None = None
     sharing = 0
     for number, (query_len, context, drafts) in enumerate(lens):
@@ -303,7 +303,7 @@ def open_all(session: Session, lens: Lens, like: Sequence[Turn] = ()) -> list[Tu
         sharing += share is not None
         if first is None and context > session.block_size:
             first = seq
-        work.append(Turn(seq, query_len, drafts))
+        work.append(SequencePart(seq, query_len, drafts))
     return work
 
 
@@ -312,7 +312,7 @@ def close_all(session: Session, seqs: Sequence[Tokens]) -> None:
     session.close(Tokens(sorted({block for seq in seqs for block in seq.blocks})))
 
 
-def sequences(work: StepTurns) -> list[Tokens]:
+def sequences(work: StepWork) -> list[Tokens]:
     """The sequences of a step's turns."""
     return [turn.seq for turn in work]
 

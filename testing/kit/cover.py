@@ -35,8 +35,8 @@ from headway.core.oracle.cells import (
     CheckCell,
     Skipped,
     check_refusal,
+    decisive_sinks,
     make_spec,
-    telling_sinks,
 )
 from headway.core.oracle.inputs import deal, possible
 from headway.core.oracle.steps import TABLE_BLOCKS
@@ -102,7 +102,7 @@ def read_model_layers(model: str, device: torch.device) -> Mapping[str, ModelLay
         if cached in kind.expanded:
             specs[f"{numbers[0]}{EXPANDED}"] = kind.expanded[cached]
         for name, spec in specs.items():
-            told = spec if spec.sinks is None else replace(spec, sinks=telling_sinks(spec.num_heads))
+            told = spec if spec.sinks is None else replace(spec, sinks=decisive_sinks(spec.num_heads))
             found[name] = ModelLayer(name, told, numbers, len(kind.cached), kind.phases_of(spec))
     return found
 

@@ -29,7 +29,7 @@ from headway.core.oracle.steps import (
     Layers,
     StepInputs,
     StepTensors,
-    StepTurns,
+    StepWork,
     Tokens,
     bits,
     first_far,
@@ -167,7 +167,7 @@ class Session:
         self.layers.forget(seq.blocks)
         self._free += seq.blocks
 
-    def lay_out(self, work: StepTurns, padding_rows: int = 0) -> StepTensors:
+    def lay_out(self, work: StepWork, padding_rows: int = 0) -> StepTensors:
         """A step's metadata, its random inputs, and the sequences as they are after it; the caches are not written yet."""
         self._write_contexts()
         metadata = self._metadata(work, padding_rows)
@@ -192,7 +192,7 @@ class Session:
             )
         return step
 
-    def step(self, work: StepTurns, padding_rows: int = 0, *, checked: bool = True) -> StepTensors:
+    def step(self, work: StepWork, padding_rows: int = 0, *, checked: bool = True) -> StepTensors:
         """Run one step as the engine does and judge it.
 
         :raises Finding: anything about it is wrong.
@@ -219,7 +219,7 @@ class Session:
         for layer, given in enumerate(step.inputs):
             self.attention.run(layer, given.q, given.k, given.v, given.out)
 
-    def finish(self, step: StepTensors, work: StepTurns, before: Before, *, checked: bool = True) -> None:
+    def finish(self, step: StepTensors, work: StepWork, before: Before, *, checked: bool = True) -> None:
         """Judge a step that has run, and let its sequences grow."""
         for layer, given in enumerate(step.inputs):
             self.layers.write(layer, given.k, given.v, step.metadata.slot_mapping, given=False)
@@ -233,7 +233,7 @@ class Session:
         self.previous.append([turn.seq.length for turn in work])
         self.previous_blocks.append([tuple(turn.seq.blocks) for turn in work])
 
-    def _metadata(self, work: StepTurns, padding_rows: int) -> AttentionMetadata:
+    def _metadata(self, work: StepWork, padding_rows: int) -> AttentionMetadata:
         for turn in work:
             self.reserve(turn.seq, turn.seq.length + turn.query_len)
         metadata = AttentionMetadata.build(

@@ -519,7 +519,7 @@ def invariant(stage: WeightStage[Any], cell: Any) -> str:
         f"the first {count} of {rows} rows": torch.arange(count) for count in (1, 2, 7, 16, 17, 33, 64, 100) if count < rows
     }
     for what, order in {**orders, f"{rows} rows in the inverse order": torch.arange(rows).flip(0)}.items():
-        if not same_bits(GuardedCall(case.taken(order)).run(kernel, prepared), whole[order.to(whole.device)]):
+        if not same_bits(GuardedCall(case.subset(order)).run(kernel, prepared), whole[order.to(whole.device)]):
             text = f"batch_invariant: the bits of a row must not depend on the other rows; those of {what} do"
             raise Finding(text, guess="not batch invariant")
     return ""

@@ -68,7 +68,7 @@ CELLS = [
 
 
 def test_ratios_are_of_the_best_of_ours() -> None:
-    assert ratios(CELLS) == ["beside lib: 1.00 times as fast in the geometric mean, 0.50 at worst"]
+    assert ratios(CELLS) == ["compared with lib: 1.00 times as fast in the geometric mean, 0.50 at worst"]
 
 
 def test_a_report_is_written_read_and_shown(tmp_path: Path) -> None:

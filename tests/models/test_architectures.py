@@ -269,7 +269,7 @@ def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: 
             torch.testing.assert_close(logits, logits_by_transformers(reference, prompt, tokens), rtol=0, atol=1e-4)
             written.append(tokens)
     assert [hit for _, _, hit in again] == [129, 131, 279, 0, 39]
-    assert sum(usage.given_back for usage in engine.cache_usage().groups) > 40
+    assert sum(usage.num_freed for usage in engine.cache_usage().groups) > 40
     pages = engine.capacity.pool.page_format
     tight = replace(CONFIG, kv_cache_memory=(pages.pages_for(320, 71) + 4) * pages.page_bytes)
     short = made_engine(decoder, registry, replace(tight, async_scheduling=True))

@@ -15,7 +15,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cells import telling_sinks
+from headway.core.oracle.cells import decisive_sinks
 from headway.registry import Registry, create_registry, hookimpl
 from headway.testing.broken.attention import PLANTED, PlainBackend, PlainPlan
 from headway.tuning.measure.self_test import SKIP, check_named, self_test
@@ -26,7 +26,7 @@ SPECS = [
     AttentionSpec(8, 2, 64, 1.0, torch.bfloat16),
     AttentionSpec(4, 4, 16, 0.0078, torch.float16, sliding_window=6),
     AttentionSpec(4, 2, 32, 0.2, softcap=1.5),
-    AttentionSpec(4, 2, 32, 0.2, torch.bfloat16, sinks=telling_sinks(4)),
+    AttentionSpec(4, 2, 32, 0.2, torch.bfloat16, sinks=decisive_sinks(4)),
 ]
 
 

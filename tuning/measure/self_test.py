@@ -166,7 +166,7 @@ def _tries(
     backend = make_backend(registry.backend(name), spec, layout, size)
     for number, scores in enumerate(steps.scores):
         numbers = Numbers(spec, scores, torch.Generator())
-        numbers = numbers if numbers.tells else Numbers(spec, "normal", numbers.generator)
+        numbers = numbers if numbers.is_sensitive else Numbers(spec, "normal", numbers.generator)
         case = make_case(
             lens,
             spec,

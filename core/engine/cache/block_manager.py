@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.checkpoints import Checkpoints
-from headway.core.engine.cache.prefix_lookup import GroupPrefixes, KeptElsewhere
+from headway.core.engine.cache.prefix_lookup import GroupPrefixes, StoredElsewhere
 from headway.core.engine.data.groups import NULL_PAGE, CacheGroup
 from headway.core.engine.data.page_mover import STATES
 from headway.core.engine.data.pool import SMALLEST_CHUNK
@@ -26,10 +26,10 @@ class PageKeeper(Protocol):
     def freed(self, page: int, group: int) -> None:
         """Note that no sequence holds the page any more, and that its content can be found in this group."""
 
-    def taken(self, page: int) -> None:
+    def acquired(self, page: int) -> None:
         """Note that a sequence holds a free page again, for its content."""
 
-    def handed_out(self, page: int) -> None:
+    def allocated(self, page: int) -> None:
         """Note that a free page is about to be overwritten; its content can be found until this returns."""
 
     def forgotten(self, everywhere: bool) -> None:
@@ -55,7 +55,7 @@ class FreePages:
         """Return how many of these pages are free. Takes 30 ns per page: it runs while requests do."""
         return sum(map(self._free.__contains__, pages))
 
-    def take(self, page: int) -> bool:
+    def acquire(self, page: int) -> bool:
         """Add a reference to a page. Returns whether the page was free."""
         self.ref_counts[page] += 1
         if self.ref_counts[page] > 1:
@@ -63,7 +63,7 @@ class FreePages:
         del self._free[page]
         return True
 
-    def give(self, page: int) -> bool:
+    def drop(self, page: int) -> bool:
         """Drop a reference to a page. Returns whether the page is now free; then it is the last to be allocated."""
         self.ref_counts[page] -= 1
         if self.ref_counts[page]:
@@ -71,11 +71,11 @@ class FreePages:
         self._free[page] = None
         return True
 
-    def put_first(self, page: int) -> None:
+    def make_next(self, page: int) -> None:
         """Make a free page without reusable content the next to be allocated."""
         self._free.move_to_end(page, last=False)
 
-    def hand_out(self) -> int:
+    def allocate_page(self) -> int:
         """Allocate the next free page, with one reference."""
         page, _ = self._free.popitem(last=False)
         self.ref_counts[page] = 1
@@ -103,7 +103,7 @@ class PagesUsed(NamedTuple):
     used: int
     cached: int
     """Pages that no sequence holds and whose content can be found."""
-    given_back: int
+    num_freed: int
     """Pages that sequences have freed since the start because they left the attention window."""
 
 
@@ -150,7 +150,7 @@ class BlockManager:
         self.keeper: PageKeeper | None = None
         """Saves contents of free pages outside the pool. None means that they are not saved."""
         self.prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
-        self._given_back = [0] * len(self.groups)
+        self._num_freed = [0] * len(self.groups)
         self.checkpoints = checkpoints
 
     @property
@@ -172,7 +172,7 @@ class BlockManager:
         tables = [seq.tables for seq in holders]
         used = [len({page for each in tables for page in each[number].held}) for number in range(len(self.groups))]
         cached = [self._pages.num_among(prefixes.index) for prefixes in self.prefixes]
-        return [PagesUsed(*counts) for counts in zip(used, cached, self._given_back, strict=True)]
+        return [PagesUsed(*counts) for counts in zip(used, cached, self._num_freed, strict=True)]
 
     def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:
         """Attach the cached pages of the longest prefix hit to a sequence without pages. Returns the number of cached tokens.
@@ -188,7 +188,7 @@ class BlockManager:
         if hits and self.checkpoints is None:
             length = self.longest_hit(seq, partly)
         elif hits and self.checkpoints is not None:
-            held, interval = self._longest_held(seq, seq.num_tokens - 1, False), self.checkpoints.interval
+            held, interval = self._longest_cached(seq, seq.num_tokens - 1, False), self.checkpoints.interval
             seq.junction = held // interval * interval
             length = self._longest_checkpoint(seq, seq.junction, None)
         seq.num_computed = length
@@ -199,14 +199,14 @@ class BlockManager:
         for number, (prefixes, table) in enumerate(zip(self.prefixes, seq.tables, strict=True)):
             first, pages, source, count = prefixes.hit(seq, length)
             table.pages = [NULL_PAGE] * first + pages
-            table.num_given_back = first
+            table.num_freed_pages = first
             table.num_published = len(table.pages)
             if table.pages:
                 seq.table_changes.append((number, 0, list(table.pages)))
             for page in pages:
-                self.take(page)
+                self.acquire(page)
             if count:
-                self.take(source)
+                self.acquire(source)
                 seq.prefix_copies.append(PrefixCopy(number, source, count))
         return length
 
@@ -219,29 +219,29 @@ class BlockManager:
         """
         seq.tables = [PageTable(group.page_size) for group in self.groups]
         seq.num_computed = length
-        taken: list[int] = []
+        acquired: list[int] = []
         absent: list[tuple[int, int]] = []
         for number, (group, prefixes, table) in enumerate(zip(self.groups, self.prefixes, seq.tables, strict=True)):
-            first, end, whole = group.num_behind(length), -(-length // group.page_size), length // group.page_size
+            first, end, whole = group.num_pages_before_window(length), -(-length // group.page_size), length // group.page_size
             table.pages = [NULL_PAGE] * end
-            table.num_given_back = table.num_published = first
+            table.num_freed_pages = table.num_published = first
             for place in range(first, end):
                 page = prefixes.find(seq, place) if place < whole else None
                 if page is None:
                     absent.append((number, place))
                 else:
                     table.pages[place] = page
-                    taken.append(page)
-                    self.take(page)
-        able = self.has_room(seq, seq.num_to_compute, beside=len(absent))
+                    acquired.append(page)
+                    self.acquire(page)
+        able = self.has_room(seq, seq.num_to_compute, extra_pages=len(absent))
         seq.num_computed = 0
         state = self._hold_state(seq, length) if able and self.checkpoints is not None else None
         if not able or (state is None and self.checkpoints is not None):
-            for page in reversed(taken):
-                self.give(page)
+            for page in reversed(acquired):
+                self.drop(page)
             seq.tables = []
             return None
-        made = [AbsentPage(number, place, self.hand_out()) for number, place in absent]
+        made = [AbsentPage(number, place, self.allocate_page()) for number, place in absent]
         for number, place, page in made:
             seq.tables[number].pages[place] = page
         seq.table_changes = [(number, 0, list(table.pages)) for number, table in enumerate(seq.tables) if table.pages]
@@ -258,16 +258,16 @@ class BlockManager:
             return None
         return [] if here else [AbsentPage(STATES, 0, slot)]
 
-    def longest_hit(self, seq: Sequence, partly: bool, also: KeptElsewhere | None = None) -> int:
+    def longest_hit(self, seq: Sequence, partly: bool, also: StoredElsewhere | None = None) -> int:
         """Return the length in tokens of the longest prefix that every group holds. also: finds content saved elsewhere."""
         if self.checkpoints is None:
-            length = self._longest_held(seq, seq.num_tokens - 1, partly, also)
+            length = self._longest_cached(seq, seq.num_tokens - 1, partly, also)
             return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
         interval = self.checkpoints.interval
-        longest = self._longest_held(seq, seq.num_tokens - 1, False, also) if len(self.checkpoints) or also is not None else 0
+        longest = self._longest_cached(seq, seq.num_tokens - 1, False, also) if len(self.checkpoints) or also is not None else 0
         return self._longest_checkpoint(seq, longest // interval * interval, also)
 
-    def _longest_checkpoint(self, seq: Sequence, longest: int, also: KeptElsewhere | None) -> int:
+    def _longest_checkpoint(self, seq: Sequence, longest: int, also: StoredElsewhere | None) -> int:
         """Return the length of the longest prefix, up to `longest` tokens, that ends at a saved state.
         longest: number of tokens that every group holds. A windowed group may lack the pages of a shorter prefix."""
         assert self.checkpoints is not None
@@ -275,7 +275,7 @@ class BlockManager:
         for length in range(longest, 0, -self.checkpoints.interval):
             digest = self.name_of_start(seq, length)
             known = self.checkpoints.knows(digest) or (also is not None and also(STATES, digest))
-            if known and (not windows or self._longest_held(seq, length, False, also) == length):
+            if known and (not windows or self._longest_cached(seq, length, False, also) == length):
                 return length
         return 0
 
@@ -283,7 +283,7 @@ class BlockManager:
         """Return the name of a sequence's first `length` tokens: the digest of the page that ends there, if one does."""
         return self.prefixes[0].digest_of_start(seq, length)
 
-    def _longest_held(self, seq: Sequence, at_most: int, partly: bool, also: KeptElsewhere | None = None) -> int:
+    def _longest_cached(self, seq: Sequence, at_most: int, partly: bool, also: StoredElsewhere | None = None) -> int:
         """Return the length of the longest prefix, up to `at_most` tokens, whose pages every group holds."""
         length = before = at_most
         while True:
@@ -294,33 +294,33 @@ class BlockManager:
             before = length
         return length
 
-    def keep_states(self, seq: Sequence, count: int) -> None:
+    def reserve_states(self, seq: Sequence, count: int) -> None:
         """Reserve slots for the states that a step of `count` tokens saves: at the end of a prompt, where the prompt diverges
         from another one, and at the end of a chunk if slots are free."""
-        kept, first = self.checkpoints, seq.num_computed
-        if kept is None or not self.enable_prefix_caching or first % CHECKPOINT_TOKENS or first + count > seq.num_tokens:
+        store, first = self.checkpoints, seq.num_computed
+        if store is None or not self.enable_prefix_caching or first % CHECKPOINT_TOKENS or first + count > seq.num_tokens:
             return
         end, whole = first + count, first + count == seq.num_tokens
-        last = (end - whole) // kept.interval * kept.interval  # an equal prompt computes at least its last token
+        last = (end - whole) // store.interval * store.interval  # an equal prompt computes at least its last token
         for position, evict in {last: whole, seq.junction: True}.items():
             if not first < position <= end or (position - first) % CHECKPOINT_TOKENS:
                 continue
             digest = self.name_of_start(seq, position)
-            slot = None if kept.knows(digest) else kept.hand_out(evict)
+            slot = None if store.knows(digest) else store.allocate(evict)
             if slot is not None:
                 seq.checkpoints.append(Checkpoint(position - first, slot, digest))
 
-    def states_kept(self, seq: Sequence) -> None:
+    def publish_states(self, seq: Sequence) -> None:
         """Publish the states that a launched step saves, and release the state that it started from."""
-        self._let_state_go(seq)
+        self._release_state(seq)
         if self.checkpoints is not None:
             for each in seq.checkpoints:
                 self.checkpoints.name(each.digest, each.slot)
         seq.checkpoints = []
 
-    def _let_state_go(self, seq: Sequence) -> None:
+    def _release_state(self, seq: Sequence) -> None:
         if seq.held_state is not None and self.checkpoints is not None:
-            self.checkpoints.let_go(seq.held_state)
+            self.checkpoints.unhold(seq.held_state)
         seq.restored_from = seq.held_state = None
 
     def whole_chunk(self, seq: Sequence, count: int) -> int:
@@ -344,9 +344,9 @@ class BlockManager:
 
         return max(bisect_right(range(count + 1), free, key=missing) - 1, self._smallest_chunk)
 
-    def has_room(self, seq: Sequence, num_new_tokens: int, beside: int = 0) -> bool:
-        """Return whether enough pages are free for a sequence's new tokens, in the smallest chunks, plus `beside` pages."""
-        missing = beside
+    def has_room(self, seq: Sequence, num_new_tokens: int, extra_pages: int = 0) -> bool:
+        """Return whether enough pages are free for a sequence's new tokens, in the smallest chunks, plus `extra_pages` pages."""
+        missing = extra_pages
         for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             most = group.most_pages(seq.num_computed + num_new_tokens, self._smallest_chunk) - len(table.held)
             missing += min(self._missing(seq, num_new_tokens, number), max(most, 0))
@@ -369,7 +369,7 @@ class BlockManager:
             pages, held = table.pages, len(table.pages)
             count = -(-end // table.page_size) - held
             if count > 0:
-                new = [self.hand_out() for _ in range(count)]
+                new = [self.allocate_page() for _ in range(count)]
                 seq.table_changes.append((number, held, new))
                 pages += new
                 held += count
@@ -386,29 +386,29 @@ class BlockManager:
         """
         boundary = self._publish(seq, partly)
         if self._windowed:
-            boundary = min(boundary, self._give_back(seq))
+            boundary = min(boundary, self._free_before_windows(seq))
         seq.next_boundary = boundary
 
-    def _give_back(self, seq: Sequence) -> int:
+    def _free_before_windows(self, seq: Sequence) -> int:
         """Free the pages that left the windows. Returns the number of known tokens at which more can be freed."""
         known, boundary = seq.num_known, _NEVER
         for number in self._windowed:
             group, table = self.groups[number], seq.tables[number]
-            first, behind = table.num_given_back, group.num_behind(known)
-            if first < behind:
-                for page in table.pages[first:behind]:
-                    self.give(page)
-                table.pages[first:behind] = [NULL_PAGE] * (behind - first)
-                seq.table_changes.append((number, first, table.pages[first:behind]))
-                self._given_back[number] += behind - first
-                table.num_given_back = behind
-            boundary = min(boundary, group.first_behind(behind + 1))
+            first, outside = table.num_freed_pages, group.num_pages_before_window(known)
+            if first < outside:
+                for page in table.pages[first:outside]:
+                    self.drop(page)
+                table.pages[first:outside] = [NULL_PAGE] * (outside - first)
+                seq.table_changes.append((number, first, table.pages[first:outside]))
+                self._num_freed[number] += outside - first
+                table.num_freed_pages = outside
+            boundary = min(boundary, group.position_past_pages(outside + 1))
         return boundary
 
     def copies_launched(self, seq: Sequence) -> None:
         """Release the source pages of a sequence's prefix copies, once the copies have been launched."""
         for copy in seq.prefix_copies:
-            self.give(copy.source)
+            self.drop(copy.source)
         seq.prefix_copies = []
 
     def release(self, seq: Sequence) -> None:
@@ -418,7 +418,7 @@ class BlockManager:
         self.copies_launched(seq)
         for table in seq.tables:
             for page in reversed(table.held):
-                self.give(page)
+                self.drop(page)
         seq.tables = []
         seq.table_changes = []
         seq.started = False
@@ -427,10 +427,10 @@ class BlockManager:
         seq.newest_at = -1
         seq.state_index = 0
         seq.junction = 0
-        self._let_state_go(seq)
+        self._release_state(seq)
         if self.checkpoints is not None:
             for each in seq.checkpoints:
-                self.checkpoints.give_back(each.slot)
+                self.checkpoints.free(each.slot)
         seq.checkpoints = []
 
     def forget_prefixes(self, everywhere: bool = False) -> None:
@@ -442,7 +442,7 @@ class BlockManager:
         for prefixes in self.prefixes:
             for page in prefixes.index:
                 if page in self._pages:  # no reusable content any more: allocate it first
-                    self._pages.put_first(page)
+                    self._pages.make_next(page)
             prefixes.index.clear()
 
     def _publish(self, seq: Sequence, partly: bool) -> int:
@@ -462,25 +462,25 @@ class BlockManager:
                 boundary = (full + 1) * size
         return boundary
 
-    def take(self, page: int) -> None:
+    def acquire(self, page: int) -> None:
         """Add a reference to a page for its content."""
-        if self._pages.take(page) and self.keeper is not None:
-            self.keeper.taken(page)
+        if self._pages.acquire(page) and self.keeper is not None:
+            self.keeper.acquired(page)
 
-    def give(self, page: int) -> None:
+    def drop(self, page: int) -> None:
         """Drop a reference to a page."""
-        if self._pages.give(page):
+        if self._pages.drop(page):
             groups = [number for number, prefixes in enumerate(self.prefixes) if page in prefixes.index]
             if not groups:  # no reusable content
-                self._pages.put_first(page)
+                self._pages.make_next(page)
             elif self.keeper is not None:
                 self.keeper.freed(page, groups[0])
 
-    def hand_out(self) -> int:
+    def allocate_page(self) -> int:
         """Allocate a free page and forget its former content."""
-        page = self._pages.hand_out()
+        page = self._pages.allocate_page()
         if self.keeper is not None:
-            self.keeper.handed_out(page)
+            self.keeper.allocated(page)
         for prefixes in self.prefixes:
             prefixes.index.discard(page)
         return page

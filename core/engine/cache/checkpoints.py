@@ -25,7 +25,7 @@ class Checkpoints:
         self._stats = stats
         self._free = list(range(slots.num_slots - 1, slots.first_checkpoint - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
-        self._held: Counter[int] = Counter()
+        self._references: Counter[int] = Counter()
         self._unnamed: set[int] = set()  # Held slots that have no name
         self.evicted: Callable[[bytes, int], object] | None = None
         """Saves a state, given its name and slot, before the next step may overwrite it. None means that nothing is saved."""
@@ -43,11 +43,11 @@ class Checkpoints:
         self._stats.num_checkpoint_hits += 1
         return self._slot_of[digest]
 
-    def hand_out(self, evict: bool) -> int | None:
+    def allocate(self, evict: bool) -> int | None:
         """Return a newly allocated slot, or None. evict: True to evict the oldest unheld checkpoint if no slot is free."""
         if self._free:
             return self._free.pop()
-        oldest = next((digest for digest, slot in self._slot_of.items() if slot not in self._held), None) if evict else None
+        oldest = next((digest for digest, slot in self._slot_of.items() if slot not in self._references), None) if evict else None
         if oldest is None:
             return None
         self._stats.num_checkpoint_evictions += 1
@@ -64,7 +64,7 @@ class Checkpoints:
             self._slot_of[digest] = slot
             self._stats.num_checkpoints += 1
 
-    def give_back(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free a slot that no step has written."""
         self._free.append(slot)
 
@@ -72,29 +72,29 @@ class Checkpoints:
         """Hold the slot of a checkpoint, or a new slot for this name. Returns None if no slot is available."""
         slot = self._slot_of.get(digest)
         if slot is None:
-            slot = self.hand_out(evict=True)
+            slot = self.allocate(evict=True)
             if slot is None:
                 return None
             self._unnamed.add(slot)
-        self._held[slot] += 1
+        self._references[slot] += 1
         return slot
 
     def has_slot_for(self, digest: bytes) -> bool:
         """Return whether `hold` would find a slot for this name."""
-        return digest in self._slot_of or bool(self._free) or any(slot not in self._held for slot in self._slot_of.values())
+        return digest in self._slot_of or bool(self._free) or any(slot not in self._references for slot in self._slot_of.values())
 
-    def came_back(self, digest: bytes, slot: int) -> None:
+    def publish_restored(self, digest: bytes, slot: int) -> None:
         """Publish a held slot to which a saved checkpoint has been restored for a waiting sequence."""
         self._stats.num_checkpoint_hits += 1
         if digest not in self._slot_of and slot in self._unnamed:
             self._unnamed.discard(slot)
             self._slot_of[digest] = slot
 
-    def let_go(self, slot: int) -> None:
+    def unhold(self, slot: int) -> None:
         """Undo one `hold` of a slot."""
-        self._held[slot] -= 1
-        if not self._held[slot]:
-            del self._held[slot]
+        self._references[slot] -= 1
+        if not self._references[slot]:
+            del self._references[slot]
             if slot in self._unnamed:
                 self._unnamed.discard(slot)
                 self._free.append(slot)
@@ -102,7 +102,7 @@ class Checkpoints:
     def clear(self) -> None:
         """Forget every checkpoint."""
         for slot in self._slot_of.values():
-            if slot in self._held:
+            if slot in self._references:
                 self._unnamed.add(slot)
             else:
                 self._free.append(slot)
@@ -113,5 +113,5 @@ class Checkpoints:
         owned = sorted([*self._free, *self._slot_of.values(), *reserved, *self._unnamed])
         own = range(self.slots.first_checkpoint, self.slots.num_slots)
         assert owned == list(own), "a slot of a checkpoint leaked or has two owners"
-        assert self._held == Counter(held), "slots are held by nobody, or not by those who need them"
-        assert self._unnamed <= self._held.keys(), "a slot without a name is held by nobody"
+        assert self._references == Counter(held), "slots are held by nobody, or not by those who need them"
+        assert self._unnamed <= self._references.keys(), "a slot without a name is held by nobody"

@@ -118,7 +118,7 @@ def _agreement(held: bytes, tokens: bytes) -> int:
     return int(differs.argmax())
 
 
-KeptElsewhere = Callable[[int, bytes], bool]
+StoredElsewhere = Callable[[int, bytes], bool]
 """Returns whether the content of a page, by group and digest, or a state, by name, is saved outside the pool."""
 
 
@@ -163,7 +163,7 @@ class GroupPrefixes:
             return end * size + self._part(seq, end, at_most - end * size, partly)[1]
         while True:  # backward from the end, to the first place whose whole window is held
             length = end * size + self._part(seq, end, at_most - end * size, partly)[1]
-            held = range(end - 1, group.num_behind(length) - 1, -1)
+            held = range(end - 1, group.num_pages_before_window(length) - 1, -1)
             missing = next((page for page in held if lacks(page)), None)
             if missing is None:
                 return length
@@ -171,7 +171,7 @@ class GroupPrefixes:
 
     def hit(self, seq: Sequence, length: int) -> PrefixHit:
         """Return the pages of a prefix of this length, which must be held."""
-        first, end = self.group.num_behind(length), length // self.group.page_size
+        first, end = self.group.num_pages_before_window(length), length // self.group.page_size
         pages = [self.find(seq, page) for page in range(first, end)]
         rest = length - end * self.group.page_size
         source, count = self._part(seq, end, rest, True)

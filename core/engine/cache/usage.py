@@ -10,7 +10,7 @@ from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.sequence import PageTable, Sequence
 from headway.core.engine.data.state_slots import StateSlots
 
-OWN, SHARED, RESERVED, GIVEN_BACK = "osrg"
+OWN, SHARED, RESERVED, FREED = "osrg"
 """Letters for how a sequence uses a block: held by this sequence only; shared with other sequences or found in the prefix cache;
 reserved without a token yet; freed because it left the window."""
 
@@ -28,7 +28,7 @@ class GroupUsage(NamedTuple):
     used: int
     cached: int
     """Blocks that no sequence holds and that a prefix hit would reuse."""
-    given_back: int
+    num_freed: int
     """Blocks that sequences have freed since the start because they left the window."""
 
 
@@ -47,7 +47,7 @@ class StateUsage(NamedTuple):
     slots: StateSlots
     num_used_rows: int
     """Rows of running sequences."""
-    num_kept: int
+    num_cached_states: int
     """Checkpoints that a prefix hit would reuse."""
     num_offloaded: int
     """States saved in host memory."""
@@ -79,7 +79,7 @@ def cache_usage(
     num_offloaded_states: int = 0,
 ) -> CacheUsage:
     """Return the usage of every block. running: all sequences that hold pages. slots: state slots, or None."""
-    kept, rows = blocks.checkpoints, sum(seq.row is not None for seq in running)
+    store, rows = blocks.checkpoints, sum(seq.row is not None for seq in running)
     groups = [
         GroupUsage(
             num_layers=len(group.layers),
@@ -88,7 +88,7 @@ def cache_usage(
             total=blocks.num_pages * group.blocks_per_page,
             used=pages.used * group.blocks_per_page,
             cached=pages.cached * group.blocks_per_page,
-            given_back=pages.given_back * group.blocks_per_page,
+            num_freed=pages.num_freed * group.blocks_per_page,
         )
         for group, pages in zip(blocks.groups, blocks.usage(running), strict=True)
     ]
@@ -110,7 +110,7 @@ def cache_usage(
         num_offloaded_blocks=num_offloaded_blocks,
         groups=tuple(groups),
         sequences=tuple(sequences),
-        states=None if slots is None or kept is None else StateUsage(slots, rows, len(kept), num_offloaded_states),
+        states=None if slots is None or store is None else StateUsage(slots, rows, len(store), num_offloaded_states),
     )
 
 
@@ -121,5 +121,5 @@ def _letters(blocks: BlockManager, seq: Sequence, group: CacheGroup, table: Page
         held = SHARED if found or blocks.num_holders(page) > 1 else OWN
         first = number * group.page_size
         for start in range(first, first + group.page_size, block_size):
-            letters.append(GIVEN_BACK if number < table.num_given_back else held if start < seq.num_computed else RESERVED)
+            letters.append(FREED if number < table.num_freed_pages else held if start < seq.num_computed else RESERVED)
     return "".join(letters)

@@ -210,7 +210,7 @@ class EngineConfig:
         return AdapterSlots(self.max_loras, self.max_lora_rank) if self.enable_lora else None
 
     @property
-    def kept_adapters(self) -> int:
+    def num_cached_adapters(self) -> int:
         """`max_cpu_loras` as a number."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 

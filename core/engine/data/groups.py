@@ -43,11 +43,11 @@ class CacheGroup:
         blocks: NDArray[numpy.int32] = first + numpy.arange(self.blocks_per_page, dtype=numpy.int32) * self.block_stride
         return blocks.reshape(-1)
 
-    def num_behind(self, position: int) -> int:
+    def num_pages_before_window(self, position: int) -> int:
         """Return the number of pages at the start of a sequence that no query from this position on sees."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // self.page_size
 
-    def first_behind(self, count: int) -> int:
+    def position_past_pages(self, count: int) -> int:
         """Return the position from which `count` pages are outside the window."""
         assert self.window is not None
         return count * self.page_size + self.window - 1
@@ -94,13 +94,17 @@ class PageFormat:
 
 
 def page_format(
-    specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], block_size: int, max_model_len: int, give_back: bool = True
+    specs: Sequence[AttentionSpec],
+    layouts: Sequence[CacheLayout],
+    block_size: int,
+    max_model_len: int,
+    free_before_window: bool = True,
 ) -> PageFormat:
     """Return the page format, with layers grouped by window. A window beyond max_model_len does not count.
-    give_back: False to keep every token, in one group."""
+    free_before_window: False to keep every token, in one group."""
     bytes_of = [_block_bytes(spec, layout, block_size) for spec, layout in zip(specs, layouts, strict=True)]
     total = sum(sum(each.values()) for each in bytes_of)
-    windows = [_window(spec, max_model_len) if give_back else None for spec in specs]
+    windows = [_window(spec, max_model_len) if free_before_window else None for spec in specs]
     whole = CacheGroup(block_size, None, tuple(range(len(specs))))
     if not specs:  # pages cost only host time: as few as prefix hits need, which end where checkpoints may be
         blocks = math.lcm(block_size, CHECKPOINT_TOKENS) // block_size

@@ -35,7 +35,7 @@ class Pending(Protocol[Result]):
         """Return the result, waiting for the work to end. Raises the work's error."""
 
 
-class KeptPage(NamedTuple):
+class StoredPage(NamedTuple):
     """A page in a slot of the host tier, in the format of the disk tier."""
 
     name: PageName
@@ -92,10 +92,10 @@ class PageMover(Protocol):
     def move_back(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
         """Copy back pages, given as (slot, page), and states, given as (slot, device slot). Fails as `move_out` does."""
 
-    def store(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
+    def store(self, pages: Sequence[StoredPage]) -> Pending[frozenset[PageName]]:
         """Write slots to disk. The result names pages that could not be written, or whose copy into the slot failed."""
 
-    def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
+    def fetch(self, pages: Sequence[StoredPage]) -> Pending[frozenset[PageName]]:
         """Read slots from disk. The result names pages that are missing or damaged on disk."""
 
     def discard(self, names: Sequence[PageName]) -> None:

@@ -70,20 +70,20 @@ class PageTable:
     """Pages in token order; the null page replaces freed ones."""
     num_published: int = 0
     """Number of pages whose names other sequences can find."""
-    num_given_back: int = 0
+    num_freed_pages: int = 0
     """Number of pages at the start that left the group's window and were freed."""
 
     @property
     def held(self) -> list[int]:
         """The pages that the sequence holds."""
-        return self.pages[self.num_given_back :]
+        return self.pages[self.num_freed_pages :]
 
 
 @dataclass(slots=True)
 class StepCount:
     """Steps that all members of a `DecodeBatch` have taken together."""
 
-    taken: int = 0
+    num_steps: int = 0
 
 
 _NO_STEPS = StepCount()  # Count of every sequence outside a `DecodeBatch`: it stays 0
@@ -114,8 +114,8 @@ class Sequence:
     """Index of the completion within its request."""
     seed: int
     """Random seed. Only the seed and the position of a token decide its draw, not the rest of the batch."""
-    turn: tuple[int, int] = (0, 0)
-    """Priority and arrival number of the request. With priorities, lower turns run first."""
+    queue_key: tuple[int, int] = (0, 0)
+    """Priority and arrival number of the request. With priorities, the smallest key runs first."""
     max_len: int
     """Maximum length of prompt plus output, in tokens."""
     in_decode_batch: bool = False
@@ -221,7 +221,7 @@ class Sequence:
     @property
     def num_computed(self) -> int:
         """Number of tokens whose keys and values are in the cache, or will be; see the class."""
-        return self._num_computed + self._steps.taken
+        return self._num_computed + self._steps.num_steps
 
     @num_computed.setter
     def num_computed(self, count: int) -> None:
@@ -241,7 +241,7 @@ class Sequence:
     @property
     def newest_at(self) -> int:
         """Position of the sampled token that the executor holds for this row. -1 if there is none."""
-        return self._newest_at + self._steps.taken
+        return self._newest_at + self._steps.num_steps
 
     @newest_at.setter
     def newest_at(self, position: int) -> None:
@@ -250,10 +250,10 @@ class Sequence:
 
     def join(self, steps: StepCount) -> None:
         """Join the decode batch that counts these steps, with one token to compute: the newest, which the executor holds."""
-        assert self.goes_on()
+        assert self.continues()
         assert self.newest_at == self.num_computed
-        self._num_computed -= steps.taken
-        self._newest_at -= steps.taken
+        self._num_computed -= steps.num_steps
+        self._newest_at -= steps.num_steps
         self._steps = steps
         self.in_decode_batch = True
 
@@ -287,7 +287,7 @@ class Sequence:
         """Number of computed tokens that the host has seen, without those still being sampled."""
         return min(self.num_computed, len(self.token_ids))
 
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Return whether the sequence decodes one token next, without drafts, and its pages have room for the token."""
         computed, known = self.num_computed, len(self.token_ids) + self.num_pending
         return (

@@ -145,7 +145,7 @@ class EngineStats:
             self.rows_gathered_for.update(launched.gathers.reasons)
         if launched.no_graph:
             (self.steps_in_pieces if launched.piecewise else self.steps_without_graph)[launched.no_graph] += 1
-        if step.goes_on:  # the most common step, counted without masks: short steps are sensitive to host time
+        if step.continues:  # the most common step, counted without masks: short steps are sensitive to host time
             self.num_decode_tokens += step.num_seqs
             self.steps_by_tokens[step.num_seqs.bit_length()] += 1
             self.kv_tokens_read += int(step.context_lens.sum(dtype=int)) + step.num_seqs

@@ -45,12 +45,12 @@ class DecodeBatch:
 
     def context_lens(self) -> NDArray[numpy.int32]:
         """Return int32 [members]: cached tokens of each member before the next step."""
-        lens: NDArray[numpy.int32] = (self._counts[0] + self._steps.taken).astype(numpy.int32)
+        lens: NDArray[numpy.int32] = (self._counts[0] + self._steps.num_steps).astype(numpy.int32)
         return lens
 
     def due(self) -> list[int]:
         """Return the indexes of members that need pages or must leave before the next step; see `Sequence.lasts_until`."""
-        places: list[int] = numpy.flatnonzero(self._counts[1] <= self._steps.taken).tolist()
+        places: list[int] = numpy.flatnonzero(self._counts[1] <= self._steps.num_steps).tolist()
         return places
 
     def renew(self, place: int) -> None:
@@ -61,8 +61,8 @@ class DecodeBatch:
 
     def step(self) -> list[int]:
         """Count a launched step. Returns the indexes of members whose pages may have been filled."""
-        self._steps.taken += 1
-        places: list[int] = numpy.flatnonzero(self._counts[2] <= self._steps.taken).tolist()
+        self._steps.num_steps += 1
+        places: list[int] = numpy.flatnonzero(self._counts[2] <= self._steps.num_steps).tolist()
         return places
 
     def passed(self, place: int) -> None:
@@ -82,12 +82,12 @@ class DecodeBatch:
         """Add sequences that decode one token next; see the class."""
         if not seqs:
             return
-        taken = self._steps.taken
+        num_steps = self._steps.num_steps
         for seq in seqs:
             seq.join(self._steps)
         self._changed += [seq for seq in seqs if seq.table_changes]
         counts = (
-            [seq.num_computed - taken for seq in seqs],
+            [seq.num_computed - num_steps for seq in seqs],
             [seq.lasts_until for seq in seqs],
             [seq.next_boundary for seq in seqs],
         )
@@ -222,7 +222,7 @@ class StepInput:
     """bool [num_seqs]: True if the logits of the last token are needed; with drafts, also those before each draft."""
     token_ids: NDArray[numpy.int64]
     """int64 [num_tokens]: new tokens of all sequences, concatenated. NEWEST if only the device knows the token."""
-    goes_on: bool
+    continues: bool
     """True if every sequence has one new token, the last sampled one: the step of a captured decode graph."""
     verifies: bool = False
     """True if the step verifies drafts and otherwise only decodes: the step of a captured verification graph."""
@@ -245,7 +245,7 @@ class StepInput:
     """True if the step's logits are observed, so that all ranks gather them."""
 
     @classmethod
-    def going_on(
+    def continuing(
         cls,
         rows: NDArray[numpy.int32],
         context_lens: NDArray[numpy.int32],
@@ -261,7 +261,7 @@ class StepInput:
             num_draft_tokens=numpy.zeros(count, dtype=numpy.int32),
             samples=numpy.ones(count, dtype=numpy.bool_),
             token_ids=numpy.full(count, NEWEST, dtype=numpy.int64),
-            goes_on=True,
+            continues=True,
             new_pages=new_pages,
             state_indices=state_indices,
         )

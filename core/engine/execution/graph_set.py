@@ -355,7 +355,7 @@ class DecodeGraphs:
 
     def for_step(self, step: StepInput, backends: Callable[[int], Backends]) -> tuple[DecodeGraph | None, str]:
         """Return the graph that runs a step, or None and the reason. backends: returns the fastest for a captured batch size."""
-        if not step.goes_on:
+        if not step.continues:
             decodes = (step.query_lens == 1) & (step.context_lens > 0)
             return None, "a token that the device does not hold" if decodes.all() else "a prompt in the step"
         if step.num_seqs >= len(self._size_of):

@@ -56,7 +56,7 @@ class HostResults:
         memory = torch.empty(self._num_longs, dtype=torch.int64, pin_memory=self._gpu)
         return memory, torch.cuda.Event() if self._gpu else None
 
-    def give_back(self, memory: Tensor, done: torch.cuda.Event | None) -> None:
+    def reuse(self, memory: Tensor, done: torch.cuda.Event | None) -> None:
         """Take back pinned memory that is no longer read. Memory of a step whose result is never awaited is not reused."""
         if len(memory) == self._num_longs:
             self._free.append((memory, done))
@@ -77,7 +77,7 @@ class HostCopy:
         if self._done is not None:
             self._done.synchronize()
         found: NDArray[numpy.int64] = self._view.numpy().copy()
-        self._owner.give_back(self.memory, self._done)
+        self._owner.reuse(self.memory, self._done)
         return found
 
 

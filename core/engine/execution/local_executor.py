@@ -63,7 +63,7 @@ class AdapterStore:
         self._most = most
         self.num_slots = adapters.num_slots
         self._follows = follows
-        self._kept: OrderedDict[bytes, HostAdapter] = OrderedDict()
+        self._cache: OrderedDict[bytes, HostAdapter] = OrderedDict()
         """Adapters by digest, most recently used last."""
 
     @classmethod
@@ -78,23 +78,23 @@ class AdapterStore:
 
     def keep(self, request: LoRARequest, adapter: HostAdapter | None = None, digest: bytes | None = None) -> HostAdapter:
         """Return an adapter from host memory, from `adapter`, or from its files; see `AdapterReader.keep`."""
-        found = adapter or (None if digest is None else self._kept.get(digest))
+        found = adapter or (None if digest is None else self._cache.get(digest))
         if found is None:
             found = self.slots.read(request)
             log.info("adapter %s: read from %s", request.lora_name, request.lora_path)
         if digest is not None and found.digest != digest:
             need = "the files that were read when it was loaded"
             raise ConfigError(f"adapter {request.lora_name}", need, "others in their place", "unload it, and load it again")
-        self._kept[found.digest] = found
-        self._kept.move_to_end(found.digest)
+        self._cache[found.digest] = found
+        self._cache.move_to_end(found.digest)
         return found
 
     def trim(self, wanted: Iterable[bytes] = ()) -> None:
         """Evict the least recently used adapters beyond the limit, except `wanted`; see `AdapterReader.trim`."""
         must_stay = set(wanted)
-        spare = [digest for digest in self._kept if digest not in must_stay]
-        for digest in spare[: max(len(self._kept) - self._most, 0)]:
-            del self._kept[digest]
+        spare = [digest for digest in self._cache if digest not in must_stay]
+        for digest in spare[: max(len(self._cache) - self._most, 0)]:
+            del self._cache[digest]
 
     def put(self, loads: Iterable[AdapterLoad]) -> None:
         """Copy adapters into slots, before the step that needs them there.
@@ -161,8 +161,10 @@ class LocalExecutor:
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)
         """One cache per layer."""
-        kept = None if states is None or slots is None else states.allocate(slots)
-        self.mover = None if make_mover is None else make_mover(self.caches, size, None if kept is None else kept.memory)
+        state_memory = None if states is None or slots is None else states.allocate(slots)
+        self.mover = (
+            None if make_mover is None else make_mover(self.caches, size, None if state_memory is None else state_memory.memory)
+        )
         """Copies pages and states to memory outside the device. None without offloading."""
         _check_caches(self.selector, layers.cached, self.caches)
         writers = {layout.name: parts.source.layout(layout.name).writer(self._device) for layout in layouts}
@@ -173,11 +175,11 @@ class LocalExecutor:
             groups=size.page_format.groups,
             latents=latent_layers(model),
             gathering=self.selector.gathering,
-            states=kept,
+            states=state_memory,
         )
         """Attention as the model calls it. Outside of steps, only its shapes are valid."""
         self._hosts = parts.hosts or HostRows(None, {})
-        self.adapters = AdapterStore.of(model, config.kept_adapters, follows=parts.ranks.rank > 0)
+        self.adapters = AdapterStore.of(model, config.num_cached_adapters, follows=parts.ranks.rank > 0)
         """Adapters in host memory. None if the model has no adapter slots."""
         limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, parts.max_decode_len)
         self._runner = ModelRunner(
@@ -232,7 +234,7 @@ class LocalExecutor:
         caches = held_tensors(self.caches, None if states is None else states.memory).values()
         self._released = {
             CACHE: ReleasedMemory(lost=caches),
-            WEIGHTS: ReleasedMemory(kept=held_tensors(self._parts.model).values(), lost=lost),
+            WEIGHTS: ReleasedMemory(stored=held_tensors(self._parts.model).values(), lost=lost),
         }
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -282,7 +284,7 @@ class LocalExecutor:
         """Handle the error of a step, raised at its launch or at the wait for it. If this returns, as here, other steps may run.
         :raises ExecutorLostError: if no other step can run."""
 
-    def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
+    def call_when_lost(self, report: Callable[[ExecutorLostError], None]) -> None:
         """Call a bound method, in any thread, when no step can run any more. Here it is never called."""
 
     def shutdown(self) -> None:

@@ -46,7 +46,7 @@ _DONTNEED: Final = 4
 class _Released(NamedTuple):
     storage: UntypedStorage
     num_bytes: int
-    kept: Tensor | None
+    stored: Tensor | None
     """Saved bytes in host memory. None if they are lost."""
 
 
@@ -57,11 +57,11 @@ class ReleasedMemory:
     and saved contents stay in place.
     """
 
-    def __init__(self, *, kept: Iterable[Tensor] = (), lost: Iterable[Tensor] = ()) -> None:
-        """kept: tensors whose contents `restore` brings back. lost: tensors that are zero afterwards, even if also in `kept`."""
+    def __init__(self, *, stored: Iterable[Tensor] = (), lost: Iterable[Tensor] = ()) -> None:
+        """stored: tensors whose contents `restore` brings back. lost: tensors that are zero afterwards, even if in `stored`."""
         self._released: list[_Released] = []
         empty = _storages(lost)
-        for key, storage in {**_storages(kept), **empty}.items():
+        for key, storage in {**_storages(stored), **empty}.items():
             if storage.device.type == "cuda":
                 size = storage.nbytes()
                 self._released.append(_Released(storage, size, None if key in empty else _on_host(storage)))
@@ -73,10 +73,10 @@ class ReleasedMemory:
     def restore(self) -> None:
         """Allocate the memory again, and copy saved contents back."""
         while self._released:
-            storage, num_bytes, kept = self._released.pop()
+            storage, num_bytes, stored = self._released.pop()
             storage.resize_(num_bytes)
             memory = _bytes_of(storage)
-            memory.zero_() if kept is None else memory.copy_(kept)
+            memory.zero_() if stored is None else memory.copy_(stored)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -88,8 +88,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
 
 @torch.inference_mode()
 def _on_host(storage: UntypedStorage) -> Tensor:
-    kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-    return kept.copy_(_bytes_of(storage))
+    stored = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+    return stored.copy_(_bytes_of(storage))
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
@@ -129,7 +129,7 @@ def cache_memory(
     The largest step runs once without attention to measure its peak memory, which is reserved together with the backends'
     workspaces.
     :raises ConfigError: if the model exceeds the share without a cache."""
-    held = _most_held(model, layers, max_num_tokens, max_num_seqs)
+    held = _peak_bytes(model, layers, max_num_tokens, max_num_seqs)
     workspace = sum(backend.workspace_bytes(max_num_tokens, max_num_seqs) for by_spec in backends for backend in by_spec.values())
     free, total = torch.cuda.mem_get_info(layers.device)
     left = int(total * utilization) - (total - free) - held - workspace - _SPARE
@@ -144,7 +144,7 @@ def cache_memory(
     return left
 
 
-def _most_held(model: Model, layers: LayerSpecs, max_num_tokens: int, max_num_seqs: int) -> int:
+def _peak_bytes(model: Model, layers: LayerSpecs, max_num_tokens: int, max_num_seqs: int) -> int:
     """Return the peak memory of a step in bytes, excluding weights and KV cache."""
     device = layers.device
     torch.cuda.empty_cache()

@@ -53,8 +53,8 @@ class CompilationWatch:
     seen.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None] | None = None) -> None:
+        self._report = report
         self._names: list[str] = []
         listen(self._add)
         runtime = getattr(sys.modules.get("triton.knobs"), "runtime", None)
@@ -78,7 +78,7 @@ class CompilationWatch:
         self._names = []
         return names
 
-    def take_late(self) -> tuple[str, ...]:
+    def take_unexpected(self) -> tuple[str, ...]:
         """Return and log the names since the last call, after a step that should have needed no compilation."""
         names = self.take()
         for name in names:
@@ -87,8 +87,8 @@ class CompilationWatch:
 
     def _add(self, name: str) -> None:
         self._names.append(name)
-        if self._tell is not None:
-            self._tell(name)
+        if self._report is not None:
+            self._report(name)
 
 
 def _name(compiled: dict[str, Any]) -> str:
@@ -142,7 +142,7 @@ class ModelRunner:
         self._adapters = adapters_of(model)
         self._piecewise = PiecewiseGraphs(model, attention, self._device, ranks)
         self._adapted_graphs: GraphSet | None = None  # Graphs of steps with adapters; the others compute no adapters
-        self._adapted_pieces = PiecewiseGraphs(model, attention, self._device, ranks, self._adapters)
+        self._adapter_piecewise = PiecewiseGraphs(model, attention, self._device, ranks, self._adapters)
         self.compilations: CompilationWatch | None = None
         """Collects names of kernels compiled during a step. None before the engine is ready."""
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
@@ -154,7 +154,7 @@ class ModelRunner:
         """Capture CUDA graphs for these batch sizes and prompt lengths. max_decode_len: maximum query tokens, with drafts."""
         self._piecewise.capture(token_counts, recorder)
         if self._adapters is not None:
-            self._adapted_pieces.capture(token_counts, recorder)
+            self._adapter_piecewise.capture(token_counts, recorder)
         step = ModelStep(
             model=self._model,
             attention=self._attention,
@@ -176,7 +176,7 @@ class ModelRunner:
         """Drop all graphs and their memory; `capture` makes them again."""
         self._graphs = self._adapted_graphs = None
         self._piecewise = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks)
-        self._adapted_pieces = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks, self._adapters)
+        self._adapter_piecewise = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks, self._adapters)
 
     def forget_tokens(self) -> None:
         """Reset the last token of every row, after the steps of a warm-up."""
@@ -195,12 +195,12 @@ class ModelRunner:
         if step.restored and self._attention.states is not None:
             self._attention.states.restore(step.restored)
         graph, no_graph = self._graph(step)
-        sampling = step.rows if step.goes_on else step.rows[step.samples]
+        sampling = step.rows if step.continues else step.rows[step.samples]
         ran = self._launch(step, sampling) if graph is None else self._replay(graph, step)
         if graph is None and self._graphs is not None and not ran.piecewise and self._piecewise.largest:
             no_graph = f"more than {self._piecewise.largest} tokens"
         backends = graph.backends if graph is not None else self._attention.serving
-        compiled = self.compilations.take_late() if self.compilations is not None else ()
+        compiled = self.compilations.take_unexpected() if self.compilations is not None else ()
         extras = self._extras(ran)
         launched = Launched(
             tokens=self._results.copy(ran.tokens),
@@ -343,8 +343,8 @@ class ModelRunner:
             rows = [(first, upload(given, self._device)) for first, given in step.embedded]
             with rows_with(self._adapters, slots):
                 return self._model(input_ids, positions, self._attention, rows), False  # type: ignore[call-arg]
-        pieces = self._piecewise if slots is None else self._adapted_pieces
-        if self._graphs is not None and (hidden := pieces.run(input_ids, positions, slots)) is not None:
+        segments = self._piecewise if slots is None else self._adapter_piecewise
+        if self._graphs is not None and (hidden := segments.run(input_ids, positions, slots)) is not None:
             return hidden, True
         with rows_with(self._adapters, slots):
             return self._model(input_ids, positions, self._attention), False

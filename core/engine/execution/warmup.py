@@ -132,7 +132,7 @@ class WarmUp:
             samples=numpy.ones(len(rows), dtype=numpy.bool_),
             token_ids=numpy.zeros(sum(query_lens), dtype=numpy.int64),
             state_indices=numpy.zeros(len(rows), dtype=numpy.int32),
-            goes_on=False,
+            continues=False,
             verifies=num_drafts > 0,
             started=tuple(StartedRow(row, _SAMPLED[(first + row) % len(_SAMPLED)], 0) for row in rows.tolist()),
             new_pages=tuple(

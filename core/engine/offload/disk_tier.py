@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.data.page_mover import KeptPage, PageMover, PageName, Pending
+from headway.core.engine.data.page_mover import PageMover, PageName, Pending, StoredPage
 from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.offload.costs import OffloadFailures
 from headway.core.engine.offload.host_tier import HostTiers
@@ -33,8 +33,8 @@ class DiskTier:
         self._stats = stats
         self._failures = failures
         self._names: OrderedDict[PageName, None] = OrderedDict.fromkeys(mover.stored)
-        self._unread: list[KeptPage] = []  # Copied out since the last flush: the step that computed them may be unread
-        self._unwritten: list[KeptPage] = []
+        self._unread: list[StoredPage] = []  # Copied out since the last flush: the step that computed them may be unread
+        self._unwritten: list[StoredPage] = []
         self._storing: list[tuple[Pending[frozenset[PageName]], list[PageName]]] = []
         self._fetching: list[tuple[Pending[frozenset[PageName]], list[PageName]]] = []
         self._abandoned: set[PageName] = set()  # Pages that are being fetched although no sequence waits for them any more
@@ -49,7 +49,7 @@ class DiskTier:
         """Return whether a page is being read from disk without a sequence that waits for it."""
         return name in self._abandoned
 
-    def keep(self, page: KeptPage) -> None:
+    def keep(self, page: StoredPage) -> None:
         """Schedule a page, which is being copied into its slot, for writing to disk."""
         if not self._mover.max_stored or page.name in self._names:
             return
@@ -68,7 +68,7 @@ class DiskTier:
         self._unwritten = [page for page in self._unwritten if page.name not in gone]
         self._tier.unlock(waiting)
 
-    def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
+    def fetch(self, pages: Sequence[StoredPage]) -> Pending[frozenset[PageName]]:
         """Start reading pages into their slots, which stay locked until the read has ended. Raises what the mover raises."""
         names = [page.name for page in pages]
         pending = self._mover.fetch(pages)
@@ -207,11 +207,11 @@ class DiskStore:
         self.max_stored = max((max_bytes - others) // (page_bytes + _HEADER.size), 1)
         self._thread = ThreadPoolExecutor(1, "headway-offload")
 
-    def store(self, pages: Sequence[KeptPage]) -> Future[frozenset[PageName]]:
+    def store(self, pages: Sequence[StoredPage]) -> Future[frozenset[PageName]]:
         """Write slots to disk; see `PageMover.store`."""
         return self._thread.submit(self._each, pages, self._write, "written")
 
-    def fetch(self, pages: Sequence[KeptPage]) -> Future[frozenset[PageName]]:
+    def fetch(self, pages: Sequence[StoredPage]) -> Future[frozenset[PageName]]:
         """Read slots from disk; see `PageMover.fetch`."""
         return self._thread.submit(self._each, pages, self._read, "read")
 
@@ -230,7 +230,7 @@ class DiskStore:
     def _path(self, name: PageName) -> Path:
         return self._folder / f"{name[0]}-{name[1].hex()}.page"
 
-    def _each(self, pages: Sequence[KeptPage], work: Callable[[KeptPage], None], what: str) -> frozenset[PageName]:
+    def _each(self, pages: Sequence[StoredPage], work: Callable[[StoredPage], None], what: str) -> frozenset[PageName]:
         failed = set()
         for page in pages:
             try:
@@ -246,12 +246,12 @@ class DiskStore:
             self._warned.add(fault)
             log.warning("kv_offload_dir: a block was %s (%s); further ones are only counted", fault, self._path(name))
 
-    def _write(self, page: KeptPage) -> None:
+    def _write(self, page: StoredPage) -> None:
         parts = self._parts(page.slot)
         header = _HEADER.pack(_MAGIC, len(page.tokens), sum(map(len, parts)), _checksum(page, parts))
         write_whole(self._path(page.name), header, page.tokens, *parts, private=True)  # contains a prompt's tokens
 
-    def _read(self, page: KeptPage) -> None:
+    def _read(self, page: StoredPage) -> None:
         path, parts = self._path(page.name), self._parts(page.slot)
         try:
             with path.open("rb") as file:
@@ -285,7 +285,7 @@ def _exactly(content: bytes | memoryview, size: int) -> bytes | memoryview:
     return content
 
 
-def _checksum(page: KeptPage, parts: Sequence[memoryview]) -> bytes:
+def _checksum(page: StoredPage, parts: Sequence[memoryview]) -> bytes:
     digest = hashlib.blake2b(repr(page.name).encode() + page.tokens, digest_size=16)
     for part in parts:
         digest.update(part)

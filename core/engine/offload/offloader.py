@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.data.page_mover import STATES, KeptPage, PageMover, PageName, Pending
+from headway.core.engine.data.page_mover import STATES, PageMover, PageName, Pending, StoredPage
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.offload.costs import OffloadCosts, OffloadFailures, PrefillTimer
@@ -85,13 +85,13 @@ class Offloader:
         if digest is not None and (group, digest) not in self.tier:
             self._dirty[page] = group
 
-    def taken(self, page: int) -> None:
+    def acquired(self, page: int) -> None:
         self._dirty.pop(page, None)
 
-    def handed_out(self, page: int) -> None:
+    def allocated(self, page: int) -> None:
         group = self._dirty.pop(page, None)
         if group is not None:
-            self._keep(page, group)
+            self._mark_to_store(page, group)
 
     def forgotten(self, everywhere: bool) -> None:
         """Forget every content; see `PageKeeper`. Pages on disk may stay: their steps were read without an error."""
@@ -129,11 +129,11 @@ class Offloader:
             return False
         if self._mode == RECOMPUTE and seq.num_preemptions:
             return False
-        length = self._swapped_length(seq) or self._blocks.longest_hit(seq, partly=False, also=self._keeps)
+        length = self._swapped_length(seq) or self._blocks.longest_hit(seq, partly=False, also=self._is_stored)
         spared = length - self._blocks.longest_hit(seq, partly=True) if length else 0
         if spared <= 0:
             return False
-        names = [each for each in self._names(seq, length) if not self._pool_holds(each)]
+        names = [each for each in self._names(seq, length) if not self._is_in_pool(each)]
         if self.restores.join(seq, names):
             return True
         cost = self.costs.recompute(spared)
@@ -169,7 +169,7 @@ class Offloader:
         ready = self._blocks.num_free - len(self._dirty)
         if ready < self._lookahead:  # enough for some steps: one move of many pages costs the host less than many moves
             for _ in range(min(self._lookahead - ready + self._lookahead // 4, len(self._dirty))):
-                self._keep(*self._dirty.popitem(last=False))
+                self._mark_to_store(*self._dirty.popitem(last=False))
         self._finish_copies()
         self._move_out()
         self._stats.offload_bytes_in += self.costs.bytes_of(self.restores.move(self._mover))
@@ -236,18 +236,18 @@ class Offloader:
         swapped = self._swapped.get(seq)
         if swapped is None or self._blocks.checkpoints is None:
             return 0
-        return swapped.length if all(self._pool_holds(name) or self._keeps(*name) for name in swapped.names) else 0
+        return swapped.length if all(self._is_in_pool(name) or self._is_stored(*name) for name in swapped.names) else 0
 
     def _put_state(self, seq: Sequence, length: int) -> None:
         """Copy out a sequence's state and its partial last pages, which no prefix lookup finds, into locked slots."""
-        kept = self._blocks.checkpoints
-        assert kept is not None
+        store = self._blocks.checkpoints
+        assert store is not None
         assert seq.row is not None
         name = self._blocks.name_of_start(seq, length)
         for number, (group, table) in enumerate(zip(self._blocks.groups, seq.tables, strict=True)):
             if length % group.page_size:
                 self._put((number, name), table.pages[length // group.page_size])
-        self._put((STATES, name), kept.slots.of_row(seq.row)[seq.state_index])
+        self._put((STATES, name), store.slots.of_row(seq.row)[seq.state_index])
         self._stats.states_swapped += 1
 
     def _swap_pays(self, seq: Sequence, names: list[PageName]) -> bool:
@@ -259,13 +259,13 @@ class Offloader:
         absent = [name for name in names if name not in self.tier]
         return self.costs.copy_out(absent) + self.costs.copy_back(names) < cost
 
-    def _pool_holds(self, name: PageName) -> bool:
+    def _is_in_pool(self, name: PageName) -> bool:
         group, digest = name
         if group == STATES:
             return self._blocks.checkpoints is not None and self._blocks.checkpoints.knows(digest)
         return self._blocks.prefixes[group].index.knows(digest)
 
-    def _keeps(self, group: int, digest: bytes) -> bool:
+    def _is_stored(self, group: int, digest: bytes) -> bool:
         name = group, digest
         return (name in self.tier or name in self._disk) and not self._disk.is_abandoned(name)
 
@@ -274,20 +274,20 @@ class Offloader:
         names: list[PageName] = []
         for number, (group, prefixes) in enumerate(zip(self._blocks.groups, self._blocks.prefixes, strict=True)):
             whole = length // group.page_size
-            names += [(number, prefixes.digest(seq, place)) for place in range(group.num_behind(length), whole)]
+            names += [(number, prefixes.digest(seq, place)) for place in range(group.num_pages_before_window(length), whole)]
             if length % group.page_size:
                 names.append((number, self._blocks.name_of_start(seq, length)))
         if length and self._blocks.checkpoints is not None:
             names.append((STATES, self._blocks.name_of_start(seq, length)))
         return names
 
-    def _keep(self, page: int, group: int) -> None:
+    def _mark_to_store(self, page: int, group: int) -> None:
         index = self._blocks.prefixes[group].index
         digest = index.digest_of(page)
         assert digest is not None, "a page without a name is not dirty"
         slot = self._put((group, digest), page)
         if slot is not None:
-            self._disk.keep(KeptPage((group, digest), index.tokens_of(page), slot))
+            self._disk.keep(StoredPage((group, digest), index.tokens_of(page), slot))
 
     def _put(self, name: PageName, page: int) -> int | None:
         """Copy a page, or the state in a slot, out before the next step. Returns the tier's slot, or None without a new copy."""

@@ -18,7 +18,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.kernel import upload
 from headway.core.contract.layout import LayerCache
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.data.page_mover import STAGING_BYTES, KeptPage, LinkRates, PageName, Pending
+from headway.core.engine.data.page_mover import STAGING_BYTES, LinkRates, PageName, Pending, StoredPage
 from headway.core.engine.data.pool import PoolSize, page_memory, size_text
 from headway.core.engine.data.state_slots import StateMemory, StateSlots
 from headway.core.engine.data.step import StepInput
@@ -27,14 +27,14 @@ from headway.core.engine.offload.host_tier import HostSlots
 
 
 class _State(Enum):
-    UNDER_WAY = 0
+    IN_FLIGHT = 0
     MADE = 1
     FAILED = 2
 
 
 def _state_of(event: torch.cuda.Event) -> _State:
     try:
-        return _State.MADE if event.query() else _State.UNDER_WAY
+        return _State.MADE if event.query() else _State.IN_FLIGHT
     except RuntimeError:  # raised again when the event is waited for
         return _State.FAILED
 
@@ -47,7 +47,7 @@ class CopyInFlight:
 
     def done(self) -> bool:
         """Return whether the copies have finished or failed."""
-        return all(_state_of(event) is not _State.UNDER_WAY for event in self._events)
+        return all(_state_of(event) is not _State.IN_FLIGHT for event in self._events)
 
     def result(self) -> None:
         """Wait for the copies."""
@@ -65,13 +65,13 @@ class CopyEvents:
     """Events of pending copies, by the pages and slots that they touch."""
 
     def __init__(self) -> None:
-        self._under_way: deque[_Copied] = deque()
+        self._in_flight: deque[_Copied] = deque()
         self._of_page: dict[int, torch.cuda.Event] = {}
         self._of_slot: dict[int, torch.cuda.Event] = {}
 
     def add(self, event: torch.cuda.Event, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Record copies between these pages and slots, which are complete once the event has occurred."""
-        self._under_way.append(_Copied(event, pages, slots))
+        self._in_flight.append(_Copied(event, pages, slots))
         self._of_page.update(dict.fromkeys(pages, event))
         self._of_slot.update(dict.fromkeys(slots, event))
 
@@ -91,11 +91,11 @@ class CopyEvents:
 
     def forget_done(self) -> None:
         """Forget finished copies. A failed one stays recorded for its slots, until its error has been raised."""
-        for _ in range(len(self._under_way)):
-            copied = self._under_way.popleft()
+        for _ in range(len(self._in_flight)):
+            copied = self._in_flight.popleft()
             state = _state_of(copied.event)
-            if state is _State.UNDER_WAY:
-                self._under_way.append(copied)
+            if state is _State.IN_FLIGHT:
+                self._in_flight.append(copied)
                 continue
             for page in copied.pages:
                 if self._of_page.get(page) is copied.event:
@@ -264,11 +264,11 @@ class PageCopier:
         pages = self._transfers.move_back(moves)
         return CopyInFlight(pages, self._states.move_back(states) if self._states is not None else None)
 
-    def store(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
+    def store(self, pages: Sequence[StoredPage]) -> Pending[frozenset[PageName]]:
         assert self._disk is not None
         return self._disk.store(pages)
 
-    def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
+    def fetch(self, pages: Sequence[StoredPage]) -> Pending[frozenset[PageName]]:
         assert self._disk is not None
         return self._disk.fetch(pages)
 

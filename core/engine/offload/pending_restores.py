@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.prefix_lookup import packed
-from headway.core.engine.data.page_mover import STATES, KeptPage, PageMover, PageName, Pending
+from headway.core.engine.data.page_mover import STATES, PageMover, PageName, Pending, StoredPage
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.offload.costs import OffloadFailures
@@ -31,7 +31,7 @@ class Restore:
     """(slot of the host tier, slot of the device) for the state, if one is restored."""
     names: list[PageName]
     """Names of the restored pages and state, locked until the restore ends."""
-    to_fetch: list[KeptPage]
+    to_fetch: list[StoredPage]
     """Pages to read from disk. Read after the step's copies, because such a copy may still target the same slot."""
     fetching: Pending[frozenset[PageName]] | None = None
     """The pending disk read, if any."""
@@ -68,10 +68,10 @@ class PendingRestores:
         return [restore.seq for restore in self._restores]
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
-        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False without room. spared: see
-        Restore."""
-        kept = self._blocks.checkpoints
-        if kept is not None and not kept.has_slot_for(self._blocks.name_of_start(seq, length)):
+        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False if there is no room.
+        spared: number of tokens, see Restore."""
+        saved = self._blocks.checkpoints
+        if saved is not None and not saved.has_slot_for(self._blocks.name_of_start(seq, length)):
             self._failures.count("without a free slot for their state", len(names))
             return False
         on_disk = [name for name in names if name not in self._tier]
@@ -86,7 +86,7 @@ class PendingRestores:
             slot = self._tier.put(name)
             assert slot is not None, "there was a slot that is not locked"
             size, place = self._blocks.groups[name[0]].page_size, place_of[name].place
-            to_fetch.append(KeptPage(name, packed(seq.token_ids[place * size : (place + 1) * size]), slot))
+            to_fetch.append(StoredPage(name, packed(seq.token_ids[place * size : (place + 1) * size]), slot))
         moves = [(self._slot(name), each.page) for name, each in zip(names, made, strict=True)]
         num_pages = sum(each.group != STATES for each in made)
         self._restores.append(Restore(seq, length, spared, moves[:num_pages], moves[num_pages:], names, to_fetch))
@@ -144,15 +144,15 @@ class PendingRestores:
                 self._came(restore)
 
     def _came(self, restore: Restore) -> None:
-        seq, kept = restore.seq, self._blocks.checkpoints
+        seq, saved = restore.seq, self._blocks.checkpoints
         seq.num_computed = restore.length
         self._blocks.advance(seq)
         self._stats.offload_hits += restore.spared
         self._stats.states_restored += len(restore.states)
-        if kept is not None and restore.length % kept.interval == 0:
+        if saved is not None and restore.length % saved.interval == 0:
             assert seq.held_state is not None
             digest = self._blocks.name_of_start(seq, restore.length)
-            kept.came_back(digest, seq.held_state)
+            saved.publish_restored(digest, seq.held_state)
         self._end(restore)
 
     def take_returned(self) -> list[Sequence]:

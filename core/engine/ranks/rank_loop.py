@@ -119,8 +119,8 @@ def _beat(progress: LifeSigns, parent: int) -> None:
 
 def _failed(error: BaseException) -> RankFailed:
     from headway.core.contract.errors import HeadwayError
-    from headway.core.engine.ranks.torch_ranks import MeetingError
+    from headway.core.engine.ranks.torch_ranks import CollectiveError
 
     text = " ".join(str(error).split())
     named = text if isinstance(error, HeadwayError) else system_error_text(error) or f"{type(error).__name__}: {text}"
-    return RankFailed(named, isinstance(error, MeetingError), traceback.format_exc())
+    return RankFailed(named, isinstance(error, CollectiveError), traceback.format_exc())

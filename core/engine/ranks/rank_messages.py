@@ -25,7 +25,7 @@ _ELSEWHERE: Final = "rank 0 has it"  # Replaces logits processors, which only ra
 def encode(step: StepInput) -> bytes:
     """Encode a step's input as bytes. A decode of 64 sequences takes about 600."""
     rows = step.started or step.copies or step.restored or len(step.checkpoints) or not step.samples.all() or step.embedded
-    if not step.goes_on or rows or step.shows_logits or step.adapters is not None or step.adapter_loads:
+    if not step.continues or rows or step.shows_logits or step.adapters is not None or step.adapter_loads:
         return bytes((_PICKLED,)) + pickle.dumps(_portable(step), pickle.HIGHEST_PROTOCOL)
     states = step.state_indices is not None
     pages: list[int] = []
@@ -49,7 +49,7 @@ def decode(message: bytes) -> StepInput:
     count, states, num_pages = numbers[:3].tolist()
     arrays = numbers[3 : 3 + (2 + states) * count].reshape(2 + states, count)
     pages = numbers[len(numbers) - num_pages :].tolist()
-    return StepInput.going_on(arrays[0], arrays[1], _pages_of(pages), arrays[2] if states else None)
+    return StepInput.continuing(arrays[0], arrays[1], _pages_of(pages), arrays[2] if states else None)
 
 
 def _pages_of(numbers: list[int]) -> tuple[NewPages, ...]:

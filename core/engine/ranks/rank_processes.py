@@ -65,13 +65,13 @@ class RankWatch:
         """ranks: all except rank 0. own: rank 0's heartbeat and progress."""
         self._ranks = ranks
         self._own = own
-        self._heard: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # (rank, message), with None for the end of a rank's wire
+        self._received: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # (rank, message), with None for the end of a rank's wire
         self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()  # Messages for the start; None if a rank is lost
         self._guard = Lock()
         self._lost: str | None = None
         self._settled = Event()  # Set when a fault has been reported or the ranks have been stopped
         self._ended = False
-        self._tell: list[Callable[[ExecutorLostError], None]] = []
+        self._callbacks: list[Callable[[ExecutorLostError], None]] = []
         self.abort: Callable[[], None] | None = None
         """Makes rank 0's waiting collective calls fail."""
         self.ready = False
@@ -111,13 +111,13 @@ class RankWatch:
         self.next_message()
         return outcome.result()
 
-    def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
+    def call_when_lost(self, callback: Callable[[ExecutorLostError], None]) -> None:
         """Call a function, in a watchdog thread, when a rank is lost; at once if one is lost already."""
         with self._guard:
-            self._tell.append(tell)
+            self._callbacks.append(callback)
             lost = self.lost
         if lost is not None:
-            tell(lost)
+            callback(lost)
 
     def explain(self, error: BaseException, of_another: bool) -> ExecutorLostError:
         """Stop the ranks after a failure of rank 0, and return the first cause.
@@ -131,7 +131,7 @@ class RankWatch:
         with self._guard:
             self._ended = True
         self._settled.set()
-        self._heard.put((0, None))
+        self._received.put((0, None))
         for each in self._ranks:
             each.wire.close()
         until = time.monotonic() + _END_SECONDS
@@ -143,14 +143,14 @@ class RankWatch:
     def _listen(self, rank: RankProcess) -> None:
         with suppress(EOFError, OSError, ValueError):
             while True:
-                self._heard.put((rank.rank, rank.wire.receive()))
-        self._heard.put((rank.rank, None))
+                self._received.put((rank.rank, rank.wire.receive()))
+        self._received.put((rank.rank, None))
 
     def _watch(self) -> None:
         silence = _Silence(self._ranks, self._own)
         while not self._settled.is_set():
             try:
-                rank, message = self._heard.get(timeout=_TICK)
+                rank, message = self._received.get(timeout=_TICK)
             except Empty:
                 stuck = silence.look(ready=self.ready)
                 if stuck is not None:
@@ -176,7 +176,7 @@ class RankWatch:
             elif message is None and rank and rank not in noticed:
                 return self._death(rank)
             try:
-                rank, message = self._heard.get(timeout=max(0.0, until - time.monotonic()))
+                rank, message = self._received.get(timeout=max(0.0, until - time.monotonic()))
             except Empty:
                 return next(iter(noticed.values()))
 
@@ -202,7 +202,7 @@ class RankWatch:
                 return
             text = f"rank {fault.rank} of {len(self._ranks) + 1} failed {fault.where}: {fault.cause}"
             self._lost = f"{text}; all ranks have been ended, and the engine with them"
-            tell = list(self._tell)
+            callback = list(self._callbacks)
         if self.ready:  # before that, the caller that starts the ranks reports it
             log.error("%s", text)
         if fault.traceback:
@@ -213,7 +213,7 @@ class RankWatch:
                 self.abort()
         self._messages.put(None)
         self._settled.set()
-        for each in tell:
+        for each in callback:
             each(ExecutorLostError(self._lost))
 
     def _kill(self) -> None:
@@ -315,11 +315,11 @@ class RankProcesses:
             need = "options that can be handed to another process, such as classes and functions of a module"
             raise ConfigError(f"tensor_parallel_size={self.size}", need, str(error)) from error
         try:
-            return self._meet(made)
+            return self._join_group(made)
         except RuntimeError as error:  # raised by torch if a rank ended while joining
             self.fail(error)
 
-    def _meet(self, made: bytes) -> TorchRanks:
+    def _join_group(self, made: bytes) -> TorchRanks:
         """Send the processes their start messages, and make the group with them. made: a pickled `MakeRank`."""
         import torch
 
@@ -379,22 +379,22 @@ class RankProcesses:
     def fail(self, error: BaseException) -> NoReturn:
         """Stop all ranks after a failure of rank 0. :raises ExecutorLostError: always, with the first failed rank and the
         cause."""
-        from headway.core.engine.ranks.torch_ranks import MeetingError
+        from headway.core.engine.ranks.torch_ranks import CollectiveError
 
         if isinstance(error, ExecutorLostError):
             raise error
-        raise self._watch.explain(error, isinstance(error, MeetingError)) from error
+        raise self._watch.explain(error, isinstance(error, CollectiveError)) from error
 
-    def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
+    def call_when_lost(self, callback: Callable[[ExecutorLostError], None]) -> None:
         """Call a bound method, in a watchdog thread, when a rank is lost, unless its object no longer exists."""
-        method = weakref.WeakMethod(tell)
+        method = weakref.WeakMethod(callback)
 
-        def tell_if_there(lost: ExecutorLostError) -> None:
+        def report_if_alive(lost: ExecutorLostError) -> None:
             found = method()
             if found is not None:
                 found(lost)
 
-        self._watch.call_when_lost(tell_if_there)
+        self._watch.call_when_lost(report_if_alive)
 
     def end(self) -> None:
         """Stop all ranks, and wait until they have exited."""

@@ -75,8 +75,8 @@ class RankedExecutor(LocalExecutor):
         """:raises ExecutorLostError: always, because every failure ends the engine."""
         self._processes.fail(error)
 
-    def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
-        self._processes.call_when_lost(tell)
+    def call_when_lost(self, callback: Callable[[ExecutorLostError], None]) -> None:
+        self._processes.call_when_lost(callback)
 
     def shutdown(self) -> None:
         self._processes.end()

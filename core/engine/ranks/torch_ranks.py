@@ -25,12 +25,12 @@ BYTES: Final = CountAxis("bytes", SIZES, nearest=True)
 
 
 def fastest_sum(times: AxisTimes, num_bytes: int, names: Sequence[str]) -> str:
-    """Return the kernel that sums this many bytes fastest; the last of `names`, which takes any tensor, if none was measured."""
+    """Return the fastest all-reduce kernel for this many bytes; the last of `names`, which sums any tensor, if none was timed."""
     return times.fastest(num_bytes, names) or names[-1]
 
 
 def describe_sums(times: AxisTimes) -> str:
-    """Return in words the kernel that sums each range of sizes."""
+    """Return a description of the all-reduce kernel for each range of sizes."""
     changes = BYTES.changes(lambda num_bytes: fastest_sum(times, num_bytes, list(times.us)))
     return BYTES.describe(changes, times.source)
 
@@ -38,17 +38,17 @@ def describe_sums(times: AxisTimes) -> str:
 LOOPBACK: Final = "127.0.0.1"
 _FOREVER: Final = timedelta(days=7)  # Timeout of a call: long, since logits processors may be slow; the watchdog finds hangs
 _NCCL: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Environment variables, set unless they are set already. torch must not end a process whose other ranks are gone: the engine
-does. NCCL must not use NVLink multicast, which the fabric of some machines does not give to a process."""
-_JOIN: Final = timedelta(seconds=60)  # Longest wait of ranks for one another when the group is made
+"""Defaults of environment variables. torch must not end a process whose other ranks have ended: the engine does. NCCL must not
+use NVLink multicast, which the fabric of some machines does not grant to a process."""
+_JOIN: Final = timedelta(seconds=60)  # Maximum wait for the other ranks when the group is made
 
 
-class MeetingError(HeadwayError):
+class CollectiveError(HeadwayError):
     """Failure of a collective call, usually because another rank has ended."""
 
 
 class GroupAllReduce(AllReduceKernel):
-    """Sums by a process group of torch: of any tensor."""
+    """All-reduce by a torch process group, for any tensor."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group.process_group
@@ -58,7 +58,7 @@ class GroupAllReduce(AllReduceKernel):
         return cls(group)
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        _meet(lambda: self._group.allreduce([x]))
+        _collective(lambda: self._group.allreduce([x]))
         return x if onto is None else onto.add_(x)
 
     def abort(self) -> None:
@@ -66,14 +66,14 @@ class GroupAllReduce(AllReduceKernel):
 
 
 class Gloo(GroupAllReduce):
-    """Sums by gloo, on a CPU."""
+    """All-reduce by gloo, on a CPU."""
 
     name = "gloo"
     capabilities = AllReduceCapabilities(devices=("cpu",))
 
 
 class Nccl(GroupAllReduce):
-    """Sums by NCCL."""
+    """All-reduce by NCCL."""
 
     name = "nccl"
     capabilities = AllReduceCapabilities()
@@ -94,7 +94,8 @@ class TorchRanks:
         self.device = device
         self.group = RankGroup(rank, size, device, store, self._group)
         self.sums: Sequence[AllReduceKernel] = [(Gloo if device.type == "cpu" else Nccl)(self.group)]
-        """Kernels, the process group's last: the first that takes a tensor sums it, unless `times` know a faster one."""
+        """All-reduce kernels, the process group's last. The first that supports a tensor is used, unless `times` has
+        a faster one."""
         self.times: AxisTimes | None = None
         self._chosen: dict[tuple[int, torch.dtype], AllReduceKernel] = {}
 
@@ -110,7 +111,7 @@ class TorchRanks:
         return kernel(x, onto)
 
     def sum_by(self, sums: Sequence[AllReduceKernel], times: AxisTimes | None) -> None:
-        """Sum by these kernels from now on, before any graph is captured. sums: see `sums`. times: None takes their order."""
+        """Use these all-reduce kernels from now on. Call it before any graph is captured. times: None tries them in order."""
         self.sums = sums
         self.times = times
         self._chosen.clear()
@@ -118,7 +119,7 @@ class TorchRanks:
     def all_gather(self, x: Tensor) -> Tensor:
         self._progress.call()
         out = x.new_empty((self.size, *x.shape))
-        _meet(lambda: self._group._allgather_base(out.view(-1), x.reshape(-1)))
+        _collective(lambda: self._group._allgather_base(out.view(-1), x.reshape(-1)))
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class TorchRanks:
         self._progress.call()
         options = BroadcastOptions()
         options.rootRank = 0
-        _meet(lambda: self._group.broadcast([x], options))
+        _collective(lambda: self._group.broadcast([x], options))
         return x
 
     def abort(self) -> None:
@@ -136,11 +137,11 @@ class TorchRanks:
             each.abort()
 
 
-def _meet(call: Callable[[], Any]) -> None:
+def _collective(call: Callable[[], Any]) -> None:
     try:
         call().wait()
     except RuntimeError as error:
-        raise MeetingError(f"ranks: {' '.join(str(error).split())}") from error
+        raise CollectiveError(f"ranks: {' '.join(str(error).split())}") from error
 
 
 def make_store(size: int) -> Any:
@@ -167,7 +168,7 @@ def _joined(store: Store, rank: int, size: int, device: torch.device) -> Any:
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = _FOREVER
         group: Any = dist.ProcessGroupNCCL(store, rank, size, nccl)
-        group.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks, and waits forever for one that is gone
+        group.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks, and waits forever for one that has ended
         torch.cuda.synchronize(device)
         return group
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

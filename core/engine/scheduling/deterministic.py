@@ -25,7 +25,10 @@ log = logging.getLogger("headway")
 
 
 def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig) -> EngineConfig:
-    """Pin one backend and turn the prefix cache off. states: the layers with a state. :raises ConfigError: unsuitable layers."""
+    """Pin one backend and disable the prefix cache. states: layers with a state.
+
+    :raises ConfigError: if layers are unsuitable.
+    """
     if states:
         need = "layers with keys and values alone: no state backend keeps a sequence's bits in any batch"
         raise ConfigError("deterministic", need, states[0].spec, "leave deterministic out")
@@ -38,17 +41,17 @@ def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[Sta
 
 
 def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendRequest:
-    """--attn-backend with each auto replaced by one backend, the first by rank in decode that declares to be batch invariant.
+    """Return --attn-backend with each auto replaced by one backend: the best-ranked decode backend that is batch-invariant.
 
-    PREFILL and EXTEND always get the same one, because the phase of a step of prompts depends on the rest of the step. If no
-    backend is suitable, the request is returned unchanged, and the selector's error gives the reasons.
+    PREFILL and EXTEND always get the same backend, because a prompt step's phase depends on the rest of the step. If no backend
+    is suitable, the request is returned unchanged, and the selector's error gives the reasons.
     """
-    asked = config.backend_request
-    if not asked.auto_phases or not layers.cached:
-        return asked
+    requested = config.backend_request
+    if not requested.auto_phases or not layers.cached:
+        return requested
     kernels = source.of(ATTENTION)
     for name in kernels.rank(layers.cached[0], Phase.DECODE, list(kernels.entries)):
-        prefill, decode = (name if each == AUTO else each for each in (asked.prefill, asked.decode))
+        prefill, decode = (name if each == AUTO else each for each in (requested.prefill, requested.decode))
         pinned = BackendRequest(prefill, decode)
         try:
             Selector(
@@ -57,22 +60,22 @@ def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendReq
         except UnsupportedError:
             continue
         return pinned
-    return asked
+    return requested
 
 
 class IndependentScheduler(Scheduler):
-    """Takes every sequence through the same steps, whatever other sequences run.
+    """Scheduler that runs every sequence through the same steps, whatever other sequences run.
 
-    A prompt's chunks have a fixed size, half the token budget, which leaves room for decodes; a chunk that does not fit waits as
-    a whole. A sequence is admitted once the pool has room for all of it. Nothing is preempted, because a preempted sequence would
-    recompute decoded tokens as a prompt, with other bits.
+    A prompt's chunks have a fixed size: half the token budget, which leaves room for decodes. A chunk that does not fit waits as
+    a whole. A sequence is admitted once the pool has pages for its maximum length. Nothing is preempted: a preempted sequence
+    would recompute decoded tokens as a prompt, with different bits.
     """
 
     def _num_tokens(self, seq: Sequence, budget: int) -> int:
         count = min(seq.num_to_compute, self._chunk) if self.enable_chunked_prefill else seq.num_to_compute
         return count if count <= budget else 0
 
-    def _tokens_to_hold(self, seq: Sequence, count: int) -> int:
+    def _tokens_to_reserve(self, seq: Sequence, count: int) -> int:
         return max(count, seq.max_len - seq.num_computed)
 
     @property

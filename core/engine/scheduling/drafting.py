@@ -13,7 +13,7 @@ from headway.core.engine.data.config import MAX_DRAFT_TOKENS
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.data.step import ScheduledStep
-from headway.core.speculation.proposers import PLAIN, UNGUESSED, WIDTHS, StepTimes, size_class, width_of
+from headway.core.speculation.proposers import NO_DRAFTS, PLAIN, WIDTHS, StepTimes, size_class, width_of
 
 log = logging.getLogger("headway")
 
@@ -28,11 +28,11 @@ _SHORT_REST, _LONG_REST = 4, 64
 that half of its drafts are accepted, so it takes at most twice as long as a plain step: one in 64 costs less than 2 %."""
 _REFUSED = 32  # Trials refused because of step times, after which these times are measured anew
 
-COSTLY, NO_GUESS, MEASURING = "costs more than it gains", "no guess", "measuring steps without"
+COSTLY, NOTHING_FOUND, MEASURING = "costs more than it gains", "no guess", "measuring steps without"
 
 
 @dataclass(slots=True)
-class _GuessRecord:
+class _DraftRecord:
     proposer: SequenceProposer | None  # The proposer of this sequence. None if it has raised
     share: float = 0.0  # Running mean of acceptance after accepted drafts; a draft not found counts as rejected
     seen: int = 0  # Draft tokens in that mean
@@ -58,7 +58,7 @@ class Drafting:
         self._times = times
         self._at_once = proposer if isinstance(proposer, BatchProposer) else None  # an isinstance check in every step costs 10 us
         self._widths = sorted({*(width for width in WIDTHS if width <= most), most + 1})
-        self._known: dict[Sequence, _GuessRecord] = {}
+        self._known: dict[Sequence, _DraftRecord] = {}
         self._acceptance = FIRST_ACCEPTANCE
         self._seen = _PRIOR  # Acceptance over all sequences, assumed for a new one; and the draft tokens in that mean
         self._resting = 0
@@ -116,25 +116,25 @@ class Drafting:
             if best == PLAIN:
                 return self._start_rest(count, COSTLY)
             most = best - 1
-        guesses = self._guesses(ready, known, most)
-        for each, guess in zip(known, guesses, strict=True):
-            if not guess:
+        proposed = self._propose_all(ready, known, most)
+        for each, draft in zip(known, proposed, strict=True):
+            if not draft:
                 self._learn(each, 0, 1)
-        if not any(guesses):
-            return NO_GUESS
+        if not any(proposed):
+            return NOTHING_FOUND
         if times is not None:
             if self._measuring:
-                if times.is_measured(count, width_of(max(map(len, guesses)) + 1)):  # too few drafts for the unknown width
+                if times.is_measured(count, width_of(max(map(len, proposed)) + 1)):  # too few drafts for the unknown width
                     self._refuse(times, count)
                     most = 0
-            elif any(len(guess) < most for guess in guesses):
-                most = self._best(seconds, likely, [len(guess) for guess in guesses]) - 1
+            elif any(len(draft) < most for draft in proposed):
+                most = self._best(seconds, likely, [len(draft) for draft in proposed]) - 1
             if most < 1:
                 return self._start_rest(count, COSTLY)
             if not self._trial:  # a trial has yet to show that drafts are accepted
                 self._rest = _SHORT_REST
-        for seq, guess in zip(ready, guesses, strict=True):
-            seq.draft_token_ids = guess[:most]
+        for seq, draft in zip(ready, proposed, strict=True):
+            seq.draft_token_ids = draft[:most]
         return ""
 
     def _best(self, seconds: Mapping[int, float], likely: list[float], most: list[int]) -> int:
@@ -172,7 +172,7 @@ class Drafting:
         self._rest_reason = reason
         return reason
 
-    def _of(self, seq: Sequence) -> _GuessRecord:
+    def _of(self, seq: Sequence) -> _DraftRecord:
         known = self._known.get(seq)
         if known is None:
             proposer: SequenceProposer | None = None
@@ -180,29 +180,29 @@ class Drafting:
                 proposer = self._proposer.begin(seq.num_prompt_tokens)
             except (Exception, SystemExit) as error:
                 self._failed(seq, error)
-            known = self._known[seq] = _GuessRecord(proposer)
+            known = self._known[seq] = _DraftRecord(proposer)
         return known
 
-    def _guesses(self, ready: list[Sequence], known: list[_GuessRecord], most: int) -> list[list[int]]:
+    def _propose_all(self, ready: list[Sequence], known: list[_DraftRecord], most: int) -> list[list[int]]:
         if self._at_once is None:
-            return [self._guess(seq, each, most) for seq, each in zip(ready, known, strict=True)]
+            return [self._propose(seq, each, most) for seq, each in zip(ready, known, strict=True)]
         counts = [max(min(most, seq.max_len - seq.num_tokens - 1), 0) for seq in ready]
         return self._at_once.propose_batch([seq.token_ids for seq in ready], counts)
 
-    def _guess(self, seq: Sequence, known: _GuessRecord, most: int) -> list[int]:
+    def _propose(self, seq: Sequence, known: _DraftRecord, most: int) -> list[int]:
         """Return the proposer's drafts. A proposer that raises or returns invalid ids is not called for this sequence again."""
         most = min(most, seq.max_len - seq.num_tokens - 1)
         if known.proposer is None or most < 1:
             return []
         try:
-            guess = list(known.proposer.propose(seq.token_ids, most))[:most]
-            if not all(0 <= token < self._vocab_size for token in guess):
-                raise ValueError(f"token ids from 0 to {self._vocab_size - 1} are needed, got {guess}")
+            draft = list(known.proposer.propose(seq.token_ids, most))[:most]
+            if not all(0 <= token < self._vocab_size for token in draft):
+                raise ValueError(f"token ids from 0 to {self._vocab_size - 1} are needed, got {draft}")
         except (Exception, SystemExit) as error:  # any error of a plugin
             known.proposer = None
             self._failed(seq, error)
             return []
-        return guess
+        return draft
 
     def _failed(self, seq: Sequence, error: BaseException) -> None:
         log.warning("speculation: request %s continues without drafts, because its proposer raised %r", seq.request_id, error)
@@ -213,7 +213,7 @@ class Drafting:
         if known is not None:
             self._learn(known, accepted, int(accepted < drafts))
 
-    def _learn(self, known: _GuessRecord, held: int, failed: int) -> None:
+    def _learn(self, known: _DraftRecord, held: int, failed: int) -> None:
         for hit in (1.0,) * held + (0.0,) * failed:
             known.seen = min(known.seen + 1, _MEMORY)
             self._seen = min(self._seen + 1, _LONG_MEMORY)
@@ -226,7 +226,7 @@ class Drafting:
         drafts = max((each.num_draft_tokens for each in step.individual), default=0)  # members of the decode batch have no drafts
         reason = self._reason
         self._reason = ""
-        width = width_of(drafts + 1) if drafts else UNGUESSED if reason is NO_GUESS else PLAIN
+        width = width_of(drafts + 1) if drafts else NO_DRAFTS if reason is NOTHING_FOUND else PLAIN
         decodes = bool(step) and all(
             each.num_new_tokens == each.num_draft_tokens + 1 and each.context_len for each in step.individual
         )

@@ -24,7 +24,7 @@ from headway.core.engine.scheduling.drafting import Drafting
 
 log = logging.getLogger("headway")
 
-_turn = attrgetter("turn")
+_queue_key = attrgetter("queue_key")
 _FARTHEST = 1024  # Maximum number of waiting sequences examined if earlier ones lack adapter slots
 
 
@@ -70,7 +70,7 @@ class Scheduler:
         stats: EngineStats | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """by_priority: True to order by `Sequence.turn`, else by arrival. offloader: saves pages outside the pool. stats: counts
+        """by_priority: True to order by `queue_key`, else by arrival. offloader: saves pages outside the pool. stats: counts
         admissions and preemptions. adapters: adapters that sequences may use, or None."""
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -111,13 +111,13 @@ class Scheduler:
         """Queue sequences before all others that wait; with priorities, before all others of the same priority."""
         if self._by_priority:
             for seq in seqs:
-                insort(self.waiting, seq, key=_turn)
+                insort(self.waiting, seq, key=_queue_key)
         else:
             self.waiting.extendleft(reversed(seqs))
 
     def _insert(self, queue: deque[Sequence] | list[Sequence], seq: Sequence) -> None:
         if self._by_priority:
-            insort(queue, seq, key=_turn)
+            insort(queue, seq, key=_queue_key)
         else:
             queue.append(seq)
 
@@ -147,7 +147,7 @@ class Scheduler:
             seq = self._batch.members[place]
             if seq.num_computed >= seq.max_len - 1:  # its last token is pending
                 last.append(seq)
-            elif self.blocks.reserve(seq, self._tokens_to_hold(seq, 1)):
+            elif self.blocks.reserve(seq, self._tokens_to_reserve(seq, 1)):
                 self._batch.renew(place)
             else:
                 return False
@@ -165,7 +165,7 @@ class Scheduler:
             self._admit_waiting(plan)
         self._batch.add(plan.joining)
         for prompt in plan.prompts:
-            self.blocks.keep_states(prompt.seq, prompt.num_new_tokens)
+            self.blocks.reserve_states(prompt.seq, prompt.num_new_tokens)
         return ScheduledStep(plan.prompts + plan.decodes, self._batch)
 
     def _continue_running(self, plan: _StepPlan, batching: bool) -> bool:
@@ -176,11 +176,11 @@ class Scheduler:
             position += 1
             if seq.in_decode_batch:
                 continue
-            if batching and seq.goes_on() and seq.newest_at == seq.num_computed:
+            if batching and seq.continues() and seq.newest_at == seq.num_computed:
                 plan.joining.append(seq)
                 plan.budget -= 1
                 continue
-            self._fit_uncut_prompt(plan, seq)
+            self._fit_whole_prompt(plan, seq)
             count = self._num_tokens(seq, plan.budget)
             if count:
                 scheduled = self._make_room(plan, seq, count, batching)
@@ -197,13 +197,13 @@ class Scheduler:
         room.
         Returns None without free pages; without batching, the sequence itself was preempted."""
         drafts = seq.num_drafts(plan.budget - count) if seq.draft_token_ids else 0
-        while not self.blocks.reserve(seq, self._tokens_to_hold(seq, count + drafts)):
+        while not self.blocks.reserve(seq, self._tokens_to_reserve(seq, count + drafts)):
             if drafts:
                 drafts = 0
                 seq.draft_token_ids = []  # drafts must not evict other sequences
             elif batching:
                 return None
-            elif not self._take_pages_of_waiting():
+            elif not self._preempt_waiting():
                 plan.admits = False
                 if self._preempt_last() is seq:
                     return None
@@ -221,14 +221,14 @@ class Scheduler:
             if self.offloader is not None and not took_pages and self.offloader.restore(seq):
                 del self.waiting[place]
                 continue
-            self._fit_uncut_prompt(plan, seq)
+            self._fit_whole_prompt(plan, seq)
             count = self._admit(seq, plan.budget)
             if count:
                 if passed is not None and seq.adapter is not None:
                     passed.num_passed += 1
                 self._start(seq, place)
                 plan.add(ScheduledSequence(seq, count, seq.num_computed, count == seq.num_to_compute))
-            elif self.running or self.restoring or not self._take_pages_of_waiting():
+            elif self.running or self.restoring or not self._preempt_waiting():
                 return
             else:
                 took_pages = True  # so that the freed pages are not used for a restore
@@ -239,7 +239,7 @@ class Scheduler:
             spared = seq.num_computed if seq.tables else self.blocks.attach_prefix(seq, partly)
             count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
             able = count == wanted or (self.enable_chunked_prefill and self.blocks.has_room(seq, wanted))
-            if count and able and self.blocks.reserve(seq, self._tokens_to_hold(seq, count)):
+            if count and able and self.blocks.reserve(seq, self._tokens_to_reserve(seq, count)):
                 if seq.num_preemptions == 0:
                     seq.num_cached_tokens = spared
                     seq.admitted_time = time.perf_counter()
@@ -277,16 +277,16 @@ class Scheduler:
             return 0
         return self.blocks.whole_chunk(seq, self.blocks.fitting(seq, min(seq.num_to_compute, budget)))
 
-    def _fit_uncut_prompt(self, plan: _StepPlan, seq: Sequence) -> None:
+    def _fit_whole_prompt(self, plan: _StepPlan, seq: Sequence) -> None:
         """Raise the budget for a prompt that must not be split if the step is empty, even if steps shrank for lack of memory."""
         if not self.enable_chunked_prefill and plan.empty:
             plan.budget = max(plan.budget, seq.num_to_compute)
 
-    def _tokens_to_hold(self, seq: Sequence, count: int) -> int:
+    def _tokens_to_reserve(self, seq: Sequence, count: int) -> int:
         """Return how many tokens, from the next on, a sequence must hold pages for when a step computes `count` of them."""
         return count
 
-    def _take_pages_of_waiting(self) -> bool:
+    def _preempt_waiting(self) -> bool:
         """Free the pages of one waiting sequence. Returns False if none has any."""
         if self.offloader is None:
             return False
@@ -301,7 +301,7 @@ class Scheduler:
         self._preempt(seq, RECOMPUTE if self.offloader is None else self.offloader.preempt(seq))
         return seq
 
-    def compute_again(self, seqs: list[Sequence]) -> None:
+    def recompute(self, seqs: list[Sequence]) -> None:
         """Restart the running ones among `seqs`: a step that failed half way may have advanced their states."""
         self.dissolve_batch()
         for seq in reversed([each for each in self.running if each in seqs]):
@@ -337,7 +337,7 @@ class Scheduler:
             if seq.prefix_copies:
                 self.blocks.copies_launched(seq)
             if count > 1 or seq.restored_from is not None:
-                self.blocks.states_kept(seq)
+                self.blocks.publish_states(seq)
             if samples:
                 seq.num_pending += 1
                 seq.newest_at = context_len + count

@@ -204,16 +204,16 @@ def _without_states(step: ScheduledStep, groups: Items[CacheGroup]) -> StepInput
     started: list[StartedRow] = []
     new_pages: list[NewPages] = []
     for seq in step.changed:
-        _tell(seq, started, new_pages)
+        _collect_changes(seq, started, new_pages)
     if not step.individual:
-        return StepInput.going_on(step.rows, step.context_lens, tuple(new_pages))
+        return StepInput.continuing(step.rows, step.context_lens, tuple(new_pages))
     copies: list[PageCopy] = []
     token_ids: list[int] = []
     embedded: list[tuple[int, Tensor]] = []
     num_newest = len(step.members)
     for seq, count, context_len, _, drafts in step.individual:
         if seq.table_changes:
-            _tell(seq, started, new_pages)
+            _collect_changes(seq, started, new_pages)
         if seq.prefix_copies:
             for group, source, size in seq.prefix_copies:
                 target = seq.tables[group].pages[context_len // groups[group].page_size]
@@ -235,14 +235,14 @@ def _without_states(step: ScheduledStep, groups: Items[CacheGroup]) -> StepInput
 def _with_members(
     step: ScheduledStep,
     token_ids: list[int],
-    goes_on: bool,
+    continues: bool,
     started: tuple[StartedRow, ...],
     new_pages: tuple[NewPages, ...],
     copies: tuple[PageCopy, ...],
 ) -> StepInput:
     """Return the input of a step: the individual sequences, then the members of the batch. token_ids: tokens of the former."""
     seqs, counts, contexts, samples, drafts = zip(*step.individual, strict=True)
-    members = StepInput.going_on(step.rows, step.context_lens)
+    members = StepInput.continuing(step.rows, step.context_lens)
     # With drafts all tokens have been read, and a graph that verifies takes none from the device.
     drafting = any(drafts)
     newest = numpy.array([seq.token_ids[-1] for seq in step.members], dtype=numpy.int64) if drafting else members.token_ids
@@ -254,7 +254,7 @@ def _with_members(
         num_draft_tokens=_joined(drafts, members.num_draft_tokens),
         samples=_joined(samples, members.samples),
         token_ids=_joined(token_ids, newest),
-        goes_on=goes_on,
+        continues=continues,
         verifies=drafting and decodes,
         started=started,
         new_pages=new_pages,
@@ -267,7 +267,7 @@ def _joined(own: Iterable[int | bool | None], others: NDArray[Any]) -> NDArray[A
     return numpy.concatenate([numbers, others]) if len(others) else numbers
 
 
-def _tell(seq: Sequence, started: list[StartedRow], new_pages: list[NewPages]) -> None:
+def _collect_changes(seq: Sequence, started: list[StartedRow], new_pages: list[NewPages]) -> None:
     row = seq.row
     assert row is not None, "a scheduled sequence has a row"
     if not seq.started:

@@ -126,9 +126,9 @@ class Journal:
 
     def add(self, number: int, custom_id: str | None, response: Mapping[str, Any] | None, error: object = None) -> None:
         """Write an answer. :raises OSError: if it cannot be written; the file is then unchanged."""
-        told = {"id": f"batch_req_{self._name}_{number}", "custom_id": custom_id, "response": response, "error": error}
+        entry = {"id": f"batch_req_{self._name}_{number}", "custom_id": custom_id, "response": response, "error": error}
         failed = error is not None or response is None or response["status_code"] >= 400
-        line = orjson.dumps(told) + b"\n"
+        line = orjson.dumps(entry) + b"\n"
         try:
             left = memoryview(line)
             while left:

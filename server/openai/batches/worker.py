@@ -82,14 +82,14 @@ class BatchRun:
         try:
             line = parse_line(raw, self._urls)
             if line.custom_id in self._ids:
-                said = f"line {raw.number}: custom_id: needs one of its own, got {line.custom_id[:60]!r} again"
-                raise LineError("duplicate_custom_id", said, line.custom_id)
+                problem = f"line {raw.number}: custom_id: needs one of its own, got {line.custom_id[:60]!r} again"
+                raise LineError("duplicate_custom_id", problem, line.custom_id)
         except LineError as error:
             if error.custom_id is not None:
                 self._ids.add(error.custom_id)
             if raw.number not in self.journal:
-                told = {"code": error.code, "message": str(error)}
-                self.journal.add(raw.number, error.custom_id, None, told)
+                failure = {"code": error.code, "message": str(error)}
+                self.journal.add(raw.number, error.custom_id, None, failure)
             return
         self._ids.add(line.custom_id)
         if raw.number in self.journal:
@@ -244,7 +244,7 @@ class BatchWorker:
         self._answers = answers
         self._most_bytes = most_bytes
         self._concurrency = concurrency
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, tuple[dict[str, Any], BatchRun | None]] = {}
         """Current objects of unfinished batches, and the run of the batch that is being answered."""
@@ -283,8 +283,8 @@ class BatchWorker:
 
     def latest(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return a batch as `now` does. record: its object on disk."""
-        goes_on = record["id"] in self._running or record["id"] in self._unsaved
-        return self.now(record["id"]) if goes_on else record
+        is_running = record["id"] in self._running or record["id"] in self._unsaved
+        return self.now(record["id"]) if is_running else record
 
     def uses(self, file_id: str) -> str | None:
         """Return the batch that reads a file, or None."""
@@ -317,7 +317,7 @@ class BatchWorker:
             if record["status"] != "cancelling":
                 self._answering.add(record["id"])
                 try:
-                    async with self._turn:
+                    async with self._lock:
                         await self._answer(record)
                 except asyncio.CancelledError:
                     if record["status"] != "cancelling":  # the server is shutting down

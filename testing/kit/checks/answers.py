@@ -20,7 +20,7 @@ from headway.core.oracle.cases import Case, make_case, run_backend
 from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, placed, sibling_of
 from headway.core.oracle.inputs import steps_of
 from headway.core.oracle.oracle import attend, distance, expected
-from headway.core.oracle.steps import Before, Lens, Tokens, Turn, first_step, padding_rows
+from headway.core.oracle.steps import Before, Lens, SequencePart, Tokens, first_step, padding_rows
 from headway.testing.kit.attention import AttentionStage, close_all, open_all, sequences, without_stray_reads
 from headway.testing.kit.session import Session
 from headway.testing.kit.stage import synchronize
@@ -58,13 +58,13 @@ def steps(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
     session = stage.session(cell, room, poison=poison, extra_tokens=6 * (cell.block_size + STEPS))
     running: list[Tokens] = []
     for number in range(STEPS):
-        work = [Turn(seq) for seq in running]
+        work = [SequencePart(seq) for seq in running]
         if number % 7 == 0:
-            work.insert(0, Turn(session.open(0), 5 + number % 3 * 9))
+            work.insert(0, SequencePart(session.open(0), 5 + number % 3 * 9))
         elif number % 7 == 3:
             share = max(running, key=lambda seq: seq.length, default=None)
             context = max(cell.block_size, 1) if share is None or share.length <= cell.block_size else share.length - 1
-            work.insert(0, Turn(session.open(min(context, 90), share), 3 + number % 4))
+            work.insert(0, SequencePart(session.open(min(context, 90), share), 3 + number % 4))
         with placed(f"step {number + 1} of one instance"):
             session.step(work, checked=number in _WATCHED)
         running = [turn.seq for turn in work]
@@ -87,7 +87,7 @@ def turns(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
         session.prefill = prefill
         session.decode = decode
         session.step(work)
-        work = [Turn(seq, 4 if number < 2 else 1) for number, seq in enumerate(seqs)]
+        work = [SequencePart(seq, 4 if number < 2 else 1) for number, seq in enumerate(seqs)]
 
 
 def cold(stage: AttentionStage, cell: CheckCell) -> str:
@@ -114,7 +114,7 @@ def answer(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
     """The steps of one kind of work, in one phase."""
     steps = cell_steps(cell)
     session = stage.session(cell, steps, poison=poison)
-    kept: list[Turn] = []
+    kept: list[SequencePart] = []
     for number, lens in enumerate(steps):
         work = open_all(session, lens, like=kept)
         session.step(work, padding_rows(cell.phase))

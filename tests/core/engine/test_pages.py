@@ -91,7 +91,7 @@ def test_the_pool_holds_many_more_than_16_long_sequences(layers: int, every: int
     """Run, not computed: as many as fit are admitted, prompt by prompt, and decode beside each other without preemption."""
     specs, length, block_size = pattern(layers, every, window), 8192, 16
     layouts = [NHD] * layers
-    kept = page_format(specs, layouts, block_size, length, give_back=False)
+    kept = page_format(specs, layouts, block_size, length, free_before_window=False)
     memory = 16 * kept.pages_for(length, length) * kept.page_bytes
 
     def held(shared: PageFormat) -> int:

@@ -56,7 +56,7 @@ def test_giving_pages_back_behind_windows_changes_no_token(registry: Registry, n
     engine = made_engine(model, registry, config)
     expected = expected_of(name)
     assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected
-    assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
+    assert sum(usage.num_freed for usage in engine.blocks.usage([])) > 40
     again = generate(engine, PROMPTS, GREEDY)
     assert tokens_of(again) == expected
     assert [each.num_cached_tokens for each in again] == [0, 89, 149, 0, 62, 90] + [0] * 8
@@ -67,7 +67,7 @@ def test_giving_pages_back_behind_windows_changes_no_token(registry: Registry, n
     assert short.stats.num_preemptions > 0
     kept = made_engine(model, registry, replace(config, free_window_blocks=False))
     assert tokens_of(generate(kept, PROMPTS, GREEDY)) == expected
-    assert [usage.given_back for usage in kept.blocks.usage([])] == [0]
+    assert [usage.num_freed for usage in kept.blocks.usage([])] == [0]
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_windowed_layers_share_the_pages_of_an_int8_cache(registry: Registry) ->
     pages = engine.capacity.pool.page_format
     assert set(pages.column_bytes) == {"key", "value", "key_scale", "value_scale"}
     assert pages.page_bytes == pages.columns * sum(pages.column_bytes.values())
-    assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
+    assert sum(usage.num_freed for usage in engine.blocks.usage([])) > 40
     tight = replace(config, kv_cache_memory=(pages.pages_for(192, 55) + 2) * pages.page_bytes, max_model_len=192)
     short = made_engine(model, registry, replace(tight, async_scheduling=True))
     assert tokens_of(generate(short, PROMPTS, GREEDY)) == expected
@@ -105,7 +105,7 @@ def test_graphs_have_a_table_and_slots_for_each_group(name: str) -> None:
     together = generate(engine, PROMPTS, GREEDY)
     assert tokens_of([*alone, *together]) == [expected_of(name)[0], *expected_of(name)]
     assert engine.stats.num_graph_steps + engine.stats.steps_in_pieces.total() == engine.stats.num_steps
-    assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
+    assert sum(usage.num_freed for usage in engine.blocks.usage([])) > 40
 
 
 def test_null_page_stays_zero_and_tables_name_no_page_behind_the_window(registry: Registry) -> None:
@@ -115,7 +115,7 @@ def test_null_page_stays_zero_and_tables_name_no_page_behind_the_window(registry
         engine.step()
         for seq in engine.scheduler.running:
             for group, table in zip(engine.blocks.groups, seq.tables, strict=True):
-                behind = group.num_behind(seq.num_known)
+                behind = group.num_pages_before_window(seq.num_known)
                 assert table.pages[:behind] == [NULL_PAGE] * behind
                 assert NULL_PAGE not in table.pages[behind:]
     for group in engine.blocks.groups:
@@ -199,7 +199,7 @@ def test_refused_drafts_need_no_page_that_was_given_back(registry: Registry, nam
     engine = made_engine(MODELS[name], registry, config, proposer=Told(guess), measured=False)
     assert tokens_of(generate(engine, PROMPTS[:3], GREEDY)) == expected[:3]
     assert engine.stats.num_steps < 40, "drafts held"
-    assert sum(usage.given_back for usage in engine.cache_usage().groups) > 40
+    assert sum(usage.num_freed for usage in engine.cache_usage().groups) > 40
 
 
 def test_abort_in_the_middle_frees_every_page(registry: Registry) -> None:

@@ -66,11 +66,11 @@ def test_suffix_follows_the_most_frequent_child_as_a_suffix_tree_would() -> None
         index.begin()
         index.append(tokens)
         for _ in range(20):  # few enough that every place is looked at
-            guess = index.guess(tokens, 6, 5, 1.0, 0.1)
+            find_draft = index.find_draft(tokens, 6, 5, 1.0, 0.1)
             expected = followed(tokens, tokens, 6, 5, 0.1)
-            assert len(guess.tokens) == len(expected)
-            if guess.tokens != expected:  # two children are equally frequent
-                assert guess.score > 0
+            assert len(find_draft.tokens) == len(expected)
+            if find_draft.tokens != expected:  # two children are equally frequent
+                assert find_draft.score > 0
             new = [random.randrange(vocabulary) for _ in range(random.randint(1, 3))]
             tokens += new
             index.append(new)
@@ -80,19 +80,19 @@ def test_suffix_keeps_as_many_finished_outputs_as_fit() -> None:
     proposer = SuffixProposer(ProposerOptions(suffix_decoding_max_cached_tokens=40))
     first, second = list(range(100, 120)), list(range(200, 220))
 
-    def guess(start: list[int]) -> list[int]:
+    def find_draft(start: list[int]) -> list[int]:
         return list(proposer.begin(3).propose([7, 8, 9, *start], 4))
 
     for output in (first, second):
         sequence = proposer.begin(3)
         sequence.propose([1, 2, 3, output[0]], 4)
         sequence.finish([1, 2, 3, *output])
-    assert guess(first[:4]) == first[4:8]
-    assert guess(second[5:9]) == second[9:13]
-    assert guess([1, 2, 3]) == [], "a prompt is not remembered"
+    assert find_draft(first[:4]) == first[4:8]
+    assert find_draft(second[5:9]) == second[9:13]
+    assert find_draft([1, 2, 3]) == [], "a prompt is not remembered"
     proposer.begin(0).finish(list(range(300, 330)))
-    assert guess(first[:4]) == guess(second[5:9]) == []
-    assert guess([310, 311, 312]) == [313, 314, 315]
+    assert find_draft(first[:4]) == find_draft(second[5:9]) == []
+    assert find_draft([310, 311, 312]) == [313, 314, 315]
     assert proposer.begin(1).propose([310], 4) == [311], "one token is guessed for a match of one"
 
 
@@ -118,7 +118,7 @@ def test_a_guess_is_cheap_however_long_the_text() -> None:
             looked.append(1)
             return super().__getitem__(place)  # type: ignore[index]
 
-    assert index.guess(Watched([5] * 24), 24, 7, 1.0, 0.1).tokens == [5] * 7
+    assert index.find_draft(Watched([5] * 24), 24, 7, 1.0, 0.1).tokens == [5] * 7
     assert len(looked) < 100
 
 

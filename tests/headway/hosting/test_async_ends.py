@@ -142,7 +142,7 @@ def test_resetting_the_prefix_cache_forgets_what_is_on_disk(served: AsyncLLM, mo
 
 def test_freed_memory_is_given_back_once_when_there_is_no_work(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     callers: list[Thread] = []  # hosts of other tests give memory back as well
-    monkeypatch.setattr("headway.hosting.host.give_back", lambda: callers.append(current_thread()))
+    monkeypatch.setattr("headway.hosting.host.trim_memory", lambda: callers.append(current_thread()))
     monkeypatch.setattr("headway.hosting.host._IDLE", 0.3)  # far above what a loaded machine puts between two calls
 
     async def run() -> None:

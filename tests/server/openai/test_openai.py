@@ -175,12 +175,12 @@ def test_log_probabilities_of_a_prompt_are_told_as_in_vllm(llm: LLM, served: Run
 
 def test_an_echo_of_a_chat_is_of_the_assistants_words_alone(served: Running, client: OpenAI) -> None:
     begun = [*ASK, {"role": "assistant", "content": "the lazy"}]
-    goes_on = {"echo": True, "ignore_eos": True, "add_generation_prompt": False, "continue_final_message": True}
+    unfinished = {"echo": True, "ignore_eos": True, "add_generation_prompt": False, "continue_final_message": True}
     asked = {"model": "tiny", "max_tokens": 3, "temperature": 0}
     plain = client.chat.completions.create(messages=ASK, **asked, extra_body={"ignore_eos": True}).choices[0].message.content
     users = client.chat.completions.create(messages=ASK, **asked, extra_body={"echo": True, "ignore_eos": True})
     assert users.choices[0].message.content == plain
-    own = client.chat.completions.create(messages=begun, **asked, extra_body=goes_on)
+    own = client.chat.completions.create(messages=begun, **asked, extra_body=unfinished)
     assert (own.choices[0].message.content or "").startswith("the lazy")
 
 

@@ -186,7 +186,7 @@ class FakeDevice:
         demand(len(set(step.rows.tolist())) == step.num_seqs, "a row stands twice in a step")
         demand((step.query_lens > 0).all(), "a sequence without tokens")
         alone = (step.query_lens == 1) & (self.newest_at[step.rows] == step.context_lens)
-        demand(step.goes_on == bool(alone.all()), "goes_on is not what the rows say")
+        demand(step.continues == bool(alone.all()), "continues is not what the rows say")
         return rows, positions
 
     def _slots(

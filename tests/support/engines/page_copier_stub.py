@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Generic, Protocol, TypeVar
 
-from headway.core.engine.data.page_mover import KeptPage, LinkRates, PageName
+from headway.core.engine.data.page_mover import LinkRates, PageName, StoredPage
 
 
 class Violation(BaseException):
@@ -120,7 +120,7 @@ class Moving:
             raise fault
         return Later(None, self._random.randint(0, self._latest), fault)
 
-    def store(self, pages: Sequence[KeptPage]) -> OnDisk:
+    def store(self, pages: Sequence[StoredPage]) -> OnDisk:
         stale = {page.name for page in pages if page.slot in self._stale}
 
         def work() -> frozenset[PageName]:
@@ -130,7 +130,7 @@ class Moving:
 
         return self._begin(pages, work)
 
-    def fetch(self, pages: Sequence[KeptPage]) -> OnDisk:
+    def fetch(self, pages: Sequence[StoredPage]) -> OnDisk:
         def work() -> frozenset[PageName]:
             failed = {page.name for page in pages if page.name not in self.disk or self._random.random() < self._faults}
             for page in pages:
@@ -156,7 +156,7 @@ class Moving:
         if self._queue:
             self._queue[-1].result()
 
-    def _begin(self, pages: Sequence[KeptPage], work: Work) -> OnDisk:
+    def _begin(self, pages: Sequence[StoredPage], work: Work) -> OnDisk:
         if self._breaks():
             raise RuntimeError("the disk's thread has gone")
         begun = OnDisk(self._queue, work, self._random.randint(0, self._latest))

@@ -101,7 +101,7 @@ def test_a_replay_is_fed_what_the_metadata_says(prompts: list[list[int]], spare:
         if step:
             told = pickle.loads(pickle.dumps(prepare(step, scheduler.blocks.groups)))  # as another process would get it
             tables.update(told)
-            if told.goes_on:
+            if told.continues:
                 check(inputs, tables, step, told)
         scheduler.launched(step)
         read, in_flight = (in_flight, step) if overlapped else (step, [])
@@ -134,7 +134,7 @@ def check(inputs: DecodeInputs, tables: HostBlockTables, step: ScheduledStep, to
     assert not table[count:].any(), "padding points at a block that exists"
 
 
-def step_of(*sequences: tuple[int, int], goes_on: bool = False, drafts: int = 0) -> StepInput:
+def step_of(*sequences: tuple[int, int], continues: bool = False, drafts: int = 0) -> StepInput:
     """A step of (query_len, context_len)."""
     query_lens, context_lens = numpy.array(sequences, dtype=numpy.int32).T
     many = len(query_lens)
@@ -142,7 +142,7 @@ def step_of(*sequences: tuple[int, int], goes_on: bool = False, drafts: int = 0)
     tokens = numpy.full(query_lens.sum(), NEWEST, dtype=numpy.int64)
     rows = numpy.arange(many, dtype=numpy.int32)
     verifies = bool(drafts and (query_lens == drafts + 1).all() and context_lens.all())
-    return StepInput(rows, query_lens, context_lens, num_drafts, numpy.ones(many, dtype=bool), tokens, goes_on, verifies)
+    return StepInput(rows, query_lens, context_lens, num_drafts, numpy.ones(many, dtype=bool), tokens, continues, verifies)
 
 
 def test_reason_for_a_step_without_graph_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -158,14 +158,14 @@ def test_reason_for_a_step_without_graph_is_named(caplog: pytest.LogCaptureFixtu
         return reason if graph is None else graph.size
 
     decode = (1, 8)
-    assert why(step_of(decode, goes_on=True)) == 1
-    assert why(step_of(decode, decode, goes_on=True)) == 2
+    assert why(step_of(decode, continues=True)) == 1
+    assert why(step_of(decode, decode, continues=True)) == 2
     assert why(step_of((9, 0))) == why(step_of((3, 6), decode)) == "a prompt in the step"
     assert why(step_of(decode)) == "a token that the device does not hold"
     other = {spec: Uncapturable(spec, made.selection.layout, 8) for spec in attention.specs}
-    assert why(step_of(decode, goes_on=True), other) == "no graph of uncapturable for 1 sequences"
+    assert why(step_of(decode, continues=True), other) == "no graph of uncapturable for 1 sequences"
     with caplog.at_level("WARNING", "headway"):
-        assert [why(step_of(*[decode] * 3, goes_on=True)) for _ in range(2)] == ["more than 2 sequences"] * 2
+        assert [why(step_of(*[decode] * 3, continues=True)) for _ in range(2)] == ["more than 2 sequences"] * 2
     (record,) = caplog.records
     assert "a decode step of 3 sequences is launched kernel by kernel: the largest captured batch is 2" in record.message
 
@@ -227,7 +227,7 @@ def test_sizes_for_which_memory_is_short_are_named_in_one_line(caplog: pytest.Lo
         " too little memory for batches of 8, 6, which are launched kernel by kernel",
         " 3 decode graphs captured, 3 batch sizes up to 4, in 0.0 s and 0 MB: walk",
     ]
-    sizes = [captured.for_step(step_of(*[(1, 8)] * n, goes_on=True), lambda size: backends)[0] for n in (1, 2, 3, 4, 5)]
+    sizes = [captured.for_step(step_of(*[(1, 8)] * n, continues=True), lambda size: backends)[0] for n in (1, 2, 3, 4, 5)]
     assert [graph and graph.size for graph in sizes] == [1, 2, 4, 4, None]
 
 
@@ -245,7 +245,7 @@ def test_a_backend_that_cannot_be_captured_is_named_with_the_cost(caplog: pytest
     (record,) = caplog.records
     assert "uncapturable cannot be captured (graph_level: needs DECODE or higher, got NONE" in record.message
     assert re.search(r"takes the host \d+\.\d ms$", record.message)
-    assert captured.for_step(step_of((1, 8), goes_on=True), lambda size: backends) == (None, "no graph was captured")
+    assert captured.for_step(step_of((1, 8), continues=True), lambda size: backends) == (None, "no graph was captured")
 
 
 class Prompted(Walk):

@@ -109,7 +109,7 @@ def test_a_state_is_copied_from_the_slot_of_the_last_draft_that_held(registry: R
 def test_a_held_slot_is_not_handed_out() -> None:
     kept = Checkpoints(StateSlots(num_rows=1, per_row=1, num_checkpoints=2, bytes_per_slot=8), 64, EngineStats())
     for digest in (b"first", b"second"):
-        slot = kept.hand_out(evict=False)
+        slot = kept.allocate(evict=False)
         assert slot is not None
         kept.name(digest, slot)
     first = kept.hold(b"first")
@@ -117,14 +117,14 @@ def test_a_held_slot_is_not_handed_out() -> None:
     coming = kept.hold(b"third")  # in place of the second, for the first one is held
     assert coming is not None
     assert not kept.knows(b"second")
-    assert kept.hand_out(evict=True) is None
+    assert kept.allocate(evict=True) is None
     assert not kept.has_slot_for(b"fourth")
     kept.clear()
     kept.check_integrity([], [first, coming])
-    kept.let_go(first)
-    assert kept.hand_out(evict=False) == first
-    kept.came_back(b"third", coming)
-    kept.let_go(coming)
+    kept.unhold(first)
+    assert kept.allocate(evict=False) == first
+    kept.publish_restored(b"third", coming)
+    kept.unhold(coming)
     assert kept.knows(b"third")
     kept.check_integrity([first], [])
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from examples import examples
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.cache.block_manager import BlockManager
-from headway.core.engine.data.page_mover import KeptPage, PageName
+from headway.core.engine.data.page_mover import PageName, StoredPage
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.offload.costs import OffloadCosts, OffloadFailures
@@ -218,7 +218,7 @@ def test_page_written_again_after_a_late_failure_is_known() -> None:
         with contextlib.suppress(RuntimeError):
             mover.move_out([(0, slot)])
         mover.broken = 0.0
-        disk.keep(KeptPage(name, b"", slot))
+        disk.keep(StoredPage(name, b"", slot))
         disk.flush(idle=True)
 
     first, other = (0, b"first"), (0, b"other")
@@ -247,7 +247,7 @@ def test_nobody_else_can_read_the_pages(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         store = new_store(folder)
-        assert store.store([KeptPage((0, bytes(16)), b"tokens", 0)]).result() == frozenset()
+        assert store.store([StoredPage((0, bytes(16)), b"tokens", 0)]).result() == frozenset()
     finally:
         os.umask(before)
     assert modes(folder) == {"kv": 0o700, "salt": 0o700, f"0-{'00' * 16}.page": 0o600}

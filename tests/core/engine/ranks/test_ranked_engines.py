@@ -317,7 +317,7 @@ def decode_step(count: int, **more: object) -> StepInput:
         num_draft_tokens=numpy.zeros(count, dtype=numpy.int32),
         samples=numpy.ones(count, dtype=numpy.bool_),
         token_ids=numpy.full(count, NEWEST),
-        goes_on=True,
+        continues=True,
         **more,  # type: ignore[arg-type]
     )
 

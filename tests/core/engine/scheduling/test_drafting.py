@@ -11,7 +11,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence, Status
 from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting
 from headway.core.sampling.params import SamplingParams
-from headway.core.speculation.proposers import PLAIN, UNGUESSED, StepTimes, width_of
+from headway.core.speculation.proposers import NO_DRAFTS, PLAIN, StepTimes, width_of
 from headway.registry import Registry
 from tiny_engine import TinyModel, Told, drain, generate, made_engine, tokens_of, told_of
 
@@ -35,7 +35,7 @@ def times_of(plain: float, wide: float) -> StepTimes:
     for count in (1, 64):
         for _ in range(5):
             times.note(count, PLAIN, plain)
-            times.note(count, UNGUESSED, plain)
+            times.note(count, NO_DRAFTS, plain)
             for width in (2, 4, 8):
                 times.note(count, width, wide)
     return times
@@ -108,22 +108,22 @@ def drafted_by_a_wrong_table(found: int, held: int, seconds: float) -> list[int]
     return drafted
 
 
-@pytest.mark.parametrize(("wide", "goes_on"), [(1.3e-3, True), (20e-3, False)])
-def test_a_table_that_is_wrong_does_not_forbid_guesses_for_ever(wide: float, goes_on: bool) -> None:
+@pytest.mark.parametrize(("wide", "continues"), [(1.3e-3, True), (20e-3, False)])
+def test_a_table_that_is_wrong_does_not_forbid_guesses_for_ever(wide: float, continues: bool) -> None:
     """Each width is tried whatever the table says, and then what was measured counts."""
     drafted = drafted_by_a_wrong_table(found=7, held=5, seconds=wide)
     assert any(drafted[:40])
     assert not any(drafted[:4])
-    assert (sum(map(bool, drafted[200:])) > 600) is goes_on
-    assert goes_on or sum(map(bool, drafted)) == 12
+    assert (sum(map(bool, drafted[200:])) > 600) is continues
+    assert continues or sum(map(bool, drafted)) == 12
 
 
-@pytest.mark.parametrize(("narrow", "goes_on"), [(1.1e-3, True), (20e-3, False)])
-def test_fewer_guesses_than_were_asked_for_are_tried_as_well_and_not_for_ever(narrow: float, goes_on: bool) -> None:
+@pytest.mark.parametrize(("narrow", "continues"), [(1.1e-3, True), (20e-3, False)])
+def test_fewer_guesses_than_were_asked_for_are_tried_as_well_and_not_for_ever(narrow: float, continues: bool) -> None:
     """A proposer that finds two guesses teaches nothing of seven, whose time stays an estimate."""
     drafted = drafted_by_a_wrong_table(found=2, held=2, seconds=narrow)
-    assert (sum(map(bool, drafted[200:])) > 600) is goes_on
-    assert goes_on or sum(map(bool, drafted)) == 8
+    assert (sum(map(bool, drafted[200:])) > 600) is continues
+    assert continues or sum(map(bool, drafted)) == 8
 
 
 def test_times_come_from_the_table_until_they_are_measured() -> None:

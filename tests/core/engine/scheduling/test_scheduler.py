@@ -71,7 +71,7 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
         assert all(row in range(max_num_seqs) for row in rows)
         if priorities:
             for queue in (scheduler.running, scheduler.waiting):
-                assert list(queue) == sorted(queue, key=lambda seq: seq.turn)
+                assert list(queue) == sorted(queue, key=lambda seq: seq.queue_key)
         phases = [scheduled.phase is Phase.DECODE for scheduled in step]
         assert phases == sorted(phases), "prefill and extend come before decode"
         assert all(not seq.tables for seq in scheduler.waiting), "a waiting sequence holds pages"
@@ -130,7 +130,7 @@ def test_lowest_priority_is_preempted_and_waits_behind_higher_ones() -> None:
     scheduler = Scheduler(BlockManager(4, 4, enable_prefix_caching=False), 64, 4, by_priority=True)
     seqs = [sequence("low", [1] * 7, 9), sequence("high", [2] * 7, 9), sequence("middle", [3] * 7, 9), sequence("second", [4], 9)]
     for number, (seq, priority) in enumerate(zip(seqs, [5, -1, 2, -1], strict=True)):
-        seq.turn = (priority, number)
+        seq.queue_key = (priority, number)
     low, high, middle, second = seqs
     scheduler.add(low)
     run_step(scheduler)
@@ -316,7 +316,7 @@ def test_step_of_members_names_only_their_new_pages() -> None:
         told.append(prepare(step, scheduler.blocks.groups))
         scheduler.launched(step)
         take(scheduler, step)
-    assert all(step.goes_on and not step.started and (step.token_ids == NEWEST).all() for step in told)
+    assert all(step.continues and not step.started and (step.token_ids == NEWEST).all() for step in told)
     assert numpy.stack([told[0].rows, told[0].context_lens]).tolist() == [[0, 1, 2], [2, 3, 5]]
     assert [[(new.row, new.start) for new in step.new_pages] for step in told] == [[], [(1, 1)], [(0, 1)], [(2, 2)]]
     assert [seq.num_computed for seq in seqs] == [6, 7, 9]

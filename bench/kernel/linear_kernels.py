@@ -109,7 +109,7 @@ class TimedProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class ProductWays:
+class LinearKernels:
     """All kernels for some layers."""
 
     of: Callable[[Tensor], Sequence[TimedProduct]]
@@ -120,33 +120,35 @@ class ProductWays:
     """Source of the choice: measurement or heuristic."""
 
 
-def ways_of(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> ProductWays:
+def linear_kernels_of(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> LinearKernels:
     """Return the kernels for the layers' weights. dtype: element type of x."""
     weight = layers.weights[0]
     if device.type == "cuda":
         return _on_gpu(layers, device)
     if isinstance(weight, Tensor):
         name = PACKED if can_pack(layers.linears[0].dtype) else MM
-        return ProductWays(lambda x: [TimedProduct(name, _alone, layers.linears)])
+        return LinearKernels(lambda x: [TimedProduct(name, _call, layers.linears)])
     dense = [Linear(each if isinstance(each, Tensor) else each.dequantized(dtype)) for each in layers.weights]
-    ways = [TimedProduct(EXPANDED, _alone, dense)]
+    timed = [TimedProduct(EXPANDED, _call, dense)]
     if layers.linears[0].reads_quantized:
-        ways.insert(0, TimedProduct(PACKED, _alone, layers.linears))
-    return ProductWays(lambda x: ways, lambda rows: ways[0].name, "its form")
+        timed.insert(0, TimedProduct(PACKED, _call, layers.linears))
+    return LinearKernels(lambda x: timed, lambda rows: timed[0].name, "its form")
 
 
-def _on_gpu(layers: ProductLayers, device: torch.device) -> ProductWays:
+def _on_gpu(layers: ProductLayers, device: torch.device) -> LinearKernels:
     """Return the engine's own kernels, chosen by cached times or the heuristic."""
     choice = builtin_kernels(device, ON_GPU).choice(layers.linears[0].spec(device))
     plain = isinstance(layers.weights[0], Tensor)
     if not plain:
         linear_layer(choice, identify_device(device)).obey(0.0)
-    ways = {name: TimedProduct(name, _by(kernel), layers.linears, kernel.rounds_input) for name, kernel in choice.kernels.items()}
+    timed = {
+        name: TimedProduct(name, _by(kernel), layers.linears, kernel.rounds_input) for name, kernel in choice.kernels.items()
+    }
 
     def able(x: Tensor) -> list[TimedProduct]:
-        return [ways[name] for name in choice.able(len(x))]
+        return [timed[name] for name in choice.able(len(x))]
 
-    return ProductWays(able) if plain else ProductWays(able, choice.kernel_for, choice.source)
+    return LinearKernels(able) if plain else LinearKernels(able, choice.kernel_for, choice.source)
 
 
 def _by(kernel: LinearKernel) -> Step:
@@ -161,5 +163,5 @@ def _by(kernel: LinearKernel) -> Step:
     return step
 
 
-def _alone(x: Tensor, linear: Linear) -> Tensor:
+def _call(x: Tensor, linear: Linear) -> Tensor:
     return linear(x)
