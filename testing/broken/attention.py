@@ -264,7 +264,7 @@ _MISTAKES: dict[str, dict[str, Any]] = {
         )
     },
 }
-"""Name -> attributes that replace those of the plain backend."""
+"""Name -> attributes that override the plain backend's."""
 
 PLANTED: dict[str, type[AttentionBackend]] = {
     name: type(name.title().replace("-", ""), (PlainBackend,), {"name": name, "__module__": __name__, **changes})

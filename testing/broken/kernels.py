@@ -387,7 +387,7 @@ _MISTAKES: dict[str, dict[str, Any]] = {
         )
     },
 }
-"""Name -> attributes that replace those of the plain backend."""
+"""Name -> attributes that override the plain backend's."""
 
 PLANTED_STATES: dict[str, type[StateBackend]] = {
     name: type(name.title().replace("-", ""), (PlainStates,), {"name": name, "__module__": __name__, **changes})
