@@ -234,6 +234,6 @@ def _announce(layer: TunedLayer, seconds: float, old: CrossoverTable | None) -> 
     if isinstance(layer.record, CountedRecord):  # measures a few points, and ends long before its share of the budget
         took, compiling = "a few seconds", ", more to compile"
     else:
-        took, compiling = f"about {seconds:.0f} s", f", up to {MOST_COMPILING * seconds:.0f} s more to compile"
+        took, compiling = f"about {max(seconds, 1):.0f} s", f", up to {MOST_COMPILING * seconds:.0f} s more to compile"
     took += compiling if layer.device.type == "cuda" else ""
     log.warning("auto: %s %s for %s (%s); --no-autotune skips it", what, layer.record.kernels, layer.record, took)
