@@ -1,4 +1,4 @@
-"""Hooks, plugins and the Registry of layouts and backends."""
+"""Plugin hooks, and the Registry of layouts and backends."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name when it is first used: records of plugins are read where no torch is needed."""
+    """Import a name at its first use: plugin records are also read where torch must not be imported."""
     if name not in _HOME:
         raise AttributeError(f"module 'headway.registry' has no attribute {name!r}")
     from importlib import import_module

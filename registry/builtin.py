@@ -1,4 +1,4 @@
-"""The built-in plugin: what Headway registers of its own, through the hooks everybody uses. Imports no kernel library."""
+"""Built-in plugin: Headway's own kernels and layouts, registered through the public hooks. Imports no kernel library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from headway.registry.hookspecs import hookimpl
 log = logging.getLogger("headway")
 
 _GPUS = () if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
-"""Devices of kernels for GPUs, which Triton's interpreter runs anywhere."""
+"""Device types of GPU kernels. Triton's interpreter runs them on any device."""
 
 
 def _writer(device: torch.device) -> CacheWriter:
@@ -48,7 +48,7 @@ def _writer(device: torch.device) -> CacheWriter:
 
 
 def _class(place: str) -> Callable[[], Any]:
-    """Return what loads a backend's class. place: its module below headway.backends, a colon, and its name."""
+    """Return a function that loads a backend's class. place: MODULE:CLASS below headway.backends."""
     return partial(resolve_name, f"headway.backends.{place}")
 
 
@@ -70,7 +70,7 @@ _CLASSES = {
 
 
 def _info(name: str, summary: str, extra: str = "") -> BackendInfo:
-    """Return a registration; backends that need an extra run on a GPU."""
+    """Return a backend's registration. Backends that need an extra require a GPU."""
     return BackendInfo(name, summary, _class(_CLASSES[name]), extra, devices=_GPUS if extra else (), api_version=API_VERSION)
 
 
@@ -110,7 +110,7 @@ def headway_register_state_layouts() -> list[StateLayout]:
 
 @hookimpl
 def headway_register_state_backends() -> list[StateBackendInfo]:
-    """Register the built-in backends for layers with a state, the best first."""
+    """Register the built-in backends for state layers, best first."""
     return [
         StateBackendInfo(
             "triton",
@@ -139,19 +139,19 @@ _SUMS = (
     _sum("nccl", "NCCL, tensors of any size", "core.engine.ranks.torch_ranks:Nccl"),
     _sum("gloo", "gloo, ranks on a CPU", "core.engine.ranks.torch_ranks:Gloo", device="cpu"),
 )
-"""Where nothing was measured, the first that takes a tensor sums it; the last on each device takes any."""
+"""Without measured times, the first that supports a tensor sums it. The last for each device supports all tensors."""
 
 
 @hookimpl
 def headway_register_kernels() -> list[KernelInfo]:
-    """Register the built-in kernels of linear layers, of layers of experts and of sums over ranks."""
+    """Register the built-in kernels of linear layers, layers of experts and all-reduce."""
     linear = [replace(each, devices=_GPUS) if each.devices == ("cuda",) else each for each in LINEAR_KERNELS]
     return [*linear, *experts_kernels(), *_SUMS]
 
 
 @hookimpl
 def headway_rank_state_backends(spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-    """Order for a start without measurements: as registered, and the baseline last."""
+    """Return the order for a start without measured times: registration order, with the baseline last."""
     return sorted(candidates, key=lambda name: name == "torch")
 
 
@@ -186,22 +186,21 @@ RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
         ),
     },
 }
-"""Best first, by device type and phase, where nobody has measured this machine.
+"""Order of backends by device type and phase, best first, used without measured times.
 
-From one H200 (bf16, head_dim 128, 32/8 heads). hopper leads flash_attn_3, the fastest library, in most prompts and extensions,
-and needs no library. The others' prefill in TFLOP/s at 1x512, 1x2048, 1x8192, 1x32768 and 8x2048 tokens:
-flash_attn_4 34, 211, 686, 652, 527; flash_attn 87, 222, 344, 374, 317; xformers 6 to 177 by CUTLASS, with flash as flash_attn
-but for the host time. So flash_attn_4 loses 40 us on a short prompt and halves the time of a long one, where the time goes. sdpa
-with torch's flash kernel reaches 57 to 351, but a step's mixed lengths take a call each, and a context is gathered first.
-Decode: triton was faster than flash_attn in nearly every cell, and both than the rest; xformers spends at least 190 us a
-call; flash_attn_4 does not split a sequence's keys on Hopper, so one long context occupies a few multiprocessors only.
-torch_varlen is flash_attn's kernel with a longer way to it.
-"""
+Measured on one H200 (bf16, head_dim 128, 32/8 heads). hopper leads flash_attn_3, the fastest library, in most prompts and
+extends, and needs no library. Prefill of the others in TFLOP/s at 1x512, 1x2048, 1x8192, 1x32768 and 8x2048 tokens: flash_attn_4
+34, 211, 686, 652, 527; flash_attn 87, 222, 344, 374, 317; xformers 6 to 177 with CUTLASS, like flash_attn with flash except for
+host time. flash_attn_4 thus loses 40 us on a short prompt and halves the time of a long one, which matters more. sdpa with
+torch's flash kernel reaches 57 to 351, but needs one call per length in a mixed step, and gathers the context first. Decode:
+triton was faster than flash_attn in nearly every cell, and both than the rest. xformers spends at least 190 us per call.
+flash_attn_4 has no split-KV on Hopper, so one long context occupies only a few SMs. torch_varlen is flash_attn's kernel with more
+overhead."""
 
 
 @hookimpl
 def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-    """Order for a start without measurements: by RANK where it knows the device, the baseline last; else as registered."""
+    """Return the order for a start without measured times: RANK if it has the device, else registration order; baseline last."""
     order = RANK.get(spec.device.type, {}).get(phase, ("sdpa.math",))
     last = len(order) - 1  # unknown names come before the baseline
     return sorted(candidates, key=lambda name: order.index(name) if name in order else last - 0.5)
@@ -209,11 +208,11 @@ def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequenc
 
 @hookimpl
 def headway_register_proposers() -> Sequence[ProposerInfo]:
-    """Register the proposers that Headway brings."""
+    """Register the built-in proposers."""
     return BUILTIN
 
 
 @hookimpl
 def headway_register_chat_parsers() -> Sequence[ChatParserInfo]:
-    """Register the parsers of the families' formats."""
+    """Register the built-in parsers of model families' formats."""
     return chat_parsers.BUILTIN

@@ -1,6 +1,6 @@
-"""Verdicts on third-party plugins: a plugin is tried once, in another process, for each version of its code and of this machine.
+"""Verdicts on third-party plugins: each version of a plugin is tried once per machine, in another process.
 
-How a plugin is tried is handed in as a `Trial`, for that takes a kit of tests and processes which the registry knows nothing of.
+The trial itself is passed in as a `Trial`: it needs self-tests and processes that the registry must not depend on.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from headway.core.system.provenance import compiler_versions
 from headway.registry.plugin_sources import PluginSource
 
 TRUST = "HEADWAY_TRUST_PLUGINS"
-"""Environment variable: 1 lets plugins in untried."""
+"""Environment variable: 1 loads plugins without a trial."""
 TIMEOUT = "HEADWAY_PLUGIN_TIMEOUT"
-"""Environment variable: seconds that a plugin may take in its trial."""
+"""Environment variable: maximum seconds for a plugin's trial."""
 _VERSION = 3
-"""Version of what is remembered, and of what a plugin is tried for."""
+"""Version of stored verdicts and of the trial."""
 log = logging.getLogger("headway")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the trial of a plugin came to."""
+    """Result of a plugin's trial."""
 
     fault: str = ""
-    """What the plugin did that would have stopped, held up or misled this process; empty: nothing."""
+    """Action of the plugin that would have stopped, delayed or misled this process; "" if none."""
     remarks: list[str] = field(default_factory=list)
-    """Exceptions that the plugin raised, each of which costs the part of it that raised."""
+    """Exceptions that the plugin raised. Only the part that raised is lost."""
     details: str = ""
-    """Tracebacks, and what the plugin printed."""
+    """Tracebacks, and the plugin's output."""
     seconds: float = 0.0
     date: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Verdict | None:
-        """Read a remembered verdict; None where there is none that can be read."""
+        """Read a stored verdict; None if there is none that can be read."""
         try:
             return cls.of(parse_json(read_text(path), path.name, dict))
         except (OSError, ValueError, TypeError, KeyError):
@@ -55,10 +55,10 @@ class Verdict:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Verdict:
-        """Make a verdict from plain data.
+        """Return a verdict from plain data.
 
-        :raises TypeError: a field has another type.
-        :raises KeyError: a field is missing.
+        :raises TypeError: if a field has the wrong type.
+        :raises KeyError: if a field is missing.
         """
         if any(not isinstance(data[each.name], type(getattr(cls(), each.name))) for each in fields(cls)):
             raise TypeError("no verdict")
@@ -66,13 +66,13 @@ class Verdict:
 
 
 Trial = Callable[[Sequence[PluginSource]], list[Verdict]]
-"""Tries plugins in other processes, and returns a verdict on each."""
+"""Tries plugins in other processes and returns a verdict on each."""
 
 
 def verdicts(plugins: Sequence[PluginSource], trial: Trial | None, retry: bool = False) -> list[Verdict]:
-    """Return a verdict on each plugin: the remembered one where nothing has changed since, else that of a trial now.
+    """Return a verdict on each plugin: the stored one if nothing has changed since, else the result of a trial now.
 
-    trial: None: what nobody has tried is let in. retry: try them whatever is remembered.
+    trial: None accepts plugins without a stored verdict. retry: repeat trials whose verdict is stored.
     """
     if not plugins or os.environ.get(TRUST) == "1":
         return [Verdict() for _ in plugins]
@@ -81,10 +81,12 @@ def verdicts(plugins: Sequence[PluginSource], trial: Trial | None, retry: bool =
     untried = {path: plugin for path, plugin in zip(paths, plugins, strict=True) if path not in found}
     if untried and trial:
         named = ", ".join(plugin.name for plugin in untried.values())
-        log.warning("trying in a process of its own, once: plugin%s %s", "s" * (len(untried) > 1), named)
+        log.warning("trying in a separate process, once: plugin%s %s", "s" * (len(untried) > 1), named)
         for (path, plugin), verdict in zip(untried.items(), trial(list(untried.values())), strict=True):
             found[path] = verdict
-            if not (verdict.fault and plugin.target):  # the fault of a file ends the program: its user mends the file
+            if not (
+                verdict.fault and plugin.target
+            ):  # a file's fault ends the program, so that its user fixes the file: not stored
                 _remember(path, plugin, verdict)
     return [found.get(path, Verdict()) for path in paths]
 
@@ -101,4 +103,4 @@ def _remember(path: Path, plugin: PluginSource, verdict: Verdict) -> None:
     try:
         write_whole(path, json.dumps({"plugin": plugin.name, "owner": plugin.owner, **asdict(verdict)}, indent=1).encode())
     except OSError as error:
-        log.warning("plugin %s is tried at every start, some seconds: %s cannot be written (%s)", plugin.name, path, error)
+        log.warning("plugin %s must be tried at every start (some seconds): %s cannot be written (%s)", plugin.name, path, error)

@@ -1,6 +1,6 @@
-"""Where plugins come from: entry points of installed distributions, files, objects and backend classes.
+"""Sources of plugins: entry points of installed distributions, files, objects and backend classes.
 
-Each is a `PluginSource` with a name and an owner; nothing of it is imported before its `load`.
+Each is a `PluginSource` with a name and an owner. Its code is not imported before `load`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from headway.registry.hookspecs import hookimpl
 C = TypeVar("C", bound=Kernel)
 
 _MOST_FILES = 2000
-"""Files of a package that its digest covers."""
+"""Maximum number of files of a package that its digest covers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginSource:
-    """A plugin that has not been imported yet; of this class itself one that is known by its name alone."""
+    """A plugin that is not imported yet. This base class represents one of which only the name is known."""
 
     name: str
     owner: str
@@ -45,25 +45,25 @@ class PluginSource:
 
     @property
     def file(self) -> Path | None:
-        """Where the plugin's module or package lies; None where nothing of that name is found."""
+        """Path of the plugin's module or package, or None if it is not found."""
         return None
 
     @property
     def target(self) -> str:
-        """The text that names a file in any folder: FILE.py or FILE.py:CLASS; empty for what is no file."""
+        """FILE.py or FILE.py:CLASS with an absolute path. "" if the plugin is not a file."""
         return ""
 
     def load(self) -> object:
-        """Import the plugin; raises whatever it raises, and PluginError if it is known by its name alone."""
+        """Import and return the plugin. Its exceptions are passed on; raises PluginError if only its name is known."""
         raise PluginError(
             f"plugin {self.name} of {self.owner} is known by its name alone, and loaded by the process that tries it"
         )
 
     def digest(self) -> str:
-        """Hash of the plugin's name, version, and files with their sizes and times of change."""
+        """Return a hash of the plugin's name, version, and files with their sizes and modification times."""
         file = self.file
         files = [] if file is None else [file] if file.is_file() else islice(sorted(file.rglob("*")), _MOST_FILES)
-        # The process that measures names a file by its whole path, a user as they like: it is the same plugin.
+        # The measuring process uses the file's absolute path, a user any path; both are the same plugin.
         facts: list[object] = [(self.owner, self.target) if self.target else repr(self)]
         for path in files:
             if "__pycache__" not in path.parts:
@@ -81,8 +81,8 @@ class InstalledPlugin(PluginSource):
 
     @property
     def file(self) -> Path | None:
-        with suppress(Exception):  # of an entry point that names no module, or a finder of somebody's own
-            top = importlib.util.find_spec(self.point.module.partition(".")[0])  # what lies below would be imported to find it
+        with suppress(Exception):  # raised by an entry point without a module, or by a custom finder
+            top = importlib.util.find_spec(self.point.module.partition(".")[0])  # submodules would have to be imported
             if top is not None and top.submodule_search_locations:
                 return Path(next(iter(top.submodule_search_locations)))
             return Path(top.origin) if top is not None and top.origin else None
@@ -104,7 +104,7 @@ class UnreadablePlugin(PluginSource):
 
 @dataclass(frozen=True, slots=True)
 class PluginObject(PluginSource):
-    """An object with hooks, or a backend class, that a program hands in."""
+    """An object with hooks, or a backend class, passed by a program."""
 
     plugin: object
 
@@ -114,20 +114,20 @@ class PluginObject(PluginSource):
 
 @dataclass(frozen=True, slots=True)
 class PluginFile(PluginSource):
-    """FILE.py or FILE.py:CLASS."""
+    """A plugin file, named as FILE.py or FILE.py:CLASS."""
 
     path: Path
-    """The file as the user named it."""
+    """The path as the user gave it."""
     class_name: str = ""
 
     @classmethod
     def of(cls, text: str, name: str = "") -> PluginFile:
-        """Read FILE.py or FILE.py:CLASS.
+        """Parse FILE.py or FILE.py:CLASS.
 
-        :raises ConfigError: the text names no Python file, or none that is there.
+        :raises ConfigError: if the text is not a Python file name, or the file does not exist.
         """
         path, class_name = split_target(text)
-        # The hash of its text makes a table stale that was measured with another text of it.
+        # With the hash of the file's text, a table measured with another text is stale.
         text_hash = hashlib.sha256(_existing(path).read_bytes()).hexdigest()[:8]
         return cls(name or text, f"{path.name}@{text_hash}", path, class_name)
 
@@ -142,7 +142,7 @@ class PluginFile(PluginSource):
     def load(self) -> object:
         """Return the module with its hooks, or the class.
 
-        :raises HeadwayError: the file does not load, or holds no plugin.
+        :raises HeadwayError: if the file does not load or is not a plugin.
         """
         module = load_file(self.path)
         if self.class_name:
@@ -156,17 +156,17 @@ class PluginFile(PluginSource):
 
 
 def installed_plugins(group: str, blocked: frozenset[str] = frozenset()) -> Iterator[InstalledPlugin | UnreadablePlugin]:
-    """Find every entry point of a group; a distribution that is found twice counts once."""
+    """Yield every entry point of a group. A distribution that is found twice counts once."""
     seen = set()
     for distribution in distributions():
-        # Of hundreds of distributions few have the group, and a name and version cost the most to read.
+        # Few of hundreds of distributions have the group, and reading names and versions is slow.
         owner = str(getattr(distribution, "_path", "a distribution"))
         try:
             if f"[{group}]" not in (distribution.read_text("entry_points.txt") or ""):
                 continue
             owner = f"{distribution.name} {distribution.version}"
             points = list(distribution.entry_points)
-        except Exception as error:  # whatever somebody has written there
+        except Exception as error:  # the file's contents are arbitrary
             yield UnreadablePlugin("entry_points.txt", owner, error)
             continue
         for point in points:
@@ -176,11 +176,11 @@ def installed_plugins(group: str, blocked: frozenset[str] = frozenset()) -> Iter
 
 
 def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[PluginFile | PluginObject]:
-    """Name what a caller hands in: objects with hooks, backend classes, and files.
+    """Yield the plugins that a caller passed: objects with hooks, backend classes, and files.
 
-    A plugin without a name is called what its type is, numbered from the second of a kind on.
+    A plugin without a name is named after its type, with a number from the second of a type on.
 
-    :raises ConfigError: a file that is not there.
+    :raises ConfigError: if a file does not exist.
     """
     seen: Counter[str] = Counter()
     named = plugins.items() if isinstance(plugins, Mapping) else (("", plugin) for plugin in plugins)
@@ -195,10 +195,10 @@ def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[
 
 
 class ClassPlugin:
-    """The plugin of a kernel's class that stands alone. Layouts that the class reads and nobody registered come with it."""
+    """A plugin for a single kernel class. It also registers the class's layouts that are not registered yet."""
 
     def __init__(self, kernel: type[Kernel], layouts: Mapping[str, LayoutInfo], state_layouts: Mapping[str, StateLayout]) -> None:
-        """layouts, state_layouts: the registered ones; the writer of the first, a built-in one, goes by the axes of any."""
+        """layouts, state_layouts: registered layouts. The writer of the first, a built-in, works with any layout's axes."""
         self._kernel = kernel
         known, writer = [info.layout for info in layouts.values()], next(iter(layouts.values())).load_writer
         claimed = getattr(kernel.capabilities, "layouts", None) or ()
@@ -213,21 +213,21 @@ class ClassPlugin:
 
     @hookimpl
     def headway_register_layouts(self) -> list[LayoutInfo]:
-        """Register the layouts that the file brings."""
+        """Register the layouts of the file."""
         return self._layouts
 
     @hookimpl
     def headway_register_state_layouts(self) -> list[StateLayout]:
-        """Register the layouts of states that the file brings."""
+        """Register the state layouts of the file."""
         return self._state_layouts
 
 
 def with_hooks(plugin: object, layouts: Mapping[str, LayoutInfo], state_layouts: Mapping[str, StateLayout]) -> object:
-    """Return what pluggy registers: the plugin itself or, for a kernel's class, a plugin that brings the class.
+    """Return the object to register with pluggy: the plugin itself or, for a kernel class, a plugin that registers the class.
 
-    layouts, state_layouts: the registered ones, the built-in ones first.
+    layouts, state_layouts: registered layouts, built-ins first.
 
-    :raises ConfigError: a class that lacks something.
+    :raises ConfigError: if the class is incomplete.
     """
     if isinstance(plugin, type) and issubclass(plugin, Kernel):
         return ClassPlugin(check_class(plugin), layouts, state_layouts)
@@ -235,9 +235,9 @@ def with_hooks(plugin: object, layouts: Mapping[str, LayoutInfo], state_layouts:
 
 
 def split_target(text: str) -> tuple[Path, str]:
-    """Return the file and the class of FILE.py:CLASS; "" where no class is named.
+    """Return the file and the class of FILE.py:CLASS; the class is "" if none is named.
 
-    :raises ConfigError: the text names no Python file.
+    :raises ConfigError: if the text is not a Python file name.
     """
     path, _, name = text.rpartition(":") if ".py:" in text else (text, "", "")
     if not path.endswith(".py"):
@@ -246,22 +246,22 @@ def split_target(text: str) -> tuple[Path, str]:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a file under its own name, anew even where it was imported before. The file may import what lies beside it.
+    """Import a file under its own name, again if it was imported before. The file may import its neighbours in its folder.
 
-    :raises ConfigError: there is no such file.
-    :raises PluginError: it does not load, with the line.
+    :raises ConfigError: if the file does not exist.
+    :raises PluginError: if it does not load, with the line.
     """
     _existing(path)
     known = sys.modules.get(path.stem)
     mine = known is None or getattr(known, "__file__", None) == str(path.resolve())
-    name = path.stem if mine else f"headway_plugin_{path.stem}"  # nobody else's module is put aside
+    name = path.stem if mine else f"headway_plugin_{path.stem}"  # other modules of that name are not replaced
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.append(folder)
-    sys.modules[name] = module  # dataclasses, and compilers that read a function's source, look there
+    sys.modules[name] = module  # dataclasses, and compilers that read a function's source, need this
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -277,14 +277,14 @@ def _existing(path: Path) -> Path:
 
 
 def has_hooks(module: ModuleType) -> bool:
-    """Whether anything in a module is marked with hookimpl."""
+    """Return whether a module has any function marked with hookimpl."""
     return any(hasattr(each, "headway_impl") for each in vars(module).values())
 
 
 def class_in(module: ModuleType, name: str, path: Path, kind: OperationKind | None = None) -> type[Kernel]:
-    """Return the named kernel class of a file, or its only one. kind: of operation that it computes; None: any.
+    """Return the named kernel class of a file, or its only one. kind: required kind of operation; None means any.
 
-    :raises ConfigError: there is no such class, or several and no name, or the class is not whole.
+    :raises ConfigError: if there is no such class, several classes without a name, or an incomplete class.
     """
     own = _own_classes(module, KINDS if kind is None else (kind,))
     if name and name not in own:
@@ -310,9 +310,9 @@ def _bases(kinds: Sequence[OperationKind]) -> str:
 
 
 def check_class(found: type[C]) -> type[C]:
-    """Return a backend class that has everything a registration needs.
+    """Return a backend class after checking that it has everything a registration needs.
 
-    :raises ConfigError: an abstract method or a class attribute is missing.
+    :raises ConfigError: if an abstract method or a class attribute is missing.
     """
     if isabstract(found):
         missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
@@ -324,7 +324,7 @@ def check_class(found: type[C]) -> type[C]:
 
 
 def _line(error: BaseException, path: Path) -> str:
-    """Name the line of the file that raised an error; a SyntaxError says so itself."""
+    """Return the line of the file that raised an error, in words; "" for a SyntaxError, whose text has the line."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path.resolve())]
     return f" (line {frames[-1].lineno})" if frames else ""
 

@@ -1,4 +1,4 @@
-"""What is known of plugins without importing them: which ones a user wants, what each brought, and why one was left out."""
+"""Information about plugins that needs no import of them: the user's policy, what each registered, and why one was excluded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headway.registry.plugin_sources import PluginSource
 
 BUILTIN_OWNER: Final = "built-in"
-"""Owner of the backends that come with Headway."""
+"""Owner of Headway's own backends."""
 VARIABLE = "HEADWAY_PLUGINS"
 """Environment variable with a `PluginPolicy`."""
 _NEED = "all, none, allow=A,B or block=A,B, with names of plugins or of their distributions"
@@ -22,7 +22,7 @@ _NEED = "all, none, allow=A,B or block=A,B, with names of plugins or of their di
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a plugin handed in, by name."""
+    """Names of what a plugin registered, by kind."""
 
     hooks: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
@@ -39,42 +39,42 @@ class Brought:
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """What became of an installed plugin, or of a file that the user named."""
+    """State of an installed plugin, or of a plugin file that the user named."""
 
     name: str
     owner: str
     """Name and version of its distribution; a file's name and a hash of its text."""
     file: str
-    """Where its module or package lies; empty where it was not found."""
+    """Path of its module or package; "" if not found."""
     state: Literal["loaded", "left out", "blocked"]
-    """blocked: the user does not want it (`--plugins`, $HEADWAY_PLUGINS)."""
+    """blocked means excluded by the user (`--plugins`, $HEADWAY_PLUGINS)."""
     reason: str = ""
-    """Why the plugin was left out."""
+    """Reason why the plugin was excluded."""
     brought: Brought = field(default_factory=Brought)
     remarks: tuple[str, ...] = ()
-    """What the plugin raised in its trial, each of which costs the part of it that raised."""
+    """Exceptions in the plugin's trial. Only the part that raised is lost."""
     details: str = ""
-    """Tracebacks, and what the plugin printed."""
+    """Tracebacks, and the plugin's output."""
     tried: str = ""
-    """Date of the trial; empty where there was none."""
+    """Date of the trial; "" if there was none."""
     target: str = ""
-    """FILE.py or FILE.py:CLASS, of a file; empty for what is installed."""
+    """FILE.py or FILE.py:CLASS for a file; "" for an installed plugin."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginFailure:
-    """A plugin that is left out, with the reason."""
+    """A plugin that was excluded, with the reason."""
 
     name: str
     owner: str
     error: BaseException
     details: str = ""
-    """Traceback, and what the plugin printed, of an error in another process."""
+    """Traceback and output of the plugin, for an error in another process."""
 
     @property
     def reason(self) -> str:
         """The error in one line."""
-        if isinstance(self.error, PluginError):  # which names the plugin already
+        if isinstance(self.error, PluginError):  # it already names the plugin
             return str(self.error).removeprefix(f"plugin {self.name!r} of {self.owner}: ")
         return f"{type(self.error).__name__}: {self.error}"
 
@@ -84,17 +84,17 @@ class PluginFailure:
 
 @dataclass(frozen=True, slots=True)
 class PluginPolicy:
-    """Names of plugins or of distributions that a user wants or does not want; by default every plugin is wanted."""
+    """Names of plugins or distributions that a user allows or blocks. By default every plugin is allowed."""
 
     names: frozenset[str] = frozenset()
     allow: bool = False
-    """Whether those names alone are wanted, and not all others."""
+    """True if only `names` are allowed; false if all others are."""
 
     @classmethod
     def parse(cls, text: str, option: str = "plugins") -> PluginPolicy:
-        """Read all, none, allow=A,B or block=A,B.
+        """Parse all, none, allow=A,B or block=A,B.
 
-        :raises ConfigError: something else.
+        :raises ConfigError: if the text has another form.
         """
         verb, equals, listed = text.strip().partition("=")
         names = frozenset(_normal(name) for name in listed.split(",") if name.strip())
@@ -108,18 +108,18 @@ class PluginPolicy:
 
     @classmethod
     def of_environment(cls) -> PluginPolicy:
-        """Read $HEADWAY_PLUGINS.
+        """Return the policy in $HEADWAY_PLUGINS.
 
-        :raises ConfigError: the variable holds no policy.
+        :raises ConfigError: if the variable is not a policy.
         """
         return cls.parse(os.environ.get(VARIABLE, ""), VARIABLE)
 
     def takes(self, plugin: PluginSource) -> bool:
-        """Whether a plugin is wanted."""
+        """Return whether a plugin is allowed."""
         return bool(_names(plugin) & self.names) is self.allow
 
     def unknown(self, plugins: Iterable[PluginSource]) -> list[str]:
-        """Return the policy's names that nothing installed has."""
+        """Return the policy's names that match no installed plugin."""
         return sorted(self.names - {name for plugin in plugins for name in _names(plugin)})
 
 
@@ -128,5 +128,5 @@ def _names(plugin: PluginSource) -> frozenset[str]:
 
 
 def _normal(name: str) -> str:
-    """Normalise a distribution's name, in which -, _ and . are equal, and upper and lower case are (PEP 503)."""
+    """Normalize a distribution's name: case and the difference between -, _ and . are ignored (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()

@@ -1,4 +1,4 @@
-"""The Registry, filled with all that there is: built-ins, a caller's plugins, and installed ones that passed their trial."""
+"""The Registry, filled with built-ins, a caller's plugins, and installed plugins that passed their trial."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _HOOKS: dict[str, type] = {
     for name, hook in vars(hookspecs).items()
     if name.startswith("headway_register_")
 }
-"""What stands behind headway_register_ in the name of a hook -> the type of what it returns."""
+"""Hook name without headway_register_ -> type of the items that it returns."""
 RETRY = "headway plugins --retry tries it again"
 
 
 class Registry(Kernels):
-    """Layouts and backends by name, filled once by `create_registry`; from then on a lookup is a dict get."""
+    """Layouts and backends by name. `create_registry` fills it once; afterwards a lookup is a dict get."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -51,7 +51,7 @@ class Registry(Kernels):
         self.proposers: dict[str, ProposerInfo] = {}
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
         self.chat_parsers: dict[tuple[str, str], ChatParserInfo] = {}
-        """What a parser reads, and its name -> the parser."""
+        """(what a parser reads, its name) -> the parser."""
         self.failures: list[PluginFailure] = []
         super().__init__(check_class, self.failures)
         self._known: dict[str, dict[Any, Any]] = {
@@ -61,18 +61,18 @@ class Registry(Kernels):
             **{each.kind.kernels: each.entries for each in self.kinds},
             **{each.kind.layouts: each.layouts for each in self.kinds if each.kind.layouts},
         }
-        """What plugins bring, as the fields of `Brought` have it -> what is registered of it, by name."""
+        """Field name of `Brought` -> registered items of that kind, by name."""
         self.plugins: list[PluginRecord] = []
-        """The installed plugins, those that were left out or not wanted as well, and files that the user named."""
+        """Installed plugins, including excluded and blocked ones, and files that the user named."""
         self.sources: dict[str, PluginSource] = {}
-        """Plugin name -> where it came from, of installed plugins and files that are loaded."""
+        """Plugin name -> its source, for loaded installed plugins and files."""
         self.brought: dict[str, Brought] = {}
-        """What each registered plugin handed in."""
+        """Plugin name -> names of what it registered."""
 
     def add_plugin(self, name: str, owner: str, plugin: object) -> None:
-        """Register one plugin whole or, if anything is wrong with it, not at all.
+        """Register a plugin completely or, if any part is not valid, not at all.
 
-        :raises PluginError: a taken name, another api_version, or anything that a hook hands in and that cannot be used.
+        :raises PluginError: if a name is taken, an api_version does not match, or an item of a hook is not valid.
         """
         self._check_new(name, owner, plugin)
         try:
@@ -82,7 +82,7 @@ class Registry(Kernels):
         except BaseException as error:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
-            if isinstance(error, pluggy.PluginValidationError):  # a hook with another signature, or that there is none of
+            if isinstance(error, pluggy.PluginValidationError):  # an unknown hook or one with another signature
                 raise PluginError(f"plugin {name!r} of {owner}: {' '.join(str(error).split())}") from None
             raise
         self._owners[name] = owner
@@ -102,7 +102,7 @@ class Registry(Kernels):
                 self._known[kind][key] = KernelEntry(item, owner) if isinstance(item, KernelInfo) else item
 
     def _answers(self, where: str, owner: str, plugin: object) -> dict[str, list[Any]]:
-        """Return what a plugin brings, by the fields of `Brought`, once all of it is checked."""
+        """Return the items that a plugin registers, by field of `Brought`, after checking all of them."""
         if not self._manager.get_hookcallers(plugin):
             raise PluginError(f"{where} implements no hook of ours: mark its functions with headway.hookimpl")
         found: dict[str, list[Any]] = {kind: [] for kind in self._known}
@@ -119,27 +119,27 @@ class Registry(Kernels):
         return found
 
     def digest_of(self, name: str, kind: OperationKind = ATTENTION) -> str:
-        """Hash of the version and the files of the plugin that brought a kernel; empty for built-ins and objects."""
+        """Return a hash of the version and files of a kernel's plugin; "" for built-ins and plugin objects."""
         source = self.source_of(name, kind)
         return "" if source is None else source.digest()
 
     def source_of(self, name: str, kind: OperationKind = ATTENTION) -> PluginSource | None:
-        """Return the plugin that brought a kernel; None for built-ins and objects."""
+        """Return the plugin of a kernel; None for built-ins and plugin objects."""
         brought = ((source, getattr(self.brought[plugin], kind.kernels)) for plugin, source in self.sources.items())
         return next((source for source, names in brought if name in names), None)
 
     def _ask(self, hook: str, kind: type, plugin: object, where: str) -> list[Any]:
-        """What one plugin answers to a hook; nothing where it does not implement it."""
+        """Return a plugin's answers to a hook; empty if it does not implement the hook."""
         if all(caller.name != hook for caller in self._manager.get_hookcallers(plugin) or ()):
             return []
         try:
             answers = self._call(hook, plugin)
         except (Exception, SystemExit) as error:
             raise PluginError(f"{where}: {hook}() raised {type(error).__name__}: {error}") from error
-        return answers_of(hook, answers or [None], kind, where)  # pluggy leaves an answer of None out
+        return answers_of(hook, answers or [None], kind, where)  # pluggy omits an answer of None
 
     def _call(self, hook: str, plugin: object, **arguments: Any) -> Any:
-        """Return what pluggy returns of one plugin's hook."""
+        """Call a hook of one plugin and return pluggy's result."""
         others = [other for other in self._manager.get_plugins() if other is not plugin]
         return self._manager.subset_hook_caller(hook, others)(**arguments)
 
@@ -148,17 +148,18 @@ class Registry(Kernels):
             raise PluginError(f"plugin name {name!r} of {owner} is already taken by {self._owners[name]}: rename one of them")
         try:
             hash(plugin)
-        except Exception as error:  # pluggy keeps plugins in sets
+        except Exception as error:  # pluggy stores plugins in sets
             why = f"{type(error).__name__}: {error}; a dataclass needs eq=False or frozen=True"
             raise PluginError(f"plugin {name!r} of {owner} must be hashable: {why}") from error
         if self._manager.is_registered(plugin):
             raise PluginError(f"plugin {name!r} of {owner} is already registered as {self._manager.get_name(plugin)!r}")
 
     def linear_kernels(self, device: torch.device, named: str = "auto", invariant: bool = False) -> LinearKernels:
-        """Return the linear kernels that a model on a device chooses among. named: the one that the user asks for, or auto.
-        invariant: for deterministic mode.
+        """Return the linear kernels among which a model on a device chooses.
 
-        :raises UnknownBackendError: nobody registered that name.
+        named: kernel that the user requests, or auto. invariant: True for deterministic mode.
+
+        :raises UnknownBackendError: if the name is not registered.
         """
         kernels = self.linear
         if named != "auto":
@@ -169,9 +170,9 @@ class Registry(Kernels):
         return LinearKernels(device, names, kernels.backend, kernels.supports, guests, asked, invariant)
 
     def proposer(self, name: str) -> ProposerInfo:
-        """A proposer of draft tokens by name.
+        """Return a proposer of draft tokens by name.
 
-        :raises ConfigError: nobody registered that name.
+        :raises ConfigError: if the name is not registered.
         """
         if name not in self.proposers:
             raise ConfigError("speculate", f"one of {', '.join(self.proposers)}", repr(name))
@@ -187,20 +188,19 @@ def create_registry(
     policy: str | None = None,
     retry: bool = False,
 ) -> Registry:
-    """Make a registry: the built-ins first, then the given plugin objects, then entry points of the group "headway".
+    """Create a registry: the built-ins first, then the given plugins, then entry points of the group "headway".
 
-    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or name -> plugin;
-    one that fails raises.
-    trial: how an installed plugin or a file is tried in another process before it is let in, once for each version of it.
-    None: what was never tried is let in; `headway.create_registry` hands in the trial that every command uses.
-    block: names of entry points to leave alone. policy: which installed plugins are wanted (`PluginPolicy.parse`); None: as
-    $HEADWAY_PLUGINS says. retry: try again, whatever is remembered.
+    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or a mapping of
+    names to plugins. One that fails raises an error. trial: function that tries installed plugins and files in another process,
+    once per version. None accepts untried plugins; `headway.create_registry` passes the trial that every command uses. block:
+    names of entry points to ignore. policy: installed plugins to load (`PluginPolicy.parse`); None means $HEADWAY_PLUGINS. retry:
+    repeat trials whose verdict is stored.
 
-    An installed plugin that fails there or here is recorded in `failures`, and start-up goes on. A file that fails raises, for
-    the user has named it.
+    An installed plugin that fails there or here is recorded in `failures`, and the start continues. A file that fails raises an
+    error, because the user named it.
 
-    :raises ConfigError: a policy that cannot be understood; a file that is not there.
-    :raises HeadwayError: a given plugin that cannot be registered.
+    :raises ConfigError: if the policy is not valid, or if a file does not exist.
+    :raises HeadwayError: if a given plugin cannot be registered.
     """
     registry = Registry()
     registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, builtin)
@@ -223,7 +223,7 @@ def _add_installed(
     retry: bool,
 ) -> None:
     for name in policy.unknown(found):
-        warn_once(f"plugins: nothing that is installed is called {name}")
+        warn_once(f"plugins: no installed plugin is named {name}")
     readable = [plugin for plugin in found if policy.takes(plugin) and isinstance(plugin, InstalledPlugin)]
     tried = dict(zip(map(id, readable), verdicts(readable, trial, retry), strict=True))
     for plugin in found:
@@ -245,7 +245,7 @@ def _add_installed(
 def _let_in(registry: Registry, plugin: PluginSource, verdict: Verdict) -> None:
     """Load and register a plugin.
 
-    :raises HeadwayError: what came of its trial, or why it cannot be registered; besides whatever its import raises.
+    :raises HeadwayError: if its trial failed or it cannot be registered. Exceptions of its import are passed on.
     """
     if verdict.fault:
         longer = f"{TIMEOUT}=60 gives it longer" * verdict.fault.startswith("hangs")

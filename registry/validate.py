@@ -1,4 +1,4 @@
-"""What a plugin hands in, checked field by field: a mistake is one line that names the plugin, the field and what it holds."""
+"""Validation of a plugin's items, field by field. An error is one line with the plugin, the field and its value."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from headway.core.contract.weights import FORMATS
 from headway.core.system.text import shown
 
 RESERVED = ("auto", "reference")
-"""Words with a meaning of their own where a name is asked for."""
+"""Reserved names, which have a special meaning in options."""
 _LONGEST: Final = 64
-"""Characters of a name, which stands in tables and on command lines."""
+"""Maximum number of characters of a name, which is shown in tables and command lines."""
 
 
 def _all_of(found: object, kind: type, container: tuple[type, ...] = (tuple,)) -> bool:
@@ -54,17 +54,17 @@ def _is_tolerance(found: object) -> bool:
 
 
 _Rule = tuple[Callable[[Any], bool], str]
-"""Whether the value of a field will do, and what it must be."""
+"""(function that returns whether a value is valid, description of valid values)."""
 _TEXT: _Rule = (lambda found: isinstance(found, str), "a text")
 _CALLABLE: _Rule = (callable, "callable")
 
 
 class _Item(NamedTuple):
-    """One type of what plugins bring."""
+    """Rules for one type of item."""
 
     word: str
     taken: str
-    """The error if its name is known already."""
+    """Error text if its name is already registered."""
     rules: Mapping[str, _Rule]
 
 
@@ -110,9 +110,9 @@ _ITEMS: Mapping[type, _Item] = {
 
 
 def answers_of(hook: str, answers: Iterable[object], kind: type, plugin: str) -> list[Any]:
-    """The items that one plugin's implementations of a hook returned.
+    """Return the items that one plugin's implementations of a hook returned.
 
-    :raises PluginError: an answer is no list, or an item is of another type.
+    :raises PluginError: if an answer is not a list, or an item has another type.
     """
     items: list[object] = []
     for answer in answers:
@@ -128,14 +128,14 @@ def answers_of(hook: str, answers: Iterable[object], kind: type, plugin: str) ->
 
 
 def named(item: Any) -> Any:
-    """Return the part of an item that has its name: of a registered layout the layout."""
+    """Return the object that has an item's name; for a layout's registration, the layout."""
     return item.layout if isinstance(item, LayoutInfo) else item
 
 
 def check_items(items: Sequence[Any], known: Sequence[tuple[Any, str]], owner: str, plugin: str) -> None:
-    """Check what a plugin brings by one hook. known: what is registered there already, and its owner. plugin: for the error.
+    """Check the items that a plugin returned from one hook. known: (registered item, owner) pairs. plugin: plugin, for the error.
 
-    :raises PluginError: a field of the wrong kind, an api_version that this contract does not include, or a name that is known.
+    :raises PluginError: if a field has the wrong type, an api_version is not supported, or a name is taken.
     """
     for number, item in enumerate(items):
         of = next((kind for kind in ALL_KINDS if isinstance(item, kind.info)), None)
@@ -210,23 +210,25 @@ _CLAIMS: Mapping[str, Sequence[_Rule]] = {
     "tuple[CacheLayout, ...] | None": _layouts(CacheLayout),
     "tuple[StateLayout, ...] | None": _layouts(StateLayout),
 }
-"""A field of capabilities, by its name or else by its annotation -> what must hold of its value."""
+"""Name of a field of capabilities, or else its annotation -> rules for its value."""
 _METHODS: Mapping[str, Mapping[Phase, str]] = {
     ATTENTION.name: {Phase.PREFILL: "prefill", Phase.EXTEND: "prefill", Phase.DECODE: "decode"},
     STATE.name: {Phase.PREFILL: "scan", Phase.EXTEND: "scan", Phase.DECODE: "step"},
 }
-"""Kind of operation -> the method that each phase calls."""
+"""Kind of operation -> method that each phase calls."""
 
 
 def check_class(loaded: Any, kind: OperationKind, name: str, where: str) -> Any:
     """Check and return the class that a registration's `load` returned.
 
-    name: that it is registered by. where: the kernel and its owner, for the error.
+    name: registered name. where: kernel and owner, for the error.
 
-    :raises PluginError: no class of a kernel, or one whose claims cannot be read.
+    :raises PluginError: if it is not a kernel class, or its claims are not valid.
     """
     base, claims = kind.kernel, kind.claims
-    whole = isinstance(loaded, type) and issubclass(loaded, base)  # a name of its own: mypy must not narrow what was loaded
+    whole = isinstance(loaded, type) and issubclass(
+        loaded, base
+    )  # a separate name, so that mypy does not narrow the type of `loaded`
     if not whole:
         raise PluginError(f"{where}: load() must return a subclass of {base.__name__}, got {loaded!r}")
     if isabstract(loaded):
@@ -252,7 +254,7 @@ def check_class(loaded: Any, kind: OperationKind, name: str, where: str) -> Any:
         _need(not unknown, f"{where}: capabilities.features", f"out of {', '.join(sorted(FEATURES))}", unknown)
         _need(_is_options(loaded.options), f"{where}: options", "a mapping of texts to texts", loaded.options)
     fused = claimed["fused"] if kind is LINEAR else frozenset[str]()
-    if fused and not hasattr(loaded, "compute"):  # which only Headway's own kernels have
+    if fused and not hasattr(loaded, "compute"):  # only Headway's own kernels have this method
         _need("rotary" not in fused, f"{where}: capabilities.fused", "without rotary, which is Headway's own", "rotary")
         own_fused = loaded.apply_fused is not LinearKernel.apply_fused
         _need(own_fused, f"{where}: capabilities.fused", "empty for a class without apply_fused()", ", ".join(sorted(fused)))

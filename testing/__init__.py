@@ -1,4 +1,4 @@
-"""What a backend is tested with. The names below are for third parties; the modules below may change."""
+"""Conformance tests for backends. The names below are public; the modules below may change."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name when it is first used: the pytest plugin is imported in every test session."""
+    """Import a name at its first use: the pytest plugin is imported in every test session."""
     if name not in _HOME:
         raise AttributeError(f"module 'headway.testing' has no attribute {name!r}")
     from importlib import import_module

@@ -1,6 +1,6 @@
-"""The pytest plugin of the conformance kit: `pytest --attn-plugin NAME` or `FILE.py:CLASS` makes one test of each cell.
+"""Pytest plugin of the conformance kit: `pytest --attn-plugin NAME` or `FILE.py:CLASS` creates one test per cell.
 
-It is found by its entry point wherever Headway is installed, and loads nothing until the option is used.
+Pytest finds it by its entry point wherever Headway is installed. It imports nothing until the option is used.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ _TARGET = "--attn-plugin"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of the kit."""
+    """Add the options of the kit."""
     group = parser.getgroup("headway", "Headway's conformance kit")
-    group.addoption(_TARGET, default="", metavar="NAME|FILE.py:CLASS", help="attention backend to hold to the contract")
-    group.addoption("--attn-device", default="cpu", choices=("cpu", "cuda"), help="where the backend runs")
-    group.addoption("--attn-full", action="store_true", help="try every pair of values in place of every value")
+    group.addoption(_TARGET, default="", metavar="NAME|FILE.py:CLASS", help="attention backend to test against the contract")
+    group.addoption("--attn-device", default="cpu", choices=("cpu", "cuda"), help="device to run the backend on")
+    group.addoption("--attn-full", action="store_true", help="test every pair of values instead of every value")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the cells to what was collected."""
+    """Add the kit's cells to the collected tests."""
     if config.getoption(_TARGET):
         items.extend(KitCollector.from_parent(session, name=config.getoption(_TARGET)).collect())
 
 
 class KitCollector(pytest.Collector):
-    """The cells of one subject, run in one child process."""
+    """Collector of the cells of one subject, which run in one child process."""
 
     def collect(self) -> Iterable[pytest.Item]:
-        """One test a cell."""
+        """Return one test per cell."""
         from headway.core.contract.errors import HeadwayError
         from headway.testing.kit.runner import TIMEOUT, CellProcess
 
@@ -52,14 +52,14 @@ class KitCollector(pytest.Collector):
 
 
 class CellItem(pytest.Item):
-    """One cell."""
+    """The test of one cell."""
 
     def __init__(self, child: CellProcess, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._child = child
 
     def runtest(self) -> None:
-        """Run the cell; a process that died fails it."""
+        """Run the cell. The test fails if the process dies."""
         from dataclasses import fields
 
         from headway.core.contract.errors import with_arguments
@@ -79,13 +79,13 @@ class CellItem(pytest.Item):
             raise CellFailed(f"{reason}{guess}{again}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The finding alone: the traceback would be of the kit."""
+        """Return only the finding; a traceback would show the kit's code."""
         return str(excinfo.value) if isinstance(excinfo.value, CellFailed) else super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[str, None, str]:
-        """Where the test stands in pytest's listing."""
+        """Return the location shown in pytest's listing."""
         return "headway check", None, self.name
 
 
 class CellFailed(Exception):
-    """A cell that failed."""
+    """Failure of a cell."""

@@ -1,1 +1,1 @@
-"""What `auto` needs in production: the crossover table, its files, and how a point of it is measured."""
+"""Crossover tables for `auto`: measurement, files, and trials of plugins in child processes."""

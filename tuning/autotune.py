@@ -1,4 +1,4 @@
-"""The times behind `auto`: a table file that fits, or a short measurement at the first start, which is kept for the next."""
+"""Measured times for `auto`: from a table file that fits, or from a short measurement at the first start, which is stored."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ from headway.tuning.table.schema import CrossoverTable, DeviceIdentity
 log = logging.getLogger("headway")
 
 DEFAULT_BUDGET = {"cpu": 3.0, "cuda": 20.0}
-"""Seconds of measuring in a start, by device type."""
+"""Seconds that a start may spend on measuring, by device type."""
 TIMER = InterleavedTimer(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
 
 
 @dataclass(frozen=True)
 class TableRequest:
-    """What a user said about the times behind `auto`."""
+    """The user's settings for the crossover tables of `auto`."""
 
     paths: Sequence[Path] = ()
-    """Tables to obey, each for the layer and the device that it was measured on; they are used or refused, never measured again.
-    Empty: those that are kept for this machine."""
+    """Crossover tables to use, each for the layer and the device that it was measured on. Headway uses or rejects them and never
+    measures them again. If empty, `auto` uses the tables stored for this machine."""
     budget: float | None = None
-    """Seconds that a start may measure, all parts together; 0: none. None: $HEADWAY_AUTOTUNE_BUDGET, else DEFAULT_BUDGET."""
+    """Seconds that a start may spend on measuring, for all kinds of layers together; 0 disables measuring. None means
+    $HEADWAY_AUTOTUNE_BUDGET, else DEFAULT_BUDGET."""
 
     def seconds(self, device: torch.device) -> float:
-        """Seconds that a start may measure on a device.
+        """Return the seconds that a start may spend on measuring on a device.
 
-        :raises ConfigError: the environment variable is no number, or below 0.
+        :raises ConfigError: if the environment variable is not a number, or is negative.
         """
         text = os.environ.get("HEADWAY_AUTOTUNE_BUDGET", "").strip()
         if self.budget is not None or not text:
@@ -66,7 +67,7 @@ class TableRequest:
             seconds = float(text)
         except ValueError:
             seconds = -1.0
-        if not seconds >= 0:  # NaN is refused, too
+        if not seconds >= 0:  # also rejects NaN
             raise ConfigError("HEADWAY_AUTOTUNE_BUDGET", "seconds, 0 for none", repr(text))
         return seconds
 
@@ -80,16 +81,17 @@ def costs_for(
     budget: SharedBudget | None = None,
     kind: OperationKind = ATTENTION,
 ) -> dict[Any, CostTable] | None:
-    """Return the measured times of each distinct layer; None if `auto` has to take the rank order, and the log says why.
+    """Return the measured times of each distinct layer, or None if `auto` must use the rank order; the log says why.
 
-    compile_ahead: what the kernels of a first measuring are compiled in; None: one by one. budget: seconds that are shared with
-    other parts of a start, each kind of layer being a part; None: those of the request. kind: layers of attention, or with a
-    state. Of a latent layer both specs are measured, each in the phases that ask for it. Files that the user named are used for
-    attention, and for states if one of them is of states.
+    compile_ahead: context manager in which the kernels of a first measurement are compiled in parallel; None compiles them one by
+    one. budget: measuring time shared with other parts of a start; each kind of layer takes one part. None means the budget of
+    `table_request`. kind: layers to measure, attention or state layers. Both specs of a latent (MLA) layer are measured, each in
+    the phases that use it. Tables that the user named apply to attention, and to state layers if one of the tables is for them.
 
-    A faulty or stale table never ends a start: it is logged with the line or the difference, and left alone or measured again.
+    A faulty or stale table never ends a start: its faulty line or its difference is logged, and the table is ignored or measured
+    again.
 
-    :raises ConfigError: a budget that is no number, or a file that was named and is not there.
+    :raises ConfigError: if the budget is not a number, or if a named file does not exist.
     """
     for path in table_request.paths:
         if not path.exists():
@@ -121,7 +123,8 @@ def costs_for(
 
 
 def _has_choice(registry: Registry, specs: Sequence[Any], available: Sequence[str]) -> bool:
-    """Return whether two kernels can run here; of states, whether both support some phase of every layer."""
+    """Return whether at least two kernels can run here; for state layers, whether two kernels support the same phase of every
+    layer."""
     if kind_of(specs[0]) is ATTENTION:
         return len(available) > 1
     able = StateCandidates(registry.states, specs)
@@ -148,14 +151,14 @@ class RegisteredLayer(TunedLayer):
         phases: Collection[Phase] = tuple(Phase),
         ahead: CompileAhead | None = None,
     ) -> Self:
-        """Return a layer with its device's usual points of some phases."""
+        """Return a layer with the usual points of its device in the given phases."""
         measured = measured_kind(registry, spec)
         wanted = [point for point in measured.grid if CORE_PHASE[point.phase] in phases]
         return cls(measured.record, device, kernels, wanted, measured, ahead)
 
     @property
     def registry(self) -> Registry:
-        """Where the kernels are registered."""
+        """The registry of the layer's kernels."""
         return self.measured.registry
 
     @cached_property
@@ -170,34 +173,33 @@ class RegisteredLayer(TunedLayer):
         return [name for name, digest in now.items() if digest and digest != before[name]]
 
     def missed(self, unknown: Collection[str]) -> list[str]:
-        """See `TunedLayer`: backends that a start without a table might choose, by rank."""
         kernels = self.registry.of(self.measured.kind)
         ranks = [kernels.rank(self.measured.spec, phase, self.kernels) for phase in Phase]
         known = [next((place for place, name in enumerate(rank) if name not in unknown), len(rank)) for rank in ranks]
         return [name for name in unknown if any(rank.index(name) < first for rank, first in zip(ranks, known, strict=True))]
 
     def named(self, tables: Sequence[tuple[Path, CrossoverTable]]) -> CrossoverTable | None:
-        """Return the first of the tables that the user named that fits the layer; the log says why none does."""
+        """Return the first of the user's tables that fits the layer; if none fits, log why and return None."""
         refused = [(path, table, misfits(table, self.device, self.record, self.owners)) for path, table in tables]
         for path, table, reasons in refused:
             if not reasons:
                 return used_table(self, table, path)
         of_layer = [refusal for refusal in refused if refusal[1].spec.key == self.record.key]
-        for path, _, reasons in of_layer:  # the others are meant for other layers
+        for path, _, reasons in of_layer:  # other tables are for other layers
             log.warning("crossover table %s not used: %s", path, "; ".join(reasons))
         if refused and not of_layer:
             got = " and ".join(f"one for {table.spec}" for _, table, _ in refused)
-            log.warning("auto takes the rank order: crossover_table needs a table for %s, got %s", self.measured.spec, got)
+            log.warning("auto uses the rank order: crossover_table needs a table for %s, got %s", self.measured.spec, got)
         return None
 
     def _without_missing(self, table: CrossoverTable, path: Path) -> CrossoverTable:
-        """A table that is about to be completed, and its file, without the backends that cannot run here any more."""
+        """Remove the backends that can no longer run here from a table and its file, before the table is completed."""
         here = set(self.kernels)
         if all(record.name in here for record in table.kernels):
             return table
         gone = [f"{record.name} of {record.owner}" for record in table.kernels if record.usable and record.name not in here]
-        if gone:  # others have never run here, or have failed
-            log.warning("crossover table %s is completed without what is not here any more: %s", path, ", ".join(gone))
+        if gone:  # the other backends never ran here, or failed
+            log.warning("crossover table %s: %s can no longer run here; completing the table without it", path, ", ".join(gone))
         backends = [record for record in table.kernels if record.name in here]
         cells = [cell for cell in table.cells if cell.kernel in here]
         left = table.model_copy(update={"kernels": backends, "cells": cells})
@@ -230,29 +232,28 @@ class RegisteredLayer(TunedLayer):
         try:
             if resume and old is not None:
                 old = self._without_missing(old, path)
-                # What failed fails again: it is tried when its plugin has another version, or other files.
+                # A backend that failed would fail again. It is tried again once its plugin has another version or other files.
                 failed = {record.name: record.reason for record in old.kernels if record.name in self.kernels and record.reason}
                 options = replace(options, excluded=failed)
             asked = (self.registry, self.kernels, kind)
             apart = third_party_files(*asked) and can_measure_in_child(*asked)
             table = (measure_in_child if apart else run_kernel_level)(options, self.registry)
         except (HeadwayError, OSError) as error:
-            instead = "rank order instead" if old is None else "the old one is used as it is"
-            log.warning("auto: no crossover table could be measured, %s: %s", instead, _without_option(error))
+            instead = "using the rank order" if old is None else "using the old table as it is"
+            log.warning("auto: measuring a crossover table failed, %s: %s", instead, _without_option(error))
             return old
         tell_left_out(self, table)
-        log.info("auto: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
+        log.info("auto: %d cells in %.1f s, saved in %s", len(table.cells), time.perf_counter() - started, path)
         if not suffices(table, replace(self, wanted=wanted)):
-            log.info(
-                "auto: the time did not suffice for every point that the choice needs; the next start goes on with the others"
-            )
+            log.info("auto: the time budget ended before all required points were measured; the next start continues")
         return table
 
 
 def preferred_layouts(registry: Registry, available: Sequence[str], spec: AttentionSpec) -> list[str]:
-    """The registry's first layout, a built-in, and the first that each backend names: a plugin's own is compared with it.
+    """Return the registry's first layout (a built-in) and the first layout that each backend names, without duplicates.
 
-    Layouts that cannot hold the layer's keys and values are passed over. available: the backends that can run here.
+    A plugin's own layout is thus compared with a built-in one. Layouts that cannot hold the layer's keys and values are skipped.
+    available: names of the backends that can run here.
     """
     claimed = [registry.backend(name).capabilities.layouts or () for name in available]
     every = [[info.layout for info in registry.layouts.values()], *claimed]
@@ -261,14 +262,14 @@ def preferred_layouts(registry: Registry, available: Sequence[str], spec: Attent
 
 
 def _without_option(error: Exception) -> str:
-    """What went wrong, to somebody who has named no file for the table."""
+    """Return the error's text for a user who did not name an output file."""
     if isinstance(error, ConfigError) and error.reason.what == "--output":
         return f"{error.reason.got}; HEADWAY_CACHE names another folder"
     return str(error)
 
 
 def _read(path: Path) -> CrossoverTable | None:
-    """The table at a path; None where it is faulty, and the log says where."""
+    """Read the table at a path, or log its fault and return None."""
     try:
         return read_table(path, kind=None)
     except TableError as error:

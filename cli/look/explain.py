@@ -1,4 +1,4 @@
-"""`headway backends explain`: the backend that a step would take, and why it would take no other."""
+"""`headway backends explain`: the backend that a step would use, and why it would not use others."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel, or kernels that share a reason."""
+    """A table row: one kernel, or several that share a reason."""
 
     cells: Sequence[str]
-    """Its name, and what it takes or serves in each column."""
+    """Name, then the time or range in each column."""
     chosen: Collection[int] = ()
-    """Numbers of the cells that say what was chosen."""
+    """Indices of the cells that show the choice."""
     why_not: str = ""
     runs_here: bool = True
-    """True if it can run on the device."""
+    """True if the kernel can run on the device."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """The kernels that serve one kind of operation, and the reasons that rule the others out."""
+    """Kernels for one kind of operation, and reasons against the others."""
 
     title: str
     answer: str = ""
@@ -67,7 +67,7 @@ class Section:
 
 
 def show(found: Section, console: Console, all_kernels: bool) -> None:
-    """Print a summary, a table of the kernels, and what it is taken from. all_kernels: also those that cannot run here."""
+    """Print a section: summary, table of kernels, remarks and sources. all_kernels: include kernels that cannot run here."""
     console.print(Text(found.title, "bold").append(found.answer, "bold green"))
     for line in found.summary:
         console.print(Text(line))
@@ -99,12 +99,11 @@ def explain_weights(
     kinds: Collection[str],
     fixed: bool,
 ) -> tuple[dict[str, Any], list[Section]]:
-    """Return what would serve a model's linear layers or layers of experts, as plain data and for a person.
+    """Return the kernels for a model's linear layers or layers of experts, as plain data and as sections to print.
 
-    Nothing is measured, and no weights are read. kinds: "linear" and "experts", or one of them. fixed: as in
-    deterministic mode.
+    Nothing is measured, and no weights are read. kinds: "linear", "experts" or both. fixed: True for deterministic mode.
 
-    :raises HeadwayError: no model, one that Headway's decoder does not compute, or options that it does not take.
+    :raises HeadwayError: if no model is given, Headway's decoder does not support it, or an option is not valid.
     """
     from headway.kernels.experts.bound import ExpertsOptions
     from headway.models.layers.decoder import Decoder
@@ -128,7 +127,7 @@ def explain_weights(
     for kind in kinds:
         if kind == "linear":
             found = _linear([*decoder.products, (decoder.lm_head, False)], place, registry, fixed)
-            none = "no product over a quantised weight: --quantization rounds plain ones"
+            none = "no linear layer with a quantized weight; --quantization quantizes plain ones"
         else:
             found, none = _experts(experts.specs, place, registry, fixed), "no layer of experts"
         plain["products" if kind == "linear" else kind] = found
@@ -139,7 +138,7 @@ def explain_weights(
 def _linear(
     products: Sequence[tuple[Linear, bool]], device: torch.device, registry: Registry, fixed: bool
 ) -> list[dict[str, Any]]:
-    """Return what would serve a model's linear layers on a device. products: True for each that is gated, without elements."""
+    """Return the kernels for a model's linear layers on a device. products: (layer on the meta device, whether it is gated)."""
     from torch import Tensor
 
     from headway.kernels.linear.choice import ROWS
@@ -164,9 +163,9 @@ def _linear(
 
 
 def _experts(specs: Mapping[ExpertsSpec, int], device: torch.device, registry: Registry, fixed: bool) -> list[dict[str, Any]]:
-    """Return what would serve a model's layers of experts on a device: stored times choose, else the rule.
+    """Return the kernels for a model's layers of experts on a device: stored times choose, else the heuristic.
 
-    specs: those of layers without elements, and how many there are of each.
+    specs: spec of a layer on the meta device -> number of such layers.
     """
     from headway.core.contract.weights import WeightFormat
     from headway.kernels.experts.bound import ExpertsLayers, ExpertsOptions
@@ -201,7 +200,7 @@ def _experts(specs: Mapping[ExpertsSpec, int], device: torch.device, registry: R
 
 
 def choice_data(kind: LinearChoice | ExpertsKind, layers: int, axis: CountAxis) -> dict[str, Any]:
-    """Return the kernel for each number of rows or tokens, the measured times, and why others take no part, as plain data."""
+    """Return the kernel for each number of rows or tokens, measured times, and reasons against other kernels, as plain data."""
     us = {} if kind.times is None else kind.times.us
     return {
         "layers": layers,
@@ -218,7 +217,7 @@ _TIMED = (1, 16, 256, 4096)
 
 
 def kernel_section(found: Mapping[str, Any]) -> Section:
-    """Return what serves one kind of linear layer or layer of experts. found: an item of `explain_weights`."""
+    """Return the section for one kind of linear layer or layer of experts. found: an item of `explain_weights`."""
     starts, us = list(found["ways"]), found["us"]
     ends = [*(f" to {start - 1:,}" for start in starts[1:]), " on"]
 
@@ -237,18 +236,18 @@ def kernel_section(found: Mapping[str, Any]) -> Section:
     rows += [Row((", ".join(names), "", *times("")), why_not=why) for why, names in refused.items()]
     title = found.get("sums") or f"{found.get('product') or found['experts']}, {found['layers']} layers"
     columns = ("kernel", found["unit"], *(f"{count:,}" for count in _TIMED if us))
-    remarks = [f"{', '.join(columns[2:])}: microseconds of a layer with so many {found['unit']}"] if us else []
+    remarks = [f"{', '.join(columns[2:])}: microseconds per layer at this number of {found['unit']}"] if us else []
     return Section(title, columns=columns, rows=rows, remarks=remarks, notes=[f"by: {found['by']}"])
 
 
 def explain_states(
     specs: Sequence[StateSpec], registry: Registry, asked: str, workload: Workload
 ) -> tuple[dict[str, Any], Section]:
-    """Return what would serve layers with a state by the times that auto would use, as plain data and for a person.
+    """Return the kernels for state layers, by the times that auto would use, as plain data and as a section to print.
 
-    Nothing is measured. specs: that of each layer. asked: the option --state-backend.
+    Nothing is measured. specs: spec of each layer. asked: value of --state-backend.
 
-    :raises HeadwayError: what was asked for cannot be had, with every reason.
+    :raises HeadwayError: if the requested backend cannot be used, with all reasons.
     """
     from headway.core.contract.operation import STATE
     from headway.core.select.kernels import VERBS, StateCandidates
@@ -305,17 +304,18 @@ def _state_row(name: str, rated: Mapping[str, Iterable[Rated]], choices: Sequenc
 
 
 _GEOMETRY = (
-    "num_heads/num_kv_heads/head_dim of the layers; of latent attention absorbed and expanded, 16/1/576/512+16/16/192/128/dense."
+    "num_heads/num_kv_heads/head_dim of the layers. For latent attention (MLA), absorbed+non-absorbed: "
+    "16/1/576/512+16/16/192/128/dense."
 )
-_MODEL = "A model's layers, by a folder, a config.json or a name; no weights are read. In place of --geometry and --layers."
-_LAYERS = "Number of layers that share a step's plan. Default: those of the model with this geometry; 32 for another one."
-_ALL = "List all backends, also those that cannot run on this device, with the reasons."
-_LINEAR = "With --model: show instead the kernel for each kind of linear layer over a quantised weight, by number of rows."
-_EXPERTS = "With --model: show instead the kernel for each kind of layer of experts, by number of tokens."
+_MODEL = "Model whose layers to use: a folder, a config.json or a name. No weights are read. Replaces --geometry and --layers."
+_LAYERS = "Number of layers that share a step's plan. Default: that of the model with this geometry, else 32."
+_ALL = "Also list backends that cannot run on this device, with the reasons."
+_LINEAR = "With --model: show the kernel for each kind of quantized linear layer instead, by number of rows."
+_EXPERTS = "With --model: show the kernel for each kind of layer of experts instead, by number of tokens."
 
 
 class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
-    """The phase of a part of a step; verify is a decode of several drafts."""
+    """Phase of a part of a step. verify is a decode with several draft tokens."""
 
     prefill = "prefill"
     extend = "extend"
@@ -325,36 +325,38 @@ class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str En
 
 def explain(
     phase: Annotated[StepPhase, typer.Option(help="Phase of the step.")] = StepPhase.decode,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in the step.")] = 1,
-    length: Annotated[int, typer.Option("--len", min=1, help="Tokens of each sequence, cached and new.")] = 1024,
-    query_len: Annotated[int | None, typer.Option(min=1, help="New tokens of each sequence. Default: as the phase has.")] = None,
-    attn_backend: Annotated[str, typer.Option(help="auto, NAME, or prefill=NAME,decode=NAME.")] = "auto",
+    batch: Annotated[int, typer.Option(min=1, help="Number of sequences in the step.")] = 1,
+    length: Annotated[int, typer.Option("--len", min=1, help="Cached plus new tokens of each sequence.")] = 1024,
+    query_len: Annotated[
+        int | None, typer.Option(min=1, help="New tokens of each sequence. Default: usual for the phase.")
+    ] = None,
+    attn_backend: Annotated[str, typer.Option(help="Attention backend: auto, NAME, or prefill=NAME,decode=NAME.")] = "auto",
     kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block. Default: auto.")] = None,
-    workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
+    workload: Annotated[str, typer.Option(help="Workload: chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
     model: Annotated[str | None, typer.Option(help=_MODEL)] = None,
     geometry: Annotated[str | None, typer.Option(help=_GEOMETRY)] = None,
     layers: Annotated[int | None, typer.Option(min=1, help=_LAYERS)] = None,
-    state_backend: Annotated[str, typer.Option(help="For layers with a state, as --attn-backend.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks: also say how they sum, by bytes.")] = 1,
+    state_backend: Annotated[str, typer.Option(help="State backend, in the form of --attn-backend.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype: float32, bfloat16, float16 or auto.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:1. Default: the GPU if any.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Number of ranks; adds the all-reduce kernels by size.")] = 1,
     crossover_table: Annotated[
-        list[Path] | None, typer.Option(help="A table file, of any machine. Repeatable. Default: this one's.")
+        list[Path] | None, typer.Option(help="Crossover table of any machine. Repeatable. Default: this machine's.")
     ] = None,
     linear: Annotated[bool, typer.Option("--linear", help=_LINEAR)] = False,
     experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="With --linear, --experts: what it takes.")] = False,
-    quantization: Annotated[
-        str | None, typer.Option(help="With --linear or --experts: what plain weights are rounded to (fp8).")
-    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With --linear or --experts: for deterministic mode.")
+    ] = False,
+    quantization: Annotated[str | None, typer.Option(help="With --linear or --experts: quantize plain weights (fp8).")] = None,
     plugin: PluginFiles = None,
     all_backends: Annotated[bool, typer.Option("--all", help=_ALL)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all backends and reasons.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all backends and reasons.")] = False,
 ) -> None:
-    """Show the backend that a step takes, the runner-up and the gap between them.
+    """Show the backend that a step uses, the runner-up and the gap between them.
 
-    The table below lists each backend's time, or the reason why it has none.
+    The table lists each backend's time, or the reason why it has none.
     """
     if linear or experts or quantization is not None:
         from headway.tuning.isolated.trial import create_registry
@@ -415,9 +417,9 @@ def _print(plain: Mapping[str, Any], sections: Sequence[Section], all_backends: 
 def explain_attention(
     selector: Selector, able: Collection[str], shape: Shape, layers: int, table: CrossoverTable | None
 ) -> tuple[dict[str, Any], Section]:
-    """Return what a selector would do with one step, and each backend's time or reasons, as plain data and for a person.
+    """Return a selector's choice for one step, and each backend's time or reasons, as plain data and as a section to print.
 
-    able: backends that can run on the device. table: of the first layer; None: there is none.
+    able: names of backends that can run on the device. table: table of the first layer; None if there is none.
     """
     from headway.core.engine.execution.graph_set import as_run
 
@@ -455,7 +457,7 @@ def explain_attention(
     if shape.captured:
         remarks.append("a single prompt is one graph: the host launches nothing unless other sequences run too")
     if not covered:
-        remarks.append("the step lies beyond what was measured: these are times of the nearest measured edge")
+        remarks.append("the step is outside the measured range; the times are those of the nearest measured edge")
     notes = [f"selection: {chosen}" + "; |: chosen for each step by its lengths" * ("|" in str(chosen))]
     if nearest is not None:
         notes += [_row_in_words(nearest, prior), f"table: {plain['table']}, {plain['age']}"]
@@ -502,9 +504,9 @@ def _prior_in_words(prior: PriorRecord) -> list[str]:
 
 
 def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: str, device: str | None) -> LayerSpecs:
-    """The layers of a model, or as many of a geometry as are asked for, in the element type that an engine would take.
+    """Return the layers of a model, or of a geometry with the requested number of layers, in the dtype that an engine would use.
 
-    :raises HeadwayError: options that cannot be read or exclude each other, or a model that is not there.
+    :raises HeadwayError: if options are not valid or exclude each other, or the model does not exist.
     """
     import torch
 
@@ -527,10 +529,10 @@ def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: 
 
 
 def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
-    """The first of the files that holds a layer's times, unchecked against this machine; without files the table that auto would
-    use, or None.
+    """Return the first of the files that holds a layer's times, not checked against this machine. Without files, return the table
+    that auto would use, or None.
 
-    :raises ConfigError: no file holds them.
+    :raises ConfigError: if no file holds them.
     """
     from headway.tuning.autotune import RegisteredLayer
     from headway.tuning.measure.device import identify_device
@@ -565,7 +567,7 @@ def _shape(phase: StepPhase, batch: int, query_len: int | None, length: int) -> 
 
 
 def _unmeasured(name: str, shape: Shape, table: CrossoverTable | None) -> str:
-    """Why a backend that could serve a step has no time."""
+    """Return why a supported backend has no time for a step."""
     if table is None:
         return "no crossover table: headway bench crossover measures one"
     known = [cell for cell in table.cells if cell.kernel == name and cell.phase == _table_phase(shape)]
@@ -574,12 +576,12 @@ def _unmeasured(name: str, shape: Shape, table: CrossoverTable | None) -> str:
 
 
 def _table_phase(shape: Shape) -> str:
-    """A step's phase as tables name it: verification is a decode of several tokens."""
+    """Return a step's phase in the names of tables: verification is a decode of several tokens."""
     return "verify" if shape.phase.value == "decode" and shape.query_len > 1 else shape.phase.value
 
 
 def _nearest(table: CrossoverTable, shape: Shape, name: str, layout: str, block_size: int) -> Cell | None:
-    """The measured row nearest to a step, in octaves."""
+    """Return the measured row nearest to a step, by distance in octaves."""
     phase, places = _table_phase(shape), ((layout, block_size), (None, None))
     rows = [
         cell for cell in table.cells if (cell.kernel, cell.phase) == (name, phase) and (cell.layout, cell.block_size) in places

@@ -1,1 +1,1 @@
-"""Chooses the cache layout, block size and backends that serve a model, and the backend of every step."""
+"""Selection of the cache layout, block size and backends for a model at start, and of the backend for every step."""

@@ -1,4 +1,4 @@
-"""Measured times looked up by a step's shape: what each backend would cost. Pure numbers, wherever they come from."""
+"""Measured times looked up by a step's shape: the cost of each backend. Independent of where the times come from."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from headway.core.contract.metadata import Phase
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The part of a step that one backend serves: sequences of the same phase and similar lengths."""
+    """The part of a step that one backend runs: sequences of the same phase and similar lengths."""
 
     phase: Phase
     batch: int
     query_len: int
-    """New tokens of a sequence: 1 in DECODE, 2 to 8 where guesses are verified."""
+    """New tokens per sequence: 1 in DECODE, 2 to 8 if draft tokens are verified."""
     kv_len: int
-    """Cached and new tokens of a sequence."""
+    """Cached plus new tokens per sequence."""
     captured: bool = False
-    """Whether a graph's replay runs it, so that the host's time for the launches does not count, nor that for the plan where the
-    graph holds one of fixed lengths: of a prompt."""
+    """Whether a CUDA graph replay runs it. Host time for launches then does not count, nor does plan time if the graph has fixed
+    lengths (prompts)."""
 
     @classmethod
     def of(cls, phase: Phase, query_lens: Sequence[int], kv_lens: Sequence[int]) -> Shape:
-        """Sequences of equal lengths that cost about what these do, at least one.
+        """Return a shape with equal lengths that costs about as much as these sequences. There must be at least one.
 
-        DECODE reads keys, so theirs are the means. Prompts pair queries with keys: their lengths are means over the tokens, not
-        over the sequences, so that one long prompt among many short ones, whose work is nearly all there is, counts as that.
+        DECODE reads keys: the lengths are means over the sequences. Prompts pair queries with keys: the lengths are means over
+        the tokens, so that one long prompt among many short ones, which is nearly all of the work, dominates.
         """
         count, tokens = len(query_lens), sum(query_lens)
         if phase is Phase.DECODE:
@@ -44,11 +44,11 @@ class Shape:
 
 
 NO_BLOCKS = 0
-"""Stands for the block size of layers with a state, which lies in slots."""
+"""Block size of state layers: states are stored in slots, not blocks."""
 
 
 def state_shape(phase: Phase, batch: int, query_len: int) -> Shape:
-    """Return the shape under which a time of layers with a state stands: what came before the new tokens takes no time."""
+    """Return the shape under which times of state layers are stored: tokens before the new ones do not affect the time."""
     return Shape(Phase.DECODE if phase is Phase.DECODE else Phase.PREFILL, batch, query_len, query_len)
 
 
@@ -59,44 +59,44 @@ class Sample:
     shape: Shape
     backend: str
     layout: str | None
-    """None: no cache is read, so the time holds for every layout and block size (a dense prefill)."""
+    """None if no cache is read, so that the time applies to every layout and block size (dense prefill)."""
     block_size: int | None
     layer_us: float | None
-    """Time on the device. None: the backend failed at this shape, or was not tried."""
+    """Device time in microseconds. None if the backend failed at this shape or was not tried."""
     plan_us: float = 0.0
-    """Host time per step, shared by its layers."""
+    """Host time of the plan per step, shared by the layers."""
     host_us: float = 0.0
-    """Host time of the call where it is launched in every step; the longer of host and device counts. 0: a graph, or unknown."""
+    """Host time of launching the call in every step; the longer of host and device time counts. 0 means a graph, or unknown."""
     between: bool = False
-    """Whether the shape lies between points of the grid, measured to refine the grid where the fastest backend changes."""
+    """Whether the shape is between grid points, measured to refine the grid where the fastest backend changes."""
 
 
 Leaf = tuple[float, ...]
-"""Logarithms of times; infinite where there is none."""
+"""Logarithms of times; infinite if not measured."""
 Axes = tuple[int, ...]
-"""A point's place, the axis that times depend on most outermost."""
+"""A point's coordinates, the axis that affects times most first."""
 _Node = tuple[list[float], list["_Node | Leaf"]]
 _Hat = tuple[float, float, float]
-"""A correction along one axis: where it begins, is whole, and ends. It is linear between; an end at infinity keeps it whole."""
+"""A correction along one axis: its start, peak and end, linear in between. An infinite end keeps the full correction."""
 
 _AXES: dict[Phase, Callable[[Shape], Axes]] = {
     Phase.PREFILL: lambda shape: (shape.batch, shape.query_len),
     Phase.EXTEND: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
     Phase.DECODE: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
 }
-"""The axes on which a phase's times depend, outermost first; the innermost may reach further in one row than in the next."""
+"""Axes of a phase's times, outermost first. The innermost axis may reach further in one row than in the next."""
 
 _Key = tuple[Phase, str, str | None, int | None]
 
 
 class CostTable:
-    """Times of one kind of layer: log-linear between measured points, and beyond them those of the nearest edge.
+    """Times of one kind of layer: log-linear between measured points, constant beyond the outermost ones.
 
-    Device and host are looked up apart, and the longer counts: at small sizes the host's time, which hardly grows, hides the
-    device's, and a line between the longer of each would lie far above both.
+    Device and host time are interpolated separately, and the longer counts. At small sizes the nearly constant host time hides
+    the device time; interpolating the longer of the two would overestimate both.
 
-    Where a point was measured without a backend, or it failed there, its time is infinite, and so between there and its next
-    points: nothing is chosen on a guess.
+    If a point was measured without a backend, or the backend failed there, its time is infinite from there to the next points:
+    nothing is chosen on a guess.
     """
 
     def __init__(
@@ -107,25 +107,24 @@ class CostTable:
         excluded: Mapping[str, str] | None = None,
         phases: Collection[Phase] = tuple(Phase),
     ) -> None:
-        """noise: relative difference below which two times count as equal. excluded: backend -> why it must not be chosen.
-
-        phases: those in which the layer is asked for; samples of others are left out.
-        """
+        """noise: relative difference below which two times count as equal. excluded: backend -> reason why it must not be chosen.
+        phases: phases in which the layer needs a backend; samples of other phases are ignored."""
         self.noise = noise
         self.source = source
-        """Where the times come from, in words: for the log."""
+        """Source of the times in words, for the log."""
         self.excluded = dict(excluded or {})
         self.phases = frozenset(phases)
         kept = [sample for sample in samples if sample.backend not in self.excluded and sample.shape.phase in self.phases]
         self.shapes = _by_phase(sample for sample in kept if not sample.between)
-        """The points of each phase's grid."""
+        """Grid points of each phase."""
         self.between = _by_phase(sample for sample in kept if sample.between)
-        """The points of each phase that were measured between those of the grid."""
+        """Points of each phase that were measured between grid points."""
         times: dict[_Key, dict[Shape, Leaf]] = {}
         for sample in kept:
             if sample.layer_us is not None:
                 key = (sample.shape.phase, sample.backend, sample.layout, sample.block_size)
-                # a graph or a rough time has no host time: the device's stands in, for a line towards a point that has one
+                # a graph or a rough time has no host time; the device time replaces it, to interpolate towards a point that has
+                # one
                 leaf = sample.layer_us, max(sample.plan_us, 1e-3), sample.host_us or sample.layer_us
                 times.setdefault(key, {})[sample.shape] = tuple(map(math.log, leaf))
         self._surfaces = {key: self._surface(key[0], found) for key, found in times.items()}
@@ -136,7 +135,7 @@ class CostTable:
         return Surface(*({axes(shape): found.get(shape, nothing) for shape in shapes} for shapes in points))
 
     def at(self, shape: Shape, backend: str, layout: str, block_size: int) -> tuple[float, float]:
-        """(microseconds per layer, microseconds per step for the plan); infinite where the backend has no time."""
+        """Return (microseconds per layer, microseconds of the plan per step); infinite if the backend has no time."""
         surface = self._surfaces.get((shape.phase, backend, layout, block_size))
         surface = surface or self._surfaces.get((shape.phase, backend, None, None))
         if surface is None:
@@ -147,7 +146,7 @@ class CostTable:
         return math.exp(device), math.exp(plan) if shape.phase is Phase.DECODE else 0.0
 
     def covers(self, shape: Shape) -> bool:
-        """Whether a shape lies within the measured range of every axis."""
+        """Return whether a shape is within the measured range of every axis."""
         points = [_AXES[shape.phase](point) for point in self.shapes[shape.phase]]
         ranges = zip(_AXES[shape.phase](shape), zip(*points, strict=True), strict=True) if points else ()
         return bool(points) and all(min(known) <= value <= max(known) for value, known in ranges)
@@ -155,10 +154,10 @@ class CostTable:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The cost of a whole step through each backend, over one layout and block size."""
+    """Cost of a whole step with each backend, for one layout and block size."""
 
     parts: Sequence[tuple[CostTable, int]]
-    """The table of each distinct kind of layer, and how many layers are of that kind."""
+    """(table, number of layers) of each distinct kind of layer."""
     layout: str
     block_size: int
     noise: float = field(init=False)
@@ -167,7 +166,7 @@ class StepCosts:
         object.__setattr__(self, "noise", max(table.noise for table, _ in self.parts))
 
     def step_us(self, backend: str, shape: Shape) -> float:
-        """Microseconds of attention in a step: every layer's call, and one plan for each kind of layer."""
+        """Return the microseconds of attention in a step: every layer's call, plus one plan per kind of layer."""
         total = 0.0
         for table, layers in self.parts:
             if shape.phase not in table.phases:
@@ -177,26 +176,26 @@ class StepCosts:
         return total
 
     def ranking(self, shape: Shape, names: Iterable[str]) -> list[tuple[str, float]]:
-        """(backend, microseconds) of the backends that have a time here, fastest first."""
+        """Return (backend, microseconds) of the backends that have a time at a shape, fastest first."""
         times = [(name, self.step_us(name, shape)) for name in names]
         return sorted((pair for pair in times if math.isfinite(pair[1])), key=lambda pair: pair[1])
 
     def shapes(self, phase: Phase) -> list[Shape]:
-        """Points of a phase's grid."""
+        """Return the grid points of a phase."""
         return list(dict.fromkeys(shape for table, _ in self.parts for shape in table.shapes[phase]))
 
     def between(self, phase: Phase) -> list[Shape]:
-        """Points of a phase that were measured between those of the grid."""
+        """Return the points of a phase that were measured between grid points."""
         return list(dict.fromkeys(shape for table, _ in self.parts for shape in table.between[phase]))
 
     def winners(self, phase: Phase, names: Sequence[str]) -> list[str]:
-        """Backends that are fastest at some measured point of a phase, the one that wins most first."""
+        """Return the backends that are fastest at some measured point of a phase, the one with most wins first."""
         shapes = [*self.shapes(phase), *self.between(phase)]
         wins = [ranked[0][0] for shape in shapes if (ranked := self.ranking(shape, names))]
         return sorted(dict.fromkeys(wins), key=lambda name: -wins.count(name))
 
     def covers(self, shape: Shape) -> bool:
-        """Whether every table was measured around this shape."""
+        """Return whether a shape is within the measured range of every table."""
         return all(table.covers(shape) for table, _ in self.parts if shape.phase in table.phases)
 
 
@@ -208,40 +207,42 @@ class CountAxis:
     counts: Sequence[int]
     """The counts, in ascending order."""
     nearest: bool = False
-    """True if any other count takes the cell of the nearest one, by ratio; False if it takes that of the next larger one."""
+    """True if other counts use the cell of the nearest count, by ratio; false if they use the next larger one."""
 
     def cell(self, count: int) -> int:
-        """Return the index in `counts` of the cell that a count takes; the last one beyond them."""
+        """Return the index in `counts` of the cell that a count uses; the last one if the count is larger than all."""
         cell = min(bisect_left(self.counts, count), len(self.counts) - 1)
         closer_before = self.nearest and cell > 0 and count * count < self.counts[cell - 1] * self.counts[cell]
         return cell - closer_before
 
     def changes(self, serving: Callable[[int], str]) -> dict[int, str]:
-        """Return the count from which each kernel serves -> its name. serving: returns the kernel of one of `counts`."""
+        """Return count -> name of the kernel that runs from this count on. serving: returns the kernel for one of `counts`."""
         names = [serving(count) for count in self.counts]
         starts = self.counts if self.nearest else [1, *(count + 1 for count in self.counts)]
         return {starts[cell]: name for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]}
 
     def describe(self, changes: Mapping[int, str], source: str) -> str:
-        """Return the ranges of `changes` in words. source: where the choice comes from."""
+        """Return the ranges of `changes` in words. source: source of the choice."""
         ranges = ", ".join(f"{name} from {start:,}" for start, name in changes.items())
         return f"{ranges} {self.unit} on ({source})"
 
 
 @dataclass(frozen=True)
 class AxisTimes:
-    """Measured times of the kernels of one kind over one axis, on one device."""
+    """Measured times of the kernels of one kind along one axis, on one device."""
 
     axis: CountAxis
     us: Mapping[str, Sequence[float | None]]
-    """Kernel -> microseconds at each of the axis' counts; None: it does not take that many, failed, or was far behind before."""
+    """Kernel -> microseconds at each count of the axis. None if the kernel does not support the count, failed, or was skipped as
+    too slow."""
     source: str
-    """Where they come from, in words."""
+    """Source of the times, in words."""
 
     def fastest(self, count: int, able: Iterable[str], handicap: Mapping[str, float] | None = None) -> str | None:
-        """Return the fastest kernel at a count; None if none of them was measured there.
+        """Return the fastest kernel at a count, or None if none of them was measured there.
 
-        able: kernels that can serve. handicap: kernel -> the factor by which it must be faster than others; 1 if missing.
+        able: names of the kernels that support the count. handicap: kernel -> factor by which it must be faster than others,
+        default 1.
         """
         cell, factors = self.axis.cell(count), handicap or {}
         known = [(self.us[name][cell], name) for name in able if cell < len(self.us.get(name, ()))]
@@ -255,39 +256,38 @@ def _by_phase(samples: Iterable[Sample]) -> dict[Phase, list[Shape]]:
 
 
 class Surface:
-    """One backend's times over a phase's axes: log-linear between points of the grid, and beyond it those of the nearest edge.
+    """Times of one backend over a phase's axes: log-linear between grid points, constant beyond the grid.
 
-    A point between two neighbours of the grid corrects the line through them: what it was measured at, less what had been
-    interpolated there, is added in full at its place and ever less towards the next grid lines on every side. (The surplus of
-    hierarchical bases, as in sparse grids: Bungartz and Griebel 2004.) So a single point refines the grid where that is
-    worth it, and needs no row or column of its own.
+    A point measured between two grid neighbours corrects the interpolation. The difference between its time and the interpolated
+    one is added in full at the point and decreases to zero at the next grid lines. (This is the hierarchical surplus of sparse
+    grids: Bungartz and Griebel 2004.) A single point can thus refine the grid without a whole row or column.
     """
 
     def __init__(self, grid: Mapping[Axes, Leaf], between: Mapping[Axes, Leaf]) -> None:
-        """grid: every point of the grid, infinite where there is no time. between: in the order in which they were measured."""
+        """grid: all grid points, infinite if not measured. between: points between them, in the order of measurement."""
         if not grid:
             grid, between = between, {}
         self._node = _nest(list(grid.items()))
         lines = [sorted({axes[number] for axes in grid}) for number in range(len(next(iter(grid), ())))]
         self._corrections: list[tuple[list[_Hat], Leaf]] = []
         self._ends = [[-math.inf, *(math.log(value) for value in line), math.inf] for line in lines]
-        """Where the cells of the grid end on each axis."""
+        """Boundaries of the grid cells on each axis."""
         self._reaching: dict[tuple[int, ...], Sequence[tuple[list[_Hat], Leaf]]] = {}
-        """What `_around` has found, by cell: how many of each axis' ends lie at or before a place."""
+        """Cache of `_around` by cell; a cell is the number of boundaries at or before a place, for each axis."""
         known = set(grid)
-        # points in a row of the grid first: what lies off it on two axes corrects what these have made of its surroundings
+        # points on grid lines come first: points off the lines on two axes correct the surface that these have changed
         for axes, leaf in sorted(between.items(), key=lambda point: _off_lines(point[0], lines)):
             hats = [_hat(axes, number, line, known) for number, line in enumerate(lines)]
             expected = self.at(axes)
             surplus = tuple(
                 got - guess if math.isfinite(guess) else 0.0 for got, guess in zip(leaf, expected, strict=True)
-            )  # where the grid has no time nothing is chosen, whatever was measured between
+            )  # if the grid has no time, nothing is chosen there, whatever was measured between
             self._corrections.append((hats, surplus))
             known.add(axes)
             self._reaching.clear()
 
     def at(self, axes: Sequence[int]) -> Leaf:
-        """Logarithms of the times at a place."""
+        """Return the logarithms of the times at a place."""
         place = [math.log(max(value, 1)) for value in axes]
         found = _interpolate(self._node, place)
         for hats, surplus in self._around(place):
@@ -297,7 +297,8 @@ class Surface:
         return found
 
     def _around(self, place: Sequence[float]) -> Sequence[tuple[list[_Hat], Leaf]]:
-        """The corrections that reach into the cell of the grid around a place: few of all, and a step waits for them."""
+        """Return the corrections that reach the grid cell around a place. They are cached: few apply, and the lookup is in every
+        step."""
         cell = tuple(bisect_right(line, value) for line, value in zip(self._ends, place, strict=True))
         found = self._reaching.get(cell)
         if found is None:
@@ -309,12 +310,12 @@ class Surface:
 
 
 def _off_lines(axes: Axes, lines: Sequence[Sequence[int]]) -> int:
-    """On how many axes a point lies between two lines of the grid."""
+    """Return the number of axes on which a point is between two grid lines."""
     return sum(value not in line for value, line in zip(axes, lines, strict=True))
 
 
 def _hat(axes: Axes, number: int, line: Sequence[int], known: set[Axes]) -> _Hat:
-    """The hat of a point along one axis: it ends at the next line of the grid, or at a known point of its row that is nearer."""
+    """Return the correction range of a point along one axis: to the next grid line, or to a nearer known point of its row."""
     value = axes[number]
     row = [other[number] for other in known if other[:number] == axes[:number] and other[number + 1 :] == axes[number + 1 :]]
     ends = sorted({*row, *line, value})

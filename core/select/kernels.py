@@ -1,4 +1,4 @@
-"""The registered kernels of each kind of operation: whose they are, whether they run here, and which layers they serve."""
+"""Registered kernels of each kind of operation: their owner, whether they run here, and which layers they support."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ B = TypeVar("B", bound=AttentionBackend | StateBackend)
 L = TypeVar("L", bound=CacheLayout | StateLayout)
 
 Check = Callable[[Any, OperationKind, str, str], Any]
-"""(what `load` returned, kind, name, whose) -> the class, if it is one of a kernel of that kind and name; else PluginError."""
+"""(result of `load`, kind, name, owner) -> the kernel class, if it is valid for that kind and name; else raises PluginError."""
 
 
 class RankHook(NamedTuple):
-    """A plugin's order of kernels that nobody has measured."""
+    """A plugin's hook that orders kernels if no times are measured."""
 
     plugin: str
     owner: str
@@ -56,17 +56,17 @@ class RankHook(NamedTuple):
     """The function's parameters, out of spec, phase and candidates."""
 
     def order(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str] | None:
-        """Return the candidates, best first; None leaves it to the next plugin.
+        """Return the candidates, best first; None leaves the order to the next plugin.
 
-        It raises whatever the plugin raises.
+        Exceptions of the plugin are passed on.
 
-        :raises PluginError: the answer is no order of the candidates.
+        :raises PluginError: if the answer is not an order of the candidates.
         """
         given = {"spec": spec, "phase": phase, "candidates": tuple(candidates)}
         answer = self.function(**{name: given[name] for name in self.takes})
         if answer is None:
             return None
-        with suppress(TypeError):  # of what cannot be hashed
+        with suppress(TypeError):  # raised for answers that cannot be hashed
             if isinstance(answer, (list, tuple)) and Counter(answer) == Counter(candidates):
                 return list(answer)
         raise PluginError(f"it must return an order of {list(candidates)}, got {answer!r}")
@@ -74,7 +74,7 @@ class RankHook(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelEntry:
-    """A registered kernel and who brought it."""
+    """A registered kernel and its owner."""
 
     info: KernelInfo
     owner: str
@@ -82,10 +82,10 @@ class KernelEntry:
 
 
 class KernelRegistry(Generic[K, T]):
-    """The registered kernels of one kind of operation, and the layouts of what they keep."""
+    """Registered kernels of one kind of operation, and the layouts of their caches or states."""
 
     def __init__(self, kind: OperationKind, check: Check, failures: Sequence[object]) -> None:
-        """check: checks what a registration loads. failures: plugins that were left out."""
+        """check: validates what a registration loads. failures: plugins that were excluded."""
         self.kind = kind
         self._word = kind.word
         self._check = check
@@ -95,13 +95,13 @@ class KernelRegistry(Generic[K, T]):
         self.entries: dict[str, KernelEntry] = {}
         self.layouts: dict[str, T] = {}
         self.rank_hooks: Sequence[RankHook] = ()
-        """Rank hooks, in the order in which they are called."""
+        """Rank hooks, in call order."""
 
     def backend(self, name: str) -> type[K]:
-        """Load a backend's class.
+        """Load and return a backend's class.
 
-        :raises UnknownBackendError: nobody registered that name.
-        :raises PluginError: its module does not load, or what it loads is not a backend.
+        :raises UnknownBackendError: if the name is not registered.
+        :raises PluginError: if its module does not load, or the loaded object is not a backend.
         """
         if name not in self._classes:
             if name not in self.entries:
@@ -119,9 +119,9 @@ class KernelRegistry(Generic[K, T]):
         return self._classes[name]
 
     def availability(self, name: str) -> Support:
-        """Load and probe a backend, once, and return whether this machine can run it.
+        """Return whether this machine can run a backend. The backend is loaded and probed once.
 
-        :raises UnknownBackendError: nobody registered that name.
+        :raises UnknownBackendError: if the name is not registered.
         """
         if name not in self._support:
             try:
@@ -141,13 +141,13 @@ class KernelRegistry(Generic[K, T]):
         return self._support[name]
 
     def able(self, name: str, device_type: str) -> Support:
-        """Return whether a backend serves a type of device and can run on this machine.
+        """Return whether a backend supports a type of device and can run on this machine.
 
-        One for a CPU alone is not probed for a GPU: that may take a compiler's time.
+        A CPU-only backend is not probed for a GPU, because probing may run a compiler.
         """
         try:
             devices = self.backend(name).capabilities.devices
-        except PluginError:  # availability says why it does not load
+        except PluginError:  # `availability` reports why it does not load
             return self.availability(name)
         probed = self.availability(name) if device_type in devices or "cuda" in devices else YES
         if probed and device_type not in devices:
@@ -155,11 +155,11 @@ class KernelRegistry(Generic[K, T]):
         return probed
 
     def meant_for(self, device_type: str) -> list[str]:
-        """Return the names of those whose registration does not name other types of device; none of them is imported."""
+        """Return the names of kernels whose registration does not exclude a type of device. Imports none of them."""
         return [name for name, entry in self.entries.items() if device_type in (entry.info.devices or (device_type,))]
 
     def all_able(self, device_type: str) -> list[str]:
-        """Return the names of those that serve a type of device and can run on this machine."""
+        """Return the names of kernels that support a type of device and can run on this machine."""
         return [name for name in self.meant_for(device_type) if self.able(name, device_type)]
 
     def classes(self, device_type: str) -> list[type[K]]:
@@ -167,15 +167,15 @@ class KernelRegistry(Generic[K, T]):
         return [self.backend(name) for name in self.all_able(device_type)]
 
     def supports(self, name: str, *asked: Any) -> Support:
-        """Return whether a kernel can run here, and if so its own answer about a layer.
+        """Return whether a kernel can run here and supports a layer.
 
-        asked: what its class's `supports` takes, the layer's spec first.
+        asked: arguments of its class's `supports`, the layer's spec first.
         """
         able = self.able(name, asked[0].device.type)
         if not able:
             return able
         try:
-            kernel: Any = self.backend(name)  # whose `supports` takes what its kind of operation asks
+            kernel: Any = self.backend(name)  # its `supports` has the signature of its kind of operation
             found = _support(kernel.supports(*asked), "supports")
         except (Exception, SystemExit) as error:
             log_traceback(f"supports() of {self._word} {name}", error)
@@ -183,16 +183,16 @@ class KernelRegistry(Generic[K, T]):
         return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
 
     def _with_known_layout(self, reason: Reason) -> Reason:
-        """A reason whose hint is no layout that nobody registered: a backend may read those of another plugin."""
+        """Replace a hint to use a layout that is not registered: a backend may support layouts of another plugin."""
         option, _, layout = reason.hint.partition(" ")
         if option != "--kv-layout" or layout in self.layouts:
             return reason
         return reason._replace(hint=f"nobody has registered layout {layout}; headway plugins lists the plugins")
 
     def rank(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
+        """Return the candidates ordered by the rank hooks, best guess first; third-party hooks come before the built-in one.
 
-        A hook that raises, or whose answer is no order of the candidates, is named in the log and passed over.
+        A hook that raises or does not return an order of the candidates is logged and skipped.
         """
         for hook in self.rank_hooks:
             try:
@@ -215,10 +215,10 @@ def _support(answer: object, method: str) -> Support:
 
 
 class Kernels:
-    """The registered kernels of every kind; `headway.registry` fills it."""
+    """Registered kernels of all kinds, filled by `headway.registry`."""
 
     def __init__(self, check: Check, failures: Sequence[object]) -> None:
-        """See `KernelRegistry`."""
+        """check, failures: as in `KernelRegistry`."""
         self.attention: KernelRegistry[AttentionBackend, LayoutInfo] = KernelRegistry(ATTENTION, check, failures)
         self.states: KernelRegistry[StateBackend, StateLayout] = KernelRegistry(STATE, check, failures)
         self.linear: KernelRegistry[LinearKernel, None] = KernelRegistry(LINEAR, check, failures)
@@ -233,37 +233,38 @@ class Kernels:
         return next(kernels for kernels in self.kinds if kernels.kind is kind)
 
     def layout(self, name: str) -> LayoutInfo:
-        """A layout by name.
+        """Return a layout by name.
 
-        :raises ConfigError: nobody registered that name.
+        :raises ConfigError: if the name is not registered.
         """
         if name not in self.layouts:
             raise ConfigError("kv_layout", f"auto or one of {', '.join(self.layouts)}", repr(name))
         return self.layouts[name]
 
     def backend(self, name: str) -> type[AttentionBackend]:
-        """Load an attention backend's class; see `KernelRegistry.backend`."""
+        """Load and return an attention backend's class; see `KernelRegistry.backend`."""
         return self.attention.backend(name)
 
     def availability(self, name: str) -> Support:
-        """Load and probe an attention backend, once, and return whether this machine can run it."""
+        """Return whether this machine can run an attention backend. It is loaded and probed once."""
         return self.attention.availability(name)
 
     def able(self, device: torch.device) -> list[str]:
-        """The attention backends that serve a type of device and can run on this machine; see `KernelRegistry.all_able`."""
+        """Return the attention backends that support a type of device and can run on this machine; see
+        `KernelRegistry.all_able`."""
         return self.attention.all_able(device.type)
 
     def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Whether a backend can run here and can serve this layer in this phase."""
+        """Return whether a backend can run here and supports a layer in a phase."""
         return self.attention.supports(name, spec, layout, block_size, phase)
 
 
 class Placement(NamedTuple, Generic[L]):
-    """How the memory that kernels read and write is arranged."""
+    """Layout and block size of the memory that kernels read and write."""
 
     layout: L
     block_size: int
-    """Tokens of a block; NO_BLOCKS for layers with a state."""
+    """Tokens per block; NO_BLOCKS for state layers."""
 
     def __str__(self) -> str:
         layout, size = self.layout.name, self.block_size
@@ -271,17 +272,17 @@ class Placement(NamedTuple, Generic[L]):
 
 
 DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
-"""Tried in this order where the user names none: small blocks waste least memory."""
+"""Block sizes to try, in this order, if the user sets none: small blocks waste least memory."""
 VERBS: Mapping[Phase, str] = {Phase.PREFILL: "scan", Phase.DECODE: "step"}
-"""The phases in which layers with a state ask for a kernel, and its call. What prefills is also what extends."""
+"""Phases in which state layers need a kernel -> the method that is called. PREFILL includes EXTEND."""
 
 
 class Candidates(ABC, Generic[S, B, L]):
-    """The kernels of one kind, asked for all layers of a model that need one."""
+    """Kernels of one kind that are candidates for a model's layers."""
 
     kind: ClassVar[OperationKind]
     options: ClassVar[str]
-    """The options of the command line that ask for a request, a layout and a block size."""
+    """Command-line options that select a request, a layout and a block size, as a format string."""
     per_step: ClassVar[bool]
     """True if the kernel of a phase may change from step to step."""
 
@@ -295,44 +296,44 @@ class Candidates(ABC, Generic[S, B, L]):
     ) -> None:
         self.source = source
         self.counts = counts
-        """Each kind of layer that asks for kernels -> the number of layers."""
+        """Kind of layer that needs kernels -> number of such layers."""
         self.specs = specs
-        """Phase in which any layer asks -> the distinct layers, as they ask in it. Empty if no layer asks."""
+        """Phase -> distinct specs of the layers in it. Only phases in which a layer needs a kernel are included."""
         self.places = places
-        """Places that the user's options leave, the preferred first."""
+        """Placements that the user's options allow, preferred first."""
         self.all_places = all_places
-        """Places that other options would leave."""
+        """Placements that other options would allow."""
 
     @property
     def first(self) -> S:
-        """The first layer, as it asks once it has a cache."""
+        """Spec of the first layer once it has a cache."""
         return [*self.specs.values()][-1][0]
 
     @abstractmethod
     def supports(self, name: str, spec: S, phase: Phase, place: Placement[L]) -> Support:
-        """Return whether a kernel can serve a layer in a phase."""
+        """Return whether a kernel supports a layer in a phase."""
 
     @abstractmethod
     def make(self, name: str, spec: S, phase: Phase, place: Placement[L]) -> B:
-        """Make an instance of a kernel that `supports` the layer."""
+        """Make an instance of a kernel that supports the layer."""
 
     @abstractmethod
     def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
-        """Shapes of the workload's steps, as the tables of these layers know them, and the number of steps of each."""
+        """Return (shape, number of steps) of the workload's steps, in the shapes of these layers' tables."""
 
     def helper(self, name: str, phase: Phase, place: Placement[L]) -> str:
-        """The kernel that does a part of the work for another; empty: none does."""
+        """Return the kernel that runs a part of the work for another, or "" if there is none."""
         return ""
 
     def reasons(self, name: str, phase: Phase, place: Placement[L]) -> tuple[Reason, ...]:
-        """Every reason why a kernel cannot serve a phase of all layers."""
+        """Return all reasons why a kernel cannot run a phase of all layers."""
         support = Support()
         for spec in self.specs[phase]:
             support &= self.supports(name, spec, phase, place)
         return support.reasons
 
     def instances(self, name: str, phases: Sequence[Phase], place: Placement[L]) -> Mapping[S, B]:
-        """Make a kernel for the layers, as they ask in these phases."""
+        """Return spec -> instance of a kernel for the layers in these phases."""
         wanted: dict[S, Phase] = {}
         for phase in phases:
             wanted = dict.fromkeys(self.specs[phase], phase) | wanted
@@ -340,7 +341,7 @@ class Candidates(ABC, Generic[S, B, L]):
 
 
 class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayout]):
-    """Attention backends, asked for the layers of a model that attend."""
+    """Attention backends that are candidates for a model's attention layers."""
 
     kind = ATTENTION
     options = "--attn-backend {} --kv-layout {} --block-size {}"
@@ -354,9 +355,10 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         block_size: int | None,
         options: Mapping[str, Mapping[str, str]] | None,
     ) -> None:
-        """kv_layout: auto or a name. block_size: None: one of DEFAULT_BLOCK_SIZES. options: backend -> option -> value.
+        """kv_layout: auto or a name. block_size: tokens per block; None tries DEFAULT_BLOCK_SIZES. options: backend -> option ->
+        value.
 
-        :raises HeadwayError: an unknown layout or option.
+        :raises HeadwayError: if a layout or an option is unknown.
         """
         kernels = source.of(ATTENTION)
         self._layers = layers
@@ -375,23 +377,25 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         )
 
     def supports(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> Support:
-        """Return whether a backend can serve a layer in a phase, over the chosen layout or that which suits the layer."""
+        """Return whether a backend supports a layer in a phase, with the layout that the layer gets (`layout_of`)."""
         return self.source.supports(name, spec, self.layout_of(spec, place.layout), place.block_size, phase)
 
     def make(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> AttentionBackend:
-        """Make a backend, with the options that the user gave it."""
+        """Make a backend with the options that the user gave it."""
         kind, layout = self.source.backend(name), self.layout_of(spec, place.layout)
         return make_backend(kind, spec, layout, place.block_size, self._options.get(name))
 
     def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
-        """The steps of the phases in which layers ask; if no layer has a cache, no part of a prompt is cached."""
+        """Return the steps of the phases in which layers need a kernel. If no layer has a cache, no part of a prompt is
+        cached."""
         asked = workload if Phase.EXTEND in self.specs else replace(workload, cached_len=0)
         return [(shape, count) for shape, count in asked.steps() if shape.phase in self.specs]
 
     def layout_of(self, spec: AttentionSpec, chosen: CacheLayout) -> CacheLayout:
-        """The layout of a layer's cache: the chosen one, or where that cannot hold its values the first registered that can.
+        """Return the layout of a layer's cache: the chosen one, or the first registered one that fits if that cannot hold its
+        values.
 
-        There are two kinds of layers: those whose value lies in the key, and those with a value of its own.
+        There are two kinds of layers: their value is either a part of the key or separate.
         """
         kinds = {each.value_in_key for each in (*self._layers.distinct, spec)}
         if len(kinds) == 1 or spec.value_in_key is not chosen.has_value:
@@ -399,7 +403,8 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         return next((other for other in self._layouts if other.has_value is not spec.value_in_key), chosen)
 
     def gathering(self, name: str, place: Placement[CacheLayout]) -> Backends:
-        """Instances that attend to the context of latent layers after that was gathered and expanded, where a backend can."""
+        """Return instances for attention over a latent layer's gathered and up-projected context (MLA), if the backend supports
+        it."""
         found = {}
         for spec, dense in self._layers.expanded.items():
             cached = replace(dense, dense=False)
@@ -414,7 +419,7 @@ class _ComposedPlan(NamedTuple):
 
 
 class ComposedState(StateBackend):
-    """A layer whose convolution one backend applies and whose recurrence another."""
+    """A state layer whose convolution and recurrence run on different backends."""
 
     def __init__(self, spec: StateSpec, layout: StateLayout, convolution: StateBackend, recurrence: StateBackend) -> None:
         super().__init__(spec, layout)
@@ -424,23 +429,23 @@ class ComposedState(StateBackend):
         self.graph_level = min(convolution.graph_level, recurrence.graph_level)  # type: ignore[misc]
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Return the bytes of both, and of what one hands to the other."""
+        """Return the workspace bytes of both backends and of the tensor passed between them."""
         between = max_num_tokens * self.spec.conv_channels * self.spec.dtype.itemsize
         parts = (self._convolution, self._recurrence)
         return between + sum(part.workspace_bytes(max_num_tokens, max_num_seqs) for part in parts)
 
     def plan(self, metadata: StateMetadata) -> Plan:
-        """Plan both."""
+        """Plan both backends."""
         return _ComposedPlan(self._convolution.plan(metadata), self._recurrence.plan(metadata))
 
     def plan_for_capture(self, metadata: StateMetadata) -> Plan:
-        """Plan both for a graph."""
+        """Plan both backends for a CUDA graph."""
         return _ComposedPlan(self._convolution.plan_for_capture(metadata), self._recurrence.plan_for_capture(metadata))
 
     def scan(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
     ) -> None:
-        """Convolve, then run the recurrence over what comes of it."""
+        """Run the convolution, then the recurrence on its output."""
         convolved = x.new_empty(x.shape)
         self._convolution.scan(x, (), parameters, cache.convolution, plan.convolution, convolved)
         self._recurrence.scan(convolved, gates, parameters, cache.recurrence, plan.recurrence, out)
@@ -448,14 +453,14 @@ class ComposedState(StateBackend):
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
     ) -> None:
-        """Convolve, then run the recurrence over what comes of it."""
+        """Run the convolution, then the recurrence on its output."""
         convolved = x.new_empty(x.shape)
         self._convolution.step(x, (), parameters, cache.convolution, plan.convolution, convolved)
         self._recurrence.step(convolved, gates, parameters, cache.recurrence, plan.recurrence, out)
 
 
 class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
-    """State backends, asked for the layers of a model that keep a state. They ask in the phases of VERBS."""
+    """State backends that are candidates for a model's state layers, in the phases of VERBS."""
 
     kind = STATE
     options = "--state-backend {}"
@@ -464,21 +469,21 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
     def __init__(
         self, source: KernelRegistry[StateBackend, StateLayout], specs: Sequence[StateSpec], decode_len: int = 1
     ) -> None:
-        """specs: that of each layer. decode_len: tokens of a sequence in a decode, with its drafts."""
+        """specs: spec of each layer. decode_len: tokens per sequence in a decode, including draft tokens."""
         self._decode_len = decode_len
         places = [Placement(layout, NO_BLOCKS) for layout in source.layouts.values()]
         counts = Counter(specs)
         super().__init__(source, counts, {phase: list(counts) for phase in VERBS}, places, places)
 
     def supports(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Support:
-        """Return whether a backend can serve a layer, with the help of another for its convolution if it needs one."""
+        """Return whether a backend supports a layer, if needed with another backend for its convolution."""
         whole = self._alone(name, spec, phase, place)
         if not whole and spec.recurrent and spec.conv_channels and any(True for _ in self._helpers(spec, phase, place)):
             return self._alone(name, spec.recurrence, phase, place)
         return whole
 
     def make(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> StateBackend:
-        """Make a backend, and another for the convolution if it needs one."""
+        """Make a backend, with another for the convolution if it needs one."""
         if self._alone(name, spec, phase, place):
             return make_state_backend(self.source.backend(name), spec, place.layout)
         recurrence = make_state_backend(self.source.backend(name), spec.recurrence, place.layout)
@@ -486,7 +491,7 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
         return ComposedState(spec, place.layout, make_state_backend(helper, spec.convolution, place.layout), recurrence)
 
     def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
-        """The steps without what came before them, decodes with their drafts."""
+        """Return the steps without their context; decodes include draft tokens."""
         found = []
         for shape, count in workload.steps():
             query_len = self._decode_len if shape.phase is Phase.DECODE else shape.query_len
@@ -494,7 +499,7 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
         return found
 
     def helper(self, name: str, phase: Phase, place: Placement[StateLayout]) -> str:
-        """The backend that applies convolutions for another; empty: it needs none."""
+        """Return the backend that runs convolutions for another, or "" if it needs none."""
         lacking = [spec for spec in self.counts if not self._alone(name, spec, phase, place)]
         return next(self._helpers(lacking[0], phase, place)) if lacking else ""
 
@@ -510,21 +515,21 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
         return support
 
     def _helpers(self, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Iterator[str]:
-        """Backends that apply a layer's convolution by itself."""
+        """Yield the backends that can run a layer's convolution separately."""
         return (name for name in self.source.entries if self._alone(name, spec.convolution, phase, place))
 
 
 def check_names(source: Kernels, asked: Mapping[OperationKind, Iterable[str]], kv_layout: str = AUTO) -> None:
-    """Check every name a user gave, before anything slow begins.
+    """Check all names that a user gave, before slow work begins.
 
-    asked: names of kernels, by their kind.
+    asked: names of kernels, by kind.
 
-    :raises HeadwayError: an unknown kernel or layout.
+    :raises HeadwayError: if a kernel or a layout is unknown.
     """
     for kind, names in asked.items():
         kernels = source.of(kind)
         for name in names:
             if name not in kernels.entries:
-                kernels.backend(name)  # raises; one that exists is loaded later, where a refusal carries its hint and a fix
+                kernels.backend(name)  # raises; existing kernels are loaded later, where errors include a hint and a fix
     if kv_layout != AUTO:
         source.layout(kv_layout)

@@ -1,4 +1,4 @@
-"""What is asked of the choice: for which layers, with which kernels named, and for which workload."""
+"""Inputs of the choice: the layers, the kernels that the user named, and the workload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headway.core.select.costs import Shape
 from headway.core.system.text import shown
 
 AUTO = "auto"
-"""Stands in place of a backend's name where the selector chooses."""
+"""Value of a backend option that lets the selector choose."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class BackendRequest:
     """The backend that a user named for each phase, or auto."""
 
     prefill: str = AUTO
-    """Serves PREFILL and EXTEND."""
+    """Backend for PREFILL and EXTEND."""
     decode: str = AUTO
     text: str = field(default="", compare=False)
-    """The user's words; empty: made from the names."""
+    """The user's text; "" derives it from the names."""
 
     def __post_init__(self) -> None:
         pair = f"prefill={self.prefill},decode={self.decode}"
@@ -41,13 +41,13 @@ class BackendRequest:
 
     @classmethod
     def parse(cls, text: object, option: str = "attn_backend") -> BackendRequest:
-        """Read auto, NAME, or prefill=NAME,decode=NAME; a phase that is not mentioned is auto.
+        """Parse auto, NAME, or prefill=NAME,decode=NAME; a phase that is not mentioned is auto.
 
-        A request is taken as it is, and so is what dataclasses.asdict makes of one.
+        A request is returned unchanged, and the result of dataclasses.asdict for a request is accepted.
 
-        option: the name of the option, for the error.
+        option: name of the option, for the error.
 
-        :raises ConfigError: text of another form, or no text.
+        :raises ConfigError: if the value is not a text, or not of this form.
         """
         if isinstance(text, BackendRequest):
             return text
@@ -68,7 +68,7 @@ class BackendRequest:
 
     @classmethod
     def for_backend(cls, name: str, phases: Iterable[Phase]) -> BackendRequest:
-        """The request by which this backend serves the phases it claims, and auto the others."""
+        """Return the request that uses a backend for the phases that it claims, and auto for the others."""
         served = set(phases)
         prompts = {Phase.PREFILL, Phase.EXTEND} <= served
         if Phase.DECODE not in served and prompts:
@@ -76,44 +76,44 @@ class BackendRequest:
         return cls(decode=name) if Phase.DECODE in served and not prompts else cls(name, name)
 
     def name_for(self, phase: Phase) -> str:
-        """The backend named for a phase, or auto."""
+        """Return the backend named for a phase, or auto."""
         return self.decode if phase is Phase.DECODE else self.prefill
 
     @property
     def names(self) -> Sequence[str]:
-        """The backends that are named, each once; without auto."""
+        """Distinct names of backends, without auto."""
         return [name for name in dict.fromkeys((self.prefill, self.decode)) if name != AUTO]
 
     @property
     def auto_phases(self) -> Sequence[Phase]:
-        """The phases that are left to the selector."""
+        """Phases that are left to the selector."""
         return [phase for phase in Phase if self.name_for(phase) == AUTO]
 
 
 ALL_AUTO = BackendRequest()
-"""The request of a user who names no backend."""
+"""Request of a user who names no backend."""
 
 
 @dataclass(frozen=True)
 class LayerSpecs:
-    """The specs for which a model's layers ask a backend: that of each layer's cache, and those that latent layers expand to."""
+    """Specs of a model's layers: one per layer's cache, and the non-absorbed specs of latent (MLA) layers."""
 
     cached: Sequence[AttentionSpec]
-    """The spec of each layer's cache, in the order of the layers."""
+    """Spec of each layer's cache, in layer order."""
     expanded: Mapping[AttentionSpec, AttentionSpec] = field(default_factory=dict)
-    """The spec of a latent layer's cache -> the spec with which its prompts without context are computed."""
+    """Spec of a latent layer's cache -> the spec with which its prompts without context are computed."""
     states: Sequence[StateSpec] = ()
-    """The spec of each layer with a state, in the order of the layers."""
+    """Spec of each state layer, in layer order."""
     placed: torch.device | None = None
-    """Device of a model that has no layers of either kind; None if it has any, which know it."""
+    """Device of a model that has no layers of either kind. None if it has any; these know their device."""
 
     @classmethod
     def of(cls, model: Model, kv_cache_dtype: str = "auto", kv_scales: Sequence[tuple[float, float]] | None = None) -> LayerSpecs:
-        """Give a model's layers the element type that the user asked for their caches.
+        """Return the specs of a model's layers with the dtype that the user chose for their caches.
 
-        kv_cache_dtype: auto, which leaves what the model asks for, or a name in KV_DTYPES.
-        kv_scales: k_scale and v_scale of each layer's fp8 cache, as the checkpoint has them; None: 1, or what a layer brings that
-        has such a type by itself. A cache of whole numbers has scales of its own.
+        kv_cache_dtype: auto, which keeps the model's choice, or a name in KV_DTYPES. kv_scales: (k_scale, v_scale) of each
+        layer's FP8 cache from the checkpoint. None means 1, or the layer's own scales if its cache is FP8 by itself. An int8
+        cache stores its own scales.
         """
         cached = list(model.attention_specs)
         if kv_cache_dtype != "auto":
@@ -128,7 +128,7 @@ class LayerSpecs:
 
     @property
     def device(self) -> torch.device:
-        """Device that all layers are on."""
+        """Device of all layers."""
         devices = [*(spec.device for spec in self.cached[:1]), *(spec.device for spec in self.states[:1])]
         found = devices[0] if devices else self.placed
         assert found is not None, "a model without layers of attention or with a state says its device"
@@ -136,32 +136,32 @@ class LayerSpecs:
 
     @cached_property
     def distinct(self) -> Sequence[AttentionSpec]:
-        """Each kind of layer once: the distinct specs of caches, in the order of the layers."""
+        """Distinct specs of caches, in layer order."""
         return list(dict.fromkeys(self.cached))
 
     @cached_property
     def counts(self) -> Mapping[AttentionSpec, int]:
-        """Every kind of layer that backends must serve (`AttentionSpec.kind`), expanded ones included -> the number of layers."""
+        """Kind of layer that backends must support (`AttentionSpec.kind`), including non-absorbed ones -> number of layers."""
         specs = [*self.cached, *(self.expanded[spec] for spec in self.cached if spec in self.expanded)]
         return Counter(spec.kind for spec in specs)
 
     @cached_property
     def value_head_dims(self) -> Sequence[int]:
-        """Elements of one head of what each layer's attention returns."""
+        """Elements per head in the attention output of each layer."""
         return [self.expanded.get(spec, spec).v_head_dim for spec in self.cached]
 
     def in_phase(self, spec: AttentionSpec, phase: Phase) -> AttentionSpec:
-        """The spec for which a layer asks a backend in a phase. spec: of its cache."""
+        """Return the spec that a layer needs a backend for in a phase. spec: spec of its cache."""
         return self.expanded.get(spec, spec) if phase is Phase.PREFILL else spec
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
-        """The phases in which any layer asks a backend: only PREFILL if no layer has a cache, none if none attends."""
+        """Phases in which any layer needs a backend: only PREFILL if no layer has a cache, none without attention layers."""
         asked = frozenset[Phase]().union(*map(self.phases_of, self.counts))
         return [phase for phase in Phase if phase in asked]
 
     def phases_of(self, spec: AttentionSpec) -> frozenset[Phase]:
-        """The phases in which layers ask for a spec or a kind, of a cache or expanded."""
+        """Return the phases in which layers use a spec or a kind, of a cache or non-absorbed."""
         if spec.dense:
             return frozenset({Phase.PREFILL})
         latent = any(spec.kind == cached.kind for cached in self.expanded)
@@ -169,9 +169,9 @@ class LayerSpecs:
 
 
 _CHUNK = 2048
-"""Prompt tokens of one step."""
+"""Prompt tokens per step."""
 _MOST = 1 << 24
-"""Most requests, and most tokens of one: a thousand times what is served, and still weighed in a moment."""
+"""Maximum number of requests, and of tokens per request: far beyond real workloads, and still fast to evaluate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +182,13 @@ class Workload:
     input_len: int
     output_len: int
     cached_len: int = 0
-    """Tokens of the input that the prefix cache already holds."""
+    """Tokens of the input that are prefix cache hits."""
 
     @classmethod
     def parse(cls, text: str) -> Workload:
-        """Read chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256.
+        """Parse chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256.
 
-        :raises ConfigError: text of another form.
+        :raises ConfigError: if the text has another form.
         """
         if text in PRESETS:
             return PRESETS[text]
@@ -200,7 +200,7 @@ class Workload:
         return cls(*sizes)
 
     def steps(self) -> list[tuple[Shape, float]]:
-        """The attention of all requests: (shape, number of steps of that shape)."""
+        """Return the attention steps of all requests: (shape, number of steps)."""
         steps: list[tuple[Shape, float]] = [
             (Shape(Phase.DECODE, self.batch, 1, self.input_len + self.output_len // 2), float(self.output_len))
         ]
@@ -224,4 +224,4 @@ PRESETS = {
     "long": Workload(4, 16384, 512),
     "batch": Workload(256, 512, 512),
 }
-"""Turns of conversations; long documents; many short requests offline."""
+"""chat: turns of conversations. long: long documents. batch: many short offline requests."""

@@ -1,4 +1,5 @@
-"""The kernels of a model's layers: which can serve and why not, the choice at start, instances, and each step's kernel."""
+"""Selection of the kernels for a model's layers: support and reasons against it, choice at start, instances, and choice per
+step."""
 
 from __future__ import annotations
 
@@ -25,14 +26,16 @@ log = logging.getLogger("headway")
 
 
 _Choice = tuple[str, dict[str, float], float]
-"""(fastest, microseconds of each, microseconds up to which a backend still counts as equally fast)."""
+"""(fastest backend, microseconds of each backend, microseconds up to which a backend counts as equally fast)."""
 
 
 class StepChooser:
-    """Names a step's backend with a dict get: lengths are rounded to an eighth of an octave, each answer is computed once."""
+    """Choice of a step's backend by one dict lookup. Lengths are rounded to an eighth of an octave; each answer is computed
+    once."""
 
     def __init__(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> None:
-        """names: the backends between which a phase may switch; `choose` is not asked about other phases."""
+        """costs: measured times. names: backends between which a phase may switch; other phases must not be passed to
+        `choose`."""
         self.costs = costs
         self.names = names
         self._choices: dict[tuple[Phase, int, int, int], _Choice | None] = {}
@@ -41,9 +44,9 @@ class StepChooser:
         self._said: set[Phase] = set()
 
     def choose(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> str | None:
-        """The backend for a part of a step, None where nothing was measured; it becomes the phase's current one.
+        """Return the backend for a part of a step, or None if nothing was measured. It becomes the current backend of the phase.
 
-        query_len, kv_len: of each of the part's sequences; where they differ see `Shape.of`.
+        query_len, kv_len: lengths of each sequence in the part; if they differ, see `Shape.of`.
         """
         key = (phase, batch, _rounded(query_len), _rounded(kv_len))
         try:
@@ -64,13 +67,13 @@ class StepChooser:
         return fastest
 
     def forget(self) -> None:
-        """Forget which backend of each phase is in use: after steps of warm-up."""
+        """Reset the current backend of each phase, after warm-up steps."""
         self._current.clear()
 
     def decode_candidates(self, batch: int) -> list[str]:
-        """Backends worth a captured graph of this batch size, at most two.
+        """Return the backends to capture decode graphs for at a batch size, at most two.
 
-        The first is best over all measured lengths; a second one wins somewhere by more than the noise.
+        The first is best over all measured lengths; a second wins somewhere by more than the noise.
         """
         if batch not in self._candidates:
             self._candidates[batch] = self._find_candidates(batch)
@@ -78,11 +81,13 @@ class StepChooser:
 
     def _work_out(self, shape: Shape) -> _Choice | None:
         names = self.names[shape.phase]
-        if shape.phase is Phase.DECODE and shape.query_len == 1:  # no third one is captured; drafts are verified outside graphs
+        if (
+            shape.phase is Phase.DECODE and shape.query_len == 1
+        ):  # only these are captured; verify steps are not limited to graphs
             names = self.decode_candidates(shape.batch)
         if not self.costs.covers(shape) and shape.phase not in self._said:
             self._said.add(shape.phase)
-            log.info("crossover table: %s lies beyond what was measured; the nearest measured edge decides", shape)
+            log.info("crossover table: %s is outside the measured range; using the nearest measured edge", shape)
         ranked = self.costs.ranking(shape, names)
         if not ranked:
             return None
@@ -105,7 +110,7 @@ class StepChooser:
         first = min(names, key=overall)
 
         def gain(name: str) -> float:
-            """The largest factor by which a backend is faster than the first at some length."""
+            """Return the largest factor by which a backend is faster than the first at some length."""
             pairs = zip(times[first], times[name], strict=True)
             return max(
                 (math.inf if not math.isfinite(ours) else ours / theirs for ours, theirs in pairs if math.isfinite(theirs)),
@@ -117,27 +122,26 @@ class StepChooser:
 
 
 def _rounded(length: int) -> int:
-    """The middle of the eighth of an octave that holds a length: short ones as they are."""
+    """Return the middle of the eighth of an octave around a length; short lengths are unchanged."""
     shift = max(length.bit_length() - 4, 0)
     return ((length >> shift) << shift) + (1 << shift >> 1)
 
 
 _WORKLOAD_GAIN, _TYPICAL_GAIN = 0.15, 0.035
-"""How much less, as a logarithm, the workload or the typical point must cost over a layout and block size than over one that
-comes before it in order, for that one to be given up. A few points decide about the workload, and each may be off by the noise;
-about the typical point all of them do, so that little noise is left in their mean. The first in order are small blocks, which
-waste less memory."""
+"""Minimum gain, as a logarithm, of the workload and of the typical point, for a layout and block size to replace one earlier in
+the order. The workload depends on a few points, each with noise; the typical point is a mean over all points, with little noise.
+Small blocks, which waste less memory, are first in the order."""
 _NOISES = 4.0
-"""Times the noise: what the workload must gain at least. The typical point must gain the noise once."""
+"""Multiple of the noise that the workload must gain at least. The typical point must gain at least the noise."""
 
 
 NO_ATTENTION = "none"
-"""Name that stands for a backend where no layer asks one."""
+"""Placeholder for a backend's name if no layer needs one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection(Generic[L]):
-    """What was chosen at start for the layers of one kind: a layout, a block size, and the kernels of each phase."""
+    """Choice at start for the layers of one kind: layout, block size, and the kernels of each phase."""
 
     place: Placement[L]
     names: Mapping[Phase, str]
@@ -145,20 +149,20 @@ class Selection(Generic[L]):
     others: Mapping[Phase, Sequence[str]] = field(default_factory=dict)
     """Backends that a phase may switch to, step by step."""
     helpers: Mapping[Phase, str] = field(default_factory=dict)
-    """The kernel that applies convolutions for one that does not."""
+    """Phase -> kernel that runs convolutions for the chosen kernel."""
 
     @property
     def layout(self) -> L:
-        """The layout that was chosen."""
+        """Chosen layout."""
         return self.place.layout
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self.place.block_size
 
     def all_for(self, phase: Phase) -> Sequence[str]:
-        """The backends that may serve a phase, its usual one first."""
+        """Return the backends that may run a phase, its usual one first."""
         return [self.names[phase], *self.others.get(phase, ())]
 
     def __str__(self) -> str:
@@ -176,32 +180,33 @@ class _Rated(Generic[L]):
     expected: float
     """Logarithm of the workload's microseconds."""
     typical: Mapping[Shape, float]
-    """Logarithm of the least microseconds at each measured point."""
+    """Logarithm of the minimum microseconds at each measured point."""
 
 
 @dataclass(frozen=True)
 class MeasuredChoice:
-    """Chooses layout, block size and kernels by measured times."""
+    """Choice of layout, block size and kernels by measured times."""
 
     parts: Sequence[tuple[CostTable, int]]
-    """The table of each distinct kind of layer, and how many layers are of it."""
+    """(table, number of layers) of each distinct kind of layer."""
     workload: Workload
     steps: Sequence[tuple[Shape, float]]
-    """The workload's steps in `phases`: (shape, number of steps of that shape)."""
+    """(shape, number of steps) of the workload's steps in `phases`."""
     free: Collection[Phase] = tuple(Phase)
-    """Phases that are auto; the others have a kernel of their own, which counts where it has times."""
+    """Phases that are auto. The other phases have a named kernel, whose times count if it has any."""
     phases: Collection[Phase] = tuple(Phase)
-    """Phases in which layers ask for a kernel at all."""
+    """Phases in which layers need a kernel."""
     per_step: bool = True
-    """True if the kernel of a phase may change from step to step, and later places waste more memory; False if one kernel serves
-    every step of a phase, and places are equally large."""
+    """True if the kernel of a phase may change from step to step, and later placements waste more memory. False if one kernel
+    runs every step of a phase, and placements are equally large."""
 
     def select(
         self, places: Sequence[Placement[L]], able: Callable[[Phase, Placement[L]], Iterable[str]]
     ) -> tuple[Selection[L], StepChooser] | None:
-        """The place of least expected cost, with the kernels that win there; None if the free phases have times over no place.
+        """Return the placement of least expected cost with its best kernels, or None if no placement has times for the free
+        phases.
 
-        able: returns the kernels that serve a phase of every layer at a place.
+        able: returns the kernels that support a phase of every layer at a placement.
         """
         rated: list[_Rated[L]] = []
         for place in places:
@@ -226,7 +231,7 @@ class MeasuredChoice:
         return selection, StepChooser(chosen.costs, {phase: selection.all_for(phase) for phase in others})
 
     def _expected(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> float | None:
-        """Microseconds of attention in the workload; None where a phase is not served, or a free one has no times."""
+        """Return the microseconds of attention in the workload, or None if a phase has no kernel or a free phase has no times."""
         measured = {
             phase: any(math.isfinite(costs.step_us(name, shape)) for name in able for shape in costs.shapes(phase))
             for phase, able in names.items()
@@ -238,24 +243,25 @@ class MeasuredChoice:
         return total if math.isfinite(total) else None
 
     def _usual(self, costs: StepCosts, phase: Phase, names: Sequence[str]) -> str:
-        """The backend that serves the workload's steps of a phase best; without such steps the one that wins most."""
+        """Return the backend that is fastest for the workload's steps of a phase; without such steps the first, which wins
+        most."""
         steps = [(shape, count) for shape, count in self.steps if shape.phase is phase]
         return min(names, key=lambda name: sum(count * costs.step_us(name, shape) for shape, count in steps))
 
 
 def _typical(costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> dict[Shape, float]:
-    """Logarithm of the least cost at each measured point: what a workload that departs from the expected one meets."""
+    """Return the logarithm of the minimum cost at each measured point, for workloads that differ from the expected one."""
     shapes = [(shape, able) for phase, able in names.items() for shape in costs.shapes(phase)]
     return {shape: math.log(ranked[0][1]) for shape, able in shapes if (ranked := costs.ranking(shape, able))}
 
 
 def _doubts(noise: float) -> tuple[float, float]:
-    """Return what the workload and the typical point must gain, as logarithms. noise: a share of a time."""
+    """Return the minimum gains of the workload and of the typical point, as logarithms. noise: relative noise of the times."""
     return max(_WORKLOAD_GAIN, _NOISES * noise), max(_TYPICAL_GAIN, noise)
 
 
 def _steady_choice(rated: Sequence[_Rated[L]], doubts: tuple[float, float]) -> _Rated[L]:
-    """Return the first in order, unless a later one gains more than is in doubt, over the workload or at the typical point."""
+    """Return the first candidate, unless a later one gains more than the doubt, over the workload or at the typical point."""
     doubt, typical_doubt = doubts
     shared = [shape for shape in rated[0].typical if all(shape in each.typical for each in rated)]
     chosen = rated[0]
@@ -268,7 +274,7 @@ def _steady_choice(rated: Sequence[_Rated[L]], doubts: tuple[float, float]) -> _
 
 
 def _undecided(rated: Sequence[_Rated[L]], chosen: _Rated[L]) -> str:
-    """Return a remark if steadier times would have led to another layout or block size; else an empty text."""
+    """Return a remark if times without noise would select another layout or block size, else ""."""
     otherwise = _steady_choice(rated, _doubts(0.0))
     if otherwise is chosen:
         return ""
@@ -276,20 +282,20 @@ def _undecided(rated: Sequence[_Rated[L]], chosen: _Rated[L]) -> str:
 
 
 class Rated(NamedTuple):
-    """One kernel at one shape, over the chosen layout and block size."""
+    """One kernel at one shape, with the chosen layout and block size."""
 
     name: str
     reasons: tuple[Reason, ...]
-    """Why it cannot serve or must not be chosen; empty: it can."""
+    """Reasons why it does not support the shape or must not be chosen. Empty if it is supported."""
     us: float | None
-    """Microseconds of a step, all layers; None: not measured, or it cannot serve."""
+    """Microseconds per step over all layers. None if not measured or not supported."""
 
 
 class KernelSelector(Generic[S, B, L]):
-    """The choice for all layers of one kind: a layout and a block size over which every phase is served as the user asked.
+    """Choice for all layers of one kind: a layout and block size with which every phase runs as the user requested.
 
-    What the user named serves, or is refused with every reason. For the rest `auto` takes what has the least measured cost over
-    the workload; without times, for each phase, the first kernel of the rank hook's order that supports every layer.
+    A kernel that the user named is used, or rejected with all reasons. Otherwise `auto` chooses the least measured cost over the
+    workload. Without times, each phase gets the first kernel in rank order that supports every layer.
     """
 
     def __init__(
@@ -299,38 +305,38 @@ class KernelSelector(Generic[S, B, L]):
         costs: Mapping[S, CostTable] | None = None,
         workload: Workload = PRESETS["chat"],
     ) -> None:
-        """costs: measured times of each distinct layer; None: there are none.
+        """costs: measured times of each distinct layer; None if there are none.
 
-        :raises HeadwayError: an unknown name, or layers that nothing serves, with every reason and the nearest request that
-            would be served.
+        :raises HeadwayError: if a name is unknown, or no kernel supports the layers; with all reasons and the nearest request
+            that would be supported.
         """
         self._able = candidates
         self._request = request
         self._parts = [(costs[spec], count) for spec, count in candidates.counts.items()] if costs else []
         self._failed = {name: why for table, _ in self._parts for name, why in table.excluded.items()}
-        """Kernels that failed their self-test -> what failed."""
+        """Kernels that failed their self-test -> the failure."""
         self._chooser: StepChooser | None = None
         selection = self._select(workload)
         helpers = {phase: candidates.helper(name, phase, selection.place) for phase, name in selection.names.items()}
         self.selection = replace(selection, helpers={phase: helper for phase, helper in helpers.items() if helper})
 
     def backends_for(self, phase: Phase) -> Mapping[S, B]:
-        """The instances of the selection's kernel for a phase, by spec."""
+        """Return spec -> instance of the selected kernel for a phase."""
         return self._able.instances(self.selection.names[phase], (phase,), self.selection.place)
 
     @property
     def costs(self) -> StepCosts | None:
-        """Measured times over the selection's layout and block size; None where they did not decide."""
+        """Measured times for the selected layout and block size. None if they did not decide the selection."""
         return self._chooser.costs if self._chooser is not None else None
 
     @property
     def all_costs(self) -> StepCosts | None:
-        """Measured times over the selection's layout and block size, whether or not they decided; None: there are none."""
+        """Measured times for the selected layout and block size, whether or not they decided. None if there are none."""
         return StepCosts(self._parts, self.selection.layout.name, self.selection.block_size) if self._parts else None
 
     def rated(self, shape: Shape, chosen: str) -> list[Rated]:
-        """Every registered kernel over the selection's layout and block size: the chosen one, then those with a time, fastest
-        first, then those that can serve."""
+        """Return every registered kernel, with the selected layout and block size: the chosen one, then kernels with a time,
+        fastest first, then other supported kernels, then the rest."""
         costs, found = self.all_costs, []
         for name in self._able.source.entries:
             reasons = self._able.reasons(name, shape.phase, self.selection.place) + self._failure(name)
@@ -339,7 +345,8 @@ class KernelSelector(Generic[S, B, L]):
         return sorted(found, key=lambda each: (each.name != chosen, bool(each.reasons), each.us is None, each.us or 0.0))
 
     def why_not(self, phase: Phase) -> dict[str, tuple[Reason, ...]]:
-        """Each kernel that was considered for a phase -> why the phase is refused, over the selection's layout; (): it can."""
+        """Return kernel considered for a phase -> reasons why it does not support the phase with the selected layout; () if it
+        does."""
         names = self._names(self._request, phase, every=True) if self._able.specs else ()
         failed = self._failed if self._request.name_for(phase) == AUTO else {}
         found = {name: self._able.reasons(name, phase, self.selection.place) for name in names}
@@ -350,7 +357,7 @@ class KernelSelector(Generic[S, B, L]):
 
     def _select(self, workload: Workload) -> Selection[L]:
         able, free = self._able, [phase for phase in self._request.auto_phases if phase in self._able.specs]
-        if not able.specs:  # pages of such a cache take no memory, and only count tokens
+        if not able.specs:  # a page then takes no memory and only counts tokens
             return Selection(able.places[0], dict.fromkeys(Phase, NO_ATTENTION), "no layer has attention")
         why = "auto: no crossover table, rank order" if free else "asked for"
         if self._parts and free:
@@ -365,7 +372,7 @@ class KernelSelector(Generic[S, B, L]):
         return found
 
     def _search(self, request: BackendRequest, places: Sequence[Placement[L]], why: str = "") -> Selection[L] | None:
-        """The first layout and block size over which the request covers every phase."""
+        """Return the first layout and block size with which the request covers every phase."""
         for place in places:
             names = {phase: next(self._serving(request, phase, place), "") for phase in self._able.specs}
             if all(names.values()):
@@ -373,7 +380,7 @@ class KernelSelector(Generic[S, B, L]):
         return None
 
     def _serving(self, request: BackendRequest, phase: Phase, place: Placement[L]) -> Iterator[str]:
-        """Kernels that can serve a phase of every layer as the request has it, in rank order."""
+        """Return the kernels that support a phase of every layer under a request, in rank order."""
         return (name for name in self._names(request, phase) if not self._able.reasons(name, phase, place))
 
     def _names(self, request: BackendRequest, phase: Phase, every: bool = False) -> Sequence[str]:
@@ -385,7 +392,7 @@ class KernelSelector(Generic[S, B, L]):
         return source.rank(spec, phase, [name for name in meant if name not in self._failed])
 
     def _refusal(self) -> UnsupportedError:
-        """Explain the layout and block size that came nearest, and name what would work."""
+        """Return an error that explains the nearest layout and block size, and names what would work."""
 
         def unserved(place: Placement[L]) -> list[Phase]:
             return [phase for phase in self._able.specs if not any(self._serving(self._request, phase, place))]
@@ -402,7 +409,8 @@ class KernelSelector(Generic[S, B, L]):
         return UnsupportedError(where, list(dict.fromkeys(reasons)), self._fix(unserved(nearest)))
 
     def _fix(self, unserved: Sequence[Phase]) -> str:
-        """The smallest change of the request that would be served, found by trying; empty: there is none."""
+        """Return the options of the smallest change to the request that would be supported, found by trying; "" if there is
+        none."""
         kept = BackendRequest(
             AUTO if {Phase.PREFILL, Phase.EXTEND} & set(unserved) else self._request.prefill,
             AUTO if Phase.DECODE in unserved or Phase.DECODE not in self._able.specs else self._request.decode,
@@ -415,7 +423,7 @@ class KernelSelector(Generic[S, B, L]):
 
 
 class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
-    """Chooses attention backends at start, then answers each step's question with a dict get (`StepChooser`)."""
+    """Choice of attention backends at start, and of each step's backend by a dict lookup (`StepChooser`)."""
 
     def __init__(
         self,
@@ -429,28 +437,29 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         costs: Mapping[AttentionSpec, CostTable] | None = None,
         workload: Workload = PRESETS["chat"],
     ) -> None:
-        """options: backend -> option -> value. costs: measured times of each distinct layer, expanded ones too; None: none.
+        """options: backend -> option -> value. costs: measured times of each distinct layer, including non-absorbed ones; None:
+        there are none.
 
-        :raises HeadwayError: an unknown name, or a request that cannot be served, with every reason.
+        :raises HeadwayError: if a name is unknown or the request is not supported, with all reasons.
         """
         candidates = AttentionCandidates(source, layers, kv_layout, block_size, options)
         super().__init__(candidates, request, costs, workload)
         chosen = self.selection
         self._candidates = candidates
         self.instances: dict[str, Backends] = {}
-        """Each backend that may be called -> its instances, by spec."""
+        """Backend that may be called -> its instances, by spec."""
         for name in dict.fromkeys(name for phase in chosen.names for name in chosen.all_for(phase)):
             served = [phase for phase in candidates.specs if name in chosen.all_for(phase)]
             self.instances[name] = candidates.instances(name, served, chosen.place)
         self.gathering = candidates.gathering(chosen.names[Phase.PREFILL], chosen.place)
-        """The spec of a latent layer's cache -> the backend that attends to its context after that was gathered and expanded: the
-        one of its prompts. A layer that this backend cannot serve so is missing."""
+        """Spec of a latent layer's cache -> the prefill backend's instance for attention over its gathered, up-projected context.
+        Layers for which that backend does not support this are missing."""
 
     def backends_for(self, phase: Phase, batch: int | None = None, query_len: int = 1, kv_len: int = 1) -> Backends:
-        """The instances, by spec, that serve a phase in this step.
+        """Return spec -> instance for a phase in this step.
 
-        batch: sequences of that part of the step (of a graph: those it is captured for); None: the phase's usual backend.
-        query_len, kv_len: of each sequence, new tokens and cached plus new ones; where they differ see `Shape.of`.
+        batch: number of sequences in that part of the step (for a graph, at capture); None selects the phase's usual backend.
+        query_len, kv_len: new tokens, and cached plus new tokens, of each sequence; if they differ, see `Shape.of`.
         """
         name = None
         if batch is not None and self._chooser is not None and phase in self.selection.others:
@@ -458,8 +467,9 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         return self.instances[name or self.selection.names[phase]]
 
     def backends_of(self, shape: Shape) -> Backends:
-        """As `backends_for`, of a shape. For a captured one they are the fastest on the device out of those that can be captured,
-        for a replay spares the host their launches; where none can be, or none has a time, those of a step that is launched."""
+        """Return spec -> instance for a shape. For a captured shape, return the fastest on the device of the backends that can be
+        captured, because a replay saves the host their launches. If none can be, or none has a time, return those of a launched
+        step."""
         if shape.captured and self.costs is not None:
             named = [(name, self.instances[name].values()) for name in self.selection.all_for(shape.phase)]
             able = [name for name, backends in named if all(each.captures(shape.query_len) for each in backends)]
@@ -468,27 +478,28 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         return self.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
 
     def candidates_for(self, phase: Phase, batch: int) -> Sequence[str]:
-        """Backends between which `backends_for` chooses in steps of this phase and batch size. Asking changes nothing."""
+        """Return the backends among which `backends_for` chooses for a phase and batch size. Calling this changes nothing."""
         return self.decode_candidates(batch) if phase is Phase.DECODE else self.selection.all_for(phase)
 
     def decode_candidates(self, batch: int) -> list[str]:
-        """Backends that `backends_for` may name for decodes of this batch size: those worth a captured graph, at most two."""
+        """Return the backends that `backends_for` may select for decodes of a batch size: at most two, for which graphs are
+        captured."""
         if self._chooser is None or Phase.DECODE not in self.selection.others:
             return [self.selection.names[Phase.DECODE]]
         return self._chooser.decode_candidates(batch) or [self.selection.names[Phase.DECODE]]
 
     def decode_us(self, batch: int, query_len: int, kv_len: int) -> float:
-        """Microseconds of the attention of a decode step with the fastest backend; infinite where nothing was measured."""
+        """Return the microseconds of attention in a decode step with the fastest backend, or infinity if nothing was measured."""
         if self.costs is None:
             return math.inf
         shape = Shape(Phase.DECODE, batch, query_len, kv_len)
         return min(self.costs.step_us(name, shape) for name in self.selection.all_for(Phase.DECODE))
 
     def forget(self) -> None:
-        """Choose the next step's backends as in the first step: after steps of warm-up."""
+        """Reset each phase's current backend, after warm-up steps."""
         if self._chooser is not None:
             self._chooser.forget()
 
     def layout_of(self, spec: AttentionSpec) -> CacheLayout:
-        """The layout of a layer's cache: the selection's, or where that does not fit the layer's values another."""
+        """Return the layout of a layer's cache: the selected one, or another if that does not fit the layer's values."""
         return self._candidates.layout_of(spec, self.selection.layout)

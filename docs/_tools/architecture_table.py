@@ -1,4 +1,4 @@
-"""Which architectures Headway runs, and by what: the table of docs/models.md, found out with tiny random models."""
+"""Table of supported architectures in docs/models.md, determined with small random models."""
 
 from __future__ import annotations
 
@@ -46,31 +46,32 @@ _SMALLER = {
     "topk_group": 1,
     "sliding_window": 6,
 }
-"""Where a configuration has them."""
+"""Sizes that are set if a configuration has them."""
 _OWN: tuple[dict[str, int], ...] = ({}, {"head_dim": 16}, {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1})
-"""What some must be told beside, one after the other until a model runs."""
+"""Further settings for some configurations, tried in turn until a model runs."""
 _MOST_PARAMETERS = 50e6
-"""Of a model that is called tiny: one whose configuration has other names for its sizes stays as large as it is."""
+"""Maximum number of parameters of a test model. Models whose configuration has other names for its sizes stay large, and are
+skipped."""
 
 
 class Outcome(NamedTuple):
-    """What becomes of an architecture that goes through the adapter."""
+    """Result for an architecture in the transformers adapter."""
 
     architecture: str
     refused: str = ""
-    """Why; empty: it is accepted, or was not tried."""
+    """Reason for a refusal; "" if it is accepted, or was not tried."""
     tried: bool = True
 
 
 def outcomes() -> list[Outcome]:
-    """How each causal language model of the installed transformers fares, by its class."""
+    """Return the result for each causal language model class of the installed transformers."""
     found: dict[str, Outcome] = {}
     for config_class in CONFIG_MAPPING.values():
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
         if model_class is None:
             continue
         outcome, before = _outcome(model_class, config_class), found.get(model_class.__name__)
-        if before is None or before.refused:  # a class may have a configuration for text alone beside one for more
+        if before is None or before.refused:  # a class may have a configuration for text only besides a multimodal one
             found[model_class.__name__] = outcome
     return sorted(found.values())
 
@@ -95,17 +96,17 @@ def _outcome(model_class: Any, config_class: Any) -> Outcome:
 
 @torch.inference_mode()
 def adapt(model: Any) -> TransformersModel:
-    """A float32 model on the CPU through the adapter."""
+    """Return a float32 model on the CPU wrapped in the adapter."""
     return TransformersModel(model, torch.float32, torch.device("cpu"))
 
 
 def tiny(model_class: Any, config_class: Any) -> Any:
-    """A random model of a class that runs; None where the usual names for sizes do not make one."""
+    """Return a small random model of a class that runs, or None if the usual names of sizes do not make one."""
     for own in _OWN:
         try:
             known = config_class()
             sizes = {**_SIZES, **{name: size for name, size in _SMALLER.items() if getattr(known, name, None) is not None}}
-            if hasattr(known, "kv_lora_rank"):  # every head has a key and a value of its own
+            if hasattr(known, "kv_lora_rank"):  # every head has its own key and value
                 sizes["num_key_value_heads"] = sizes["num_attention_heads"]
             config = config_class(**{**sizes, **own}, attn_implementation=NAME)
             with torch.device("meta"):
@@ -116,14 +117,14 @@ def tiny(model_class: Any, config_class: Any) -> Any:
             adapt(model)
         except ModelError:
             return model
-        except Exception:  # made of sizes that contradict one another
+        except Exception:  # the sizes contradict each other
             continue
         return model
     return None
 
 
 def render(found: list[Outcome]) -> str:
-    """Markdown."""
+    """Return the table as Markdown."""
     native = {family.architecture for family in FAMILIES.values()}
     accepted = {each.architecture for each in found if each.tried and not each.refused}
     refused = defaultdict(list)
@@ -161,7 +162,7 @@ def _listed(names: list[str]) -> str:
 
 
 def replace_in(text: str, table: str) -> str:
-    """The document with the table between its markers."""
+    """Return the document with the table between its markers."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
 

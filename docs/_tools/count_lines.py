@@ -12,7 +12,7 @@ PACKAGE = ("core", "kernels", "backends", "registry", "models", "tuning", "testi
 
 
 def count(root: Path = ROOT) -> tuple[Counter[str], Counter[str]]:
-    """Return the files and the lines of each top-level folder: tracked Python, CUDA and C."""
+    """Return the files and the lines of each top-level folder, counting tracked Python, CUDA and C files."""
     files: Counter[str] = Counter()
     lines: Counter[str] = Counter()
     tracked = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -26,7 +26,7 @@ def count(root: Path = ROOT) -> tuple[Counter[str], Counter[str]]:
 
 
 def main() -> None:
-    """Print a row per folder, and the sum over what is installed."""
+    """Print a row per folder, and the sum over the package."""
     files, lines = count()
     for folder in (*PACKAGE, "bench", "tests"):
         if folder == "bench":

@@ -1,8 +1,8 @@
-"""The diagrams of the documentation: where a cache layout puts a block's elements, and what one step looks like.
+"""Diagrams of the documentation: the memory order of a block in each cache layout, and the tensors of one step.
 
     python docs/_tools/diagrams.py docs/images
 
-Both are drawn from the contract's own values: the layouts write and are read back, the step is an `AttentionMetadata`.
+Both are drawn from the contract's own values: layouts are written and read back, and the step is an `AttentionMetadata`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _COLOURS = ("#88aacc", "#f2a1ac", "#8fc49a", "#e3d68a")
 _TOKENS, _HEADS, _HEAD_DIM = 4, 2, 8
 
 Element = tuple[int, int, int]
-"""Token, head and place in the head of one number."""
+"""(token, head, index in the head) of one number."""
 
 
 def memory(layout: CacheLayout, tensor: str) -> list[Element]:
-    """What lies where in one block of a tensor, in the order of memory: found by writing and looking, not by formula."""
+    """Return the elements of one block of a tensor in memory order, determined by writing and reading, not by formula."""
     geometry = CacheGeometry(1, _TOKENS, _HEADS, _HEAD_DIM, torch.float32, torch.device("cpu"))
     cache = layout.allocate(geometry)
     rows = torch.arange(_TOKENS * _HEADS * _HEAD_DIM, dtype=torch.float32).view(_TOKENS, _HEADS, _HEAD_DIM)
@@ -39,7 +39,7 @@ def memory(layout: CacheLayout, tensor: str) -> list[Element]:
 
 
 def layouts() -> bytes:
-    """An SVG: one block of four tokens, two kv heads of eight float32 elements, in every layout."""
+    """Return an SVG of one block of four tokens and two kv heads of eight float32 elements, in every layout."""
     shown = [(NHD, "key", "nhd, key and value"), (HND, "key", "hnd, key and value")]
     shown += [(VLLM_5D, "key", "vllm_5d, key"), (VLLM_5D, "value", "vllm_5d, value")]
     figure = new_figure(10.0, 5.6)
@@ -67,7 +67,7 @@ def layouts() -> bytes:
 
 
 def step() -> bytes:
-    """An SVG: the tokens of one step, the slots that they are written to, and the blocks that hold their contexts."""
+    """Return an SVG of the tokens of one step, the slots that they are written to, and the blocks of their contexts."""
     query_lens, context_lens, tables = [5, 3, 1, 1], [0, 4, 6, 3], [[2, 5], [0, 7], [4, 1], [6]]
     names = ["sequence 0: a new prompt", "sequence 1: a later chunk", "sequence 2: decodes", "sequence 3: decodes"]
     block_size, num_blocks = 4, 8
@@ -150,7 +150,7 @@ def _text(axis: Any, x: float, y: float, text: str, size: float, ha: str = "cent
 
 
 def svg(figure: Any) -> bytes:
-    """The figure as a file's content, the same bytes each time."""
+    """Return the figure as SVG, with the same bytes each time."""
     from matplotlib import rc_context
 
     out = io.BytesIO()
@@ -160,7 +160,7 @@ def svg(figure: Any) -> bytes:
 
 
 def main() -> None:
-    """Draw both into the folder named on the command line."""
+    """Draw both diagrams into the folder named on the command line."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/images")
     for name, content in (("layouts", layouts()), ("step", step())):
         write_bytes(content, folder / f"{name}.svg")

@@ -1,6 +1,6 @@
-"""The three flows of docs/design.md as pictures, out of the code's own names: `python docs/_tools/flows.py docs/images`.
+"""Pictures of the three flows of docs/design.md, with names from the code: `python docs/_tools/flows.py docs/images`.
 
-Each step is a function or class that is imported here, so that a picture cannot name what does not exist.
+Each step is a function or class that is imported here, so every name in a picture exists.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from headway.tuning.measure.run import run_kernel_level
 from headway.tuning.measure.self_test import check_named
 
 _WIDTH, _ROW = 10.0, 0.62
-"""Inches: of a picture, and from one step to the next."""
+"""Width of a picture, and distance between steps, in inches."""
 _HEIGHT = 0.72
-"""Of a box, as a share of the way from one step to the next."""
+"""Height of a box, as a fraction of the distance between steps."""
 _COLOURS = ("#dbe9f6", "#e5f3e1", "#fbe9d4", "#efe3f2", "#f6dfe0")
-"""Of the lanes, from the left."""
+"""Colours of the lanes, from the left."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -55,20 +55,20 @@ class Step:
     """One box of a flow."""
 
     lane: str
-    """Whose work it is: the title of a column."""
+    """Title of its column: the part of the program that does it."""
     does: Any
-    """The function, method or class that does it."""
+    """The function, method or class."""
     says: str
-    """What it does, in a few words."""
+    """Its purpose, in a few words."""
 
     @property
     def name(self) -> str:
-        """The qualified name, as the code has it."""
+        """Qualified name in the code."""
         return str(self.does.__qualname__)
 
     @property
     def file(self) -> str:
-        """The file that holds it, from the root of the repository."""
+        """File that defines it, relative to the repository."""
         path = str(self.does.__module__).removeprefix("headway.").replace(".", "/")
         return next(each for each in (f"{path}.py", f"headway/{path}.py") if (ROOT / each).exists())
 
@@ -123,7 +123,7 @@ FLOWS = {
 
 
 def picture(title: str, steps: list[Step]) -> bytes:
-    """An SVG: a column for each lane, a row for each step, an arrow from each step to the next."""
+    """Return an SVG with a column for each lane, a row for each step, and arrows between consecutive steps."""
     lanes = list(dict.fromkeys(step.lane for step in steps))
     figure = new_figure(_WIDTH, _ROW * (len(steps) + 1.3))
     axis = figure.subplots()
@@ -156,7 +156,7 @@ def _box(axis: Any, column: int, middle: float, step: Step) -> None:
 
 
 def _arrow(axis: Any, column: int, target: int, middle: float) -> None:
-    """From the box of one row to that of the next: straight down, or out of the side and in from above."""
+    """Draw an arrow from a row's box to the next row's: straight down, or out of the side and in from above."""
     style = {"arrowstyle": "->", "color": "#444444", "lw": 1.0, "shrinkA": 0, "shrinkB": 0}
     below = (target + 0.5, middle - 1 + _HEIGHT / 2)
     if column == target:
@@ -167,7 +167,7 @@ def _arrow(axis: Any, column: int, target: int, middle: float) -> None:
 
 
 def main(folder: Path) -> None:
-    """Write the pictures."""
+    """Write the pictures into a folder."""
     for name, (title, steps) in FLOWS.items():
         write_bytes(picture(title, steps), folder / f"flow-{name}.svg")
 

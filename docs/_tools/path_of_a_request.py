@@ -39,17 +39,17 @@ BEGIN, END = "<!-- path of a request: begin -->\n", "<!-- path of a request: end
 
 
 class Calls:
-    """A profile function (`sys.setprofile`) that notes which files call into which others, in the order of first calls."""
+    """Profile function (`sys.setprofile`) that records which files call which others, in the order of first calls."""
 
     def __init__(self) -> None:
         self.callees: dict[str, set[str]] = {}
-        """File below the repository -> the files into which its functions call."""
+        """File relative to the repository -> files that its functions call."""
         self.first: dict[str, str] = {}
-        """File -> the function of it that was called first."""
+        """File -> its function that was called first."""
         self._known: dict[str, str] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """Note the file of a call. The arguments are those of `sys.setprofile`."""
+        """Record the file of a call. The arguments are those of `sys.setprofile`."""
         if event != "call" or not (file := self._file(frame)):
             return
         self.first.setdefault(file, frame.f_code.co_qualname)
@@ -61,7 +61,7 @@ class Calls:
             self.callees.setdefault(above, set()).add(file)
 
     def _file(self, frame: FrameType) -> str:
-        """The file of a frame below the repository; empty if it is not one of the package's."""
+        """Return a frame's file relative to the repository, or "" if it is not in the package."""
         name = frame.f_code.co_filename
         if name not in self._known:
             path = Path(name)
@@ -72,7 +72,7 @@ class Calls:
 
 
 class Within(Calls):
-    """Counts only what is called, directly or not, by one of some functions."""
+    """Records only direct and indirect calls from some functions."""
 
     def __init__(self, roots: Collection[str]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Within(Calls):
         self._depth = 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Note a call inside of the functions."""
+        """Record a call inside of the functions."""
         if self._file(frame) and frame.f_code.co_qualname in self._roots:
             self._depth += {"call": 1, "return": -1}.get(event, 0)
         if self._depth > 0:
@@ -88,14 +88,14 @@ class Within(Calls):
 
 
 class Naming(Calls):
-    """Counts only functions whose code names one of some attributes."""
+    """Records only functions whose code names one of some attributes."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
         self._names = frozenset(names)
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Note a call of such a function."""
+        """Record a call of such a function."""
         code = frame.f_code
         if self._names.intersection(code.co_names + code.co_varnames):
             super().__call__(frame, event, argument)
@@ -108,7 +108,7 @@ SLOT = ("state_index", "state_slots", "StateSlots", "num_state_slots", "out_slot
 
 @contextmanager
 def profiled(calls: Calls) -> Iterator[None]:
-    """Have every call of this process's threads noted."""
+    """Record every call of this process's threads."""
     threading.setprofile(calls)
     sys.setprofile(calls)
     try:
@@ -119,7 +119,7 @@ def profiled(calls: Calls) -> Iterator[None]:
 
 
 def trace_auto(model: str) -> Calls:
-    """Return the calls of a choice by a table that an earlier start has kept."""
+    """Return the calls of a choice with a table that an earlier start has saved."""
     LLM(model, device="cpu")
     calls = Within(CHOICE)
     with profiled(calls):
@@ -128,11 +128,11 @@ def trace_auto(model: str) -> Calls:
 
 
 def trace_plugin(model: str) -> Calls:
-    """Return the files on the stack whenever a class of the caller's own is called, up to its first prompt."""
+    """Return the files on the stack whenever a class of the caller is called, up to its first prompt."""
     calls = Calls()
 
     class Own(SDPA):
-        """A plugin's backend, which notes who calls it."""
+        """A plugin's backend that records its callers."""
 
         name = "own"
 
@@ -166,7 +166,7 @@ def trace_plugin(model: str) -> Calls:
 
 
 def trace_slot() -> Calls:
-    """Return the functions that name a state's slot while a tiny hybrid model answers a request."""
+    """Return the functions that name a state's slot while a small hybrid model answers a request."""
     sys.path[:0] = map(str, (ROOT / "tests" / "support").glob("*/"))
     calls = Naming(SLOT)
     from headway.core.engine.loop import EngineParts, make_engine
@@ -193,7 +193,7 @@ GRAPH = (
 
 
 def trace_gpu(model: str) -> Calls:
-    """Return the calls of a request in captured steps, and those within a step, on a GPU that is not there."""
+    """Return the calls of a request in captured steps, and those within a step, on a simulated GPU."""
     sys.path[:0] = map(str, (ROOT / "tests" / "support").glob("*/"))
     from headway.core.contract.kernel import GraphLevel
     from headway.testing.broken.attention import PlainBackend
@@ -230,17 +230,17 @@ def trace_gpu(model: str) -> Calls:
 
 
 class Idle:
-    """A recorder of graphs whose replays do nothing."""
+    """A graph recorder whose replays do nothing."""
 
     def record(self, run: Any) -> Any:
         """Return a replay."""
         return lambda: None
 
     def begin(self) -> None:
-        """Begin a piece of a step."""
+        """Begin a segment of a step."""
 
     def end(self) -> Any:
-        """Return the replay of a piece."""
+        """Return the replay of a segment."""
         return lambda: None
 
 
@@ -249,7 +249,7 @@ WEIGHT = ("LayerTensors.linear", "Linear.__call__", "Operations.product")
 
 
 def trace_weight() -> Calls:
-    """Return the calls from a checkpoint's file to the kernel of a linear layer over int4."""
+    """Return the calls from a checkpoint's file to the kernel of an int4 linear layer."""
     sys.path[:0] = map(str, (ROOT / "tests" / "support").glob("*/"))
     import tempfile
 
@@ -289,7 +289,7 @@ def trace_weight() -> Calls:
 
 
 def trace_request(model: str, attn_backend: str, max_tokens: int = 4) -> Calls:
-    """The calls of one greedy request on a CPU, in a start after the first, which has kept the tokenizer."""
+    """Return the calls of one greedy request on a CPU, with the tokenizer already cached."""
     read_tokenizer(locate(model))
     llm = LLM(model, attn_backend=attn_backend, device="cpu")
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -301,7 +301,7 @@ def trace_request(model: str, attn_backend: str, max_tokens: int = 4) -> Calls:
 
 
 def section(calls: Calls) -> str:
-    """The lists, as they stand in the page."""
+    """Return the lists in the form of the page."""
     on = [file for file, others in calls.callees.items() if others]
     done = [file for file, others in calls.callees.items() if not others]
     rows = [f"{number}. `{file}` (`{calls.first[file]}`)" for number, file in enumerate(on, start=1)]

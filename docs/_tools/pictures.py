@@ -1,8 +1,8 @@
-"""The pictures of docs/benchmarks.md, drawn from result files with matplotlib (the extra `plot`).
+"""Pictures of docs/benchmarks.md, drawn from result files with matplotlib (the extra `plot`).
 
     python docs/_tools/pictures.py docs/images
 
-reads bench/results/ of the working folder and writes one PNG for each picture.
+The script reads bench/results/ of the working folder and writes one PNG per picture.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CPU, H200 = Path("bench/results/cpu"), Path("bench/results/h200")
 
 
 def generation(folder: Path = H200) -> bytes:
-    """Output tokens per second of whole generations; Headway's of more than 256 sequences are of a later run."""
+    """Draw output tokens per second of whole generations. Headway's values above 256 sequences are from a later run."""
     labels = ["nano", "1 x 512/512", "16 x 512/512", "64 x 512/512", "320 x 256/256", "512 x 256/256"]
     rates = {peer.name: peer.tokens_per_second for peer in PeersFile.read(folder / "peers-same-gpu.json").peers}
     nano = next(peer for peer in PeersFile.read(folder / "peers-offline.json").peers if peer.name == "nano-vllm")
@@ -47,13 +47,13 @@ def generation(folder: Path = H200) -> bytes:
 
 
 def _wide(folder: Path) -> dict[str, float]:
-    """Label -> output tokens per second of the run with more than 256 sequences."""
+    """Return label -> output tokens per second of the run with more than 256 sequences."""
     medians: dict[str, float] = json.loads((folder / "engine-wide.json").read_text())["median"]
     return {label: rate for label, rate in medians.items() if label != "nano"}
 
 
 def shares(folder: Path = H200) -> bytes:
-    """Kernels at shapes that no grid of ours holds, as shares of the fastest library."""
+    """Draw kernels at shapes outside of all grids, relative to the fastest library."""
     report = KernelPeersFile.read(folder / "peers-kernels.json")
     phases = list(report.cells)
     kept = [each for each in report.contenders if each.name != "Headway triton, block 16"]
@@ -65,7 +65,7 @@ def shares(folder: Path = H200) -> bytes:
 
 
 def decode(folder: Path = H200, batch: int = 8) -> bytes:
-    """Decode of one batch size by length, 32/8 heads."""
+    """Draw decode at one batch size by length, 32/8 heads."""
     cells = [
         cell for cell in KernelReport.read(folder / "decode.json").cells if cell.geometry == "32/8/128" and cell.phase == "decode"
     ]
@@ -85,7 +85,7 @@ def decode(folder: Path = H200, batch: int = 8) -> bytes:
 
 
 def ratios(batch: int = 1, query_len: int = 512) -> bytes:
-    """Times of extend by length, each as a multiple of the fastest backend's: where two curves cross, the winner changes."""
+    """Draw times of extend by length, relative to the fastest backend; the winner changes where two curves cross."""
     table = read_table(SHIPPED / "nvidia-h100-80gb-hbm3-attention-32-8-128-bfloat16-a911acb1.json")
     times: dict[int, dict[str, float]] = {}
     for cell in table.cells:
@@ -116,7 +116,7 @@ def ratios(batch: int = 1, query_len: int = 512) -> bytes:
 
 
 def speedups(report: RanksReport) -> bytes:
-    """Output tokens per second of several GPUs as multiples of one's, measured and planned."""
+    """Draw output tokens per second of several GPUs relative to one, measured and planned."""
     rows = [row for row in report.rows if row.one]
     planned = [row.planned / row.planned_one if row.planned and row.planned_one else None for row in rows]
     series: dict[str, list[float | None]] = {"measured": [row.speedup for row in rows]}
@@ -128,7 +128,7 @@ def speedups(report: RanksReport) -> bytes:
 
 
 def sums(report: RanksReport) -> bytes:
-    """Times of sums over GPUs by bytes, as far as kernels of one shot go, without what is added to the residual stream."""
+    """Draw times of all-reduce by bytes, for sizes that the one-shot kernels support, without the residual add."""
     small = [size for size in report.sum_bytes if size <= CAPACITY]
     series = {name: us[: len(small)] for name, us in report.sums.items() if not name.endswith("+ add")}
     groups = [f"{size // 1024:,} KiB" for size in small]

@@ -1,10 +1,9 @@
-"""Result files as Markdown tables inside a document, between markers, so that no figure is typed by hand.
+"""Result files as Markdown tables between markers of a document, so that no result is typed by hand.
 
     python docs/_tools/result_tables.py docs/benchmarks.md docs/benchmarks/*.md
 
-A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, `<!-- shares FILE -->`, `<!-- throughput FILE [PEERS] -->`,
-`<!-- ranks FILE -->` or `<!-- crossover FILE -->`; its table ends at `<!-- end -->`. The files are relative to the working
-folder.
+A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, `<!-- shares FILE -->`, `<!-- throughput FILE [PEERS] -->`, `<!-- ranks FILE
+-->` or `<!-- crossover FILE -->`; its table ends at `<!-- end -->`. The files are relative to the working folder.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ _OFFLINE = re.compile(r"(<!-- throughput (\S+)(?: (\S+))? -->\n).*?(<!-- end -->
 
 
 def render(text: str, read: Callable[[Path], KernelReport] = KernelReport.read) -> str:
-    """The document with every marked table made anew from its file.
+    """Return the document with every marked table rendered again from its file.
 
-    :raises ConfigError: a file that is missing or not a result file.
+    :raises ConfigError: if a file is missing or is not a result file.
     """
 
     files: list[_Result] = [read(Path(match[2])) for marker in (_BLOCK, _SHARES) for match in marker.finditer(text)]
@@ -74,7 +73,7 @@ def render(text: str, read: Callable[[Path], KernelReport] = KernelReport.read) 
 
 
 def command_today(command: str) -> str:
-    """What to type today for a recorded command; `headway bench kernel` timed other libraries as well until 2026-11-23."""
+    """Return today's form of a recorded command; `headway bench kernel` also timed other libraries until 2026-11-23."""
     before = "headway bench kernel "
     if not command.startswith(before) or "--phase write" in command:
         return command
@@ -83,19 +82,19 @@ def command_today(command: str) -> str:
 
 
 class _Result(Protocol):
-    """What every result file tells of itself."""
+    """Common fields of all result files."""
 
     @property
     def date(self) -> str:
-        """UTC, ISO 8601."""
+        """Date in UTC, ISO 8601."""
 
     @property
     def origin(self) -> Origin | None:
-        """The code that made it; None in files that do not name it."""
+        """Version of the code that made it; None in files without one."""
 
 
 def made_by(report: _Result, newest: _Result | None) -> str:
-    """Which code a file was made by, and whether the newest file on the page was made by other code."""
+    """Return the code version of a file in words, and whether the newest file on the page has another."""
     day = report.date[:10]
     who = f"Made by {report.origin} on {day}." if report.origin else f"Made on {day}, before result files named their commit."
     if newest is None or newest.origin is None or (report.origin and report.origin.commit == newest.origin.commit):
@@ -124,10 +123,11 @@ def _table(cells: list[KernelCell]) -> str:
 
 
 def shares_of_fastest(cells: Sequence[KernelCell]) -> str:
-    """Each contender's speed as a share of the fastest library's in the same cell: geometric means, by geometry and over all.
+    """Return each contender's speed relative to the fastest library in the same cell, as geometric means per geometry and
+    overall.
 
-    A cell is one case of one geometry; a contender without a time there (an error, say) is left out of it, and the column
-    `cells` tells in how many it was timed. Above 1 is faster than every library.
+    A cell is one case of one geometry. A contender without a time there (such as after an error) is left out of it; the column
+    `cells` gives the number of cells in which it was timed. A value above 1 is faster than every library.
     """
     times: dict[tuple[str, str], dict[str, float]] = {}
     libraries = {cell.label for cell in cells if cell.owner == "peer"}

@@ -1,6 +1,6 @@
 """`python docs/_tools/support_matrix.py CHECK.json ...`: the support matrix, from result files of the conformance kit.
 
-With --docs it replaces what stands between the two markers of a document; without, it prints. Nothing in it is typed by hand.
+With --docs it replaces the text between the two markers of a document; otherwise it prints. Nothing in it is typed by hand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TABLES: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("dtype", "Element types", ("bfloat16", "float16", "float32")),
     ("feature", "Features", tuple(name for name in FEATURES if name not in MODEL_WINDOWS | MODEL_SOFTCAPS)),
 )
-"""Axis, title, and the columns that come first; values that only a result has follow."""
+"""(axis, title, first columns). Values that only a result has follow."""
 DEEP = ("graph", "prompt", "bounds", "lse", "turns", "steps", "repeat", "invariant", "memory", "sync", "engine", "long")
 PASS, REFUSED, FAIL, UNTRIED = "✓", "✗", "⚠", "–"
 LEGEND = f"""{PASS}: right answers, with the number of cells. {REFUSED}: refused, with reasons. {FAIL}: wrong answers.
@@ -42,7 +42,7 @@ LEGEND = f"""{PASS}: right answers, with the number of cells. {REFUSED}: refused
 
 
 def render(reports: Iterable[CheckReport]) -> str:
-    """Markdown of all reports, one section for each device."""
+    """Return all reports as Markdown, with one section per device."""
     devices: dict[str, list[CheckReport]] = {}
     for report in reports:
         devices.setdefault(f"{report.machine.device} {report.machine.name}", []).append(report)
@@ -50,9 +50,9 @@ def render(reports: Iterable[CheckReport]) -> str:
 
 
 def replace_in(text: str, matrix: str) -> str:
-    """The document with the matrix between its markers.
+    """Return the document with the matrix between its markers.
 
-    :raises ConfigError: the markers are not there, once each and in order.
+    :raises ConfigError: if the markers are not there, once each and in order.
     """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -1,6 +1,6 @@
 """`python docs/_tools/vllm_programs.py`: the programs of tests/headway/vllm_scripts and online_programs as tables of a page.
 
-With --write it replaces what stands between the two markers of the page; without, it prints.
+With --write it replaces the text between the two markers of the page; otherwise it prints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ END = "<!-- programs: end -->"
 
 
 def header(text: str, word: str) -> str:
-    """What a program's first comments say after a word: "shows", "refused" or "argv"; empty where they say none."""
+    """Return the text after a word ("shows", "refused" or "argv") in a program's first comments, or "" if it is not there."""
     comments = re.match(r"(?:#.*\n)*", text)
     found = re.search(rf"^# {word}: (.*)$", comments[0] if comments else "", re.MULTILINE)
     return found[1] if found else ""
@@ -30,12 +30,12 @@ def programs(folder: Path) -> list[Path]:
 
 
 def tables() -> str:
-    """The tables of both kinds of programs."""
+    """Return the tables of both kinds of programs."""
     return f"## Offline programs\n\n{_tables_of(FOLDER)}\n\n## Server programs\n\n{_tables_of(ONLINE)}"
 
 
 def _tables_of(folder: Path) -> str:
-    """Two tables: the programs that run, and those that are refused with the words of the refusal."""
+    """Return two tables: the programs that run, and those that are refused with the text of the error."""
     texts = {path.stem: path.read_text() for path in programs(folder)}
     refused = {stem: header(text, "refused") for stem, text in texts.items() if header(text, "refused")}
     running = [stem for stem in texts if stem not in refused]
@@ -56,7 +56,7 @@ def _tables_of(folder: Path) -> str:
 
 
 def page() -> str:
-    """The page with its tables as they ought to be."""
+    """Return the page with its current tables."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.partition(END)[2]}"
 

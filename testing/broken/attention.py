@@ -1,6 +1,6 @@
-"""A backend that reads like the definition of attention, and backends with one planted mistake each, made from it.
+"""A plain attention backend, written like the definition of attention, and copies of it with one planted mistake each.
 
-The kit must catch every one of them and name its mistake.
+The kit must detect every one of them and name its mistake.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headway.core.contract.metadata import AttentionMetadata
 
 @dataclass
 class PlainPlan:
-    """A step's metadata; its tensors are read when a layer is computed, so a captured plan needs no replay's help."""
+    """Plan that holds a step's metadata. Layers read its tensors when they run, so graph replays need no update."""
 
     metadata: AttentionMetadata
 
 
 class PlainBackend(AttentionBackend):
-    """One sequence at a time, in float32."""
+    """Attention in float32, one sequence at a time."""
 
     name = "plain"
     capabilities = Capabilities(
@@ -35,17 +35,17 @@ class PlainBackend(AttentionBackend):
     graph_level = GraphLevel.DECODE
 
     def plan(self, metadata: AttentionMetadata) -> PlainPlan:
-        """Nothing to prepare."""
+        """Return a plan with the metadata; nothing is prepared."""
         return PlainPlan(metadata)
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Every sequence over its cached rows, which hold this step's too."""
+        """Compute every sequence from its cached rows, which include this step's tokens."""
         self.decode(q, cache, plan, out)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Every sequence over its cached rows; a padding row is left alone."""
+        """Compute every sequence from its cached rows; padding rows are skipped."""
         metadata, start = plan.metadata, 0
         for number, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens.tolist(), strict=True)):
             if kv_len:
@@ -55,31 +55,32 @@ class PlainBackend(AttentionBackend):
             start += query_len
 
     def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata) -> Tensor:
-        """One sequence. q: [n, num_heads, head_dim]; keys, values: [kv_len, num_kv_heads, head_dim]; context: cached tokens."""
+        """Return the output of one sequence. q: [n, num_heads, head_dim]. keys, values: [kv_len, num_kv_heads, head_dim].
+        context: number of cached tokens."""
         heads = self.kv_heads(q.device)
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys[:, heads].float()) * self.scale()
         scores = self.mask(self.cap(scores), context)
         return torch.einsum("hqk,khd->qhd", self.weights(scores), values[:, heads].float()).to(q.dtype)
 
     def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        """Cached keys and values of a sequence."""
+        """Return the cached keys and values of a sequence."""
         at = torch.arange(kv_len, device=blocks.device)
         return cache.gather(blocks[at // self.block_size] * self.block_size + at % self.block_size)
 
     def scale(self) -> float:
-        """What multiplies the scores."""
+        """Return the factor of the scores."""
         return self.spec.scale
 
     def kv_heads(self, device: torch.device) -> Tensor:
-        """The kv head of each query head."""
+        """Return the kv head of each query head."""
         return torch.arange(self.spec.num_heads, device=device) // self.spec.group_size
 
     def cap(self, scores: Tensor) -> Tensor:
-        """The soft-cap, where the layer has one."""
+        """Apply the soft-cap if the layer has one."""
         return scores if self.spec.softcap is None else self.spec.softcap * torch.tanh(scores / self.spec.softcap)
 
     def mask(self, scores: Tensor, context: int) -> Tensor:
-        """Causal from the bottom right, and the window. scores: [num_heads, n, kv_len]."""
+        """Apply the causal mask, aligned to the last token, and the window. scores: [num_heads, n, kv_len]."""
         ago = self.ago(scores, context)
         hidden = ago < 0
         if self.spec.sliding_window is not None:
@@ -87,18 +88,18 @@ class PlainBackend(AttentionBackend):
         return scores.masked_fill(hidden, -torch.inf)
 
     def ago(self, scores: Tensor, context: int) -> Tensor:
-        """How many positions before each query a key lies: [n, kv_len]."""
+        """Return the distance of each key before each query in positions, [n, kv_len]."""
         n, kv_len = scores.shape[1:]
         keys = torch.arange(kv_len, device=scores.device)
         return torch.arange(context, context + n, device=scores.device)[:, None] - keys
 
     def window(self) -> int:
-        """Keys a query may see."""
+        """Return the number of keys that a query may see."""
         assert self.spec.sliding_window is not None
         return self.spec.sliding_window
 
     def weights(self, scores: Tensor) -> Tensor:
-        """The softmax, sinks in its denominator."""
+        """Return the softmax with sinks in its denominator."""
         if self.spec.sinks is None:
             return scores.softmax(-1)
         sinks = torch.tensor(self.spec.sinks, device=scores.device)[:, None, None].expand(-1, scores.shape[1], 1)
@@ -116,7 +117,7 @@ def _writes_padding_rows(
 
 
 def _with_q_scaled(self: PlainBackend, q: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: object = None) -> None:
-    q.mul_(self.spec.scale)  # the answer is right, and the next reader of q gets another one
+    q.mul_(self.spec.scale)  # the answer is correct, but later reads of q get another value
     PlainBackend.decode(self, q, cache, plan, out)
 
 
@@ -171,7 +172,10 @@ def _one_maximum(self: PlainBackend, scores: Tensor) -> Tensor:
 
 
 def _over(change: Any) -> Any:
-    """A `sequence` of changed arguments. change: (self, q, keys, values, context, metadata) -> q, keys, values, context."""
+    """Return a `sequence` method with changed arguments.
+
+    change: (self, q, keys, values, context, metadata) -> q, keys, values, context.
+    """
 
     def sequence(
         self: PlainBackend, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata
@@ -195,62 +199,62 @@ def _nan_for_the_third(
 
 
 _MISTAKES: dict[str, dict[str, Any]] = {
-    # 1 / sqrt(head_dim) whatever the layer says.
+    # Uses 1 / sqrt(head_dim) instead of the layer's scale.
     "wrong-scale": {"scale": lambda self: float(self.spec.head_dim**-0.5)},
     "ignores-the-context": {"sequence": _over(lambda self, q, keys, values, at, _: (q, keys[at:], values[at:], 0))},
     # A query sees the token after it.
     "causal-off-by-one": {"ago": lambda self, scores, context: PlainBackend.ago(self, scores, context) + 1},
-    # A window of w keys without the query itself.
+    # The window has one key too many.
     "window-off-by-one": {"window": lambda self: PlainBackend.window(self) + 1},
-    # Query heads are dealt to kv heads in turn, as by a transposed reshape.
+    # Query heads are assigned to kv heads cyclically, as by a transposed reshape.
     "wrong-gqa-map": {"kv_heads": lambda self, device: torch.arange(self.spec.num_heads, device=device) % self.spec.num_kv_heads},
     "drops-softcap": {"cap": lambda self, scores: scores},
     "drops-sinks": {"weights": lambda self, scores: scores.softmax(-1)},
-    # Decode runs over whole blocks without a mask.
+    # Decode covers whole blocks without a mask.
     "reads-past-the-end": {
         "rows": lambda self, cache, blocks, kv_len: PlainBackend.rows(
             self, cache, blocks, -(-kv_len // self.block_size) * self.block_size
         ),
         "sequence": _over(lambda self, q, keys, values, at, _: (q, keys, values, len(keys) - 1 if len(q) == 1 else at)),
     },
-    # Decode stores the new token itself; slot -1 is taken for the last one.
+    # Decode writes the new token itself; slot -1 is the last slot.
     "writes-padding-rows": {"decode_writes": True, "write_and_decode": _writes_padding_rows},
-    # The blocks of a sequence are taken to follow its first.
+    # Reads the blocks after the first instead of the block table.
     "assumes-contiguous-blocks": {
         "rows": lambda self, cache, blocks, kv_len: PlainBackend.rows(
             self, cache, (blocks[0] + torch.arange(len(blocks), device=blocks.device)) % cache.geometry.num_blocks, kv_len
         )
     },
-    # The scale is multiplied into q where q lies.
+    # Multiplies q by the scale in place.
     "changes-q": {"decode": _with_q_scaled, "scale": lambda self: 1.0},
-    # A captured decode keeps the lengths of the first replay.
+    # A captured decode uses the lengths of the first replay.
     "stale-plan-on-replay": {
         "plan_for_capture": lambda self, metadata: _StalePlan(metadata, []),
         "plan_for_replay": _keep_first_lengths,
         "decode": _with_planned_lengths,
     },
-    # The last bit is disturbed at random, as by sums in varying order.
+    # Random changes of the last bit, as from sums in varying order.
     "non-deterministic": {"decode": _with_noise},
-    # The third sequence of a step divides by zero.
+    # Divides by zero for the third sequence of a step.
     "nan-for-one-sequence": {"sequence": _nan_for_the_third},
     "claims-a-layout-it-cannot-read": {
         "capabilities": replace(PlainBackend.capabilities, layouts=(NHD, HND)),
         "rows": _hnd_as_nhd,
     },
-    # Plans are claimed to serve all layers of a kind, and hold the sinks of the layer that made them.
+    # Claims to share plans between layers of a kind, but a plan holds the sinks of one layer.
     "shares-its-sinks": {
         "capabilities": replace(PlainBackend.capabilities, shares_plans=True),
         "plan": lambda self, metadata: _PlanWithSinks(metadata, self.spec.sinks),
         "decode": _with_planned_sinks,
     },
-    # A tile holds 64 query heads of a kv head, and a second tile takes the queries of the first.
+    # A tile has 64 query heads per kv head, and the second tile uses the queries of the first.
     "takes-the-first-tile-of-heads": {
         "capabilities": replace(PlainBackend.capabilities, value_in_key=True, v_head_dims=((576, 512),)),
         "sequence": _over(lambda self, q, keys, values, at, _: (_first_tile_of_heads(self, q), keys, values, at)),
     },
-    # The softmax of all heads and queries takes one maximum, and vanishes where every score is far below it.
+    # The softmax uses one maximum for all heads and queries, and underflows if all scores of a row are far below it.
     "shares-a-maximum": {"weights": _one_maximum},
-    # A plan finds the context of a sequence by its length: it is that of the step's first sequence of this length.
+    # Looks up the context of a sequence by its length: that of the step's first sequence of this length.
     "takes-lengths-for-sequences": {
         "sequence": _over(
             lambda self, q, keys, values, _, metadata: (
@@ -260,10 +264,10 @@ _MISTAKES: dict[str, dict[str, Any]] = {
         )
     },
 }
-"""Name -> what the backend has in place of the plain one's."""
+"""Name -> attributes that override the plain backend's."""
 
 PLANTED: dict[str, type[AttentionBackend]] = {
     name: type(name.title().replace("-", ""), (PlainBackend,), {"name": name, "__module__": __name__, **changes})
     for name, changes in _MISTAKES.items()
 }
-"""Nineteen ways to get attention wrong, by name."""
+"""Nineteen incorrect attention backends, by name."""

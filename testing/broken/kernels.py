@@ -1,4 +1,5 @@
-"""Kernels for states, linear layers and experts that read like the definition, and kernels with one planted mistake each."""
+"""Reference kernels for states, linear layers and experts, written like the definition, and copies with one planted mistake
+each."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ReferenceLinear(LinearKernel):
-    """Expands the weight once, and multiplies in float32."""
+    """Linear kernel that dequantizes the weight once and multiplies in float64."""
 
     name = "reference-linear"
     capabilities = LinearCapabilities(
@@ -48,15 +49,15 @@ class ReferenceLinear(LinearKernel):
     graph_level = GraphLevel.ANY
 
     def prepare(self, weight: Weight) -> Tensor:
-        """Return the weight in float64, [in_features, out_features]."""
+        """Return the dequantized weight in float64, [in_features, out_features]."""
         return dequantized(weight).t()
 
     def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Multiply."""
+        """Compute the GEMM."""
         out.copy_(x.double() @ weight)
 
     def apply_fused(self, x: Tensor, weight: Tensor, parts: LinearParts, out: Tensor) -> None:
-        """Norm, multiply, add the bias, activate, and add the residual."""
+        """Apply norm, GEMM, bias, activation and residual."""
         rows = x.double()
         if parts.norm is not None:
             rows = rows * (rows.square().mean(1, keepdim=True) + parts.eps).rsqrt() * parts.norm.double()
@@ -72,7 +73,7 @@ class ReferenceLinear(LinearKernel):
 
 
 class ReferenceExperts(ExpertsKernel):
-    """Computes one expert after the other."""
+    """MoE kernel that computes one expert after the other."""
 
     name = "reference-experts"
     capabilities = ExpertsCapabilities(
@@ -81,13 +82,13 @@ class ReferenceExperts(ExpertsKernel):
     graph_level = GraphLevel.ANY
 
     def prepare(self, weights: ExpertsWeights) -> tuple[Any, ...]:
-        """Return the weights of each expert in float64, and the biases."""
+        """Return the float64 weights of each expert, and the biases."""
         count = self.spec.config.num_all
         own = (dequantized_experts(each, count) for each in (weights.gate_up, weights.down))
         return (*own, weights.gate_up_bias, weights.down_bias)
 
     def apply(self, x: Tensor, experts: Tensor, scores: Tensor, weights: tuple[Any, ...], out: Tensor) -> None:
-        """Add to each token what its experts give."""
+        """Add the weighted outputs of its experts to each token."""
         found, (ups, downs, up_bias, down_bias) = out.double(), weights
         for expert in range(self.spec.config.num_all):
             tokens, slots = self.pairs(experts, scores, expert)
@@ -97,7 +98,7 @@ class ReferenceExperts(ExpertsKernel):
         out.copy_(found)
 
     def pairs(self, experts: Tensor, scores: Tensor, expert: int) -> tuple[Tensor, ...]:
-        """Return the tokens of an expert, and the slot of each."""
+        """Return the tokens of an expert and their slots."""
         return (experts == expert).nonzero(as_tuple=True)
 
     def add(self, rows: Tensor, bias: Tensor | None, expert: int) -> Tensor:
@@ -106,7 +107,7 @@ class ReferenceExperts(ExpertsKernel):
 
 
 def _misread(change: Any) -> Any:
-    """Return a `prepare` that reads weights of 4 bits with a mistake."""
+    """Return a `prepare` method that misreads int4 weights."""
 
     def prepare(self: ReferenceLinear, weight: Weight) -> Tensor:
         return ReferenceLinear.prepare(self, change(weight) if isinstance(weight, Int4Weight) else weight)
@@ -152,23 +153,23 @@ def _of_equal_scores(self: ReferenceExperts, experts: Tensor, scores: Tensor, ex
 
 
 _LINEAR: dict[str, dict[str, Any]] = {
-    # A zero is stored less one, as old GPTQ files have it.
+    # A zero point is stored minus one, as in old GPTQ files.
     "wrong-zeros": {"prepare": _misread(_zeros_and_one)},
-    # The first column of the last group has the scale and zero of the group before.
+    # The first column of the last group uses the scale and zero point of the group before.
     "late-last-group": {"prepare": _late_last_group},
     "ignores-order": {"prepare": _misread(lambda weight: replace(weight, order=None))},
-    # The low bits of a byte are taken for the high ones.
+    # Exchanges the low and high bits of a byte.
     "exchanged-halves": {"prepare": _misread(lambda weight: replace(weight, packed=weight.packed >> 4 | weight.packed << 4))},
     "sums-in-half": {"apply": _in_half},
-    # Rows after the last whole tile of 16 are left.
+    # Rows after the last full tile of 16 are not written.
     "whole-tiles": {
         "apply": lambda self, x, weight, out: ReferenceLinear.apply(
             self, x[: len(x) // 16 * 16], weight, out[: len(x) // 16 * 16]
         )
     },
-    # What `out` held is added, but for NaN.
+    # Adds the old contents of `out`, except NaN.
     "stale-out": {"apply": lambda self, x, weight, out: out.copy_(out.nan_to_num(0.0).double() + x.double() @ weight)},
-    # Of many rows the sum is split in two halves, the first of which is rounded.
+    # For many rows, the sum is split in two parts, the first of which is rounded.
     "splits-for-many-rows": {
         "apply": lambda self, x, weight, out: out.copy_(
             x.double() @ weight
@@ -176,13 +177,13 @@ _LINEAR: dict[str, dict[str, Any]] = {
             else (x[:, :64].double() @ weight[:64]).to(out.dtype).double() + x[:, 64:].double() @ weight[64:]
         )
     },
-    # A residual is overwritten.
+    # Overwrites a residual.
     "forgets-the-residual": {
         "apply_fused": lambda self, x, weight, parts, out: ReferenceLinear.apply_fused(
             self, x, weight, replace(parts, residual=False), out
         )
     },
-    # An instance keeps the first layer that it has prepared.
+    # An instance caches the first layer that it prepares.
     "first-layer": {"prepare": _first_prepared},
 }
 _EXPERTS: dict[str, dict[str, Any]] = {
@@ -201,9 +202,9 @@ _EXPERTS: dict[str, dict[str, Any]] = {
             self, x, experts, scores, weights, out.zero_()
         )
     },
-    # A slot is looked for by its score.
+    # Finds a slot by its score.
     "wrong-expert-of-a-tie": {"pairs": _of_equal_scores},
-    # The scores of many tokens are rounded.
+    # Rounds the scores of many tokens.
     "rounds-scores-of-many-tokens": {
         "apply": lambda self, x, experts, scores, weights, out: ReferenceExperts.apply(
             self, x, experts, scores if len(x) <= 64 else scores.to(torch.float16).float(), weights, out
@@ -220,11 +221,12 @@ PLANTED_KERNELS: dict[str, type[Kernel]] = {
     for base, mistakes in ((ReferenceLinear, _LINEAR), (ReferenceExperts, _EXPERTS))
     for name, changes in mistakes.items()
 }
-"""Ten ways to get linear layers wrong, and six to get experts wrong, by name."""
+"""Ten incorrect linear kernels and six incorrect MoE kernels, by name."""
 
 
 class PlainStates(StateBackend):
-    """One sequence and one token at a time; a captured plan is the step's metadata, whose tensors are read when it runs."""
+    """State backend that computes one sequence and one token at a time. A captured plan is the step's metadata, read when it
+    runs."""
 
     name = "plain-states"
     capabilities = StateCapabilities(
@@ -233,13 +235,13 @@ class PlainStates(StateBackend):
     graph_level = GraphLevel.UNIFORM
 
     def plan(self, metadata: StateMetadata) -> StateMetadata:
-        """Nothing to prepare."""
+        """Return the metadata as the plan."""
         return metadata
 
     def scan(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: StateMetadata, out: Tensor
     ) -> None:
-        """Every sequence, token by token."""
+        """Process every sequence token by token."""
         token = 0
         old = [0] * plan.step.num_seqs if plan.recomputed is None else plan.recomputed.tolist()
         for row, (tokens, slot) in enumerate(zip(plan.step.query_lens, plan.slots.tolist(), strict=True)):
@@ -256,15 +258,15 @@ class PlainStates(StateBackend):
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: StateMetadata, out: Tensor
     ) -> None:
-        """The same."""
+        """Run the same code as `scan`."""
         self.scan(x, gates, parameters, cache, plan, out)
 
     def is_real(self, slot: int) -> bool:
-        """Whether a row of this slot is a sequence."""
+        """Return whether a slot belongs to a sequence."""
         return slot >= 0
 
     def begin(self, cache: StateCache, slot: int, context: int) -> SequenceState:
-        """What a sequence remembers before the step."""
+        """Return a sequence's state before the step."""
         if context == 0:
             return SequenceState.zeros(self.spec)
         return SequenceState(
@@ -273,11 +275,11 @@ class PlainStates(StateBackend):
         )
 
     def advance(self, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState) -> Tensor:
-        """One token's output; the state moves on."""
+        """Return one token's output and advance the state."""
         return advance(self.spec, parameters, x, gates, state)
 
     def targets(self, plan: StateMetadata, row: int, tokens: int, length: int) -> list[int]:
-        """The slots that get a sequence's state after so many of its `length` new tokens."""
+        """Return the slots to write a sequence's state to after `tokens` of its `length` new tokens."""
         found = []
         if plan.step.num_decodes:
             found += plan.out_slots[row, tokens - 1 : tokens].tolist()
@@ -292,7 +294,7 @@ class PlainStates(StateBackend):
         return [slot for slot in found if self.is_real(slot)]
 
     def is_due(self, after: int, tokens: int, length: int) -> bool:
-        """Whether a checkpoint that is asked for after so many tokens is written now."""
+        """Return whether a checkpoint requested after `after` tokens is written now."""
         return after == tokens
 
     def keep(self, cache: StateCache, slot: int, state: SequenceState) -> None:
@@ -354,41 +356,41 @@ def _overflowing(
 
 
 _MISTAKES: dict[str, dict[str, Any]] = {
-    # A new sequence begins with what its slot was left with.
+    # A new sequence starts with the old contents of its slot.
     "begins-with-the-slot": {"begin": lambda self, cache, slot, context: PlainStates.begin(self, cache, slot, max(context, 1))},
-    # A later chunk is convolved as if nothing came before it.
+    # A later chunk is convolved without the inputs before it.
     "forgets-the-convolution": {"begin": _without_conv},
-    # Slot -1 is the last one, as in Python.
+    # Slot -1 is the last slot, as in Python.
     "writes-padding-slots": {"is_real": lambda self, slot: True},
-    # A decode with drafts leaves the state after the last of them, in the first slot.
+    # A decode with draft tokens writes only the state after the last of them, to the first slot.
     "one-state-for-drafts": {"targets": _after_the_last_draft},
-    # A checkpoint is the state at the end of the prompt.
+    # A checkpoint has the state at the end of the prompt.
     "late-checkpoints": {"is_due": lambda self, after, tokens, length: tokens == length},
-    # The convolution's inputs are kept newest first, which the backend itself reads rightly.
+    # The convolution's inputs are stored newest first, and read back consistently.
     "newest-input-first": {
         "begin": lambda self, cache, slot, context: _turned(PlainStates.begin(self, cache, slot, context)),
         "keep": lambda self, cache, slot, state: PlainStates.keep(self, cache, slot, _turned(state)),
     },
-    # State heads are dealt to key heads in turn.
+    # State heads are assigned to key heads cyclically.
     "wrong-key-heads": {"advance": _by_turns},
-    # Every layout is taken for the one that transformers has, where the sizes let it.
+    # Reads every layout as the one of transformers if the sizes allow it.
     "transposes-states": {
         "begin": lambda self, cache, *place: PlainStates.begin(self, _transposed(self, cache), *place),
         "keep": lambda self, cache, *state: PlainStates.keep(self, _transposed(self, cache), *state),
     },
-    # A decay between two tokens is exp(G_i) / exp(G_j), which strong decays turn into 0 times infinity.
+    # Computes the decay between two tokens as exp(G_i) / exp(G_j), which is 0 times infinity for strong decays.
     "overflowing-decays": {"advance": _overflowing},
-    # A captured step keeps the slots that it was captured with.
+    # A captured step uses the slots from its capture.
     "stale-slots-on-replay": {
         "plan_for_capture": lambda self, metadata: replace(
             metadata, slots=metadata.slots.clone(), out_slots=metadata.out_slots.clone()
         )
     },
 }
-"""Name -> what the backend has in place of the plain one's."""
+"""Name -> attributes that override the plain backend's."""
 
 PLANTED_STATES: dict[str, type[StateBackend]] = {
     name: type(name.title().replace("-", ""), (PlainStates,), {"name": name, "__module__": __name__, **changes})
     for name, changes in _MISTAKES.items()
 }
-"""Ten ways to get layers with a state wrong, by name."""
+"""Ten incorrect state backends, by name."""

@@ -1,1 +1,1 @@
-"""From a wrong answer to its likely cause."""
+"""Diagnosis of a wrong answer: its likely cause."""

@@ -1,6 +1,6 @@
-"""A guess at why an answer is wrong: the float64 answer is computed with one mistake after another, until one matches.
+"""Likely cause of a wrong attention answer: the float64 answer is computed with one mistake after another, until one matches.
 
-A mistake must give what every wrong sequence holds, and leave the right ones as they are; where two do, both are said.
+A mistake must reproduce the output of every wrong sequence and leave the correct ones unchanged. If two do, both are named.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from headway.core.contract.layout import SCALES, CacheLayout, LayerCache
 from headway.core.oracle.oracle import StepSequence, attend, distance, expected
 
 _CLEARLY = 0.25
-"""A mistake explains an answer if it lies nearer than this share of its distance from the right one."""
+"""A mistake matches an answer if their distance is below this fraction of the distance from mistake to correct answer."""
 _LONG = 600
-"""Tokens of a sequence with which every mistake is tried in little time."""
+"""Maximum number of tokens of a sequence for which all mistakes can be tried quickly."""
 _PATIENCE = 3.0
-"""Seconds that a step's mistakes are tried for."""
+"""Maximum seconds for trying mistakes for a step."""
 _SAID = 2
-"""Mistakes that are said where several give the same answers."""
+"""Maximum number of mistakes to name if several give the same answer."""
 _ROUNDED_TO_11, _ROUNDED_TO_8 = 7e-4, 1e-2
-"""Relative errors below these come of factors with 11 and with 8 significant bits (half a unit is 2.4e-4 and 2.0e-3)."""
+"""Relative errors below these result from factors with 11 and with 8 significant bits (half a unit is 2.4e-4 and 2.0e-3)."""
 _QUIET = 0.1
-"""Share of the median error below which a row is not wrong by rounding."""
+"""Fraction of the median error below which a row's error is too small to result from rounding."""
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """One sequence that came out wrong, with what else its step held."""
+    """One sequence with a wrong output, and its step."""
 
     number: int
-    """The sequence's place in the step."""
+    """Index of the sequence in the step."""
     row: StepSequence
     out: Tensor
     layers: Sequence[StepSequence]
     """This sequence in the step's other layers."""
     rows: Sequence[StepSequence]
-    """Every sequence of the step, this one among them."""
+    """All sequences of the step, including this one."""
     answers: Sequence[Tensor]
-    """The right answer of each of `rows`."""
+    """Correct answer of each of `rows`."""
     part: slice
-    """Which of `rows` its part of the step, prompts or decodes, was handed."""
+    """Slice of `rows` in the same part of the step (prompts or decodes)."""
     earlier: Sequence[int]
-    """kv_len of the same row in the steps before, and at capture."""
+    """kv_len of the same row in earlier steps and at capture."""
     earlier_blocks: Sequence[tuple[int, ...]]
-    """Blocks of the same row in the steps before."""
+    """Blocks of the same row in earlier steps."""
     layouts: Sequence[CacheLayout]
 
     @property
     def right(self) -> Tensor:
-        """The right answer."""
+        """Correct answer."""
         return self.answers[self.number]
 
     @property
     def peers(self) -> dict[str, StepSequence]:
-        """Sequences that a kernel may take for this one by a wrong index, by where they stand."""
+        """Position -> sequence that a kernel may confuse with this one through a wrong index."""
         own, place = self.rows[self.part], self.number - self.part.start
         found = {"the first sequence of its part of the step": own[:1], "the last sequence of its part of the step": own[-1:]}
         found |= {
@@ -72,36 +72,36 @@ class Wrong:
 
     @cached_property
     def kv(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, in float64, as a right backend reads them."""
+        """Float64 keys and values that a correct backend reads."""
         keys, values = self.row.kv()
-        if (window := self.row.spec.sliding_window) is not None:  # blocks behind the window are one that holds zeros
+        if (window := self.row.spec.sliding_window) is not None:  # blocks before the window are a shared block of zeros
             size = self.row.cache.block_size
             behind = max(self.row.context - window + 1, 0) // size * size
             keys[:behind] = values[:behind] = 0.0
         return keys, values
 
     def attend(self, **changes: object) -> Tensor:
-        """The answer with a few arguments changed: `spec`, `q`, `keys`, `values`, `first`, or `future` of `oracle.attend`."""
+        """Return the answer with changed arguments: `spec`, `q`, `keys`, `values`, `first`, or `future` of `oracle.attend`."""
         row, (keys, values) = self.row, self.kv
         right = {"spec": row.spec, "q": row.q, "keys": keys, "values": values, "first": row.context}
         return attend(**(right | changes))[0]  # type: ignore[arg-type]
 
     def with_spec(self, **changes: object) -> Tensor:
-        """The answer of a layer whose spec differs in a few fields."""
+        """Return the answer for a layer with changed fields of its spec."""
         return self.attend(spec=replace(self.row.spec, **changes))  # type: ignore[arg-type]
 
     def of_tokens(self, first: int, end: int, context: int) -> Tensor | None:
-        """The answer over some of the tokens alone; None where none are left."""
+        """Return the answer over a range of tokens only; None if the range is empty."""
         keys, values = self.kv
         return self.attend(keys=keys[first:end], values=values[first:end], first=context) if first < end else None
 
 
 Answers = Iterator[tuple[str, Tensor | None]]
-"""Pairs of a mistake's words and the float64 answer that it gives; None: it gives none."""
+"""(description of a mistake, float64 answer with it); None if it gives no answer."""
 
 
 def heads(wrong: Wrong) -> Answers:
-    """Mistakes in which kv head a query head reads, and in which query it is."""
+    """Yield mistakes in the mapping of query heads to kv heads and queries."""
     row, spec, (keys, values) = wrong.row, wrong.row.spec, wrong.kv
     numbers = torch.arange(spec.num_heads, device=row.q.device)
     if 1 < spec.num_kv_heads < spec.num_heads:
@@ -121,7 +121,7 @@ def heads(wrong: Wrong) -> Answers:
 
 
 def scores(wrong: Wrong) -> Answers:
-    """Mistakes in what a layer does to its scores: soft-cap, sinks, ALiBi, the scale, and the scales of its cache."""
+    """Yield mistakes in scores: soft-cap, sinks, ALiBi, the scale, and the scales of the cache."""
     spec, with_spec, (keys, values) = wrong.row.spec, wrong.with_spec, wrong.kv
     if spec.softcap is not None:
         yield "matches the answer without the soft-cap", with_spec(softcap=None)
@@ -150,7 +150,7 @@ def scores(wrong: Wrong) -> Answers:
 
 
 def positions(wrong: Wrong) -> Answers:
-    """Mistakes in which tokens a query sees: the window, the context, the causal mask, the first and the newest token."""
+    """Yield mistakes in visible tokens: the window, the context, the causal mask, the first and the newest token."""
     row, spec, (keys, values) = wrong.row, wrong.row.spec, wrong.kv
     if (window := spec.sliding_window) is not None:
         yield "a window off by one (one key too many)", wrong.with_spec(sliding_window=window + 1)
@@ -175,7 +175,7 @@ def positions(wrong: Wrong) -> Answers:
 
 
 def stale(wrong: Wrong) -> Answers:
-    """Lengths and blocks of an earlier step, of another sequence, and tokens of another layer or sequence."""
+    """Yield mistakes with lengths and blocks of an earlier step or another sequence, and tokens of another layer or sequence."""
     row = wrong.row
     for earlier in dict.fromkeys(wrong.earlier):
         if earlier != row.kv_len:
@@ -197,7 +197,7 @@ def stale(wrong: Wrong) -> Answers:
 
 
 def places(wrong: Wrong) -> Answers:
-    """Mistakes in where the sequence's tokens lie: its blocks, the slots of the last one, the layout."""
+    """Yield mistakes in the addresses of tokens: blocks, the slots of the last block, the layout."""
     row, size = wrong.row, wrong.row.cache.block_size
     count = row.cache.geometry.num_blocks
     if len(row.blocks) > 1:
@@ -218,13 +218,13 @@ def places(wrong: Wrong) -> Answers:
 
 
 CONCEPTS: tuple[Callable[[Wrong], Answers], ...] = (heads, scores, positions, stale, places)
-"""The mistakes that are tried, by concept, the likeliest first."""
+"""Functions that yield mistakes, likeliest first."""
 
 
 def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float) -> str:
-    """What the wrong sequences of a step, all of which hold numbers, have in common; empty if no mistake explains them all.
+    """Return the mistake that explains all wrong sequences of a step, or "" if none does. The wrong outputs must be finite.
 
-    fine: sequences of the step that are right, which a mistake must leave alone.
+    fine: correct sequences of the step, which a mistake must leave unchanged.
     """
     first = max(wrong, key=_telling)
     others = [each for each in (*wrong[:3], *wrong[-2:]) if each is not first]
@@ -244,27 +244,28 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float) -> st
 
 
 def _answers_of(concept: Callable[[Wrong], Answers], wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
-    """Pairs of a mistake's text and the answer it gives; mistakes that change nothing are left out."""
+    """Yield (description, answer) of mistakes that change the answer."""
     for name, answer in concept(wrong):
         if answer is not None and answer.shape == wrong.right.shape and not distance(answer, wrong.right) < 1e-9:
             yield name, answer
 
 
 def _telling(wrong: Wrong) -> int:
-    """What makes a sequence one to learn from: as many keys as take little time."""
+    """Return how suitable a sequence is for trying mistakes: many keys, if they take little time."""
     row = wrong.row
     little = row.kv_len < _LONG and row.kv_len * row.query_len * row.spec.num_heads < _LONG**2
     return row.kv_len if little else -row.kv_len * row.query_len
 
 
 def _apart(wrong: Wrong, answer: Tensor) -> float:
-    """The relative distance between an output and a mistake's answer; what float32 cannot hold may be zero."""
+    """Return the relative distance between an output and a mistake's answer. Values below float32's range may be zero."""
     size = max(float(answer.norm()), 1e-6 * float(wrong.right.norm()))
     return float((wrong.out.double() - answer).norm()) / size if bool(answer.any()) else math.inf
 
 
 def _explains(concept: Callable[[Wrong], Answers], name: str, wrong: Wrong, tolerance: float) -> bool:
-    """Whether a mistake gives this sequence's answer too; zeros, where a mistake finds no key, count here."""
+    """Return whether a mistake reproduces this sequence's output. An answer of zeros, if the mistake sees no key, counts as
+    well."""
     within = max(4 * tolerance, _CLEARLY * distance(wrong.out, wrong.right))
     return any(
         name == other and (_apart(wrong, answer) if answer.any() else float(wrong.out.norm())) <= within
@@ -279,7 +280,7 @@ def _changes(concept: Callable[[Wrong], Answers], name: str, fine: Wrong, tolera
 
 
 def _precision(wrong: Sequence[Wrong]) -> str:
-    """A guess about float32 answers that are all nearly right: how many bits of the products' factors were kept."""
+    """Return the likely precision of float32 answers that are all nearly correct: the significant bits of the factors."""
     errors = [float((each.out - each.right).norm() / (each.right - each.right.mean()).norm()) for each in wrong]
     if wrong[0].row.spec.dtype != torch.float32 or not max(errors) < _ROUNDED_TO_8 or not _noisy(wrong):
         return ""
@@ -289,7 +290,7 @@ def _precision(wrong: Sequence[Wrong]) -> str:
 
 
 def _noisy(wrong: Sequence[Wrong]) -> bool:
-    """Whether all rows are wrong by about as much, as rounding does it, and none is right."""
+    """Return whether all rows have similar errors, as from rounding, and none is exact."""
     rows = [(each.out.double() - each.right).norm(dim=-1) / each.right.norm(dim=-1) for each in wrong if each.row.kv_len > 4]
     apart = torch.cat([each.flatten() for each in rows]) if rows else torch.ones(1)
     return float(apart.quantile(0.1)) > _QUIET * float(apart.median()) if len(apart) < 2**20 else True
@@ -301,7 +302,7 @@ def _over(row: StepSequence, blocks: Tensor) -> Tensor:
 
 
 def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
-    """The answer over the first kv_len slots of the sequence's blocks, and of block 0, which pads a table."""
+    """Return the answer over the first kv_len slots of the sequence's blocks, padded with block 0."""
     if kv_len < row.query_len:
         return None
     blocks = torch.tensor([*row.blocks, *[0] * (-(-kv_len // row.cache.block_size) - len(row.blocks))])
@@ -310,7 +311,7 @@ def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
 
 
 def _read_as(cache: LayerCache, layout: CacheLayout) -> LayerCache | None:
-    """The same memory under another layout; None where its sizes differ."""
+    """Return the same memory read in another layout, or None if its sizes differ."""
     if layout == cache.layout or set(layout.tensors) != set(cache.layout.tensors):
         return None
     empty = layout.allocate(cache.geometry, cache.k_scale, cache.v_scale)

@@ -1,4 +1,4 @@
-"""Where an answer is wrong: what the wrong sequences share, heads, rows and columns; and what a wrong product looks like."""
+"""Location of errors: what wrong sequences have in common, wrong heads, rows and columns; likely cause of a wrong GEMM."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _MEASURES: dict[str, Callable[[StepSequence, int], int]] = {
     "those after the first {most:,} of the step": lambda row, number: number + 1,
 }
 _FEWEST = 3
-"""Right sequences below a limit that is said."""
+"""Minimum number of correct sequences below a limit for the limit to be named."""
 _EXACT = 1e-3
 _LISTED = 3
 
 
 def wrong_sequences(rows: Sequence[StepSequence], wrong: Sequence[int]) -> str:
-    """Say what exactly the wrong sequences of a step have; empty if all are wrong, or nothing says it."""
+    """Return what exactly the wrong sequences of a step have in common; "" if all are wrong, or nothing is found."""
     if not wrong or len(wrong) == len(rows):
         return ""
     for name, holds in _TRAITS.items():
@@ -59,8 +59,8 @@ def wrong_sequences(rows: Sequence[StepSequence], wrong: Sequence[int]) -> str:
 
 
 def wrong_parts(outs: Sequence[Tensor], answers: Sequence[Tensor]) -> str:
-    """Name the heads or elements that are wrong in the outputs [query_len, num_heads, v_head_dim] of some sequences, where the
-    others are right in all; empty where all are wrong, or by no more than rounding."""
+    """Return the heads or elements that are wrong in the outputs [query_len, num_heads, v_head_dim] of some sequences, in words.
+    "" if all are wrong, or the errors are only rounding."""
     rounding = max(_EXACT, torch.finfo(outs[0].dtype).eps)
     for axis, name in ((1, "heads"), (2, "elements")):
         others = [at for at in range(3) if at != axis]
@@ -73,7 +73,7 @@ def wrong_parts(outs: Sequence[Tensor], answers: Sequence[Tensor]) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Words for numbers, those that follow one another as one."""
+    """Return numbers as text, with consecutive ones as ranges."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] == number - 1:
@@ -85,15 +85,16 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 _ROWS = 7
-"""Rows from which on it shows that one column of x explains an error."""
+"""Minimum number of rows to detect that one column of x explains an error."""
 _CLEARLY = 0.25
-"""A mistake explains an answer if it lies nearer to it than this share of its distance from the right one."""
+"""A mistake matches an answer if their distance is below this fraction of the distance from mistake to correct answer."""
 _ROUNDING = 0.2
-"""Error of an element, by the size of its sum, up to which an answer looks rounded."""
+"""Maximum error of an element, relative to the size of its sum, for an answer to look rounded."""
 
 
 def guess_product(case: WeightCase, out: Tensor, wrong: Tensor) -> str:
-    """Name what a wrong output looks like, and where it is wrong. wrong: bool, as large as `out`: elements that are."""
+    """Return the likely cause of a wrong output, or the location of the errors. wrong: bool, same shape as `out`: wrong
+    elements."""
     places = _places(wrong)
     missed = (bits(out) == UNWRITTEN[out.dtype]).cpu()
     if bool(missed.any()):
@@ -110,7 +111,7 @@ def guess_product(case: WeightCase, out: Tensor, wrong: Tensor) -> str:
 
 
 def product_mistakes(case: WeightCase, found: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield mistakes with the float64 answers that they give, the likeliest first. found: the wrong answer, float64."""
+    """Yield (mistake, float64 answer with it), likeliest first. found: the wrong answer, float64."""
     if case.onto is not None:
         before = case.onto.cpu().double()
         yield "overwrites `out`, to which it must add", case.right - before
@@ -144,7 +145,7 @@ def _unscored(case: WeightCase) -> Tensor:
 
 
 def _of_codes(weight: Int4Weight) -> Iterator[tuple[str, Weight]]:
-    """Yield mistakes in reading weights of 4 bits, and the weight that they read."""
+    """Yield (mistake in reading int4 weights, misread weight)."""
     zeros = torch.full_like(weight.scales, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
     for by in (1, -1):
         yield f"zeros off by {by:+d}", replace(weight, zeros=zeros + by)
@@ -164,7 +165,7 @@ def _of_codes(weight: Int4Weight) -> Iterator[tuple[str, Weight]]:
 
 
 def _places(wrong: Tensor) -> str:
-    """Name the rows and columns that are wrong, where others are right; empty if all are wrong."""
+    """Return the wrong rows and columns in words; "" if all are wrong."""
     said = []
     for axis, name in ((1, "rows"), (0, "columns")):
         bad = wrong.any(axis)

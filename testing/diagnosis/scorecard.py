@@ -1,4 +1,4 @@
-"""A report in the terminal, one line for each check, and as a badge."""
+"""A report as text for the terminal, one line per check, and as an SVG badge."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from headway.testing.kit.report import CellResult, CheckReport, Status
 _MARKS: dict[Status, tuple[str, str]] = {"passed": ("✓", "green"), "failed": ("✗", "bold red"), "skipped": ("–", "dim")}
 _NAME = 10
 _SHOWN = 8
-"""Failures shown in words, one of each kind; the rest are counted, and all are in the JSON file."""
+"""Maximum number of failures shown in words, one of each kind. The others are counted; the JSON file has all of them."""
 _UNEXPLAINED = 3
-"""How many failures are shown of a kind that the kit has no word for."""
+"""Maximum number of failures shown of a kind without a likely cause."""
 _RAISED = re.compile(r"(\w+: .*)(\(\S+\.py:\d+\))$")
-"""What was raised, and where, at the end of a failure's reason."""
+"""The exception and its location, at the end of a failure's reason."""
 
 
 def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) -> Iterator[Text]:
-    """The lines of a report. about: what each check holds a subject to."""
+    """Yield the lines of a report. about: check -> description."""
     how = " under Triton's interpreter" if report.machine.interpreted else ""
     layers = f" with the layers of {report.model}" if report.model else ""
     title = f"{report.subject} on {report.machine.device}{how}{layers}: {report.machine.name}, torch {report.machine.torch}"
@@ -70,7 +70,7 @@ def _line(name: str, text: str, cells: Sequence[CellResult], width: int) -> Text
     mark, style = _MARKS[status]
     number = f"{counts['failed']} of {len(cells)} failed" if status == "failed" else str(counts["passed"])
     said = text
-    if name == "serves":  # each cell's reason stands below
+    if name == "serves":  # each cell's reason is printed below
         number = str(counts["passed"] or "")
     elif status == "skipped":
         number, said = "", cells[0].reason
@@ -98,7 +98,7 @@ def _failure(report: CheckReport, cell: CellResult, width: int) -> Iterator[Text
 
 
 def command(report: CheckReport, cell: CellResult) -> str:
-    """The one command that runs exactly this cell."""
+    """Return the command that runs exactly this cell."""
     device = f" --device {report.machine.device}" if report.machine.device != "cpu" else ""
     target = f" {report.target}" if not report.target.startswith("layout ") else ""
     layout = f" --layout {cell.layout}" if cell.check == "layout" else ""
@@ -108,8 +108,11 @@ def command(report: CheckReport, cell: CellResult) -> str:
 
 
 def patterns(cells: Sequence[CellResult]) -> list[str]:
-    """What tells the wrong answers from the right ones: axes on which they have no value in common, those that say it in fewest
-    values; else two values that the wrong ones alone have together; else what all wrong ones have, if chance would not do it."""
+    """Return what distinguishes wrong answers from correct ones.
+
+    First, axes on which they share no value, those with the fewest values; else two values that only wrong answers combine; else
+    what all wrong answers have, if that is unlikely by chance.
+    """
     tried = [cell for cell in cells if cell.check in ("answer", "long", "graph")]
     bad = [cell for cell in tried if cell.status == "failed"]
     good = [cell for cell in tried if cell.status == "passed"]
@@ -127,13 +130,13 @@ def patterns(cells: Sequence[CellResult]) -> list[str]:
 
 _AXES = ("check", "phase", *AXES, *INPUTS)
 _FEWEST = 3
-"""Wrong answers from which on a pattern says something."""
+"""Minimum number of wrong answers for a pattern."""
 _CHANCE = 1e-3
-"""Probability below which it is no chance that all wrong answers have a value."""
+"""Probability below which a value shared by all wrong answers is not chance."""
 
 
 def _pairs(bad: Sequence[CellResult], good: Sequence[CellResult]) -> list[str]:
-    """Two values that all wrong answers have, and no right one has both of."""
+    """Return a pair of values that all wrong answers have, and no correct one."""
     shared = [(axis, values.pop()) for axis in _AXES if len(values := {getattr(cell, axis) for cell in bad}) == 1]
     found = []
     for (one, first), (other, second) in combinations(shared, 2):
@@ -143,7 +146,7 @@ def _pairs(bad: Sequence[CellResult], good: Sequence[CellResult]) -> list[str]:
 
 
 def _common(bad: Sequence[CellResult], tried: Sequence[CellResult]) -> list[str]:
-    """The value, or the lower bound, that all wrong answers have and fewest others."""
+    """Return the value, or lower bound, that all wrong answers and the fewest others have."""
     found: list[tuple[float, str]] = []
     for axis in _AXES:
         values = {getattr(cell, axis) for cell in bad}
@@ -160,7 +163,7 @@ def _common(bad: Sequence[CellResult], tried: Sequence[CellResult]) -> list[str]
 
 
 def badge(report: CheckReport) -> str:
-    """The outcome as an SVG picture, in the form that shields.io made usual."""
+    """Return the result as an SVG badge in the style of shields.io."""
     failed, done = len(report.failed), len(report.cells)
     kind = "quick" if report.quick else "full"
     if failed:
@@ -182,7 +185,8 @@ def badge(report: CheckReport) -> str:
 
 
 def _kinds(failed: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Failures by what was raised and where, else by check and guess without what it depends on, in the order they came."""
+    """Return failures grouped by exception and location, else by check and cause without its parameters, in order of
+    appearance."""
     kinds: dict[tuple[str, str], list[CellResult]] = {}
     for cell in failed:
         raised = _RAISED.search(cell.reason)

@@ -1,6 +1,6 @@
-"""Judges a step of layers with states: every row, every slot that is written, every bit that is nobody's to change; and guesses.
+"""Judgement of a state step: every row, every written slot, and every bit that must not change; and the likely cause of errors.
 
-A guess is found by computing the float64 answer with one mistake after another, until one matches.
+The likely cause is found by computing the float64 answer with one mistake after another, until one matches.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from headway.core.oracle.state_reference import Rules, SequenceState, StateAnswe
 from headway.core.oracle.steps import same_bits
 
 _CLEARLY = 0.25
-"""A mistake explains what is found if that lies nearer to it than this share of its distance from the right answer."""
+"""A mistake matches a result if their distance is below this fraction of the distance from mistake to correct answer."""
 _PATIENCE = 4.0
-"""Seconds for which mistakes are tried."""
+"""Maximum seconds for trying mistakes."""
 _SAID = 2
-"""Mistakes that are said where several give the same answer."""
+"""Maximum number of mistakes to name if several give the same answer."""
 _CHUNKS = (64, 16, 32, 128, 8, 256, 512, 1024)
 Mistakes = Iterator[tuple[str, Rules]]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a backend left of some sequences of a step: their outputs, or one state."""
+    """Results of a backend for some sequences of a step: their outputs, or one state."""
 
     rows: Sequence[int]
-    """The sequences to compute for it."""
+    """Indices of the sequences to compute."""
     parts: Callable[[StateAnswer], list[Tensor]]
-    """What an answer has in the place of `found`."""
+    """Returns the parts of an answer that correspond to `found`."""
     found: list[Tensor]
 
 
 def guess(case: StateCase, wrong: Seen, fine: Seen, tolerance: float) -> str:
-    """Name the mistake that gives what is wrong and leaves what is right as it is; empty if none of them does.
+    """Return the mistake that reproduces the wrong results and leaves the correct ones unchanged, or "" if none does.
 
-    case: as it was before the step. fine: what is right. tolerance: largest relative error of a right answer.
+    case: the case before the step. fine: correct results. tolerance: maximum relative error of a correct answer.
     """
     until, found = time.monotonic() + _PATIENCE, list[tuple[float, str]]()
     expected = wrong.parts(answer(case, rows=wrong.rows))
@@ -62,7 +62,7 @@ def guess(case: StateCase, wrong: Seen, fine: Seen, tolerance: float) -> str:
 
 
 def _apart(found: Sequence[Tensor], mistaken: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """How much of the distance that a mistake allows is left, at most 1 if it explains all parts."""
+    """Return the largest remaining distance relative to the allowed one; at most 1 if the mistake explains all parts."""
     shares = []
     for got, other, want in zip(found, mistaken, expected, strict=True):
         if other.shape != want.shape:
@@ -81,7 +81,7 @@ def _leaves(fine: Seen, mistaken: Sequence[Tensor], tolerance: float) -> bool:
 
 
 def mistakes(case: StateCase) -> Mistakes:
-    """Yield the name and the rules of each mistake that a layer can have, the likeliest first."""
+    """Yield (name, rules) of each mistake that a layer can have, likeliest first."""
     spec = case.spec
     yield from _beginnings(case)
     if spec.recurrent:
@@ -214,42 +214,45 @@ def _of(part: Tensor | None) -> Tensor:
 
 
 ROW_FACTOR = 8.0
-"""How much farther than the tolerance of a whole step one sequence or state may be off: few numbers scatter more."""
+"""Factor on the tolerance for one sequence or state: fewer values scatter more than a whole step."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """What a step must return and leave, taken down before it runs."""
+    """Expected results of a step, computed before it runs."""
 
     case: StateCase
     earlier: StateCase
-    """The case with copies of all that a step may change."""
+    """The case with copies of everything that a step may change."""
     expected: StateAnswer
 
     @classmethod
     def of(cls, case: StateCase) -> Judge:
-        """Compute the answer of a case that has not run yet."""
+        """Return the judge of a case that has not run yet."""
         tensors = {name: tensor.clone() for name, tensor in case.cache.tensors.items()}
         cache = StateCache(tensors, case.cache.layout, case.cache.spec)
         earlier = replace(case, cache=cache, x=case.x.clone(), gates=[gate.clone() for gate in case.gates])
         return cls(case, earlier, answer(earlier))
 
     def run(self, backend: StateBackend) -> Tensor:
-        """Run the step through a backend and judge it; returns the output.
+        """Run the step with a backend, judge it, and return the output.
 
-        :raises Finding: anything about it is wrong.
+        :raises Finding: if anything is wrong.
         """
         out = run_states(backend, self.case)
         self.judge(out, type(backend).tolerance)
         return out
 
     def judge(self, out: Tensor, tolerance: Mapping[torch.dtype, float]) -> None:
-        """:raises Finding: the first thing that is wrong, with the numbers and a guess."""
+        """Compare the output and the written states with the expected ones.
+
+        :raises Finding: for the first error, with the numbers and the likely cause.
+        """
         spec = self.case.spec
         self._inputs()
         self._foreign()
         self._answer(out, float(tolerance[spec.dtype]))
-        # States that are kept in a shorter type have its errors too, which every step adds.
+        # States stored in a shorter type add its error in every step.
         bound = max(float(tolerance[spec.dtype]), float(tolerance.get(spec.state_dtype, 0.0)))
         for slot, state in self.expected.written.items():
             self._state(slot, state, bound)
@@ -304,7 +307,7 @@ class Judge:
         return f"sequence {row} ({length} new tokens after {step.kv_lens[row] - length})"
 
     def _first_wrong_output(self, got: Tensor, want: Tensor, tolerance: float) -> str:
-        """Name the first token and head that are wrong, and the element of it that is farthest off."""
+        """Return the first wrong token and head, and its element with the largest error, in words."""
         spec = self.case.spec
         heads = (spec.num_heads, spec.value_dim) if spec.recurrent else (spec.conv_channels, 1)
         got, want = (torch.unflatten(rows, -1, heads) for rows in (got, want))
@@ -392,13 +395,13 @@ _OLD = "reads the slot's old content: begins with what the slot holds where ther
 _NAN = "NaN, or rows not written"
 _SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _DISTINCT = 8
-"""Different values from which on their type can be told."""
+"""Minimum number of different values to infer their type."""
 _MOST_TOKENS = 400
-"""Tokens of a sequence along which a state is looked for."""
+"""Maximum number of tokens of a sequence along which a state is searched."""
 
 
 def states_along(case: StateCase, row: int) -> Iterator[tuple[int, SequenceState]]:
-    """Yield the numbers of new tokens of one sequence, from 1, with the state after each."""
+    """Yield (number of new tokens, state after them) for one sequence, starting at 1."""
     length, start = case.metadata.step.query_lens[row], int(case.metadata.step.query_start_loc_cpu[row])
     if int(case.metadata.slots_cpu[row]) < 0 or length > _MOST_TOKENS:
         return
@@ -410,7 +413,7 @@ def states_along(case: StateCase, row: int) -> Iterator[tuple[int, SequenceState
 
 
 def _shared(wrong: Sequence[int], fine: Sequence[int], lens: Sequence[int]) -> str:
-    """Say what the wrong sequences have, and no right one; empty if nothing or if none is right."""
+    """Return what only the wrong sequences have in common, in words; "" if nothing, or if no sequence is correct."""
     if fine and min(wrong) > max(fine):
         return f"right up to sequence {max(fine)} of the step: a size that is too small, or programs that are not launched"
     if fine and min(lens[row] for row in wrong) > (most := max(lens[row] for row in fine)):
@@ -423,7 +426,7 @@ def _usual(sizes: Tensor) -> float:
 
 
 def _first(errors: Tensor, tolerance: float) -> tuple[int, int]:
-    """Return the first place in errors [n, m] beyond the tolerance, or that of the largest."""
+    """Return the first index in errors [n, m] beyond the tolerance, else that of the largest error."""
     errors = errors.nan_to_num(torch.inf)
     beyond = (errors > tolerance).nonzero()
     row, column = beyond[0].tolist() if len(beyond) else divmod(int(errors.argmax()), errors.shape[1])

@@ -1,1 +1,1 @@
-"""The conformance kit."""
+"""The conformance kit: tests of a kernel against the contract."""

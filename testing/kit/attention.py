@@ -1,4 +1,4 @@
-"""Attention backends in the kit: the cells that one is tried in, and the session of a cell, with who serves which part of it."""
+"""Attention backends in the kit: the cells of a backend, the session of a cell, and the backends that run its parts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from headway.testing.kit.stage import Stage
 from headway.testing.kit.subject import BASELINE, AttentionSubject
 
 ODD_HEAD_DIMS = (24, 72, 77, 80, 576)
-"""Sizes of heads that a layout is tried with besides the usual ones."""
+"""Additional head dimensions for layout tests."""
 
 
 class AttentionStage(Stage[AttentionSubject, CheckCell]):
-    """A subject, what it claims, and sessions to try it in."""
+    """An attention backend under test, what it claims, and its sessions."""
 
     cell = CheckCell
 
     def __init__(self, subject: AttentionSubject, layers: Mapping[str, ModelLayer]) -> None:
-        """layers: of the model that the subject is tried on, by name."""
+        """layers: name -> layer of the model that the subject is tested with; empty: the kit's own layers."""
         super().__init__(subject)
         self._layers = layers
 
@@ -45,21 +45,22 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
 
     @cached_property
     def claimed(self) -> Claimed:
-        """Everything the subject accepts."""
+        """All layers that the subject accepts."""
         return Claimed(self.subject, self._layers)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Tokens in a block that the kit tries, the plainest first."""
+        """Block sizes to test, the simplest first."""
         return tuple(int(size) for size in self.claimed.usual["block_size"])
 
     @property
     def poison(self) -> float:
-        """What slots of no token hold: NaN, or a large number where the subject says that it multiplies it by zero."""
+        """Value of slots without a token: NaN, or a large number if the subject declares that it multiplies such slots by
+        zero."""
         return FINITE_POISON if self.subject.claims.reads_whole_blocks else math.nan
 
     def backend(self, cell: CheckCell, name: str = "") -> AttentionBackend:
-        """An instance for a cell's layer: the subject's, or that of another backend."""
+        """Return an instance of the subject, or of the backend `name`, for a cell's layer."""
         return self.subject.make(self.claimed.spec(cell), cell.layout, cell.block_size, name)
 
     def session(
@@ -72,11 +73,12 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         extra_tokens: int = 0,
         spec: AttentionSpec | None = None,
     ) -> Session:
-        """A session with room for steps of these lengths, its parts served by the subject, else by the baseline.
+        """Return a session with room for steps of these lengths. The subject runs the parts that it supports, the baseline the
+        others.
 
-        spec: another layer than the cell's.
+        spec: layer to use instead of the cell's.
 
-        :raises Skipped: the subject rightly refuses the cell's cache.
+        :raises Skipped: if the subject rightly refuses the cell's cache.
         """
         subject, spec = self.subject, spec or self.claimed.spec(cell)
         prefill, decode = self.parts(cell)
@@ -94,7 +96,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return session
 
     def parts(self, cell: CheckCell) -> tuple[str, str]:
-        """Who serves the two parts of a step: the subject wherever it claims the layer."""
+        """Return the names of the backends for the two parts of a step: the subject if it claims the layer, else the baseline."""
         spec = self.claimed.spec(cell)
         prefills = PHASES[cell.phase] - {Phase.DECODE} if cell.phase in PHASES else {Phase.PREFILL, Phase.EXTEND}
         first = all(self.subject.supports(spec, cell.layout, cell.block_size, phase) for phase in prefills)
@@ -111,7 +113,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         raise Skipped.refused(support)
 
     def cells(self, quick: bool = False) -> list[CheckCell]:
-        """The cells of a backend; quick: each value once in place of each pair."""
+        """Return the cells of a backend. quick: cover each value once instead of each pair."""
         claimed = self.claimed
         if self._layers:
             sizes = self.block_sizes
@@ -144,11 +146,11 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return list(dict.fromkeys(cells))
 
     def answers(self, cell: CheckCell) -> list[Support]:
-        """Return the answers about a cell's layer in all of its phases, as one."""
+        """Return the support for a cell's layer in all of its phases, combined."""
         return [self.claimed.support(cell, cell.phase)]
 
     def once(self, cell: CheckCell) -> Callable[[], list[Tensor]]:
-        """Return a function that runs the first step of a phase anew, and returns the outputs of its layers."""
+        """Return a function that repeats the first step of a phase, and returns the outputs of its layers."""
         session, step = self._first_step(cell)
 
         def run() -> list[Tensor]:
@@ -160,7 +162,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return run
 
     def many(self, cell: CheckCell) -> Callable[[int], None]:
-        """Return a function that runs steps of ever new lengths, of which only the backend could keep anything."""
+        """Return a function that runs steps with changing lengths, in which only the backend could accumulate memory."""
         lens: Lens = [(8, 30, 0), (12, 0, 0), (1, 40, 0), (1, 20, 0)]
         session, numbers = self.session(cell, [lens] * 2, extra_tokens=4 * cell.block_size), count(1)
 
@@ -174,7 +176,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return steps
 
     def launches(self, cell: CheckCell) -> tuple[str, Callable[[], object]]:
-        """Return a function that runs the layers of a step which has been planned."""
+        """Return a function that runs the layers of a planned step."""
         session, step = self._first_step(cell)
         session.run(step)  # compiles
         session.begin(step)
@@ -186,7 +188,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return session, session.lay_out(open_all(session, lens))
 
     def layout_cells(self, name: str) -> list[CheckCell]:
-        """The cells of a layout: block sizes, odd head sizes and every element type."""
+        """Return the cells of a layout: block sizes, odd head dimensions and every dtype."""
         sizes, dims = (1, 8, 16, 24, 256), (64, 128, *ODD_HEAD_DIMS)
         cells = [CheckCell("layout", layout=name, block_size=size) for size in sizes]
         cells += [
@@ -196,17 +198,19 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         cells += [CheckCell("layout", layout=name, head_dim=dim, dtype="bfloat16", feature="fp8") for dim in dims]
         own = self.subject.layouts[name].dtypes.get("key")
         for feature, dtype in CACHE_TYPES.items():
-            if dtype == own:  # a layout that holds one type of cache
+            if dtype == own:  # a layout for one cache dtype
                 cells = [cell.plain("layout", feature=feature) for cell in cells]
         return list(dict.fromkeys(cells))
 
     def _accepts(self, cell: CheckCell) -> bool:
-        """Return whether the subject serves a part of the cell's steps, whose kv heads or scale it may refuse."""
+        """Return whether the subject runs a part of the cell's steps; it may refuse the number of kv heads or the scale."""
         return self.subject.name in self.parts(cell)
 
     def _log_sums(self, rows: list[tuple[CheckCell, frozenset[str]]], quick: bool) -> list[CheckCell]:
-        """The log-sum-exp of every type and feature, in every phase; quick: in one phase of several new tokens and one of a
-        single one, by turns, and for the plainest in all."""
+        """Return the log-sum-exp cells of every dtype and feature, in every phase.
+
+        quick: one phase with several new tokens and one with a single one, alternating; the simplest layer in all phases.
+        """
         if not self.subject.claims.lse:
             return []
         plain = [(cell, frozenset({phase})) for phase in PHASES if (cell := self.claimed.plainest(phase)) is not None]
@@ -219,7 +223,8 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return deal(found, MOST_QUICK_WORK, self._accepts)
 
     def _siblings(self) -> list[CheckCell]:
-        """The layer with the most features, and with each type of cache, in the phase that holds most others."""
+        """Return cells for the layer with the most features, and with each cache dtype, in the phase that includes most
+        others."""
         found, features = [], self.claimed.values["feature"]
         cached = [(f"{name}-together", name) for name in CACHE_TYPES]
         plain = [str(name) for name in features if name not in {*chain.from_iterable(cached)}]
@@ -230,7 +235,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return found
 
     def _sharing(self) -> list[CheckCell]:
-        """A layer with sinks, and one with an fp8 cache, in every phase: those whose plans are shared."""
+        """Return cells for a layer with sinks and one with an FP8 cache, in every phase: layers whose plans are shared."""
         if not self.subject.claims.shares_plans:
             return []
         places = product(("sinks", "fp8"), ("mixed", *PHASES))
@@ -238,13 +243,13 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return [cell.plain("shared", phase=phase) for phase, cell in cells if cell is not None]
 
     def _at_a_distance(self) -> list[CheckCell]:
-        """What a key's distance changes, where distances are beyond a thousand and no nearer window hides them."""
+        """Return cells for features that depend on the distance of keys, at distances beyond a thousand."""
         features = ("alibi", "window-1024", "sinks", "softcap")
         plain = [(phase, self.claimed.plainest(phase, feature=name)) for name in features for phase in ("decode", "extend")]
         return [cell.plain("answer", phase=phase, work="tables") for phase, cell in plain if cell is not None]
 
     def _sums_of_many(self, quick: bool) -> list[CheckCell]:
-        """Thousands of equal weights, and one key far above them, in types whose sums lose what is small beside them."""
+        """Return cells with thousands of equal weights, and with one dominant key, in dtypes whose sums lose small terms."""
         shorts = [name for name in DTYPES if name != "float32"]
         plain = [(phase, self.claimed.plainest(phase, dtype=dtype)) for dtype in shorts for phase in ("decode", "extend")]
         cells = [cell.plain("answer", phase=phase, work="deep") for phase, cell in plain if cell is not None]
@@ -252,7 +257,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return [cell for each in found for cell in [cell for cell in each if possible(cell)][: 1 if quick else None]]
 
     def _deep(self, rows: list[tuple[CheckCell, frozenset[str]]]) -> list[CheckCell]:
-        """Checks that take many steps, for layers in which every value occurs and, first of all, for the plainest."""
+        """Return checks with many steps, for layers that cover every value and first for the simplest."""
         claimed = self.claimed
         cells: list[CheckCell] = []
         plain = {phase: claimed.plainest(phase) for phase in PHASES}
@@ -266,7 +271,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return [*cells, whole.plain("thousand"), whole.plain("memory")]
 
     def _many_steps(self, cell: CheckCell, phases: frozenset[str]) -> list[CheckCell]:
-        """Checks of a layer that take many steps. phases: those of PHASES in which the subject serves it."""
+        """Return the checks of a layer with many steps. phases: phases (of PHASES) in which the subject supports it."""
         said, backend = self.subject.claims, self.subject.backend
         graph_phases = ("decode", "verify") if backend.captures(2) else ("decode",)
         cells = [cell.plain("graph", phase=phase) for phase in graph_phases if phase in phases]
@@ -274,11 +279,11 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
             return cells
         cells += [cell.plain("prompt", phase="prefill")] if "prefill" in phases else []
         cells += [cell.plain("bounds", phase="decode")] if "decode" in phases and not said.exact_host_lengths else []
-        modelled = cell.dtype in DTYPES or bool(cell.layer)  # the engine and the baseline know no other types
+        modelled = cell.dtype in DTYPES or bool(cell.layer)  # the engine and the baseline support no other dtypes
         if phases & {"decode", "extend"}:
             mixed = cell.plain("steps")
             cells += [mixed, mixed.plain("turns")] if modelled else [mixed]
-            cells += [] if cell.layer else [mixed.plain("long", phase="long")]  # of a large layer it would take minutes
+            cells += [] if cell.layer else [mixed.plain("long", phase="long")]  # would take minutes for a large layer
         cells += [cell.plain("engine")] if modelled and phases & {"decode", "extend"} else []
         cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature in ("none", *CACHE_TYPES) else []
         return cells
@@ -291,8 +296,8 @@ def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
 def open_all(session: Session, lens: Lens, like: Sequence[SequencePart] = ()) -> list[SequencePart]:
     """The sequences of a step, their contexts cached; the second and third of several blocks share blocks of the first.
 
-    like: turns whose sequences are still open, each of which shares every full block of its context with the sequence in its row,
-    as after a prefix hit.
+    like: turns with open sequences. Each new sequence shares every full context block with the sequence of its row, as after a
+    prefix cache hit.
     """
     work: list[SequencePart] = []
     first: Tokens | None = None
@@ -308,7 +313,7 @@ def open_all(session: Session, lens: Lens, like: Sequence[SequencePart] = ()) ->
 
 
 def close_all(session: Session, seqs: Sequence[Tokens]) -> None:
-    """Give every block of some sequences back, shared ones once."""
+    """Free all blocks of some sequences; shared blocks once."""
     session.close(Tokens(sorted({block for seq in seqs for block in seq.blocks})))
 
 
@@ -318,8 +323,8 @@ def sequences(work: StepWork) -> list[Tokens]:
 
 
 def without_stray_reads(run: Callable[[AttentionStage, CheckCell, float], None]) -> Callable[[AttentionStage, CheckCell], str]:
-    """Make a check of a function of the poison. Where NaN comes out, it runs once more with zeros in the slots of no token, and
-    the finding says what that shows."""
+    """Return a check made from a function of the poison value. If NaN results, it runs again with zeros in the slots without a
+    token, and the finding reports the difference."""
 
     @wraps(run)
     def check(stage: AttentionStage, cell: CheckCell) -> str:

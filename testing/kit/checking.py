@@ -1,4 +1,4 @@
-"""Checks one subject from outside: lists its cells in a child process, deals them out, and gathers a report."""
+"""Check of one subject: its cells are listed in a child process, distributed over child processes, and collected in a report."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from headway.testing.kit.subject import BASELINE
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a user asks of the kit."""
+    """Options of a run of the kit."""
 
     target: str = ""
-    """A backend's name, broken:NAME, or FILE.py:CLASS; with states:, linear: or experts: before it for another kind."""
+    """A backend's name, broken:NAME, or FILE.py:CLASS; with the prefix states:, linear: or experts: for another kind."""
     device: str = "cpu"
     quick: bool = False
     layout: str = ""
-    """A layout whose writer, check and gather are tried in place of a backend."""
+    """Layout whose writer, check and gather are tested instead of a backend."""
     only: str = ""
-    """Checks, separated by commas; empty: all."""
+    """Names of checks, separated by commas; "" means all."""
     cell: str = ""
-    """One cell, by its name."""
+    """Name of the only cell to run."""
     in_process: bool = False
-    """Run that cell in this process, where its output is seen and a debugger works; a crash takes the process with it."""
+    """Whether to run the cell in this process, where its output is visible and a debugger works. A crash ends the process."""
     jobs: int = 1
     timeout: float = 0.0
-    """Seconds a cell may take; 0: `cell_timeout`'s."""
+    """Maximum seconds per cell; 0 means `cell_timeout`."""
     plugins: tuple[str, ...] = ()
-    """Files with plugins, beside the installed ones."""
+    """Plugin files to register in addition to the installed plugins."""
     sanitizer: str = ""
-    """The path of compute-sanitizer, under which the cells run; empty: without."""
+    """Path of compute-sanitizer to run the cells under; "" means none."""
     model: str = ""
-    """A config.json or a model's name, whose layers are tried in place of the kit's."""
+    """A config.json or a model's name, whose layers replace the kit's own."""
     stop_at_failure: bool = False
-    """End at the first cell that fails."""
+    """Whether to end the run at the first cell that fails."""
     guesses: bool = True
-    """Whether a failure says what it looks like, which may take longer than the cell."""
+    """Whether failures include a likely cause, which may take longer to find than the cell takes."""
 
 
 def brought_kernels(plugins: Sequence[str], device: str = "cpu") -> list[str]:
-    """Return the targets of all kernels that files with plugins bring, which another process imports.
+    """Return the targets of all kernels that plugin files register. Another process imports the files.
 
-    :raises ConfigError: a file does not load, or brings no kernel.
+    :raises ConfigError: if a file does not load, or registers no kernel.
     """
     found = CellProcess("", device, 1, cell_timeout(device), tuple(plugins)).brought()
     if not found:
@@ -66,11 +66,12 @@ def check(
     tell: Callable[[CellResult], None] = lambda result: None,
     trial: Trial | None = None,
 ) -> CheckReport:
-    """Run what is wanted. start: told the number of cells; tell: told each result as it comes. Ctrl-C ends it with what there is.
+    """Run a check and return its report. Ctrl-C ends the run and keeps the results so far.
 
-    trial: how a start tries plugins, for the check `process`; None: it is left out.
+    start: called with the number of cells. tell: called with each result. trial: how a start tries plugins, for the check
+    `process`; None skips that check.
 
-    :raises HeadwayError: there is no such subject, check, layout or cell.
+    :raises HeadwayError: if the subject, check, layout or cell does not exist.
     """
     if wanted.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device", "a CUDA GPU", "none that torch can use", "--device cpu")
@@ -106,7 +107,7 @@ def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult]
 def _in_children(
     wanted: Wanted, start: Callable[[int], None], tell: Callable[[CellResult], None], trial: Trial | None
 ) -> tuple[Listed, list[CellResult], int]:
-    """Also how many cells were left when the run was interrupted."""
+    """Return the listing, the results, and the number of cells left after an interruption."""
     target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device, bool(wanted.sanitizer))
     watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
     children = [
@@ -118,7 +119,7 @@ def _in_children(
         cells = _picked([str(CELL), *listed.cells] if whole else listed.cells, wanted) if not listed.unavailable else []
         start(len(cells))
         try:
-            tried = _tried(cells, listed, trial)  # alone: the trial has a limit of seconds
+            tried = _tried(cells, listed, trial)  # runs without other cells: the trial has a time limit
         except KeyboardInterrupt:
             return listed, [], len(cells)
         for result in tried:
@@ -133,7 +134,7 @@ def _in_children(
 
 
 def _tried(cells: Sequence[str], listed: Listed, trial: Trial | None) -> list[CellResult]:
-    """The result of the check `process`, where it is the first of these cells and there is a plugin to try."""
+    """Return the result of the check `process` if it is the first cell and there is a plugin to try."""
     if trial is None or not listed.plugin or cells[:1] != [str(CELL)]:
         return []
     return [try_plugin(source_of(listed.plugin), trial)]
@@ -150,5 +151,5 @@ def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
 
 
 def _version(owner: str) -> str:
-    """Version of the distribution that brings a backend; an entry point's owner is its name and version."""
+    """Return the version of the distribution that provides a backend; an entry point's owner is its name and version."""
     return Origin.here().version if owner == "built-in" else owner

@@ -1,8 +1,8 @@
-"""Which layers a backend is tried on: what it claims, thinned out to a covering set.
+"""Selection of the layers that a backend is tested with: a covering set of what it claims.
 
-The full product of a backend that serves everything has some 40,000 combinations. Faults of kernels sit in one value or in a
-pair (a block size with a head_dim, a window with a phase), so every pair of values that the backend claims is tried in every
-phase, with few distinct layers, since a kernel is compiled for each: greedy covering by (phase, pair).
+The full product has some 40,000 combinations for a backend that supports everything. Kernel faults depend on one value or a pair
+(a block size with a head_dim, a window with a phase). Every pair of claimed values is therefore tested in every phase, with few
+distinct layers, because a kernel is compiled for each: greedy covering by (phase, pair).
 """
 
 from __future__ import annotations
@@ -46,26 +46,27 @@ from headway.testing.kit.subject import AttentionSubject
 
 _FEATURES = {"sliding_window": "window", "softcap": "softcap", "alibi_slopes": "alibi", "sinks": "sinks"}
 _QUICK, _WHOLE = 5, 14
-"""Cells of a layer in each phase: every kind of work once; every kind of work and of scores twice."""
+"""Number of cells per layer and phase: quick covers every kind of work once, full covers every kind of work and scores twice."""
 MOST_QUICK_WORK, MOST_WORK = 6e7, 4e8
-"""As for other cells (`inputs`); the layers of one model are few and large."""
+"""Work limits as for other cells (`inputs`); the layers of one model are few and large."""
 
 Place = tuple[str, int]
-"""A layout's name and a block size."""
+"""(layout name, block size)."""
 
 
 @dataclass(frozen=True)
 class ModelLayer:
-    """Layers of a model that have one spec."""
+    """Layers of a model that share one spec."""
 
     name: str
-    """The number of the first of them, as a cell's name has it; `-expanded` behind it for prompts of latent attention."""
+    """Number of the first of these layers, as in a cell's name; with the suffix `-expanded` for prompts of latent attention
+    (MLA)."""
     spec: AttentionSpec
     numbers: tuple[int, ...]
     of: int
-    """Layers of the model."""
+    """Number of layers of the model."""
     phases: frozenset[Phase]
-    """Phases in which the engine asks for the spec."""
+    """Phases in which the engine uses the spec."""
 
     def __str__(self) -> str:
         window = "" if self.spec.sliding_window is None else f" ({self.spec.sliding_window})"
@@ -74,7 +75,7 @@ class ModelLayer:
 
     @property
     def cell(self) -> CheckCell:
-        """The cell of the layer in the check `serves`; others have its values."""
+        """Cell of the layer for the check `serves`; other cells copy its values."""
         return CheckCell(
             "serves",
             head_dim=self.spec.head_dim,
@@ -86,14 +87,14 @@ class ModelLayer:
         )
 
     def support(self, subject: AttentionSubject, layout: str, block_size: int, phase: Phase) -> Support:
-        """Whether a subject serves the layer over such a cache."""
+        """Return whether a subject supports the layer with this cache."""
         return subject.supports(self.spec, layout, block_size, phase)
 
 
 def read_model_layers(model: str, device: torch.device) -> Mapping[str, ModelLayer]:
-    """Each distinct layer of a model by its name, in the order of the layers. model: see `read_layer_specs`.
+    """Return name -> distinct layer of a model, in layer order. model: as in `read_layer_specs`.
 
-    :raises HeadwayError: there is no such model, or its configuration cannot be read.
+    :raises HeadwayError: if the model does not exist, or its configuration cannot be read.
     """
     kind, found = read_layer_specs(model, device), {}
     for cached in kind.distinct:
@@ -114,9 +115,10 @@ def layer_cells(
     quick: bool,
     many_steps: Callable[[CheckCell, frozenset[str]], list[CheckCell]],
 ) -> Iterator[CheckCell]:
-    """The cells of a layer: who serves it; if the subject does, its answers with the inputs that bite, and checks of many steps.
+    """Yield the cells of a layer: its support and, if the subject supports it, answers with demanding inputs and checks with many
+    steps.
 
-    many_steps: makes those cells for a layer and the phases (of PHASES) in which it is served.
+    many_steps: returns those cells for a layer and the phases (of PHASES) in which it is supported.
     """
     yield layer.cell
     served = _served(layer, subject, block_sizes)
@@ -137,10 +139,10 @@ def layer_cells(
 
 
 def layer_serves(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> str:
-    """Say in which phases a subject serves a layer, and why not in others.
+    """Return in which phases a subject supports a layer, and the reasons for the others.
 
-    :raises Skipped: in none, with the reasons.
-    :raises Finding: a reason does not say what is needed and what was got.
+    :raises Skipped: if no phase is supported, with the reasons.
+    :raises Finding: if a reason does not say what is needed and what was got.
     """
     yes, no = [], []
     for phase in (phase for phase in Phase if phase in layer.phases):
@@ -157,19 +159,19 @@ def layer_serves(layer: ModelLayer, subject: AttentionSubject, block_sizes: tupl
 
 
 def _said(refusals: list[tuple[str, str]]) -> str:
-    """Phases and reasons, each reason once."""
+    """Return phases and reasons in words, each reason once."""
     reasons = dict.fromkeys(reason for _, reason in refusals)
     parts = [(" and ".join(phase for phase, said in refusals if said == reason), reason) for reason in reasons]
     return "; ".join(f"{phases}: {reason}" for phases, reason in parts)
 
 
 def _places(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> list[Place]:
-    """Caches that the layer fits into; layouts by turns, so that few cells have them all."""
+    """Return the (layout, block size) pairs that can hold the layer, layouts alternating so that a few cells cover all."""
     return [(name, size) for size in block_sizes for name, layout in subject.layouts.items() if layout.check(layer.spec, size)]
 
 
 def _served(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> dict[Place, frozenset[str]]:
-    """Where and in which phases (of PHASES) the subject serves the layer and the engine asks for it."""
+    """Return (layout, block size) -> phases (of PHASES) that the subject supports and the engine uses."""
     found = {}
     for name, size in _places(layer, subject, block_sizes):
         taken = {phase for phase in layer.phases if layer.support(subject, name, size, phase)}
@@ -179,7 +181,7 @@ def _served(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int
 
 
 def _feature(spec: AttentionSpec) -> str:
-    """What the layer asks for, in a word out of cells.FEATURES."""
+    """Return the layer's feature as a word of cells.FEATURES."""
     names = [_FEATURES[name] for name in _FEATURES if name in spec.features]
     if spec.value_in_key:
         return "latent"
@@ -190,23 +192,25 @@ def _feature(spec: AttentionSpec) -> str:
 
 Value = str | int
 Row = tuple[CheckCell, frozenset[str]]
-"""A layer and the phases that it is tried in."""
+"""(layer, phases in which it is tested)."""
 BLOCK_SIZES = (16, 8, 64, 128, 256)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 LATENT_DIM = 576
-"""DeepSeek's, tried where values may lie in keys, and there alone."""
+"""Head dimension of DeepSeek's MLA, tested only if values may be a part of the keys."""
 MOST_OWN_DIMS = 4
-"""Head sizes beside HEAD_DIMS that are tried; where a backend lists more, the smallest and the largest are."""
+"""Maximum number of head dimensions besides HEAD_DIMS to test. If a backend lists more, only the smallest and the largest are
+tested."""
 GROUPS = (4, 1, 7, 8)
 DTYPES = ("float32", "bfloat16", "float16")
 UNCLAIMED: dict[str, Value] = {"dtype": "float64"}
-"""Claimed by nobody: must be refused by all."""
+"""Values that no backend claims, and all must refuse."""
 OTHERS: dict[str, tuple[int, ...]] = {
     "block_size": (32, 24),
     "head_dim": (48, 72, 100, 112, 144, 160, 192, 512),
     "group": (2, 3, 5, 6, 12, 16, 32),
 }
-"""Further values, those that models have among them: each is refused in words, or tried in every phase in a layer of few."""
+"""Further values, including some of real models. Each must be refused with reasons, or is tested in every phase with a few
+layers."""
 _SEARCHED: dict[str, tuple[Value, ...]] = {
     "feature": ("none", *CACHE_TYPES, "latent", "v_head_dim", "longer_v", *BIDIRECTIONAL),
     "block_size": (16, 1, 4, *range(8, 136, 8), 256, 512),
@@ -215,42 +219,43 @@ _SEARCHED: dict[str, tuple[Value, ...]] = {
     "group": tuple(range(1, 17)),
     "head_dim": tuple(range(8, 264, 8)),
 }
-"""Values among which a layer is looked for if no combination of the usual ones is accepted."""
+"""Values to search for an accepted layer if no combination of the usual ones is accepted."""
 MANY_HEADS: dict[str, tuple[int, ...]] = {"latent": (128, 96), "none": (71, 64)}
-"""Feature -> query heads over one kv head, more than a tile of a kernel holds: what serves a few heads tells nothing of the code
-that deals them to several tiles. 128: DeepSeek-V3; 71: Falcon-7B; 96 are no power of two, 64 fill a tile. Each number is
-tried where the backend accepts it, and must else be refused in words."""
+"""Feature -> query heads per kv head, more than one tile of a kernel holds: tests with few heads do not cover the code for
+several tiles. 128: DeepSeek-V3; 71: Falcon-7B; 96 is not a power of two; 64 fills a tile. Each is tested if the backend accepts
+it, and must else be refused with reasons."""
 _LAYER_AXES = len(AXES) - AXES.index("head_dim")
-"""The last of AXES, on which a cell's layer depends; the others are those of its cache."""
+"""Number of trailing AXES that define a cell's layer. The other axes define its cache."""
 _MOST_PHASES = (4, 2)
-"""Phases in which the first and the second of these numbers are tried."""
+"""Number of phases in which the first and the second of these values are tested."""
 _BY_HEADS = ("decode", "extend", "mixed", "verify", "prefill")
-"""Phases in the order in which they tell most of many heads."""
+"""Phases in the order in which they reveal most errors with many heads."""
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """Everything of the product of the axes that a subject accepts."""
+    """All layers of the product of the axes that a subject accepts."""
 
     subject: AttentionSubject
     layers: Mapping[str, ModelLayer] = field(default_factory=dict)
-    """Layers of the model that the kit was given, by name."""
+    """Name -> layer of the model that the kit was given."""
     _plainest: dict[tuple[str, ...], dict[tuple[Value, ...], CheckCell]] = field(default_factory=dict, init=False, repr=False)
-    """Some axes -> a phase and values of them -> the plainest accepted layer, of the axes that were asked for."""
+    """Axis names -> (phase, *values) -> the simplest accepted layer with these values."""
 
     @property
     def values(self) -> Mapping[str, tuple[Value, ...]]:
-        """What each axis may be, claimed or not, the plainest first."""
+        """Values of each axis, claimed or not, the simplest first."""
         return self._found[0]
 
     @property
     def rows(self) -> list[Row]:
-        """Every accepted layer with the phases it is accepted in; those of own memory, which the others follow."""
+        """Every accepted layer with the phases in which it is accepted. Only layers with memory `own`; other memories follow
+        them."""
         return self._found[1]
 
     @cached_property
     def _found(self) -> tuple[Mapping[str, tuple[Value, ...]], list[Row]]:
-        """The values and the rows: the usual values, and if no layer of these is accepted, those of one that is."""
+        """The values and rows: the usual values or, if no such layer is accepted, the values of one that is."""
         values: Mapping[str, tuple[Value, ...]] = self.usual
         rows = self._accepted(values, CheckCell("answer"))
         if not rows and (base := self._searched()) is not None:
@@ -260,7 +265,7 @@ class Claimed:
 
     @cached_property
     def usual(self) -> dict[str, tuple[Value, ...]]:
-        """What each axis may be for most backends, the plainest first."""
+        """Usual values of each axis, the simplest first."""
         claims = self.subject.claims
         blocks = sorted({*BLOCK_SIZES, *([claims.block_multiple] if claims.block_multiple > 1 else [])})
         own = sorted({*(claims.head_dims or ()), *(pair[0] for pair in claims.v_head_dims or ())} - {*HEAD_DIMS})
@@ -280,7 +285,7 @@ class Claimed:
         }
 
     def spec(self, cell: CheckCell) -> AttentionSpec:
-        """The layer of a cell."""
+        """Return the layer of a cell."""
         if cell.layer:
             return self.layers[cell.layer].spec
         claims = self.subject.claims
@@ -291,14 +296,15 @@ class Claimed:
         return make_spec(cell, self.subject.device, claims.features, v_head_dim)
 
     def support(self, cell: CheckCell, phase: str) -> Support:
-        """Whether the subject claims a cell in a phase (a name of PHASES)."""
+        """Return whether the subject supports a cell in a phase (a name of PHASES)."""
         support = Support()
         for each in PHASES[phase]:
             support &= self.subject.supports(self.spec(cell), cell.layout, cell.block_size, each)
         return support
 
     def _searched(self) -> CheckCell | None:
-        """A layer that a subject accepts which takes, say, one number of kv heads and no other; None if none is found."""
+        """Return an accepted layer of a subject that rejects the usual values, such as with one specific number of kv heads; None
+        if none is found."""
         claims = self.subject.claims
         layout = next(
             (name for name, each in self.subject.layouts.items() if claims.layouts is None or each in claims.layouts), ""
@@ -318,7 +324,7 @@ class Claimed:
         return None
 
     def _accepted(self, values: Mapping[str, tuple[Value, ...]], plain: CheckCell) -> list[Row]:
-        """Every accepted layer of some values of the axes, with the inputs of a plain cell."""
+        """Return every accepted layer for some values of the axes, with the inputs of `plain`."""
         found: list[Row] = []
         specs: dict[tuple[Value, ...], AttentionSpec] = {}
         axes = [values[axis] if axis != "memory" else ("own",) for axis in AXES]
@@ -335,7 +341,7 @@ class Claimed:
         return found
 
     def cover(self, strength: int) -> list[Row]:
-        """Few layers that hold, in every phase, each combination of `strength` values that is accepted in it."""
+        """Return few layers that contain, in every phase, each accepted combination of `strength` values."""
         if not self.rows:
             return []
         order, table, served = shuffled(self.rows, {axis: self.values[axis] for axis in AXES}, tuple(PHASES))
@@ -351,7 +357,7 @@ class Claimed:
         return sorted(cells, key=lambda each: str(each[0]))
 
     def plainest(self, phase: str, **wanted: Value) -> CheckCell | None:
-        """The plainest accepted layer of a phase with these values; None where there is none."""
+        """Return the simplest accepted layer of a phase with these values, or None."""
         axes = tuple(wanted)
         if axes not in self._plainest:
             found: dict[tuple[Value, ...], CheckCell] = {}
@@ -363,16 +369,16 @@ class Claimed:
         return self._plainest[axes].get((phase, *wanted.values()))
 
     def around(self, phase: str) -> list[CheckCell]:
-        """The plainest accepted layer of a phase with each feature, and in each memory: where mistakes sit that no other value
-        brings out."""
+        """Return the simplest accepted layer of a phase with each feature and each memory, for mistakes that depend only on
+        these."""
         found = [self.plainest(phase, feature=feature) for feature in self.values["feature"]]
         plain = self.plainest(phase)
         memories = [replace(plain, memory=memory) for memory in MEMORIES] if plain is not None else []
         return [cell.plain("answer", phase=phase) for cell in (*found, *memories) if cell is not None]
 
     def refusals(self) -> list[CheckCell]:
-        """One cell for every value of an axis that is accepted in no phase or layer, everything else being accepted; its `about`
-        is the axis. Odd values that are refused are among them."""
+        """Return one `refuse` cell for each value of an axis that no phase or layer accepts while the rest is accepted, including
+        odd values. Its `about` is the axis."""
         if not self.rows:
             return []
         plain, cells = self.rows[0][0], []
@@ -388,8 +394,8 @@ class Claimed:
         return cells + [plain.plain("refuse", "phase", phase=phase) for phase in PHASES if phase not in phases]
 
     def with_others(self, rows: Sequence[Row]) -> list[Row]:
-        """The same layers, and in them the values of OTHERS that the subject accepts: in place of values that other rows have
-        too, and in further rows if there are too few."""
+        """Return the layers with accepted values of OTHERS: replacing values that other rows have as well, or in additional
+        rows."""
         found, most = list(rows), max((len(phases) for _, phases in rows), default=0)
         whole = [row for row in rows if len(row[1]) == most]
         for axis, values in OTHERS.items():
@@ -412,7 +418,8 @@ class Claimed:
         return all(self.support(cell.having({axis: value}), phase) for phase in phases)
 
     def of_models(self) -> list[CheckCell]:
-        """Windows and soft-caps that models have, in decode and extend, with sequences and scores that reach them."""
+        """Return cells with windows and soft-caps of real models, in decode and extend, with sequences and scores that reach
+        them."""
         cells = []
         for phase in ("decode", "extend"):
             for name, window in MODEL_WINDOWS.items():
@@ -427,8 +434,11 @@ class Claimed:
         return [cell for cell in cells if possible(cell) and self.support(cell, cell.phase)]
 
     def many_heads(self, quick: bool) -> list[CheckCell]:
-        """Answers, and where there are any log-sum-exps and graphs, of layers with as many query heads as MANY_HEADS has; quick:
-        one answer of each. A number that is refused in every phase is a cell of `refuse`."""
+        """Return answer cells for layers with as many query heads as in MANY_HEADS, plus log-sum-exp and graph cells if
+        supported.
+
+        quick: one answer each. A number that is refused in every phase gives a `refuse` cell.
+        """
         cells = []
         for feature, groups in MANY_HEADS.items():
             for group, most in zip(groups, _MOST_PHASES, strict=True):
@@ -441,8 +451,11 @@ class Claimed:
         return cells
 
     def _of_heads(self, phase: str, feature: str, group: int) -> CheckCell | None:
-        """The plainest layer of a phase with so many query heads over one kv head, accepted or not; None where one with few heads
-        is refused. In bfloat16, as models have it, and latents of DeepSeek's size, where both are accepted."""
+        """Return the simplest layer of a phase with this number of query heads per kv head, accepted or not; None if few heads
+        are refused.
+
+        It has bfloat16, as in real models, and latents of DeepSeek's size, if these are accepted.
+        """
         wanted: dict[str, Value] = {"head_dim": LATENT_DIM} if feature == "latent" else {}
         plain = self.plainest(phase, feature=feature, dtype="bfloat16", **wanted) or self.plainest(phase, feature=feature)
         if plain is None:

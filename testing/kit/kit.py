@@ -1,4 +1,4 @@
-"""The conformance kit: the cells that a kernel or a layout is tried in, and one cell's result."""
+"""The conformance kit: cells of a kernel or a layout, and the result of one cell."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headway.testing.kit.subject import WORDS, AttentionSubject, Subject, load_a
 from headway.testing.kit.weights import ExpertsStage, LinearStage
 
 Check = Callable[[Any, Any], str]
-"""A check of a kind's stage and cell. Returns a note on a cell that passes; raises `Finding` or `Skipped`."""
+"""A check, called with the stage of a kind and a cell. Returns a note for a cell that passes; raises `Finding` or `Skipped`."""
 Checks = dict[str, tuple[Check, str]]
 CHECKS: Checks = {
     "claims": (claims.claims, "the class keeps what it says of itself"),
@@ -55,7 +55,7 @@ CHECKS: Checks = {
     "engine": (engine.engine, "greedy tokens through the engine"),
     "layout": (layouts.layout, "a layout's writer, check and gather"),
 }
-"""Name -> the check and what it holds a backend to, in the order of the scorecard."""
+"""Name -> (check, description), in the order of the scorecard."""
 STATE_CHECKS: Checks = {
     "claims": (states.claims, "the class keeps what it says of itself"),
     "refuse": (every.refuse, "what is not claimed is refused, with reasons"),
@@ -86,20 +86,20 @@ KINDS: Final[Mapping[str, tuple[type[Stage[Any, Any]], Checks]]] = {
     LINEAR.name: (LinearStage, WEIGHT_CHECKS),
     EXPERTS.name: (ExpertsStage, WEIGHT_CHECKS),
 }
-"""Kind of operation -> its stage and its checks."""
+"""Kind of operation -> (stage class, checks)."""
 _OF_NO_LAYOUT = ("claims", "process", "serves")
 
 
 def words_of_checks() -> dict[str, str]:
-    """Return what each check holds a kernel to, in the order of the scorecard; those of attention in its words."""
+    """Return name -> description of all checks, in the order of the scorecard; shared names have attention's description."""
     ordered = {name: words for _, checks in reversed([*KINDS.values()]) for name, (_, words) in checks.items()}
     return ordered | {name: words for name, (_, words) in CHECKS.items()}
 
 
 def parse_cell(text: str) -> KitCell:
-    """Read the name of a cell of any kind.
+    """Parse the name of a cell of any kind.
 
-    :raises ConfigError: the text is no cell's name.
+    :raises ConfigError: if the text is not a cell's name.
     """
     marked = {stage.cell.mark: stage.cell for stage, _ in KINDS.values()}
     mark = "".join(text.split(":")[1:2])
@@ -108,40 +108,41 @@ def parse_cell(text: str) -> KitCell:
 
 @dataclass
 class Kit:
-    """Everything that is tried of one subject."""
+    """All tests of one subject."""
 
     subject: Subject
     layers: Mapping[str, ModelLayer] = field(default_factory=dict)
-    """Layers of a model (`read_model_layers`), which are tried in place of the kit's own; empty: the kit's."""
+    """Layers of a model (`read_model_layers`) to test instead of the kit's own; empty means the kit's own."""
 
     def __post_init__(self) -> None:
         stage, checks = KINDS[self.subject.kind.name]
         found, layers = self.subject, self.layers
         self.stage: Any = AttentionStage(found, layers) if isinstance(found, AttentionSubject) else stage(found)
-        """The subject's `Stage`."""
+        """Stage of the subject."""
         self.checks: Checks = checks
 
     @property
     def name(self) -> str:
-        """The name that the subject is registered by."""
+        """Name under which the subject is registered."""
         return self.subject.name
 
     def cells(self, quick: bool = False) -> list[Any]:
-        """The cells of a kernel; quick: each value once in place of each pair."""
+        """Return the cells of a kernel. quick: cover each value once instead of each pair."""
         found: list[Any] = self.stage.cells(quick)
         return found
 
     def layout_cells(self, name: str) -> list[CheckCell]:
-        """The cells of a layout: block sizes, odd head sizes and every element type."""
+        """Return the cells of a layout: block sizes, odd head dimensions and every dtype."""
         found: list[CheckCell] = self.stage.layout_cells(name)
         return found
 
     def listed(self, quick: bool = False, layout: str = "", cell: str = "") -> dict[str, Any]:
-        """The subject's name, owner and plugin, why it is not available on this device, and else the names of its cells.
+        """Return the subject's name, owner and plugin, the reason if it is not available on this device, and the names of its
+        cells.
 
-        cell: the one that is to run, which need not be among them and is named alone; "": all are.
+        cell: the only cell to run and list; it need not be in the list. "" lists all.
 
-        :raises ConfigError: nobody registered that layout, or the subject has none.
+        :raises ConfigError: if the layout is not registered, or the subject has no layouts.
         """
         if layout and not isinstance(self.subject, AttentionSubject):
             raise ConfigError("--layout", "a layout of a cache", f"{layout!r} beside a {WORDS[self.subject.kind.name]}")
@@ -154,7 +155,8 @@ class Kit:
         return found | {"cells": names}
 
     def run(self, cell: Any, *, guesses: bool = True) -> CellResult:
-        """One cell's result; whatever the kernel raises is in it. guesses: whether a failure says what it looks like."""
+        """Return the result of one cell, including exceptions of the kernel. guesses: whether a failure includes a likely
+        cause."""
         self.stage.errors = CellErrors()
         self.stage.guesses = guesses
         check, _ = self.checks[cell.check]
@@ -162,9 +164,10 @@ class Kit:
 
 
 def make_kit(target: str, device: str, plugins: Sequence[str] = (), model: str = "") -> Kit:
-    """Load what is to be tried. model: whose layers; "": those of the kit. See `load_any_subject` and `read_layer_specs`.
+    """Return the kit for a target; see `load_any_subject`. model: model whose layers are tested, as in `read_layer_specs`; ""
+    means the kit's own.
 
-    :raises HeadwayError: there is no such subject or model, or it does not load.
+    :raises HeadwayError: if the subject or model does not exist, or does not load.
     """
     place = torch.device(device)
     found = load_any_subject(target, place, plugins=plugins)
@@ -175,9 +178,9 @@ def make_kit(target: str, device: str, plugins: Sequence[str] = (), model: str =
 
 
 def list_cells(kit: Kit, quick: bool, layout: str, cell: str) -> dict[str, Any]:
-    """What the kit's `listed` tells.
+    """Return the kit's `listed` plus the digest of the subject.
 
-    :raises ConfigError: nobody registered that layout, or the kit has no such cell.
+    :raises ConfigError: if the layout is not registered, or the kit has no such cell.
     """
     if cell:
         wanted = parse_cell(cell)
@@ -187,18 +190,18 @@ def list_cells(kit: Kit, quick: bool, layout: str, cell: str) -> dict[str, Any]:
 
 
 def _digest(subject: Subject) -> str:
-    """SHA-256 of the file that defines a subject; empty if no file does."""
+    """Return the SHA-256 of the file that defines a subject; "" if no file does."""
     try:
         path = split_target(subject.file)[0] if subject.file else Path(inspect.getfile(subject.backend))
         return hashlib.sha256(path.read_bytes()).hexdigest()
-    except (OSError, TypeError):  # a class that was made by a function or typed in
+    except (OSError, TypeError):  # a class made by a function, or typed into an interpreter
         return ""
 
 
 def run_cell(kit: Kit, name: str, *, guesses: bool = True) -> CellResult:
-    """Run the cell of a name. guesses: whether a failure says what it looks like.
+    """Run the cell with a name. guesses: whether a failure includes a likely cause.
 
-    :raises ConfigError: the kit has no cell of that name.
+    :raises ConfigError: if the kit has no cell of that name.
     """
     cell = parse_cell(name)
     _known(kit, cell)
@@ -209,7 +212,7 @@ def run_cell(kit: Kit, name: str, *, guesses: bool = True) -> CellResult:
 def _known(kit: Kit, cell: KitCell) -> None:
     """Check that a kit can run a cell.
 
-    :raises ConfigError: it is for other kernels, or nobody has its check, its layout or its model's layer.
+    :raises ConfigError: if it is for another kind of kernel, or its check, layout or layer is unknown.
     """
     if type(cell) is not kit.stage.cell:
         raise ConfigError("--cell", f"a cell of {kit.name}, which is a {WORDS[kit.subject.kind.name]}", str(cell))

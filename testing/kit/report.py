@@ -1,4 +1,4 @@
-"""The result file of the conformance kit, schema `headway.check/1`, how a cell's result comes about, and two files compared."""
+"""Result file of the conformance kit, schema `headway.check/1`; running a cell; comparison of two files."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "xfo
 
 
 class CellResult(BaseModel):
-    """One check of one subject at one value of each axis."""
+    """Result of one check of one subject at one value of each axis."""
 
     model_config = ConfigDict(extra="forbid")
 
     cell: str
-    """The cell's name, which `headway check --cell` takes."""
+    """Name of the cell, as for `headway check --cell`."""
     check: str
     status: Status
     reason: str = ""
-    """Why it failed or was skipped; of a passed one, what was measured on the way."""
+    """Reason of a failure or skip; for a passed cell, measurements."""
     guess: str = ""
-    """What the failure looks like; empty where nothing of the kit's list explains it."""
+    """Likely cause of the failure; "" if none of the kit's mistakes explains it."""
     phase: str = "-"
     layout: str = "-"
     memory: str = "own"
@@ -53,21 +53,21 @@ class CellResult(BaseModel):
     scores: str = "normal"
     work: str = "edges"
     layer: str = ""
-    """The layer of the model that the kit was given; empty: a layer of the kit's."""
+    """Layer of the model that the kit was given; "" means one of the kit's own layers."""
     state: str = ""
-    """What else a layer with a state is made of: the type of its states, the value's size, its convolution and its decays."""
+    """Further properties of a state layer: dtype of its states, value dimension, convolution and decays."""
     shape: str = ""
-    """What else a layer over weights and its call are made of: sizes, and the regime of its numbers."""
+    """Further properties of a layer with weights and its call: sizes, and the distribution of its values."""
     relative_error: float | None = None
-    """||out - reference|| / ||reference|| of the wrong step or, if the cell passed, of the step nearest to its tolerance; of
-    `lse` the largest distance, of `engine` that of a logit. None if the cell measures nothing, or the error is not a number."""
+    """||out - reference|| / ||reference|| of the wrong step or, if the cell passed, of the step nearest to its tolerance. For
+    `lse` the largest distance; for `engine` that of a logit. None if the cell measures nothing, or the error is not finite."""
     tolerance: float | None = None
-    """Largest error that passes."""
+    """Maximum error that passes."""
     seconds: float = 0.0
 
 
 class CheckMachine(BaseModel):
-    """Where a report was made."""
+    """The machine that made a report."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,36 +77,36 @@ class CheckMachine(BaseModel):
     python: str
     torch: str
     interpreted: bool = False
-    """Whether Triton's kernels ran under its interpreter."""
+    """Whether Triton kernels ran in its interpreter."""
     libraries: dict[str, str] = {}
 
 
 class CheckReport(ResultFile):
-    """One run of one backend or layout on one device."""
+    """One run for one backend or layout on one device."""
 
     schema_: Literal["headway.check/1"] = Field(default="headway.check/1", alias="schema")
     target: str
-    """What was asked for: a backend's name, FILE.py:CLASS, or the layout."""
+    """Target of the run: a backend's name, FILE.py:CLASS, or the layout."""
     plugins: list[str] = Field(default_factory=list)
-    """Files that were registered beside the installed plugins."""
+    """Plugin files that were registered in addition to the installed plugins."""
     model: str = ""
-    """The model whose layers were tried; empty: the kit's."""
+    """Model whose layers were tested; "" means the kit's own."""
     subject: str
-    """The name it is registered by."""
+    """Name under which the subject is registered."""
     digest: str = ""
-    """SHA-256 of the file that defines the subject; empty if no file does."""
+    """SHA-256 of the file that defines the subject; "" if no file does."""
     origin: Origin
-    """The code that made it."""
+    """Version of the code that made the report."""
     version: str = ""
-    """Version of the distribution that brings the subject."""
+    """Version of the distribution that provides the subject."""
     date: str
     quick: bool
     machine: CheckMachine
     unavailable: str = ""
-    """Why nothing could be tried on this machine."""
+    """Reason why nothing could be tested on this machine."""
     seconds: float = 0.0
     not_run: int = 0
-    """Cells that were left when the run was interrupted."""
+    """Number of cells left when the run was interrupted."""
     cells: list[CellResult] = Field(default_factory=list)
 
     @property
@@ -117,7 +117,7 @@ class CheckReport(ResultFile):
     def write(self, path: Path) -> None:
         """Write the report as JSON.
 
-        :raises ConfigError: the file cannot be written.
+        :raises ConfigError: if the file cannot be written.
         """
         write_json(self, path)
 
@@ -125,13 +125,14 @@ class CheckReport(ResultFile):
 def read_check(path: Path) -> CheckReport:
     """Read a result file.
 
-    :raises ConfigError: missing, not JSON, of another schema, or with a field that cannot be; the first fault is named.
+    :raises ConfigError: if the file is missing, is not JSON, has another schema, or has an invalid field; the first fault is
+        named.
     """
     return CheckReport.read(path)
 
 
 def machine_of(device: torch.device) -> CheckMachine:
-    """The machine that the process runs on."""
+    """Return the machine that the process runs on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return CheckMachine(
         device=device.type,
@@ -144,22 +145,22 @@ def machine_of(device: torch.device) -> CheckMachine:
 
 
 def now() -> str:
-    """The date and time, UTC."""
+    """Return the date and time in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 GROWN = 2.0
-"""Factor by which the error of a cell that passes in both reports must change to be listed. Sums in another order change the
-error of a right kernel by less."""
+"""Factor by which the error of a cell that passes in both reports must change to be listed. A correct kernel that sums in another
+order changes by less."""
 _NOISE = 1e-3
-"""Share of the tolerance up to which an error says nothing."""
+"""Fraction of the tolerance below which an error is ignored."""
 _WIDTH = 80
 _LISTED = 20
-"""Cells listed of each kind; the rest are counted."""
+"""Maximum number of cells listed of each kind; the rest are counted."""
 
 
 class ReportComparison:
-    """Differences of two reports, the second of which is the newer one."""
+    """Differences of two reports; the second is the newer one."""
 
     def __init__(self, first: CheckReport, second: CheckReport) -> None:
         self.first = first
@@ -174,14 +175,14 @@ class ReportComparison:
 
     @cached_property
     def _failing(self) -> list[str]:
-        """Cells that fail in the second report and do not in the first, which need not have them."""
+        """Cells that fail in the second report and pass, are skipped or are missing in the first."""
         was = {cell.cell: self._old[cell.cell].status if cell.cell in self._old else "new" for cell in self.second.failed}
         failed = (cell for cell in self.second.failed if was[cell.cell] != "failed")
         return [f"{cell.cell} ({was[cell.cell]}): {cell.reason}" for cell in failed]
 
     @cached_property
     def _lost(self) -> list[str]:
-        """Cells that passed and are skipped, or missing although the second run tried as much of their check."""
+        """Cells that passed and are now skipped, or are missing although the second run covers their check as well."""
         checks = {cell.check for cell in self.second.cells} if self.first.quick == self.second.quick else set()
         found = []
         for name, cell in self._old.items():
@@ -212,7 +213,7 @@ class ReportComparison:
         return unavailable or bool(self._failing or self._grown or self._lost)
 
     def lines(self) -> Iterator[str]:
-        """The differences, in lines of at most 80 columns where names of cells allow."""
+        """Yield the differences in lines of at most 80 columns, if names of cells allow."""
         for name, report in (("A", self.first), ("B", self.second)):
             made = f"{report.target} on {report.machine.device}, {report.date[:16]}, file {report.digest[:12] or 'unknown'}"
             left = f", {report.not_run} not run" if report.not_run else ""
@@ -251,23 +252,23 @@ _TWO_SIZES = re.compile(
     r"(?:size of tensor a|expanded size of the tensor|got) \(?(\d+)\)?.*?(?:size of tensor b|existing size|to match) \(?(\d+)\)?"
 )
 _LEAST_ROUND = 128
-"""Sizes from which on a number in an error is one that was chosen for a buffer."""
+"""Minimum size for a number in an error to look like the size of a buffer."""
 
 
 def _round(size: int) -> bool:
-    """Whether a size is one that a programmer chooses: a power of two, or that and one."""
+    """Return whether a size is a typical buffer size: a power of two or a multiple of 1000, or a power of two plus one."""
     return size >= _LEAST_ROUND and (size & (size - 1) == 0 or size % 1000 == 0 or (size - 1) & (size - 2) == 0)
 
 
 def result_of(cell: KitCell, run: Callable[[], str], errors: CellErrors) -> CellResult:
-    """Run one cell and return its result; whatever the backend raises is in it.
+    """Run one cell and return its result, including exceptions of the backend.
 
-    run: returns a note on a cell that passed. errors: what the cell measures.
+    run: returns a note if the cell passed. errors: errors that the cell measures.
     """
     started = time.perf_counter()
     torch.manual_seed(0)
     try:
-        with torch.inference_mode():  # as in the engine, caches and inputs included
+        with torch.inference_mode():  # as in the engine, including caches and inputs
             note, status, found = run(), "passed", None
     except Skipped as reason:
         note, status, found = str(reason), "skipped", None
@@ -284,7 +285,7 @@ def result_of(cell: KitCell, run: Callable[[], str], errors: CellErrors) -> Cell
 
 
 def new_result(cell: KitCell, status: str, reason: str, guess: str = "", started: float | None = None) -> CellResult:
-    """Return the result of a cell. started: when it began, by time.perf_counter; None: its time is not known."""
+    """Return the result of a cell. started: start time by time.perf_counter; None means unknown."""
     seconds = 0.0 if started is None else round(time.perf_counter() - started, 4)
     said = {"cell": str(cell), "check": cell.check, "status": status, "reason": reason, "guess": guess, "seconds": seconds}
     return CellResult.model_validate(said | cell.axes)
@@ -294,7 +295,7 @@ def _raised(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error, HeadwayError) else error
     frames = traceback.extract_tb(cause.__traceback__)[-1:] if cause is not None else []
     where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""
-    # A HeadwayError with a cause is the engine's word around what the backend raised.
+    # A HeadwayError with a cause is the engine's message about the backend's exception.
     kind = f"raised {type(error).__name__}: " if cause is None or cause is error else ""
     return f"{kind}{' '.join(str(error).split())[:_NOTE]}{where}"
 

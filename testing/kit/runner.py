@@ -1,6 +1,6 @@
-"""Runs cells in child processes, under compute-sanitizer where that is asked for.
+"""Runs cells in child processes, optionally under compute-sanitizer.
 
-A backend that crashes, hangs or exits is a finding with its cell, and the next cell is run.
+A backend that crashes, hangs or exits gives a finding for its cell, and the next cell runs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from headway.testing.kit.report import CellResult, new_result
 
 OUT_OF_BOUNDS = "a kernel reads or writes memory that is not its own"
 SLOWER = 20
-"""Times as long as usual that a cell may take, for memcheck watches each access of each thread."""
+"""Factor on a cell's time limit, because memcheck watches each access of each thread."""
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-"""Each tensor is an allocation of its own, so that what lies behind its end is nobody's."""
+"""Makes each tensor a separate allocation, so that an access past its end is detected."""
 PLACE = "/usr/local/cuda/bin"
-"""Where the tool lies that is on no PATH."""
+"""Folder in which the tool may be if it is not on the PATH."""
 _MARK = "========= "
 _NO_ERROR = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "LEAK SUMMARY", "Warning")
 _DETAILS = 3
-"""Lines below an error that say where it is: the kernel, the thread, and the address."""
+"""Number of lines below an error that give its location: kernel, thread and address."""
 
 
 def find_sanitizer(device: str) -> str:
     """Return the path of compute-sanitizer.
 
-    :raises ConfigError: it is not installed, or the device has no kernels to watch.
+    :raises ConfigError: if it is not installed, or the device is not a GPU.
     """
     if device != "cuda":
         raise ConfigError("--sanitize", "--device cuda, whose kernels it watches", f"--device {device}")
@@ -49,24 +49,24 @@ def find_sanitizer(device: str) -> str:
 
 @dataclass
 class Sanitizer:
-    """Wraps the command of one process, and reads what the tool says of it."""
+    """Wraps the command of one process, and reads the tool's log."""
 
     path: str
-    """The tool."""
+    """Path of the tool."""
     _folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
     _read: int = 0
-    """Characters of the log that were looked at."""
+    """Number of log characters already read."""
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command under memcheck; its log begins anew."""
+        """Return the command under memcheck, with an empty log."""
         self._read = 0
         self._log.unlink(missing_ok=True)
-        # A library may ask the driver for functions that it does not have, which is no fault of a kernel.
+        # A library may ask the driver for functions that it does not have; this is not a kernel error.
         options = ["--tool", "memcheck", "--report-api-errors", "no", "--print-limit", "20", "--log-file", str(self._log)]
         return [self.path, *options, *command]
 
     def new_error(self) -> str:
-        """The first error that was logged since the last call, in one line; empty where there is none."""
+        """Return the first error logged since the last call as one line; "" if there is none."""
         with suppress(OSError):
             text = self._log.read_text(encoding="utf-8", errors="replace")
             new = text[self._read :]
@@ -80,7 +80,7 @@ class Sanitizer:
 
 
 def first_error(log: str) -> str:
-    """The first error of a log of compute-sanitizer, with the lines that say where it is; empty where there is none."""
+    """Return the first error in a log of compute-sanitizer, with its location; "" if there is none."""
     lines = [line.removeprefix(_MARK) for line in log.splitlines() if line.startswith(_MARK)]
     for number, line in enumerate(lines):
         if line.strip() and not line.startswith((" ", *_NO_ERROR)):
@@ -91,31 +91,31 @@ def first_error(log: str) -> str:
 
 
 TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
-"""Seconds that one cell may take; on a GPU a kernel may have to be compiled first."""
+"""Maximum seconds per cell. On a GPU this includes compiling the kernel."""
 INTERPRETED = 10
-"""Times as long under Triton's interpreter."""
+"""Factor on the time limit under Triton's interpreter."""
 START_TIMEOUT = 180.0
 MOST_DEATHS = 6
-"""After so many crashes and hangs in one run the rest is not run: each costs a new process."""
+"""Number of crashes and hangs after which a run is ended, because each needs a new process."""
 
 
 @dataclass
 class Listed:
-    """What a child says of its subject."""
+    """Listing of a subject from a child process."""
 
     subject: str
     owner: str
     plugin: Sequence[str] | None
-    """See `Subject.plugin`."""
+    """As in `Subject.plugin`."""
     unavailable: str
     cells: list[str]
     digest: str = ""
-    """See `CheckReport.digest`."""
+    """As in `CheckReport.digest`."""
 
 
 @dataclass
 class CellProcess:
-    """One process with the subject loaded, started at the first request and again after it died."""
+    """One process with the subject loaded, started at the first request and restarted after it died."""
 
     target: str
     device: str
@@ -123,19 +123,19 @@ class CellProcess:
     timeout: float
     plugins: Sequence[str] = ()
     model: str = ""
-    """Whose layers are tried; "": those of the kit."""
+    """Model whose layers are tested; "" means the kit's own."""
     guesses: bool = True
-    """Whether a failure says what it looks like, which takes longer than the cell."""
+    """Whether failures include a likely cause, which takes longer to find than the cell takes."""
     sanitizer: Sanitizer | None = None
-    """What watches the memory of the process's kernels; None: nothing."""
+    """Watches the memory accesses of the process's kernels. None means none."""
     deaths: int = 0
-    """Times that a cell took the process with it, or the process's use of the GPU."""
+    """Number of times that a cell ended the process, or made its GPU unusable."""
     _process: Child | None = None
 
     def brought(self) -> list[str]:
-        """Return the targets of all kernels that the plugins bring.
+        """Return the targets of all kernels that the plugins register.
 
-        :raises ConfigError: a plugin does not load.
+        :raises ConfigError: if a plugin does not load.
         """
         try:
             targets: list[str] = self._begin({"brought": True})["targets"]
@@ -144,9 +144,9 @@ class CellProcess:
             self.stop()
 
     def list(self, **request: Any) -> Listed:
-        """The cells of the subject.
+        """Return the cells of the subject.
 
-        :raises ConfigError: there is no such subject, or it does not load.
+        :raises ConfigError: if the subject does not exist or does not load.
         """
         answer = self._begin(request)
         if self.sanitizer is not None and (error := self.sanitizer.new_error()):
@@ -166,9 +166,9 @@ class CellProcess:
         return answer
 
     def run(self, cell: str) -> CellResult:
-        """One cell's result. Under a sanitizer its first error is the finding, whatever came of the cell.
+        """Return the result of one cell. Under a sanitizer, its first error is the finding, whatever the cell's result.
 
-        :raises ChildDied: the subject took the process with it.
+        :raises ChildDied: if the subject ended the process.
         """
         try:
             result = self._run(cell)
@@ -184,19 +184,19 @@ class CellProcess:
 
     def _run(self, cell: str) -> CellResult:
         answer: dict[str, Any] = {}
-        if self._process is None:  # importing a library may take longer than any cell should
+        if self._process is None:  # importing a library may take longer than the limit of a cell
             answer = self._ask({"load": True}, START_TIMEOUT)
         if "error" not in answer:
             answer = self._ask({"cell": cell, "guesses": self.guesses}, self.timeout)
         if "error" in answer:
             return _failed(cell, answer["error"], "the subject does not load in this process")
-        if answer["lost_gpu"]:  # every later call of this process would fail, whatever its cell
+        if answer["lost_gpu"]:  # every later call in this process would fail
             self.deaths += 1
             self.stop()
         return CellResult.model_validate(answer["result"])
 
     def stop(self) -> None:
-        """End the process and all that it started."""
+        """End the process and all processes that it started."""
         if self._process is not None:
             self._process.stop()
         self._process = None
@@ -218,12 +218,12 @@ class CellProcess:
 
 
 def cell_timeout(device: str, sanitized: bool = False) -> float:
-    """Seconds that one cell may take on a device, where nobody says otherwise."""
+    """Return the default time limit of a cell on a device, in seconds."""
     return TIMEOUT[device] * (INTERPRETED if interpreted() else 1) * (SLOWER if sanitized else 1)
 
 
 class Refused(ConfigError):
-    """An error of the subject, told in its own words alone."""
+    """An error of the subject, with its text unchanged."""
 
     def __init__(self, text: str) -> None:
         super().__init__("backend", "", "")
@@ -235,23 +235,24 @@ class Refused(ConfigError):
 
 @dataclass
 class CellRun:
-    """Cells dealt to a few children."""
+    """A run of cells distributed over a few child processes."""
 
     children: Sequence[CellProcess]
     tell: Callable[[CellResult], None] = lambda result: None
     stop_at_failure: bool = False
-    """Whether the first failure ends the run, as Ctrl-C does."""
+    """Whether the first failure ends the run, like Ctrl-C."""
     results: dict[str, CellResult] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _fault: BaseException | None = None
 
     def all(self, cells: Sequence[str]) -> list[CellResult]:
-        """The results in the order of the cells. What a thread raises is raised here: a cell without a result has not passed.
+        """Return the results in the order of the cells. Exceptions of threads are raised here: a cell without a result has not
+        passed.
 
-        Ctrl-C ends the run: the results are then those that there are.
+        Ctrl-C ends the run and returns the results so far.
         """
-        left = list(reversed(cells))  # taken from its end
-        left.sort(key=lambda cell: "far" not in cell.split(":"))  # whose caches are large, last
+        left = list(reversed(cells))  # cells are taken from its end
+        left.sort(key=lambda cell: "far" not in cell.split(":"))  # cells with large caches last
         threads = [threading.Thread(target=self._guarded, args=(child, left)) for child in self.children]
         for thread in threads:
             thread.start()
@@ -262,7 +263,7 @@ class CellRun:
         except KeyboardInterrupt:
             left.clear()
             with self._lock:
-                results = dict(self.results)  # without the cells whose processes are stopped now
+                results = dict(self.results)  # without the cells whose processes are now stopped
                 interrupted = True
         except BaseException:
             left.clear()
@@ -300,7 +301,7 @@ class CellRun:
                         result = _failed(cell, str(died), "takes the process with it: a crash or an exit")
             with self._lock:
                 if self.stop_at_failure and any(each.status == "failed" for each in self.results.values()):
-                    return  # a cell that another process had begun: one failure is shown
+                    return  # another process had started this cell: only one failure is shown
                 self.results[cell] = result
                 self.tell(result)
                 if self.stop_at_failure and result.status == "failed":

@@ -1,6 +1,6 @@
-"""A backend in the hands of the engine's own attention: sequences that come, grow and go over a paged pool, every step judged.
+"""A backend driven by the engine's attention: sequences that start, grow and end in a paged pool, with every step judged.
 
-Answers are held to float64, and every bit that is not the backend's to change is watched.
+Answers are compared with float64, and every bit that the backend must not change is checked.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from headway.testing.diagnosis.places import wrong_parts, wrong_sequences
 from headway.testing.kit.subject import AttentionSubject
 
 _ZERO_AT = 6
-"""How many blocks are handed out before block 0 where it is in use: then a sequence of several blocks has it, not as its last."""
+"""Number of blocks allocated before block 0, if it is used: a sequence of several blocks then has it, but not as its last."""
 _REMEMBERED = 4
-"""Steps whose lengths and blocks are remembered."""
+"""Number of steps whose lengths and blocks are stored."""
 _NULL = 1
-"""The block of zeros that stands in a table for those behind the window, unless block 0 does."""
+"""Block of zeros that replaces blocks before the window in a table, unless block 0 does."""
 
 
 class SessionRoom(NamedTuple):
-    """How much a session holds."""
+    """Capacity of a session."""
 
     num_blocks: int
-    """Blocks of its sequences."""
+    """Number of blocks for its sequences."""
     max_tokens: int
-    """Tokens of a step."""
+    """Maximum number of tokens per step."""
     layers: int
 
 
 class Session:
-    """One instance of a backend for each of the two parts of a step, and the caches of a few layers that share every plan.
+    """Backend instances for both parts of a step, and the caches of a few layers that share every plan.
 
-    q, k, v and out lie at the same addresses in every step, as those of an engine do. Blocks are handed out in no order, block 0
-    to nobody: a table is padded with zeros, and a kernel that reads past a sequence's end meets the poison. Blocks behind a
-    sliding window have been given back, and a block of zeros stands in their place. With `zero_in_use` it is as in an engine's
-    pool: block 0 is a block like any other, or with a window the one of zeros; and tables of one shape lie at one address.
+    q, k, v and out have the same addresses in every step, as in an engine. Blocks are allocated in random order without block 0:
+    a table is padded with zeros, and a kernel that reads past a sequence's end reads poison. Blocks before a sliding window are
+    freed and replaced by a block of zeros. With `zero_in_use`, as in an engine's pool, block 0 is used like any other or, with a
+    window, is the block of zeros; tables of one shape have the same address.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class Session:
         room: SessionRoom,
         poison: float,
     ) -> None:
-        """cell: says over which cache, with which scores and work; parts: who serves prompts, and who decodes; poison: in every
-        slot of no token."""
+        """cell: selects the cache, the scores and the work. parts: backends for prompts and for decode. poison: value of every
+        slot without a token."""
         memory, zero_in_use = cell.memory, cell.work in ("many", "again") or cell.check == "steps"
         layout, writer = subject.layouts[cell.layout], subject.writer(cell.layout)
         self.guesses = True
-        """Whether a failure says what it looks like."""
+        """Whether failures include a likely cause."""
         self.errors = CellErrors()
-        """Where the error of each judged step is noted."""
+        """Errors of the judged steps."""
         self.spec = spec
         self.block_size = cell.block_size
         self.layouts = list(subject.layouts.values())
-        """All that a backend may confuse this one with."""
+        """All layouts that a backend may confuse with this one."""
         self.memory = memory
         self.prefill = parts[0]
         self.decode = parts[1]
@@ -100,11 +100,11 @@ class Session:
         self.generator = torch.Generator().manual_seed(0)
         self.numbers = Numbers(spec, cell.scores, self.generator)
         self._wide_tables = cell.work == "tables"
-        """Whether a table is a part of a wider one, whose other columns name no block."""
+        """Whether a table is a slice of a wider one, whose other columns name no block."""
         self._contexts: list[tuple[list[int], Tensor]] = []
-        """Blocks and cached positions of sequences whose rows have not been written yet."""
+        """(blocks, cached positions) of sequences whose rows are not written yet."""
         self._tables: dict[tuple[int, ...], Tensor] | None = {} if zero_in_use else None
-        """Where tables of a shape lie; None: anywhere."""
+        """Shape of a table -> the memory reused for it. None means new memory for each table."""
         for foreign in (*self.layers.given, *self.layers.right):
             foreign.fill_blocks([self._null], 0.0)
         order = torch.randperm(room.num_blocks, generator=self.generator) + before
@@ -116,24 +116,25 @@ class Session:
         )
         self.buffers = [StepInputs.allocate(spec, room.max_tokens, merged=layer % 2 == 1) for layer in range(room.layers)]
         self.previous: list[list[int]] = []
-        """kv_len of each row of the first step and of the latest ones."""
+        """kv_len of each row of the first step and of the latest steps."""
         self.previous_blocks: list[list[tuple[int, ...]]] = []
         """Blocks of each row of the same steps."""
         self.planned = 0
-        """The longest kv_len that a captured decode was planned for; 0: none was."""
+        """Maximum kv_len that a captured decode was planned for; 0 means none was."""
 
     @property
     def backends(self) -> tuple[Mapping[AttentionSpec, AttentionBackend], Mapping[AttentionSpec, AttentionBackend]]:
-        """Who serves the first part and the second, as the engine hands them to a step."""
+        """Backends of the first and the second part, as the engine passes them to a step."""
         return {self.spec: self.prefill}, {self.spec: self.decode}
 
     @property
     def instances(self) -> list[AttentionBackend]:
-        """The backend's instances, that of each part."""
+        """Backend instances of both parts."""
         return [self.prefill, self.decode]
 
     def open(self, context: int, share: Tokens | None = None) -> Tokens:
-        """A sequence with `context` cached tokens. share: one whose full blocks it begins with, as after a prefix hit."""
+        """Return a sequence with `context` cached tokens. share: sequence whose full blocks it starts with, as after a prefix
+        cache hit."""
         seq = Tokens()
         if share is not None:
             shared = min(share.length, context) // self.block_size
@@ -157,12 +158,12 @@ class Session:
             self.layers.write(layer, k, v, slots, given=True)
 
     def reserve(self, seq: Tokens, length: int) -> None:
-        """Give a sequence the blocks for so many tokens."""
+        """Allocate blocks to a sequence for a number of tokens."""
         while len(seq.blocks) * self.block_size < length:
             seq.blocks.append(self._free.pop(0))
 
     def close(self, seq: Tokens) -> None:
-        """Give a sequence's blocks back."""
+        """Free a sequence's blocks."""
         self._write_contexts()
         self.layers.forget(seq.blocks)
         self._free += seq.blocks
@@ -195,7 +196,7 @@ class Session:
     def step(self, work: StepWork, padding_rows: int = 0, *, checked: bool = True) -> StepTensors:
         """Run one step as the engine does and judge it.
 
-        :raises Finding: anything about it is wrong.
+        :raises Finding: if anything is wrong.
         """
         step = self.lay_out(work, padding_rows)
         before = Before(step)
@@ -204,7 +205,7 @@ class Session:
         return step
 
     def run(self, step: StepTensors) -> None:
-        """Begin a step and run every layer of it."""
+        """Plan a step and run all of its layers."""
         with torch.inference_mode():
             self.begin(step)
             self.run_layers(step)
@@ -215,7 +216,7 @@ class Session:
         self.attention.begin(step.metadata, prefill, decode)
 
     def run_layers(self, step: StepTensors) -> None:
-        """Run every layer of a step that has been begun."""
+        """Run all layers of a planned step."""
         for layer, given in enumerate(step.inputs):
             self.attention.run(layer, given.q, given.k, given.v, given.out)
 
@@ -256,7 +257,7 @@ class Session:
         return replace(metadata, block_table=wide[:, :columns])
 
     def _seen(self, seq: Tokens) -> list[int]:
-        """The blocks of a sequence's table, once those that no later query sees are given back."""
+        """Return the blocks of a sequence's table, with blocks that no later query sees replaced."""
         window = self.spec.sliding_window
         behind = 0 if window is None else max(seq.length - window + 1, 0) // self.block_size
         return [self._null] * behind + seq.blocks[behind:]
@@ -272,7 +273,7 @@ class Session:
 
 
 SEQUENCE_FACTOR = 8.0
-"""How much farther from the reference than the tolerance of a whole step one sequence may be: few numbers scatter more."""
+"""Factor on the tolerance for one sequence: few values scatter more than a whole step."""
 _STRIDED = "wrong in a strided view of memory: go by the strides of the cache, or declare contiguous_blocks"
 MEMORY = {
     "packed": _STRIDED,
@@ -282,13 +283,16 @@ MEMORY = {
 }
 _LISTED = 6
 _COMPARED = 4
-"""Right sequences that a mistake must leave alone."""
+"""Number of correct sequences that a mistake must leave unchanged."""
 _EXPONENT = 88.0
-"""Where the exponential of a float32 ends."""
+"""Largest argument of a float32 exponential."""
 
 
 def judge(session: Session, step: StepTensors) -> None:
-    """:raises Finding: the first thing that is wrong, with the numbers and a guess."""
+    """Judge a step.
+
+    :raises Finding: for the first error, with the numbers and the likely cause.
+    """
     for layer in range(len(step.inputs)):
         _cache(session, step, layer)
         _guards(step, layer)
@@ -299,7 +303,7 @@ def judge(session: Session, step: StepTensors) -> None:
 
 
 def limit(session: Session, step: StepTensors) -> float:
-    """The largest tolerance declared by those who served the step, and what rounding the regime's scores may cost."""
+    """Return the largest tolerance declared by the step's backends, plus the rounding cost of the distribution of scores."""
     parts = [(step.metadata.num_prefills, session.prefill), (step.metadata.num_decodes, session.decode)]
     declared = max(float(backend.tolerance[session.spec.dtype]) for count, backend in parts if count)
     return declared + session.numbers.slack
@@ -342,7 +346,7 @@ def _guards(step: StepTensors, layer: int) -> None:
 
 
 _LEFT_ALONE = 192.0
-"""Stands in padding rows of `out` before a step; every element type holds it."""
+"""Value of padding rows of `out` before a step; every dtype represents it."""
 
 
 def _padding(step: StepTensors, layer: int) -> None:
@@ -355,7 +359,7 @@ def _padding(step: StepTensors, layer: int) -> None:
 
 
 def _vanish(out: Tensor, answer: Tensor) -> bool:
-    """Return whether an answer and its output lie below the smallest normal number, as where a sink takes all the weight."""
+    """Return whether an answer and its output are below the smallest normal number, as if a sink takes all weight."""
     smallest = torch.finfo(out.dtype).tiny
     return not out.numel() or (float(answer.abs().max()) < smallest and float(out.abs().max()) < smallest)
 
@@ -387,7 +391,7 @@ def _answers(session: Session, step: StepTensors, layer: int, tolerance: float) 
 
 
 def _fine(step: StepTensors, bad: Sequence[int]) -> list[int]:
-    """A few of the step's right sequences, of those parts that have wrong ones."""
+    """Return a few correct sequences of the step, from the parts that have wrong ones."""
     parts = {number < step.metadata.num_prefills for number in bad}
     right = [n for n in range(len(step.tokens)) if n not in bad and (n < step.metadata.num_prefills) in parts]
     return right if len(right) <= _COMPARED else [right[at * (len(right) - 1) // (_COMPARED - 1)] for at in range(_COMPARED)]
@@ -411,7 +415,7 @@ def _wrong(session: Session, step: StepTensors, layer: int, number: int, right: 
 
 
 def _unwritten(given: StepInputs, step: StepTensors, numbers: Sequence[int]) -> str:
-    """Words for rows that nobody wrote; empty where there are none."""
+    """Return a description of rows that were not written; "" if there are none."""
     missed = [number for number in numbers if given.unwritten(step.tokens[number])]
     if not missed:
         return ""
@@ -434,8 +438,10 @@ def _guessed(
     right: Sequence[Tensor],
     tolerance: float,
 ) -> str:
-    """What wrong sequences look like. numbers: of these; bad: those that are wrong by themselves, and not only by
-    a rounding; right: the right answers."""
+    """Return the likely cause of wrong sequences.
+
+    numbers: indices of these sequences. bad: those with an error beyond rounding. right: correct answers.
+    """
     try:
         with _beside(step.inputs[layer].out):
             wrong = [_wrong(session, step, layer, number, right) for number in numbers]
@@ -443,19 +449,20 @@ def _guessed(
             computed = [each for each in wrong if not bool(each.out.isnan().any())]
             if bad and computed and (looks := guess(computed, fine, tolerance)):
                 return looks
-    except (RuntimeError, ValueError, IndexError) as fault:  # what was found counts more than what it looks like
+    except (RuntimeError, ValueError, IndexError) as fault:  # the finding matters more than its likely cause
         return f"no guess, by an error of the kit's own: {type(fault).__name__}: {fault}"
     if not computed:
         looks = "NaN for one sequence" if len(wrong) == 1 and fine else "NaN"
         lift = session.numbers.lift
-        if abs(lift) > _EXPONENT and session.spec.sliding_window is None:  # with one there may be no key that is seen
+        if abs(lift) > _EXPONENT and session.spec.sliding_window is None:  # with a window, there may be no visible key
             looks += f" where scores are near {lift:+.0f}: exponentials that are not relative to the largest score"
         return looks
     return "" if bad else "a rounding that is coarser than the declared tolerance"
 
 
 def _beside(tensor: Tensor) -> AbstractContextManager[object]:
-    """What mistakes are made of lies where the step does. On a CPU it does anyway, and torch need not look at each call."""
+    """Return a context in which new tensors are on the step's device; it is a no-op on a CPU, where it would slow every torch
+    call."""
     return nullcontext() if tensor.device.type == "cpu" else tensor.device
 
 

@@ -1,4 +1,5 @@
-"""What the kinds of operations share in the conformance kit: a kernel's cells, and the grid of layers that it is tried on."""
+"""Common parts of all kinds of operations in the conformance kit: a kernel's cells, and the grid of layers that it is tested
+with."""
 
 from __future__ import annotations
 
@@ -23,67 +24,67 @@ Values = tuple[Any, ...]
 
 
 class Stage(ABC, Generic[S, C]):
-    """A kernel, the cells that it is tried in, and its steps. Each kind of operation has a subclass."""
+    """A kernel, its cells and their steps. Each kind of operation has a subclass."""
 
     cell: ClassVar[type[KitCell]]
-    """Type of the kind's cells."""
+    """Class of the kind's cells."""
 
     def __init__(self, subject: S) -> None:
         self.subject = subject
         self.guesses = True
-        """Whether a failure says what it looks like."""
+        """Whether failures include a likely cause."""
         self.errors = CellErrors()
-        """Measured errors of the cell that runs."""
+        """Measured errors of the cell that is running."""
 
     @property
     def layouts(self) -> Mapping[str, Any]:
-        """Layouts of what kernels of this kind keep, by name."""
+        """Name -> layout of the caches or states of this kind."""
         return {}
 
     @abstractmethod
     def cells(self, quick: bool = False) -> list[C]:
-        """Return the cells of the subject. quick: try each value once in place of each pair of values."""
+        """Return the cells of the subject. quick: cover each value once instead of each pair."""
 
     @abstractmethod
     def answers(self, cell: C) -> list[Support]:
-        """Return what the subject answers to a cell's layer, for each phase of the cell."""
+        """Return the subject's support for a cell's layer, for each phase of the cell."""
 
     @abstractmethod
     def once(self, cell: C) -> Callable[[], list[Tensor]]:
-        """Return a function that runs a cell's step, the same each time, and returns what it leaves."""
+        """Return a function that repeats a cell's step and returns its results."""
 
     @abstractmethod
     def many(self, cell: C) -> Callable[[int], None]:
-        """Return a function that runs this many further steps of one instance."""
+        """Return a function that runs a number of further steps of one instance."""
 
     @abstractmethod
     def launches(self, cell: C) -> tuple[str, Callable[[], object]]:
-        """Return the names of the calls of a step that has run before, and a function that makes them and nothing else."""
+        """Return the names of the calls of a step that ran before, and a function that only makes these calls."""
 
 
 class Grid(Stage[S, C]):
-    """A stage whose layers are the product of some values of each axis, so far as the subject accepts them."""
+    """A stage whose layers are the accepted part of a product of axis values."""
 
     axes: ClassVar[tuple[str, ...]]
-    """Fields of a cell that make up its layer."""
+    """Fields of a cell that define its layer."""
     phases: ClassVar[tuple[str, ...]] = ("-",)
-    """What a layer can be served in."""
+    """Phases in which a layer can run."""
 
     @cached_property
     @abstractmethod
     def values(self) -> Mapping[str, Values]:
-        """The values of each axis that are tried, the plainest first."""
+        """Values of each axis to test, the simplest first."""
 
     @abstractmethod
     def spec(self, cell: C) -> Any:
-        """Build the layer of a cell."""
+        """Return the layer of a cell."""
 
     @abstractmethod
     def whole(self, cell: C) -> C | None:
-        """Return the cell with the axes that its layer has no use for at their plainest; None where there is no such layer."""
+        """Return the cell with axes that its layer does not use at their simplest value; None if no such layer exists."""
 
     def most_tolerance(self, dtype: torch.dtype) -> float:
-        """Return the largest tolerance that a kernel of this kind may declare for a type of its rows."""
+        """Return the maximum tolerance that a kernel of this kind may declare for a dtype."""
         return float(self.subject.kind.kernel.tolerance[dtype])
 
     def served(self, cell: C) -> frozenset[str]:
@@ -92,7 +93,7 @@ class Grid(Stage[S, C]):
 
     @cached_property
     def rows(self) -> list[tuple[C, frozenset[str]]]:
-        """Every layer of these values that is accepted, and in which phases."""
+        """Every accepted layer with its phases."""
         found: dict[C, frozenset[str]] = {}
         for chosen in product(*self.values.values()):
             cell = self.whole(self.having(dict(zip(self.values, chosen, strict=True))))
@@ -101,13 +102,13 @@ class Grid(Stage[S, C]):
         return [(cell, phases) for cell, phases in found.items() if phases]
 
     def having(self, values: Mapping[str, Any]) -> C:
-        """Return a cell of `answer` with these values of the axes."""
+        """Return a cell of `answer` with these axis values."""
         cell: Any = self.cell("answer")
         made: C = cell.having(values)
         return made
 
     def cover(self, sets: Sequence[tuple[str, ...]]) -> list[tuple[C, frozenset[str]]]:
-        """Return few layers that hold, in every phase, each accepted combination of the values of each set of axes."""
+        """Return few layers that contain, in every phase, each accepted combination of the values of each set of axes."""
         if not self.rows:
             return []
         order, table, served = shuffled(self.rows, self.values, self.phases)
@@ -116,7 +117,7 @@ class Grid(Stage[S, C]):
         return [self.rows[order[number]] for number in chosen]
 
     def widest(self, **wanted: Any) -> tuple[C, frozenset[str]] | None:
-        """Return the plainest layer with these values, of those that are served in the most phases."""
+        """Return the simplest layer with these values, out of those that are supported in most phases."""
         fitting = [row for row in self.rows if all(getattr(row[0], axis) == value for axis, value in wanted.items())]
         return max(fitting, key=lambda row: len(row[1]), default=None)
 
@@ -124,8 +125,8 @@ class Grid(Stage[S, C]):
 def shuffled(
     rows: Sequence[tuple[C, frozenset[str]]], values: Mapping[str, Values], phases: Sequence[str]
 ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Return the numbers of rows in a fixed random order and, in that order, the number of each axis's value in them, and
-    whether they are served in each phase."""
+    """Return row indices in a fixed random order and, in that order, the value index of each axis and whether each phase is
+    supported."""
     order = numpy.random.default_rng(0).permutation(len(rows))
     numbers = {axis: {value: n for n, value in enumerate(tried)} for axis, tried in values.items()}
     table = numpy.array([[numbers[axis][getattr(cell, axis)] for axis in numbers] for cell, _ in rows])
@@ -134,10 +135,10 @@ def shuffled(
 
 
 def greedy(table: numpy.ndarray, served: numpy.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
-    """Numbers of few rows that hold every combination of each set's columns, in every phase that has it.
+    """Return indices of few rows that cover every combination of each set's columns, in every phase that has it.
 
-    The next row is the first of those that add most. What a row adds never grows, so that only rows are looked at again that
-    added most when they were last looked at (lazy greedy: Minoux 1978).
+    The next row is the first that adds the most. What a row adds never grows, so only rows that added most at their last
+    evaluation are evaluated again (lazy greedy: Minoux 1978).
     """
     sizes = table.max(axis=0) + 1
     codes = numpy.zeros((len(table), len(sets)), dtype=numpy.int64)

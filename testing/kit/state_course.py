@@ -1,4 +1,4 @@
-"""A backend for layers with a state along the calls of an engine: two layers, slots, and the course of sequences."""
+"""A state backend driven by an engine's calls: two layers, slots, and sequences that grow, fork and move."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LAYER = "right in the first layer: keeps something of a layer, its weights or i
 
 @dataclass(frozen=True)
 class Served:
-    """Who runs prompts and extensions, and who decodes: the subject, or the definition for what it does not serve."""
+    """Backends for prompts and extends, and for decode: the subject, or the reference for what it does not support."""
 
     scans: StateBackend
     steps: StateBackend
@@ -42,9 +42,9 @@ class Served:
 
     @classmethod
     def of(cls, stage: StateStage, cell: StateCell) -> Served:
-        """Ask the subject what it serves of a layer.
+        """Return the backends for a layer.
 
-        :raises Skipped: neither of the two.
+        :raises Skipped: if the subject supports neither part.
         """
         own, spec = stage.make(cell), stage.spec(cell)
         plain = PlainStates(spec, own.layout)
@@ -58,19 +58,19 @@ class Served:
 
 @dataclass
 class LayerTokens:
-    """The tokens of a sequence in one layer, and what a lone run over all of them gives."""
+    """Tokens of a sequence in one layer, with the results of one run over all of them."""
 
     inputs: list[Tensor]
-    """x and gates, [length, ...]"""
+    """x and gates, [length, ...]."""
     expected: Tensor
-    """float64 [length, out_channels]"""
+    """float64 [length, out_channels]: outputs."""
     last: SequenceState
-    """The state after the last token."""
+    """State after the last token."""
 
 
 @dataclass(eq=False)
 class StateTokens:
-    """One sequence: all tokens that it will have, and how far it has come."""
+    """One sequence: all of its future tokens, and its progress."""
 
     layers: list[LayerTokens]
     slot: int
@@ -78,28 +78,28 @@ class StateTokens:
 
     @property
     def left(self) -> int:
-        """Tokens that have not run."""
+        """Number of tokens that have not run."""
         return len(self.layers[0].expected) - self.done
 
 
 @dataclass
 class StateTurn:
-    """What one sequence does in a step."""
+    """Work of one sequence in a step."""
 
     seq: StateTokens
     count: int
-    """New tokens."""
+    """Number of new tokens."""
     accepted: int = 0
-    """How many new tokens of a decode hold; the others are guesses that the sequence will not have. 0: a prompt."""
+    """Number of accepted tokens of a decode; the others are rejected draft tokens. 0 means a prompt."""
     out_slots: list[int] = field(default_factory=list)
     checkpoint: tuple[int, int] | None = None
-    """Tokens of this step after which the state is kept, and where."""
+    """(tokens of this step after which the state is stored, slot to store it in)."""
 
 
 class StateSession:
-    """One instance, which plans a step once for two layers, their pools of slots, and sequences in them.
+    """One backend instance that plans a step once for two layers, with their slots and sequences.
 
-    A slot that is given back is the next to be taken: every second one is filled with NaN, the others keep what they hold.
+    A freed slot is reused next. Every second one is filled with NaN; the others keep their contents.
     """
 
     def __init__(self, served: Served, spec: StateSpec, layout: StateLayout, num_slots: int = 64, seed: int = 0) -> None:
@@ -117,23 +117,23 @@ class StateSession:
         return [tensor for cache in self.caches for tensor in cache.tensors.values()]
 
     def take(self) -> int:
-        """Hand out a slot."""
+        """Allocate a slot."""
         return self._free.pop()
 
     def give_back(self, slot: int) -> None:
-        """Take a slot back."""
+        """Free a slot."""
         for tensor in self._tensors():
             if slot % 2:
                 tensor[slot] = torch.nan
         self._free.append(slot)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a slot's states to another slot, as an engine does that restores or forks a sequence."""
+        """Copy a slot's states to another slot, as an engine does when it restores or forks a sequence."""
         for tensor in self._tensors():
             tensor[target] = tensor[source]
 
     def swap(self, one: StateTokens, other: StateTokens) -> None:
-        """Let two sequences change slots."""
+        """Exchange the slots of two sequences."""
         for tensor in self._tensors():
             tensor[[one.slot, other.slot]] = tensor[[other.slot, one.slot]]
         one.slot, other.slot = other.slot, one.slot
@@ -146,13 +146,13 @@ class StateSession:
         self.give_back(old)
 
     def fork(self, seq: StateTokens) -> StateTokens:
-        """Let a second sequence go on from where a sequence is, with the same tokens."""
+        """Return a second sequence that continues from a sequence's state, with the same tokens."""
         found = replace(seq, slot=self.take())
         self.copy(seq.slot, found.slot)
         return found
 
     def open(self, length: int, prefix: StateTokens | None = None, shared: int = 0, checkpoint: int = -1) -> StateTokens:
-        """Begin a sequence. prefix: one whose first `shared` tokens it has, and whose state after them lies in `checkpoint`."""
+        """Start a sequence. prefix: sequence whose first `shared` tokens it has; the state after them is in slot `checkpoint`."""
         layers = []
         for number, parameters in enumerate(self.parameters):
             inputs = random_inputs(self.spec, length, self.generator, strided=True)
@@ -168,9 +168,9 @@ class StateSession:
         return StateTokens(layers, self.take() if prefix is None else checkpoint, shared)
 
     def step(self, work: Sequence[StateTurn]) -> None:
-        """Run one step, judge its output, and let the sequences move on; prompts and extensions come first in `work`.
+        """Run one step, judge its output, and advance the sequences. In `work`, prompts and extends come first.
 
-        :raises Finding: an output is wrong.
+        :raises Finding: if an output is wrong.
         """
         for number, turn in enumerate(work):
             own = [turn.seq.slot] if (number + turn.seq.done) % 3 == 0 else []
@@ -191,9 +191,9 @@ class StateSession:
             seq.slot = kept
 
     def end(self, seq: StateTokens) -> None:
-        """Judge what a sequence leaves, and take its slot back.
+        """Judge a sequence's final state, and free its slot.
 
-        :raises Finding: the state is wrong.
+        :raises Finding: if the state is wrong.
         """
         for layer, cache in enumerate(self.caches):
             last = seq.layers[layer].last
@@ -254,13 +254,14 @@ class StateSession:
 
 _SIDE_BY_SIDE = 4
 _LENGTHS = (20, 64, 33, 90, 41, 7)
-"""Tokens of the sequences that come after the first three, each when another has ended."""
+"""Tokens of the sequences that follow the first three, each started when another has ended."""
 _CUTS = (1, 2, 64, 3, 5, 37)
-"""New tokens of a prompt in a step: fewer than a convolution remembers, a whole chunk, and parts of one."""
+"""New tokens of a prompt per step: fewer than the convolution's inputs, a whole chunk, and parts of one."""
 
 
 class Course:
-    """Sequences that are cut anywhere, guess, take a prefix up, are moved, forked and set back from outside, and end."""
+    """A run of sequences that are chunked anywhere, verify draft tokens, reuse prefixes, are moved, forked and rolled back, and
+    end."""
 
     def __init__(self, session: StateSession, drafts: int) -> None:
         self._session = session
@@ -270,9 +271,9 @@ class Course:
         self._set_back = False
 
     def run(self) -> str:
-        """Run to the end of every sequence; returns what was run, in words.
+        """Run to the end of every sequence, and return a summary.
 
-        :raises Finding: an output or a state is wrong.
+        :raises Finding: if an output or a state is wrong.
         """
         session, waiting = self._session, list(_LENGTHS)
         checkpoint, first, second = session.take(), session.open(170), session.open(140)
@@ -307,7 +308,7 @@ class Course:
         return StateTurn(seq, min(seq.left, _CUTS[draw % len(_CUTS)]))
 
     def _change_slots(self, running: list[StateTokens]) -> None:
-        """Do to the slots what an engine does between steps: it restores, forks and moves states, and no backend is asked."""
+        """Restore, fork and move states between steps, as an engine does without the backend."""
         session, begun = self._session, [seq for seq in running if seq.done]
         if len(begun) > 1 and self._steps % 4 == 1:
             session.swap(begun[0], begun[-1])
@@ -316,7 +317,7 @@ class Course:
         if begun and self._steps % 6 == 2 and len(running) < _SIDE_BY_SIDE + 2:
             running.append(session.fork(begun[0]))
         if len(begun) > 1 and not self._set_back and self._steps > 4:
-            # One sequence goes on alone, and is then set back to where it was, in the slot that it has by then.
+            # One sequence continues, and is then rolled back to its earlier state, in its current slot.
             self._set_back = True
             seq = max(begun, key=lambda each: each.left)
             kept, done = session.fork(seq), seq.done

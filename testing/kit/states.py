@@ -1,4 +1,4 @@
-"""Backends for layers with a state in the kit: the cells that one is tried in, its layers and its steps."""
+"""State backends in the kit: the cells of a backend, its layers and its steps."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ from headway.testing.kit.stage import Grid
 from headway.testing.kit.subject import Subject
 
 HEADS = ("4/2", "3/3", "10/2")
-"""Heads of the state and key heads; of `mamba1`, whose heads are channels, eight times as many."""
+"""State heads / key heads. `mamba1`, whose heads are channels, has eight times as many."""
 CONVOLUTIONS = ("silu", "bare", "short", "none")
-"""silu: four taps, a bias and silu; bare: three taps, a bias and nothing after them; short: two taps and silu without a bias;
-none: no convolution."""
+"""silu: four taps, bias and SiLU. bare: three taps and bias, without activation. short: two taps and SiLU, without bias. none: no
+convolution."""
 WORK = ("edges", "many", "long")
-"""edges: a few sequences whose lengths lie around the ends of chunks; many: sequences by the dozen; long: more than a thousand
-tokens."""
+"""edges: a few sequences with lengths near chunk boundaries. many: dozens of sequences. long: more than a thousand tokens."""
 _CHANNELS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class StateCell(KitCell):
-    """A cell of a backend for layers with a state."""
+    """A cell of a state backend."""
 
     mark: ClassVar = "states"
     prefixes: ClassVar = {"heads": "h", "key_dim": "k", "value_dim": "v"}
@@ -59,27 +58,27 @@ class StateCell(KitCell):
         "work": one_of(WORK),
     }
     phase: str = "-"
-    """A name out of PHASES, or "-" where the check runs several."""
+    """A name of PHASES, or "-" if the check runs several."""
     kind: str = GATED_DELTA
     layout: str = "key_value"
     dtype: str = "float32"
     state_dtype: str = "float32"
     heads: str = HEADS[0]
-    """Out of HEADS."""
+    """One of HEADS."""
     key_dim: int = 16
     value_dim: int = 16
     conv: str = CONVOLUTIONS[0]
-    """Out of CONVOLUTIONS."""
+    """One of CONVOLUTIONS."""
     decays: str = MILD
-    """Out of REGIMES."""
+    """One of REGIMES."""
     work: str = WORK[0]
-    """Out of WORK."""
+    """One of WORK."""
     about: str = "-"
-    """The axis of a refusal."""
+    """Axis of a refusal."""
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Fields of a result: the kind stands for the feature, key_dim for the head's size."""
+        """Fields of a result. The kind is stored as the feature, key_dim as the head dimension."""
         heads, _, key_heads = self.heads.partition("/")
         return {
             "phase": self.phase,
@@ -94,7 +93,7 @@ class StateCell(KitCell):
 
 
 def make_state_spec(cell: StateCell, device: torch.device) -> StateSpec:
-    """Build the layer of a cell."""
+    """Return the layer of a cell."""
     heads, key_heads = (int(part) for part in cell.heads.split("/"))
     key_dim, value_dim = cell.key_dim, cell.value_dim
     if cell.kind == MAMBA1:
@@ -103,7 +102,9 @@ def make_state_spec(cell: StateCell, device: torch.device) -> StateSpec:
     if cell.kind == CONV:
         heads = key_heads = key_dim = value_dim = 0
         channels = _CHANNELS
-    normed = cell.kind in (GATED_DELTA, KDA) and (cell.conv != "none" or heads != key_heads)  # the engine's helper may convolve
+    normed = cell.kind in (GATED_DELTA, KDA) and (
+        cell.conv != "none" or heads != key_heads
+    )  # another backend may run the convolution
     return StateSpec(
         cell.kind,
         heads,
@@ -124,10 +125,10 @@ def make_state_spec(cell: StateCell, device: torch.device) -> StateSpec:
 
 
 _KEY_DIMS, _VALUE_DIMS = (16, 7, 72), (16, 5, 136)
-"""A whole tile; less than one; and a part of one after others."""
+"""A whole tile; less than a tile; a part of a tile after whole ones."""
 _MOST_DIMS = 4
 ODD_LAYOUT = StateLayout("kit_odd", ("slot", "value", "head", "key"), ("slot", "time", "channel"))
-"""A layout that nobody has registered, for backends that take every one, and for refusals."""
+"""An unregistered layout, for backends that accept every layout, and for refusals."""
 
 
 Lens = list[tuple[int, int]]
@@ -162,52 +163,52 @@ _UNCLAIMED: dict[str, tuple[str | int, tuple[str, ...]]] = {
     "value_dim": (24, tuple(kind for kind in _RECURRENT if kind != MAMBA1)),
     "conv": (CONVOLUTIONS[0], _RECURRENT),
 }
-"""Axis -> a value that need not be claimed, and the kinds whose layers have the axis."""
+"""Axis -> (a value that need not be claimed, kinds whose layers have the axis)."""
 StateRow = tuple[StateCell, frozenset[str]]
 
 
 class StateStage(Grid[Subject, StateCell]):
-    """A backend for layers with a state, the layers and the steps that it is tried in."""
+    """A state backend under test, its layers and its steps."""
 
     cell = StateCell
     phases = tuple(PHASES)
 
     @property
     def claims(self) -> StateCapabilities:
-        """What the subject says it serves."""
+        """Capabilities of the subject."""
         claims: StateCapabilities = self.subject.claims
         return claims
 
     @cached_property
     def layouts(self) -> dict[str, StateLayout]:
-        """Every registered layout by name, and one more."""
+        """Name -> registered layout, plus ODD_LAYOUT."""
         return {**self.subject.registry.states.layouts, ODD_LAYOUT.name: ODD_LAYOUT}
 
     def spec(self, cell: StateCell) -> StateSpec:
-        """Build the layer of a cell."""
+        """Return the layer of a cell."""
         return make_state_spec(cell, self.subject.device)
 
     def make(self, cell: StateCell) -> StateBackend:
-        """Make an instance for a cell's layer."""
+        """Return an instance for a cell's layer."""
         return make_state_backend(self.subject.backend, self.spec(cell), self.layouts[cell.layout])
 
     def supports(self, cell: StateCell, phase: Phase) -> Support:
-        """Return whether the subject serves a cell's layer in a phase."""
+        """Return whether the subject supports a cell's layer in a phase."""
         return self.subject.registry.states.supports(self.subject.name, self.spec(cell), self.layouts[cell.layout], phase)
 
     def answers(self, cell: StateCell) -> list[Support]:
-        """Return the answer for the phase of a cell or, if it has none, for each claimed phase."""
+        """Return the support for the phase of a cell or, if it has none, for each claimed phase."""
         asked = [phase for phase in Phase if (phase in self.claims.phases if cell.phase == "-" else cell.phase == phase.value)]
         return [self.supports(cell, phase) for phase in asked]
 
     def served(self, cell: StateCell) -> frozenset[str]:
-        """Return those of PHASES in which the subject serves a cell's layer."""
+        """Return the phases (of PHASES) in which the subject supports a cell's layer."""
         served = {phase for phase in Phase if self.supports(cell, phase)}
         return frozenset(name for name, needed in PHASES.items() if needed <= served)
 
     @cached_property
     def values(self) -> dict[str, tuple[str | int, ...]]:
-        """The values of each axis that the subject claims, the plainest first."""
+        """Values of each axis that the subject claims, the simplest first."""
         claims = self.claims
         claimed = claims.layouts or tuple(self.layouts.values())
         return {
@@ -222,7 +223,7 @@ class StateStage(Grid[Subject, StateCell]):
         }
 
     def whole(self, cell: StateCell) -> StateCell | None:
-        """Return the cell with the axes that its kind has no use for at their plainest; None where there is no such layer."""
+        """Return the cell with axes that its kind does not use at their simplest value; None if no such layer exists."""
         plain = {axis: values[0] for axis, values in self.values.items()}
         if cell.kind == CONV:
             if cell.conv == "none":
@@ -231,21 +232,21 @@ class StateStage(Grid[Subject, StateCell]):
         return cell.having({"value_dim": plain["value_dim"]}) if cell.kind == MAMBA1 else cell
 
     def refusal_of(self, kind: str) -> str:
-        """Return the reasons why the plainest layer of a kind is refused in every phase."""
+        """Return the reasons why the simplest layer of a kind is refused in every phase."""
         plain = {axis: values[0] for axis, values in self.values.items()} | {"kind": kind}
         cell = self.whole(self.having(plain))
         assert cell is not None
         return "; ".join(dict.fromkeys(str(self.supports(cell, phase)).removeprefix("no: ") for phase in Phase))
 
     def cells(self, quick: bool = False) -> list[StateCell]:
-        """Return the cells of the subject; quick: each value of each kind in place of each pair, in every second phase."""
+        """Return the cells of the subject. quick: cover each value of each kind instead of each pair, in every second phase."""
         found = [StateCell("claims")]
         plain = self.widest()
         if plain is None:
             return found
         found += self._refusals(plain[0])
         found += [plain[0].plain("tolerance", dtype=str(dtype)) for dtype in self.values["dtype"]]
-        # Square states of each layout: only there is one that is taken for its transpose no error.
+        # Square states of each layout: only with these, a transposed state raises no error.
         squares = [row for row in self.rows if row[0] == plain[0].plain("answer", layout=row[0].layout)]
         for number, (cell, phases) in enumerate([*squares, *self._covering(quick)]):
             tried = self.phases[number % 2 :: 2] if quick and number >= len(squares) else self.phases
@@ -262,9 +263,9 @@ class StateStage(Grid[Subject, StateCell]):
         return list(dict.fromkeys(found))
 
     def _covering(self, quick: bool) -> list[StateRow]:
-        """Return few layers that hold, in every phase, each pair of accepted values; quick: each pair of a kind and a value.
+        """Return few layers that contain, in every phase, each pair of accepted values. quick: each pair of a kind and a value.
 
-        The layers of a kind are dealt the regimes in turn.
+        The layers of a kind alternate between the regimes of decays.
         """
         dealt = Counter[str]()
         found = []
@@ -274,7 +275,8 @@ class StateStage(Grid[Subject, StateCell]):
         return found
 
     def _at_work(self, quick: bool) -> list[StateCell]:
-        """Many sequences and long ones, with the largest states of each kind, quick: the plainest: what runs in several parts."""
+        """Return cells with many and with long sequences, with the largest states of each kind (quick: the simplest), for kernels
+        that run in several parts."""
 
         def size(row: StateRow) -> tuple[int, int]:
             return len(row[1]), 0 if quick else row[0].key_dim * row[0].value_dim
@@ -289,7 +291,7 @@ class StateStage(Grid[Subject, StateCell]):
         ]
 
     def _refusals(self, plain: StateCell) -> list[StateCell]:
-        """Return the cells of `refuse`: one unclaimed value of each axis, in a layer that is accepted but for it."""
+        """Return the `refuse` cells: one unclaimed value of each axis, in a layer that is otherwise accepted."""
         claims, found = self.claims, []
         claimed: dict[str, object] = {
             "dtype": torch.float64 in claims.dtypes,
@@ -312,7 +314,8 @@ class StateStage(Grid[Subject, StateCell]):
         return found
 
     def case(self, cell: StateCell, *, padding: int = 2, seed: int = 0, **how: Any) -> StateCase:
-        """Make a step of a cell. padding: rows of it, where an engine has some; how: see `make_state_case`."""
+        """Return a step of a cell. padding: number of padding rows, if the phase has any in an engine. how: as in
+        `make_state_case`."""
         most = self.claims.max_draft_tokens + 1
         wanted = LENS[cell.work][cell.phase]
         decodes = cell.phase not in _SCANS
@@ -322,7 +325,7 @@ class StateStage(Grid[Subject, StateCell]):
         return make_state_case(lens, spec, layout, padding_rows=rows, seed=seed, regime=cell.decays, decodes=decodes, **how)
 
     def once(self, cell: StateCell) -> Callable[[], list[Tensor]]:
-        """Return a function that runs a cell's step over new memory, and returns its output and all states."""
+        """Return a function that runs a cell's step in new memory, and returns its output and all states."""
         backend = self.make(cell)
 
         def run() -> list[Tensor]:
@@ -334,7 +337,7 @@ class StateStage(Grid[Subject, StateCell]):
         return run
 
     def many(self, cell: StateCell) -> Callable[[int], None]:
-        """Return a function that runs the steps of all phases by turns."""
+        """Return a function that runs the steps of all phases in rotation."""
         backend = self.make(cell)
         cases = cycle([self.case(cell.plain("memory", phase=phase)) for phase in sorted(self.served(cell))])
 
@@ -363,6 +366,6 @@ class StateStage(Grid[Subject, StateCell]):
 
 
 def _some(sizes: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return a few of many sizes, the smallest and the largest among them."""
+    """Return a few of many sizes, including the smallest and the largest."""
     known = sorted(set(sizes or ()))
     return tuple(dict.fromkeys((*known[: _MOST_DIMS - 1], *known[-1:])))

@@ -1,4 +1,4 @@
-"""What is tested: a kernel by name or by file, or a layout, with the registry it lives in."""
+"""The subject of a test: a kernel by name or by file, or a layout, with its registry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.registry import Registry, create_registry
 from headway.registry.plugin_sources import ClassPlugin, class_in, has_hooks, load_file, split_target
 
 PREFIXES: Final = {STATE.name: "states:", LINEAR.name: "linear:", EXPERTS.name: "experts:"}
-"""Kind -> what stands before the name or file of one of its kernels, since one of attention may have the same."""
+"""Kind -> prefix of the name or file of its kernels, because an attention backend may have the same name."""
 WORDS: Final = {
     ATTENTION.name: "backend of attention",
     STATE.name: "backend for layers with a state",
@@ -31,7 +31,7 @@ WORDS: Final = {
     EXPERTS.name: "kernel for layers of experts",
 }
 BASELINE = "sdpa.math"
-"""Serves what the subject does not, and takes turns with it."""
+"""Backend for what the subject does not support, and for alternating with it."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Subject:
     name: str
     device: torch.device
     file: str = ""
-    """FILE.py or FILE.py:CLASS by which `--plugin` would take the subject; empty: it was named otherwise."""
+    """FILE.py or FILE.py:CLASS, as for `--plugin`; "" if the subject was named otherwise."""
     kind: OperationKind = ATTENTION
 
     @property
     def plugin(self) -> tuple[str, str, str] | None:
-        """Name and owner of the plugin that brings the subject, and its file if it is one; None: no plugin does."""
+        """(name, owner, file) of the subject's plugin; the file is "" if it is not one. None if it is not from a plugin."""
         if self.file:
             return self.name, self.file, self.file
         source = self.registry.source_of(self.name, self.kind)
@@ -55,17 +55,17 @@ class Subject:
 
     @property
     def backend(self) -> type[Any]:
-        """The kernel's class."""
+        """Class of the kernel."""
         loaded: type[Any] = self.registry.of(self.kind).backend(self.name)
         return loaded
 
     @property
     def claims(self) -> Any:
-        """What the subject says it serves."""
+        """Capabilities of the subject."""
         return self.backend.capabilities
 
     def described(self) -> dict[str, Any]:
-        """Return the subject's name, owner and plugin, and why it is not available on its device."""
+        """Return the subject's name, owner and plugin, and the reason if it is not available on its device."""
         kernels = self.registry.of(self.kind)
         here, devices = kernels.availability(self.name), ()
         unavailable = "" if here else str(here).removeprefix("no: ")
@@ -80,7 +80,7 @@ class AttentionSubject(Subject):
     """A registered attention backend on one device."""
 
     def anew(self) -> AttentionSubject | None:
-        """The subject from its file, loaded once more; None where no file brings it, or it needs plugins beside it."""
+        """Return the subject loaded again from its file; None if it has no file, or needs other plugins."""
         if not self.file:
             return None
         try:
@@ -90,31 +90,31 @@ class AttentionSubject(Subject):
 
     @cached_property
     def layouts(self) -> dict[str, CacheLayout]:
-        """All layouts by name."""
+        """Name -> layout, for all layouts."""
         return {name: info.layout for name, info in self.registry.layouts.items()}
 
     def writer(self, layout: str) -> CacheWriter:
-        """The writer of a layout on the subject's device."""
+        """Return the writer of a layout for the subject's device."""
         return self.registry.layout(layout).writer(self.device)
 
     def supports(self, spec: AttentionSpec, layout: str, block_size: int, phase: Phase, name: str = "") -> Support:
-        """Whether the subject, or the backend of another name, serves this layer."""
+        """Return whether the subject, or the backend `name`, supports a layer."""
         return self.registry.supports(name or self.name, spec, self.layouts[layout], block_size, phase)
 
     def make(self, spec: AttentionSpec, layout: str, block_size: int, name: str = "") -> AttentionBackend:
-        """An instance of the subject or of another backend."""
+        """Return an instance of the subject or of the backend `name`."""
         return make_backend(self.registry.backend(name or self.name), spec, self.layouts[layout], block_size)
 
 
 def load_subject(
     target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()
 ) -> AttentionSubject:
-    """The attention backend of a command line: NAME, broken:NAME, or FILE.py:CLASS.
+    """Return the attention backend of a command line: NAME, broken:NAME, or FILE.py:CLASS.
 
-    plugins: files that are registered beside the installed plugins.
+    plugins: files to register in addition to the installed plugins.
 
-    :raises ConfigError: there is no such file or class, or it computes another kind of operation.
-    :raises HeadwayError: a name that nobody registered; a plugin that does not register.
+    :raises ConfigError: if the file or class does not exist, or is for another kind of operation.
+    :raises HeadwayError: if a name is not registered, or a plugin cannot be registered.
     """
     found = load_any_subject(target, device, registry, plugins)
     if not isinstance(found, AttentionSubject):
@@ -123,7 +123,8 @@ def load_subject(
 
 
 def load_any_subject(target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()) -> Subject:
-    """Load the kernel of a command line, of any kind: also with one of PREFIXES before its name or file; see `load_subject`."""
+    """Return the kernel of a command line, of any kind. One of PREFIXES before the name or file selects the kind; see
+    `load_subject`."""
     if target.startswith("broken:"):
         name = target.removeprefix("broken:")
         planted = _planted()
@@ -134,7 +135,7 @@ def load_any_subject(target: str, device: torch.device, registry: Registry | Non
     kind = next((kind for kind in (STATE, LINEAR, EXPERTS) if PREFIXES[kind.name] == prefix), None)
     text = target.removeprefix(prefix)
     if not text.endswith(".py") and ".py:" not in text:
-        registry = registry or create_registry(plugins)  # untried: to find out is what the caller is about
+        registry = registry or create_registry(plugins)  # without a trial: testing the plugin is the caller's task
         registry.of(kind or ATTENTION).backend(text)
         return _subject(registry, text, device, kind or ATTENTION)
     path, class_name = split_target(text)
@@ -145,7 +146,7 @@ def load_any_subject(target: str, device: torch.device, registry: Registry | Non
 
 
 def _planted() -> dict[str, type[Any]]:
-    """Return every planted mistake by name."""
+    """Return name -> class of every planted mistake."""
     tables = ("attention", "PLANTED"), ("kernels", "PLANTED_STATES"), ("kernels", "PLANTED_KERNELS")
     found: dict[str, type[Any]] = {}
     for module, table in tables:
@@ -164,7 +165,7 @@ def subject_of(
     module: ModuleType | None = None,
     plugins: Sequence[str] = (),
 ) -> Subject:
-    """Register a class under its own name or, where that is taken, under its target's; and the layouts it brings."""
+    """Register a class under its own name or, if that is taken, under a derived name, together with its layouts."""
     kind = kind_of_class(found)
     beside: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
     registry = create_registry(beside, load_entry_points=module is not None)
@@ -179,9 +180,9 @@ def subject_of(
 
 
 def brought_by(plugins: Sequence[str]) -> list[str]:
-    """Return the targets of all kernels that files bring, by which `load_any_subject` takes them.
+    """Return the targets of all kernels that files register, in the form of `load_any_subject`.
 
-    :raises HeadwayError: a file does not register.
+    :raises HeadwayError: if a file cannot be registered.
     """
     registry = create_registry(plugins, load_entry_points=False)
     own = [registry.brought[plugin] for plugin in registry.brought if plugin in registry.sources]

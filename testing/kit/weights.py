@@ -1,4 +1,4 @@
-"""Kernels for linear layers and for experts in the kit: the cells that one is tried in, its layers, calls and checks."""
+"""Linear and MoE kernels in the kit: cells of a kernel, its layers, calls and checks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from headway.testing.kit.stage import Grid, Values
 from headway.testing.kit.subject import Subject
 
 ROWS = {"few": (17, 1, 16, 2, 3, 7), "many": (257, 33, 64, 100)}
-"""Work -> rows of x in the calls of one instance: around the ends of tiles, the most first, so that a later call could find
-something of it."""
+"""Work -> rows of x in the calls of one instance: near tile boundaries, largest first, so that later calls could read
+leftovers."""
 ROUNDED = 8e-2
-"""Error of a right answer of a kernel that rounds x to 8 bits."""
+"""Error of a correct answer of a kernel that rounds x to 8 bits."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _UNCLAIMED = "float64"
 
@@ -61,7 +61,7 @@ class LinearCell(KitCell):
         "fused": one_of(FUSED),
     }
     weight: str = "plain"
-    """Out of WEIGHTS."""
+    """One of WEIGHTS."""
     dtype: str = _DTYPES[0]
     in_features: int = 256
     out_features: int = 256
@@ -69,11 +69,11 @@ class LinearCell(KitCell):
     work: str = "few"
     about: str = "-"
     fused: str = ""
-    """A part out of FUSED; empty: the product alone."""
+    """One of FUSED; "" means only the GEMM."""
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Fields of a result: the weight stands for the feature."""
+        """Fields of a result. The weight is stored as the feature."""
         shape = f"{self.out_features} x {self.in_features}, {self.numbers} numbers"
         return {"dtype": self.dtype, "feature": self.weight, "work": self.work, "shape": shape}
 
@@ -95,21 +95,21 @@ class ExpertCell(KitCell):
     dtype: str = _DTYPES[0]
     hidden_size: int = 256
     size: int = 128
-    """Inner size of an expert."""
+    """Intermediate size of an expert."""
     expert: str = "silu"
-    """Out of _EXPERTS."""
+    """One of _EXPERTS."""
     top_k: int = 2
     shared: int = 0
-    """Experts that every token passes."""
+    """Number of shared experts, which every token uses."""
     routing: str = "even"
-    """Out of _ROUTING."""
+    """One of _ROUTING."""
     numbers: str = NUMBERS[0]
     work: str = "few"
     about: str = "-"
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Fields of a result: the weight stands for the feature."""
+        """Fields of a result. The weight is stored as the feature."""
         shape = f"{self.expert} experts of {self.size}, hidden {self.hidden_size}, top {self.top_k}, {self.shared} shared"
         shape += f", {self.routing} routing, {self.numbers} numbers"
         return {"dtype": self.dtype, "feature": self.weight, "work": self.work, "shape": shape}
@@ -119,42 +119,43 @@ W = TypeVar("W", LinearCell, ExpertCell)
 
 
 class WeightStage(Grid[Subject, W]):
-    """A kernel over weights."""
+    """A kernel with weights under test."""
 
     inputs: ClassVar[Mapping[str, Values]] = {"numbers": NUMBERS, "work": tuple(ROWS)}
-    """Axes of a call that no kernel can refuse, dealt to the layers."""
+    """Axes of a call that no kernel can refuse, distributed over the layers."""
 
     @abstractmethod
     def case(self, cell: W, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:
-        """Draw a call of a cell's layer, on the subject's device. seed: of the weight; turn: tells calls over it apart."""
+        """Return a call of a cell's layer on the subject's device. seed: seed of the weight. turn: distinguishes calls with the
+        same weight."""
 
     @property
     def tolerance(self) -> Mapping[torch.dtype, float]:
-        """Largest error of a right answer, by dtype of x."""
+        """Maximum error of a correct answer, by dtype of x."""
         declared: Mapping[torch.dtype, float] = self.subject.backend.tolerance
         rounded = ROUNDED if getattr(self.subject.backend, "rounds_input", False) else 0.0
         return {dtype: max(float(error), rounded) for dtype, error in declared.items()}
 
     def most_tolerance(self, dtype: torch.dtype) -> float:
-        """Return the contract's own or, of a kernel that rounds x to 8 bits, ROUNDED."""
+        """Return the contract's tolerance or, for a kernel that rounds x to 8 bits, at least ROUNDED."""
         return max(super().most_tolerance(dtype), ROUNDED * getattr(self.subject.backend, "rounds_input", False))
 
     def answers(self, cell: W) -> list[Support]:
-        """Return the subject's one answer."""
+        """Return the subject's support for the layer, a single one."""
         return [self.subject.registry.of(self.subject.kind).supports(self.subject.name, self.spec(cell))]
 
     def make(self, cell: W) -> Any:
-        """Make an instance for a cell's layer."""
+        """Return an instance for a cell's layer."""
         return self.subject.backend(self.spec(cell))
 
     def rows_of(self, cell: W) -> tuple[int, ...]:
-        """Return the rows of the calls of a cell, those that the subject runs."""
+        """Return the numbers of rows of a cell's calls, limited to what the subject supports."""
         claims = self.subject.claims
         most = getattr(claims, "max_rows", None) or getattr(claims, "max_tokens", None)
         return tuple(rows if most is None else min(rows, most) for rows in ROWS[cell.work])
 
     def cells(self, quick: bool = False) -> list[W]:
-        """Return the cells of the subject. quick: try each value of the layer with each weight in place of each pair."""
+        """Return the cells of the subject. quick: cover each value of the layer with each weight instead of each pair."""
         found: list[W] = [self.having({}).plain("claims")]
         plain = self.widest()
         if plain is None:
@@ -174,7 +175,7 @@ class WeightStage(Grid[Subject, W]):
         return list(dict.fromkeys(found))
 
     def _refusals(self, plain: W) -> list[W]:
-        """Return the cells of `refuse`: each value of an axis that is not claimed, or not accepted, in the plainest layer."""
+        """Return the `refuse` cells: each unclaimed or rejected value of an axis, in the simplest layer."""
         plain = next((row for row, _ in self.rows if self.subject.claims.check(self.spec(row))), plain)
         found: list[W] = []
         unclaimed: dict[str, Values] = {**self.values, "dtype": (*_DTYPES, _UNCLAIMED), **self.others}
@@ -191,17 +192,17 @@ class WeightStage(Grid[Subject, W]):
 
     @property
     def others(self) -> dict[str, Values]:
-        """Values of other fields of a cell that a kernel may have to refuse."""
+        """Values of further fields of a cell that a kernel may have to refuse."""
         return {}
 
     def once(self, cell: W) -> Callable[[], list[Tensor]]:
-        """Return a function that makes the calls of a cell by one instance, and returns their outputs."""
+        """Return a function that makes the calls of a cell with one instance, and returns their outputs."""
         kernel, cases = self.make(cell), [self.case(cell, rows) for rows in self.rows_of(cell)]
         prepared = kernel.prepare(cases[0].weight)
         return lambda: [GuardedCall(case).run(kernel, prepared) for case in cases]
 
     def many(self, cell: W) -> Callable[[int], None]:
-        """Return a function that makes calls of ever other numbers of rows."""
+        """Return a function that makes calls with changing numbers of rows."""
         kernel, cases = self.make(cell), [self.case(cell, rows) for rows in self.rows_of(cell)]
         prepared, numbers = kernel.prepare(cases[0].weight), count()
 
@@ -215,7 +216,7 @@ class WeightStage(Grid[Subject, W]):
         return steps
 
     def launches(self, cell: W) -> tuple[str, Callable[[], object]]:
-        """Return a function that makes a call."""
+        """Return a function that makes one call."""
         kernel = self.make(cell)
         call: GuardedCall = GuardedCall(self.case(cell, self.rows_of(cell)[0]))
         prepared = kernel.prepare(call.case.weight)
@@ -224,13 +225,13 @@ class WeightStage(Grid[Subject, W]):
 
 
 def _turns(inputs: Mapping[str, Values]) -> Iterator[Values]:
-    """Yield values of some axes, such that each value of one soon meets each of the others."""
+    """Yield combinations of axis values such that each value of one axis soon meets each of the others."""
     for number in range(max(map(len, inputs.values())) * 2):
         yield tuple(values[(number + number // len(values)) % len(values)] for values in inputs.values())
 
 
 class GuardedCall:
-    """One call over memory of its own: `out` lies between guard rows and holds NaN, or what the call is to add to."""
+    """One call with its own memory: `out` is between guard rows and holds NaN, or the values to add to."""
 
     def __init__(self, case: WeightCase) -> None:
         self.case = case
@@ -244,13 +245,13 @@ class GuardedCall:
 
     @property
     def out(self) -> Tensor:
-        """[rows, out_features]"""
+        """[rows, out_features]: output of the call."""
         return self._guarded[GUARD:-GUARD]
 
     def run(self, kernel: Any, prepared: Any, before: float = torch.nan) -> Tensor:
-        """Make the call and return a copy of its output. before: what `out` holds, if nothing is to be added to it.
+        """Make the call and return a copy of its output. before: old contents of `out`, unless the call adds to it.
 
-        :raises Finding: it changes what it reads, or memory that is not its own.
+        :raises Finding: if it changes its inputs, or memory outside of `out`.
         """
         self.fill(before, self.case.onto)
         self.case.call(kernel, prepared, self.out)
@@ -258,7 +259,8 @@ class GuardedCall:
         return self.out.clone()
 
     def fill(self, before: float = torch.nan, onto: Tensor | None = None) -> None:
-        """Fill `out` as it is before a call: with what is to be added to, else a number, or a NaN that no arithmetic leaves."""
+        """Fill `out` for a call: with the values to add to, else with a number, or with a NaN pattern that arithmetic never
+        returns."""
         bits(self._guarded).fill_(UNWRITTEN[self._guarded.dtype])
         if onto is not None:
             self.out.copy_(onto)
@@ -266,7 +268,10 @@ class GuardedCall:
             self.out.fill_(before)
 
     def check(self) -> None:
-        """:raises Finding: anything but `out` is changed."""
+        """Check that only `out` has changed.
+
+        :raises Finding: if anything else has.
+        """
         names = ["x", "experts", "scores"][: len(self.case.given)]
         for place, (now, before) in enumerate(zip(self._read(), self._before, strict=True)):
             if not same_bits(now, before):
@@ -290,25 +295,25 @@ def _drawn(name: str, shape: tuple[int, int], dtype: torch.dtype, numbers: str, 
 
 
 def _fits(name: str, *in_features: int) -> bool:
-    """Return whether a weight has whole groups of columns."""
+    """Return whether the columns of a weight are divisible into whole groups."""
     kind, *words = name.split("-")
     group = 32 if kind == "mxfp4" else int(words[0]) if kind == "int4" else 1
     return all(size % group == 0 for size in in_features)
 
 
 class LinearStage(WeightStage[LinearCell]):
-    """A kernel for linear layers."""
+    """A linear kernel under test."""
 
     cell = LinearCell
 
     @cached_property
     def values(self) -> Mapping[str, Values]:
-        """The values of each axis, claimed or not, the plainest first."""
+        """Values of each axis, claimed or not, the simplest first."""
         sizes = {"in_features": (256, 96, 1120, 72), "out_features": (256, 72, 257, 96)}
         return {"weight": WEIGHTS, "dtype": _DTYPES, **sizes}
 
     def spec(self, cell: LinearCell) -> LinearSpec:
-        """Build the layer of a cell."""
+        """Return the layer of a cell."""
         n, k, dtype = cell.out_features, cell.in_features, DTYPES.get(cell.dtype, torch.float64)
         return LinearSpec(
             *(k, n, dtype, self.subject.device, _format_of(cell.weight, n, k), cell.fused == "norm", cell.fused == "bias"),
@@ -317,12 +322,12 @@ class LinearStage(WeightStage[LinearCell]):
         )
 
     def whole(self, cell: LinearCell) -> LinearCell | None:
-        """Return the cell; None where its groups are not whole."""
+        """Return the cell, or None if its groups are not whole."""
         return cell if _fits(cell.weight, cell.in_features) else None
 
     @property
     def others(self) -> dict[str, Values]:
-        """What may stand before and after a product."""
+        """Fused operations that the subject does not claim."""
         return {"fused": tuple(name for name in FUSED if name not in self.subject.claims.fused)}
 
     def case(self, cell: LinearCell, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:
@@ -333,7 +338,7 @@ class LinearStage(WeightStage[LinearCell]):
         return fused_case(weight, x, cell.fused, drawn, spec.device) if cell.fused else linear_case(weight, x, spec.device)
 
     def of_weight(self, cell: LinearCell) -> list[LinearCell]:
-        """Return the cells of one weight besides those of each kernel: each part that the subject claims."""
+        """Return further cells of one weight: each fused operation that the subject claims."""
         fused = () if hasattr(self.subject.backend, "compute") else self.subject.claims.fused
         return [cell.having({"fused": part}).plain(check) for part in sorted(fused) for check in ("answer", "graph")]
 
@@ -345,28 +350,28 @@ _EXPERTS: dict[str, dict[str, Any]] = {
     "clamped-biases": {"swiglu_alpha": 1.702, "swiglu_limit": 1.5, "biases": True},
     "relu2": {"gated": False},
 }
-"""Activation and biases of an expert -> fields of its `ExpertsConfig`; clamped-biases: gpt-oss, relu2: Nemotron-H."""
+"""Activation and biases of an expert -> fields of its `ExpertsConfig`. clamped-biases: gpt-oss. relu2: Nemotron-H."""
 _ROUTING = ("even", "one", "some", "equal")
-"""even: any experts; one: the same for all tokens; some: the last ones get no token; equal: all scores are alike."""
+"""even: any experts. one: the same experts for all tokens. some: the last experts get no token. equal: all scores are equal."""
 _NUM_EXPERTS = 8
 _MOST = 2
-"""See `Drawn.most`: the squared ReLU of larger numbers is beyond float16."""
+"""`Drawn.most` for experts: the squared ReLU of larger numbers overflows float16."""
 
 
 class ExpertsStage(WeightStage[ExpertCell]):
-    """A kernel for layers of experts."""
+    """A kernel for layers of experts (MoE) under test."""
 
     cell = ExpertCell
     inputs: ClassVar[Mapping[str, Values]] = {"numbers": NUMBERS, "work": tuple(ROWS), "routing": _ROUTING}
 
     @cached_property
     def values(self) -> Mapping[str, Values]:
-        """The values of each axis, claimed or not, the plainest first."""
+        """Values of each axis, claimed or not, the simplest first."""
         sizes = {"hidden_size": (256, 128, 96), "size": (128, 64, 96), "top_k": (2, 1, 8), "shared": (0, 1, 2)}
         return {"weight": WEIGHTS, "dtype": _DTYPES, "expert": tuple(_EXPERTS), **sizes}
 
     def spec(self, cell: ExpertCell) -> ExpertsSpec:
-        """Build the layer of a cell."""
+        """Return the layer of a cell."""
         sizes: dict[str, Any] = {"num_experts": _NUM_EXPERTS, "top_k": cell.top_k, "intermediate_size": cell.size}
         sizes["shared_intermediate_size"] = cell.shared * cell.size
         config = ExpertsConfig(**sizes, **_EXPERTS[cell.expert])
@@ -376,7 +381,7 @@ class ExpertsStage(WeightStage[ExpertCell]):
         return ExpertsSpec(config, cell.hidden_size, dtype, self.subject.device, formats[0], formats[1])
 
     def whole(self, cell: ExpertCell) -> ExpertCell | None:
-        """Return the cell; None where its groups are not whole, or a block would belong to two experts."""
+        """Return the cell, or None if its groups are not whole, or a block would span two experts."""
         apart = "order" in cell.weight or cell.weight == "fp8-tensor"
         blocks = cell.weight != "fp8-128x128" or (cell.size % 128 == 0 and cell.hidden_size % 128 == 0)
         return cell if _fits(cell.weight, cell.size, cell.hidden_size) and blocks and not apart else None
@@ -405,7 +410,7 @@ class ExpertsStage(WeightStage[ExpertCell]):
         return ExpertsWeights(weights[0], weights[1], biases[0], biases[1])
 
     def _routed(self, config: ExpertsConfig, routing: str, rows: int, drawn: Drawn) -> tuple[Tensor, Tensor]:
-        """Draw the experts and scores of each token's slots, shared experts last."""
+        """Return random experts and scores for each token's slots, shared experts last."""
         chosen = torch.rand(1 if routing == "one" else rows, config.num_experts, generator=drawn.generator)
         if routing == "some" and config.top_k < config.num_experts:
             chosen[:, max(config.top_k, config.num_experts // 2) :] = -1.0
@@ -417,13 +422,13 @@ class ExpertsStage(WeightStage[ExpertCell]):
 
 
 _ELEMENT, _ROW = 8.0, 3.0
-"""How many times as far as the tolerance of a whole answer says one element and one row may be off: few numbers scatter more."""
+"""Factors on the tolerance for one element and one row: few values scatter more than a whole answer."""
 _FINITE = 192.0
-"""What `out` holds before some calls, in place of NaN, which could be taken for nothing."""
+"""Contents of `out` before some calls instead of NaN, which could be skipped as missing."""
 
 
 def claims(stage: WeightStage[Any], cell: Any) -> str:
-    """The class keeps to the contract as far as that can be seen without running it."""
+    """Check the class against the contract as far as possible without running it."""
     every.claims(stage)
     accepted = {row.weight.partition("-")[0] for row, _ in stage.rows}
     for name in FORMATS:
@@ -437,7 +442,7 @@ def claims(stage: WeightStage[Any], cell: Any) -> str:
 
 
 def answer(stage: WeightStage[Any], cell: Any) -> str:
-    """One instance over one layer, with one number of rows after the other; `out` holds NaN, or a number, before each call."""
+    """Run one instance on one layer with several numbers of rows; `out` holds NaN, or a number, before each call."""
     calls = [GuardedCall(stage.case(cell, rows)) for rows in stage.rows_of(cell)]
     kernel = stage.make(cell)
     prepared = _prepare(kernel, calls[0].case, cell)
@@ -462,9 +467,9 @@ def _run(stage: WeightStage[Any], kernel: Any, prepared: Any, call: GuardedCall,
 
 
 def judge(stage: WeightStage[Any], case: WeightCase, out: torch.Tensor) -> None:
-    """Hold the output of a call to the right answer.
+    """Compare the output of a call with the correct answer.
 
-    :raises Finding: it is wrong as a whole, in a row or in an element.
+    :raises Finding: if it is wrong as a whole, in a row or in an element.
     """
     tolerance, found = stage.tolerance[out.dtype], out.cpu().double()
     error, apart = distance(found, case.right), (found - case.right).abs()
@@ -484,7 +489,7 @@ def judge(stage: WeightStage[Any], case: WeightCase, out: torch.Tensor) -> None:
 
 
 def prepare(stage: WeightStage[Any], cell: Any) -> str:
-    """One instance serves several layers, and prepares one of them twice."""
+    """Check one instance with several layers, one of them prepared twice."""
     first, second = (GuardedCall(stage.case(cell, stage.rows_of(cell)[0], seed)) for seed in (0, 1))
     kernel = stage.make(cell)
     kept = [(call, kernel.prepare(call.case.weight)) for call in (first, second, first)]
@@ -498,7 +503,7 @@ def prepare(stage: WeightStage[Any], cell: Any) -> str:
 
 
 def instances(stage: WeightStage[Any], cell: Any) -> str:
-    """Two instances, of layers of different sizes where the subject takes such, make their calls by turns."""
+    """Alternate two instances, with layers of different sizes if the subject accepts them."""
     others = (row for row, _ in stage.rows if row.weight == cell.weight and stage.spec(row) != stage.spec(cell))
     cells = [cell, next(others, cell)]
     calls = [GuardedCall(stage.case(each, stage.rows_of(each)[0])) for each in cells]
@@ -511,7 +516,7 @@ def instances(stage: WeightStage[Any], cell: Any) -> str:
 
 
 def invariant(stage: WeightStage[Any], cell: Any) -> str:
-    """The first rows of a call have the bits of a call without the others, and rows in another order have the same ones."""
+    """Check that rows have the same bits without the other rows, and in another order."""
     case, kernel = stage.case(cell, stage.rows_of(cell.having({"work": "many"}))[0]), stage.make(cell)
     prepared, rows = kernel.prepare(case.weight), len(case.right)
     whole = GuardedCall(case).run(kernel, prepared)
@@ -526,7 +531,7 @@ def invariant(stage: WeightStage[Any], cell: Any) -> str:
 
 
 def graph(stage: WeightStage[Any], cell: Any) -> str:
-    """A call that is captured once is right when it is replayed for other rows; on a CPU it is made again."""
+    """Check a captured call replayed with other rows; on a CPU, the call is repeated."""
     if stage.subject.backend.graph_level is GraphLevel.NONE:
         raise Skipped("graph_level: needs more, got NONE, so no engine captures it")
     for rows in sorted({stage.rows_of(cell)[0], 1}):

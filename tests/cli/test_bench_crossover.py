@@ -253,7 +253,7 @@ def test_explain_counts_the_layers_of_the_model_with_the_geometry(headway: Headw
 
 
 def test_explain_says_where_a_step_lies_beyond_what_was_measured(headway: Headway, kept: Path) -> None:
-    said = "the step lies beyond what was measured: these are times of the nearest measured edge"
+    said = "the step is outside the measured range; the times are those of the nearest measured edge"
     for length, beyond in (("4096", False), ("100000", True)):
         asked = ("backends", "explain", *TINY, "--batch", "2", "--len", length)
         assert (said in headway(*asked, columns=200).out) is beyond

@@ -33,7 +33,7 @@ def test_each_kind_of_product_is_told_in_a_narrow_terminal(headway: Headway) -> 
     title = lines.index(["fp8", "rows", "28672x4096", "float32,", "32", "layers"])
     assert ["expanded", "from", "1", "on"] in lines[title:]
     assert max(map(len, out.splitlines())) <= 80
-    assert "no product over a quantised weight" in headway(*LINEAR, "--model", "llama-3-8b").out
+    assert "no linear layer with a quantized weight" in headway(*LINEAR, "--model", "llama-3-8b").out
 
 
 def test_json_and_refusals(headway: Headway) -> None:

@@ -193,7 +193,7 @@ def test_an_incomplete_table_is_resumed_or_named_at_each_start(
     for _ in range(2):
         caplog.clear()
         costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=0))
-        assert "was cut short, and is used as it is" in caplog.text
+        assert "was cut short and is used as it is" in caplog.text
     caplog.clear()
     (path.parent / ".table.json.0a.headway-part").write_text("half")
     costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))

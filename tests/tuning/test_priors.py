@@ -248,7 +248,7 @@ def test_without_a_budget_a_prior_serves_unchecked_unless_it_lacks_a_backend(
     )
     monkeypatch.setattr(newcomer.attention, "rank", lambda spec, phase, names: sorted(names, key=lambda name: name != "newcomer"))
     assert start(machine, budget=0.0, registry=newcomer) is None
-    assert "not used unchecked: newcomer not in it" in caplog.text
+    assert "does not contain newcomer and is not used unchecked" in caplog.text
 
 
 def _times_of(cell: Cell, factor: float) -> dict[str, float]:

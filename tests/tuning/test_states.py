@@ -155,7 +155,7 @@ def test_a_point_at_which_a_backend_fails_has_no_time_and_is_never_chosen() -> N
 def test_the_first_start_measures_and_the_next_one_reads(caplog: pytest.LogCaptureFixture) -> None:
     registry = registry_of(Twin)
     first = state_costs_for([LAYER] * 3, registry, ALL_AUTO, TableRequest(budget=60))
-    assert "measuring the state backends for gated_delta" in caplog.text
+    assert "measuring state backends for gated_delta" in caplog.text
     path = table_path(a_device(), StateSpecRecord.of(LAYER))
     assert read_table(path, "state").complete
     with pytest.raises(TableError, match=r"needs a table of attention, got one of state"):

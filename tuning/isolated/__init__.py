@@ -1,1 +1,1 @@
-"""Plugins tried and measured in processes of their own."""
+"""Trials and measurements of plugins in child processes."""

@@ -1,7 +1,7 @@
-"""`python -m headway.tuning.isolated.child`: a process that may be lost, which tries plugins or measures one table.
+"""`python -m headway.tuning.isolated.child`: a child process that tries plugins or measures one table, and that may crash.
 
-It reads one request and answers in lines of JSON. A plugin runs in a fork of this process: one that kills its parent kills this
-process, and one that hangs is stopped and named. This process never touches a GPU before it forks.
+The process reads one request and answers in lines of JSON. Each plugin runs in a fork of this process. If a plugin kills its
+parent, only this process ends; a plugin that hangs is stopped and named. This process never uses a GPU before it forks.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ from headway.tuning.measure.self_test import self_test
 
 T = TypeVar("T")
 _HEADS = ((4, 2), (8, 1), (4, 4))
-"""Query and kv heads of the layers that a backend is asked about, until it serves one."""
+"""(query heads, kv heads) of the layers that are offered to a backend, until it supports one of them."""
 _HEAD_DIMS = (64, 128)
 
 
 class Fault(Exception):
-    """The plugin did what no plugin may do."""
+    """A plugin broke a rule that fails its trial."""
 
 
 class TrialSteps:
-    """The trial of one plugin, step by step; a pipe is told which step runs."""
+    """Trial of one plugin, step by step. The current step is reported through a pipe."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
-        self._out = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115  (open until the process ends)
         os.dup2(self._out.fileno(), 1)
         stdout, stderr = (open(handle, "w", closefd=False, buffering=1) for handle in (1, 2))  # noqa: SIM115
         sys.stdout = stdout
@@ -80,14 +80,15 @@ class TrialSteps:
         self.details: list[str] = []
 
     def tell(self, **message: Any) -> None:
-        """Write one line into the pipe."""
+        """Write one JSON line to the pipe."""
         os.write(self._pipe, json.dumps(message).encode() + b"\n")
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """Run code of the plugin: an exception is a remark, an exit is a fault, and so is anything that it prints or changes.
+        """Run a step of the plugin's code. An exception becomes a remark; an exit, printed output or a changed process state is a
+        fault.
 
-        :raises Fault: one of these.
+        :raises Fault: if the step has a fault.
         """
         self.tell(stage=what)
         try:
@@ -106,7 +107,10 @@ class TrialSteps:
         self.check(what)
 
     def check(self, what: str) -> None:
-        """:raises Fault: something was printed, or something of the whole process is not as it was."""
+        """Check that nothing was printed and that the state of the process is unchanged.
+
+        :raises Fault: if either is not so.
+        """
         sys.stdout.flush()
         size = os.lseek(self._out.fileno(), 0, os.SEEK_END)
         if size:
@@ -118,7 +122,7 @@ class TrialSteps:
 
 
 def run(plugin: PluginSource, device: str, pipe: int) -> None:
-    """Try a plugin and write the verdict into a pipe. The caller ends what the plugin starts besides."""
+    """Try a plugin and write the verdict to a pipe. The caller must end the processes that the plugin starts."""
     faulthandler.enable(2)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -166,7 +170,7 @@ def _try_parts(trial: TrialSteps, registry: Registry, brought: Brought) -> None:
 
 
 def _try_kernel(trial: TrialSteps, registry: Registry, name: str, device: str, kind: OperationKind) -> None:
-    """Load a kernel, ask it, and check a few small steps of attention on each device against float64."""
+    """Load a kernel, check whether it can run, and compare a few small attention steps on each device with float64."""
     kernel: type[Kernel] | None = None
     with trial.step(f"load() of {kind.word} {name}"):
         kernel = registry.of(kind).backend(name)
@@ -186,7 +190,7 @@ def _try_kernel(trial: TrialSteps, registry: Registry, name: str, device: str, k
 
 
 def _self_tests(registry: Registry, name: str, backend: type[AttentionBackend], device: torch.device) -> Iterator[str]:
-    """Test the first layer that a backend serves in each element type, and yield what is wrong."""
+    """Run the self-test on the first layer that a backend supports for each dtype, and yield what is wrong."""
     claims = backend.capabilities
     pairs = [(info.layout, size) for size in DEFAULT_BLOCK_SIZES for info in registry.layouts.values()]
     for dtype in claims.dtypes:
@@ -207,7 +211,7 @@ def _self_tests(registry: Registry, name: str, backend: type[AttentionBackend], 
 
 
 def _try_rank(trial: TrialSteps, registry: Registry, name: str) -> None:
-    """Ask a plugin for its order of all backends, in each phase of a layer."""
+    """Ask a plugin to order all backends, in each phase of one layer."""
     spec = AttentionSpec(4, 2, 64, 0.125)
     for hook in registry.attention.rank_hooks:
         with trial.step("headway_rank_backends"):
@@ -221,15 +225,16 @@ def _is_of(module: object, plugin: PluginSource) -> bool:
 
 
 def _end(trial: TrialSteps, modules: list[ModuleType]) -> None:
-    """Do what Python does when Headway ends. modules: those of the plugin, whose names Python drops then.
+    """Run what Python runs at exit. modules: the plugin's modules, whose names Python drops at exit.
 
-    :raises Fault: Headway would not end, because of a thread.
+    :raises Fault: if a thread of the plugin would keep Headway from ending.
     """
     with trial.step("what it does when Headway ends"):
         atexit._run_exitfuncs()
         for module in modules:
             names = [name for name in vars(module) if not name.startswith("__")]
-            # Python calls __del__ while what it needs is still there, so instances go before what they may call.
+            # Python calls __del__ while the names that it needs still exist, so instances are dropped before classes, functions
+            # and modules.
             for name in sorted(names, key=lambda name: isinstance(vars(module)[name], (ModuleType, type, FunctionType))):
                 setattr(module, name, None)
         gc.collect()
@@ -239,7 +244,7 @@ def _end(trial: TrialSteps, modules: list[ModuleType]) -> None:
 
 
 def _exit_in(error: BaseException | None) -> str | None:
-    """Return the exit that an exception was made of, in words; None where there was none."""
+    """Return a description of the SystemExit in an exception's chain of causes, or None if there is none."""
     while error is not None:
         if isinstance(error, SystemExit):
             return f"SystemExit: {error}"
@@ -248,17 +253,17 @@ def _exit_in(error: BaseException | None) -> str | None:
 
 
 _SHARED = ("builtins", "json", "logging", "os", "pickle", "signal", "socket", "subprocess", "sys", "threading", "time", "torch")
-"""Shared modules that nobody may replace."""
+"""Shared modules that a plugin must not replace."""
 _OPERATIONS: tuple[tuple[object, str], ...] = (
     *((functional, name) for name in ("scaled_dot_product_attention", "linear", "softmax", "embedding")),
     *((torch, name) for name in ("matmul", "mm", "bmm", "addmm", "softmax", "cat", "empty")),
     *((torch.Tensor, name) for name in ("__matmul__", "matmul", "to", "mul_")),
 )
-"""Functions that other backends and the model compute with."""
+"""Functions of torch that other backends and the model use."""
 
 
 def modules() -> dict[str, ModuleType]:
-    """Return the loaded modules of Headway, and those that everybody shares."""
+    """Return the loaded modules of Headway and the modules in `_SHARED`."""
     return {name: module for name, module in sys.modules.items() if name in _SHARED or name.startswith("headway.")}
 
 
@@ -277,7 +282,7 @@ STATE: dict[str, Callable[[], object]] = {
     "torch's switch for gradients": torch.is_grad_enabled,
     "torch's switch for deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "torch's precision of products": torch.get_float32_matmul_precision,
-    "torch's seed": torch.initial_seed,  # which drawing numbers leaves as it is
+    "torch's seed": torch.initial_seed,  # does not change when random numbers are drawn
     "torch's operations": lambda: [getattr(owner, name) for owner, name in _OPERATIONS],
     "what Ctrl-C does": lambda: signal.getsignal(signal.SIGINT),
     "what SIGTERM does": lambda: signal.getsignal(signal.SIGTERM),
@@ -288,11 +293,11 @@ STATE: dict[str, Callable[[], object]] = {
     "print": lambda: builtins.print,
     "the handlers of the root logger": lambda: tuple(logging.getLogger().handlers),
 }
-"""Name of each part of the state -> how it is read."""
+"""Name of each part of the process state -> function that reads it."""
 
 
 class ProcessSnapshot:
-    """The state of the process when a plugin's trial began."""
+    """State of the process at the start of a plugin's trial."""
 
     def __init__(self) -> None:
         self._before = {what: read() for what, read in STATE.items()}
@@ -300,7 +305,7 @@ class ProcessSnapshot:
         self._variables = set(os.environ)
 
     def changed(self) -> str:
-        """Name the first part of the state that has changed, in words; empty if nothing has."""
+        """Return a description of the first part of the state that has changed, or "" if nothing has."""
         for name, read in STATE.items():
             now, before = read(), self._before[name]
             if now != before:
@@ -313,19 +318,20 @@ class ProcessSnapshot:
 
 
 _DUMP_SECONDS = 0.5
-"""Seconds for a process that hangs to write where."""
+"""Seconds that a hanging process gets to write its stack."""
 _END_SECONDS = 1.0
-"""Seconds for what a plugin has started to end with it."""
+"""Seconds that processes started by a plugin get to end after the plugin."""
 _POLL_SECONDS = 0.02
 _MOST_OUTPUT = 20_000
-"""Characters that are kept of what a plugin prints."""
+"""Maximum number of characters stored from a plugin's output."""
 _MOST_MEMORY = 16 * 2**30
-"""Bytes of address space, where there is no GPU: its driver takes more than any limit that would help."""
+"""Limit of a plugin's address space in bytes, on machines without a GPU. With a GPU no limit is set: its driver reserves more
+than any useful limit."""
 
 
 @dataclass
 class _Said:
-    """What the process of a plugin has written into its pipe."""
+    """Messages read from the pipe of a plugin's process."""
 
     pipe: int
     stage: str = "its process"
@@ -333,16 +339,16 @@ class _Said:
     rest: bytes = b""
 
     def read(self) -> None:
-        """Take all that is there."""
+        """Read all messages that are available."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
             while self.verdict is None and selector.select(_POLL_SECONDS):
                 if not (chunk := os.read(self.pipe, 1 << 16)):
-                    time.sleep(_POLL_SECONDS)  # the pipe is closed, by an end that the caller sees
+                    time.sleep(_POLL_SECONDS)  # the pipe is closed: the caller sees that the process ended
                     return
                 *lines, self.rest = (self.rest + chunk).split(b"\n")
                 for line in lines:
-                    with suppress(ValueError, AttributeError, TypeError):  # of a plugin that writes into a pipe not its own
+                    with suppress(ValueError, AttributeError, TypeError):  # the plugin may write other data to the pipe
                         message = message_of(line)
                         self.stage = str(message.get("stage", self.stage))
                         if "verdict" in message:
@@ -350,9 +356,9 @@ class _Said:
 
 
 def judge(plugin: PluginSource, device: str, seconds: float, private: int | None = None) -> Verdict:
-    """Try a plugin in a fork of this process; whatever the plugin does, it is ended within a little more than `seconds`.
+    """Try a plugin in a fork of this process, and end the fork within little more than `seconds`.
 
-    private: a file descriptor that the plugin must not have open.
+    private: file descriptor to close in the fork, so that the plugin cannot use it.
     """
     started = time.monotonic()
     read, write = os.pipe()
@@ -376,9 +382,9 @@ def judge(plugin: PluginSource, device: str, seconds: float, private: int | None
 
 
 def _run_alone(plugin: PluginSource, device: str, pipe: int, errors: int) -> None:
-    """Try a plugin in this process, which is the plugin's own."""
+    """Try a plugin in this process, which is a fork made for it."""
     die_with_parent()
-    # Only what the plugin makes is tried at the end: exit functions and garbage of libraries here may not survive a fork.
+    # Only the plugin's own exit functions and garbage are tried: those of libraries loaded before may not survive a fork.
     atexit._clear()
     gc.freeze()
     os.setsid()
@@ -391,7 +397,7 @@ def _run_alone(plugin: PluginSource, device: str, pipe: int, errors: int) -> Non
 
 
 def _follow(pid: int, said: _Said, until: float, seconds: float) -> Verdict:
-    """Wait for the verdict of a plugin's process or for its end, and end it with all that it has started."""
+    """Wait for a plugin's verdict or for the end of its process, then kill its process group."""
     status = None
     while said.verdict is None and status is None and time.monotonic() < until:
         ended, found = os.waitpid(pid, os.WNOHANG)
@@ -399,7 +405,7 @@ def _follow(pid: int, said: _Said, until: float, seconds: float) -> Verdict:
         said.read()
     verdict = said.verdict
     if verdict is None and status is None:
-        os.kill(pid, signal.SIGABRT)  # it writes its stack, as faulthandler does
+        os.kill(pid, signal.SIGABRT)  # faulthandler then writes the stack
         time.sleep(_DUMP_SECONDS)
         verdict = Verdict(f"hangs in {said.stage}: no answer within {seconds:.3g} s")
     elif verdict is None:
@@ -415,7 +421,7 @@ def _follow(pid: int, said: _Said, until: float, seconds: float) -> Verdict:
 
 
 def _outlives(pid: int) -> bool:
-    """Whether a process that a plugin has started goes on when the plugin's own has ended."""
+    """Return whether a process that a plugin started is still running after the plugin's process has ended."""
     until = time.monotonic() + _END_SECONDS
     while time.monotonic() < until:
         with suppress(ChildProcessError):
@@ -447,7 +453,7 @@ def _measure(request: Mapping[str, Any], replies: TextIO) -> None:
     options = pickle.loads(base64.b64decode(request["options"]))
     options = replace(options, compile_ahead=compile_ahead(options.spec.device))
     try:
-        registry = create_registry(request["plugins"], block=request["block"])  # what takes part has had its trial
+        registry = create_registry(request["plugins"], block=request["block"])  # these plugins have already passed their trial
         run_kernel_level(options, registry, tell=lambda at, point: reply(replies, {"at": at, "point": point}))
     except (HeadwayError, OSError) as error:
         reply(replies, {"error": str(error)})
@@ -456,7 +462,7 @@ def _measure(request: Mapping[str, Any], replies: TextIO) -> None:
 
 
 def main() -> None:
-    """Answer one request, {"try": [...]} or {"measure": ...}."""
+    """Answer one request: {"try": [...]} or {"measure": ...}."""
     die_with_parent()
     replies = open_replies()
     request = message_of(sys.stdin.readline())

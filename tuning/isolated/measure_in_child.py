@@ -1,7 +1,8 @@
-"""Measuring in a child process, where backends of plugins take part: a shape that crashes or hangs one ends no start.
+"""Measurement in a child process, for third-party backends: a shape that crashes or hangs a backend does not end the start.
 
-The child writes the table after each point, as a run in this process does, and says what it is about to call. When it dies or
-falls silent, the backends at fault are left out, with the reason in the table, and the next child goes on from there.
+The child writes the table after each point, like a measurement in this process, and reports which backends it is about to call.
+When the child dies or stops responding, the backends at fault are excluded, with the reason in the table, and another child
+continues.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from headway.tuning.table.schema import CRASHED, HUNG, CrossoverTable
 log = logging.getLogger("headway")
 
 _START = 120.0
-"""Seconds for the other process to import torch and whatever the plugins import."""
+"""Seconds for the child process to import torch and the plugins."""
 ANSWER_SECONDS = {"cpu": 15.0, "cuda": 180.0}
-"""Seconds that one backend may take at one point. On a GPU all kernels of the grid may be compiled in one go."""
+"""Maximum seconds for one backend at one point. On a GPU, all kernels of the grid may be compiled in this time."""
 _DUMP = 'File "'
 
 
 def third_party_files(registry: Registry, names: Collection[str], kind: OperationKind = ATTENTION) -> dict[str, str]:
-    """Map each of some backends that an installed plugin or a file brings to where the plugin's files lie."""
+    """Return the file of the plugin that registers each of the named backends, for installed plugins and plugin files."""
     return {
         name: record.file
         for record in registry.plugins
@@ -48,18 +49,19 @@ def third_party_files(registry: Registry, names: Collection[str], kind: Operatio
 
 
 def can_measure_in_child(registry: Registry, names: Collection[str], kind: OperationKind = ATTENTION) -> bool:
-    """Whether another process finds all of some backends; an object that a program hands in exists in that program alone."""
+    """Return whether a child process can load all of the named backends. Plugin objects exist only in the program that passed
+    them."""
     entries = registry.of(kind).entries
     brought = {name for name in names if entries[name].owner != BUILTIN_OWNER}
     return brought <= third_party_files(registry, names, kind).keys()
 
 
 def measure_in_child(options: CrossoverOptions, registry: Registry) -> CrossoverTable:
-    """Run a measurement in a child process, and in another one after each crash, without the backends at fault.
+    """Run a measurement in a child process; after each crash, start another child without the backends at fault.
 
-    options: with the names of its backends, and the file of its table.
+    options: must have the names of the backends and the path of the table.
 
-    :raises HeadwayError: as there.
+    :raises HeadwayError: if the measurement raises it, or if the child ends and no backend is at fault.
     """
     assert options.backends is not None
     kind = kind_of(options.spec)
@@ -94,17 +96,18 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
             blamed = _blamed(at, died.stderr, {name: file for name, file in files.items() if name not in options.excluded})
             if not blamed:
                 raise HeadwayError(f"the process that measures ended in {point}: {died}") from died
-            # A process that hangs is aborted for its stack, which says who is to blame, and nothing of what was wrong.
+            # A process that hangs is aborted so that it writes its stack. The stack shows who is at fault, but the abort is not
+            # the cause.
             why = f"{HUNG} in {point}: {died.how}" if died.timed_out else f"{CRASHED} in {point}: {died}"
-            log.info("measuring goes on without %s: %s", ", ".join(blamed), why)
-            resume = options.resume or _written(output) != before  # a table that lay there is another's
+            log.info("measuring continues without %s: %s", ", ".join(blamed), why)
+            resume = options.resume or _written(output) != before  # an unchanged file is an older table
             options = replace(options, excluded={**options.excluded, **dict.fromkeys(blamed, why)}, resume=resume)
             if budget is not None:
                 options = replace(options, budget=max(1.0, budget - (time.monotonic() - began)))
 
 
 def _written(path: Path) -> tuple[int, int] | None:
-    """What changes whenever a file is written anew; None where there is none."""
+    """Return a value that changes whenever the file is rewritten, or None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -113,6 +116,7 @@ def _written(path: Path) -> tuple[int, int] | None:
 
 
 def _blamed(at: str, said: str, files: dict[str, str]) -> list[str]:
-    """Name the backends at fault: whose files the dump of a crash names, else who was about to be called, else all of `files`."""
+    """Return the backends at fault: those whose files are in the crash's stack dump, else those about to be called, else all of
+    `files`."""
     named = [name for name, file in files.items() if file and f"{_DUMP}{file}" in said]
     return named or [name for name in files if name in at.split(",")] or list(files)

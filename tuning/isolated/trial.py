@@ -1,4 +1,4 @@
-"""The trial of third-party plugins, each in a child process of its own, and the registry that every command uses: with it."""
+"""Trials of third-party plugins, each in a child process, and the `create_registry` with trials that every command uses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from headway.registry.records import PluginPolicy
 from headway.registry.registry import Registry
 
 CHILD = "headway.tuning.isolated.child"
-"""The module that a child process runs."""
+"""Module that the child process runs."""
 SECONDS = {"cpu": 5.0, "cuda": 60.0}
-"""Seconds from a plugin's import to the end of its self-test. On a GPU its kernels may have to be compiled first."""
+"""Seconds from a plugin's import to the end of its self-test. On a GPU this includes compiling its kernels."""
 SIDE_BY_SIDE = 4
-"""Most plugins that are tried at the same time."""
+"""Maximum number of plugins tried at the same time."""
 _START = 120.0
 """Seconds for a child process to import torch from a cold disk."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HEADWAY_AUTOTUNE_BUDGET": "0"}
@@ -38,19 +38,18 @@ def create_registry(
     policy: str | None = None,
     retry: bool = False,
 ) -> Registry:
-    """Make a registry: the built-ins first, then the given plugin objects, then entry points of the group "headway".
+    """Create a registry: the built-ins first, then the given plugins, then entry points of the group "headway".
 
-    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or name -> plugin;
-    one that fails raises.
-    block: names of entry points to leave alone. policy: which installed plugins are wanted (all, none, allow=A,B or block=A,B);
-    None: as $HEADWAY_PLUGINS says.
+    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or a mapping of
+    names to plugins. One that fails raises an error. block: names of entry points to ignore. policy: installed plugins to load
+    (all, none, allow=A,B or block=A,B). None means $HEADWAY_PLUGINS. retry: repeat trials whose verdict is stored.
 
-    An installed plugin is tried in another process first, once for each version of it (retry: whatever is remembered). One that
-    fails there or here is recorded in `failures`, and start-up goes on. A file is tried as well, once for each text of it, and
-    raises where it fails, for the user has named it.
+    Each version of an installed plugin is first tried in a child process. A plugin that fails there or here is recorded in
+    `failures`, and the start continues. A plugin file is tried once per content; because the user named it, its failure raises an
+    error.
 
-    :raises ConfigError: a policy that cannot be understood; a file that is not there.
-    :raises HeadwayError: a given plugin that cannot be registered.
+    :raises ConfigError: if the policy is not valid, or if a file does not exist.
+    :raises HeadwayError: if a given plugin cannot be registered.
     """
     return registry.create_registry(
         plugins, trial=try_plugins, load_entry_points=load_entry_points, block=block, policy=policy, retry=retry
@@ -58,16 +57,17 @@ def create_registry(
 
 
 def try_installed() -> None:
-    """Try every installed plugin that is wanted and was never tried, and import none: its verdict is remembered."""
+    """Try every installed plugin that the policy allows and that has no verdict, and store the verdicts. Imports no plugin
+    here."""
     policy = PluginPolicy.of_environment()
     found = installed_plugins(PROJECT)
     verdicts([plugin for plugin in found if isinstance(plugin, InstalledPlugin) and policy.takes(plugin)], try_plugins)
 
 
 def try_plugins(plugins: Sequence[PluginSource]) -> list[Verdict]:
-    """Try each plugin in a process of its own, several at a time.
+    """Try each plugin in a separate process, several at a time, and return the verdicts.
 
-    :raises ConfigError: $HEADWAY_PLUGIN_TIMEOUT is no number above 0.
+    :raises ConfigError: if $HEADWAY_PLUGIN_TIMEOUT is not a number above 0.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     seconds = timeout(device)
@@ -83,7 +83,7 @@ def try_plugins(plugins: Sequence[PluginSource]) -> list[Verdict]:
 
 
 class _Tries(AbstractContextManager["_Tries"]):
-    """Plugins that one child process tries one after the other; after one that ends the child, another child goes on."""
+    """Plugins that one child process tries one after the other. If a plugin ends the child, another child continues."""
 
     def __init__(self, requests: list[dict[str, Any]], seconds: float) -> None:
         self._requests = requests
@@ -110,15 +110,15 @@ class _Tries(AbstractContextManager["_Tries"]):
         return found
 
     def _start(self, first: int) -> None:
-        with suppress(OSError) if first == 0 else nullcontext():  # `verdicts` tries again, and says why it cannot
+        with suppress(OSError) if first == 0 else nullcontext():  # `verdicts` tries again and reports the failure
             self._child = Child(python_command(CHILD), _ENVIRONMENT)
             self._child.send({"try": self._requests[first:]})
 
 
 def timeout(device: str) -> float:
-    """Return the seconds that a plugin may take.
+    """Return the seconds that a plugin's trial may take.
 
-    :raises ConfigError: $HEADWAY_PLUGIN_TIMEOUT is no number above 0.
+    :raises ConfigError: if $HEADWAY_PLUGIN_TIMEOUT is not a number above 0.
     """
     text = os.environ.get(TIMEOUT, "").strip()
     with suppress(ValueError):

@@ -1,1 +1,1 @@
-"""Measuring backends for a crossover table."""
+"""Measurement of backends for a crossover table."""

@@ -1,4 +1,4 @@
-"""Measured times of the kernels that sum over ranks, by the number of bytes."""
+"""Measured times of the all-reduce kernels, by number of bytes."""
 
 from __future__ import annotations
 
@@ -33,20 +33,22 @@ if TYPE_CHECKING:
     from headway.core.select.kernels import KernelRegistry
 
 _CALLS = 100
-"""Calls in the CUDA graph that is timed. They spread what the launches of two processes lie apart: tens of microseconds."""
+"""Calls in the CUDA graph that is timed. Many calls average out the skew between the launches of two processes, which is tens of
+us."""
 _REPLAYS = 7
 _TOLERANCE = 2.0**-6
-"""What sums in bfloat16 may differ by, relative to the largest element, where they round after each rank."""
+"""Maximum error of bfloat16 sums that round after each rank, relative to the largest element."""
 _CHECK_SECONDS = 30.0
-"""The longest that a sum of a check takes: another rank may compile the kernel first."""
+"""Maximum seconds for a sum in a check: another rank may first compile the kernel."""
 _END = -1
 log = logging.getLogger("headway")
 
 
 def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel, Any], budget: float) -> None:
-    """Have ranks sum by registered kernels, the fastest by measured times; every rank calls.
+    """Select the all-reduce kernels of the ranks, the fastest for each size by measured times. Every rank must call this.
 
-    budget: seconds that may be measured; 0: nothing is, and where nothing is stored the first kernel that takes a tensor sums it.
+    budget: seconds that may be spent on measuring. If 0, nothing is measured; without a stored table, the first kernel that
+    supports a tensor sums it.
     """
     sums = _joined(ranks, kernels)
     ranks.sum_by(sums, None)
@@ -73,7 +75,10 @@ def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel
 
 
 def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup) -> dict[str, Any]:
-    """Return which kernel sums from how many bytes on, by whose word, and why others do not; nothing is measured."""
+    """Return which all-reduce kernel runs from each size on, the source of that choice, and why the other kernels do not run.
+
+    Nothing is measured.
+    """
     found = {name: kernels.supports(name, spec) for name in kernels.meant_for(spec.device.type)}
     able = {name: kernels.backend(name).capabilities.max_bytes for name, support in found.items() if support}
     refused = {name: support.brief for name, support in found.items() if not support}
@@ -93,13 +98,13 @@ def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup)
 
 
 def sum_layer(ranks: TorchRanks) -> SumLayer:
-    """Return the sums of ranks as a layer that is measured."""
+    """Return the all-reduce of the ranks as a layer that can be measured."""
     names, wanted = [each.name for each in ranks.sums], counted_points("bytes", SIZES)
     return SumLayer(_record(ranks.size), identify_device(ranks.device), names, wanted, ranks.device, TURNS, None, ranks)
 
 
 def sums_table(device: DeviceIdentity, size: int, us: Times) -> CrossoverTable:
-    """Return the table of a number of ranks. us: for each of SIZES."""
+    """Return the crossover table for `size` ranks. us: times in microseconds of each kernel, one per entry of SIZES."""
     points = counted_points("bytes", SIZES)
     timed = [(name, *found) for name, times in us.items() for found in zip(points, times, strict=True)]
     cells = [new_cell(point, name, None, "ok", median_us=time) for name, point, time in timed if time is not None]
@@ -113,7 +118,7 @@ def _record(size: int) -> RanksRecord:
 
 @dataclass(frozen=True)
 class SumLayer(CountedLayer):
-    """Sums over ranks, measured by the number of bytes: rank 0 asks for sizes, and all ranks time them together."""
+    """All-reduce over ranks, measured by number of bytes. Rank 0 requests sizes, and all ranks time them together."""
 
     ranks: TorchRanks
 
@@ -122,7 +127,7 @@ class SumLayer(CountedLayer):
         return [each.name for each in self.ranks.sums if each.takes(x)]
 
     def check(self, name: str, count: int) -> None:
-        """See `CountedLayer`: kernels were checked when the ranks joined."""
+        """Do nothing: kernels are checked when the ranks join."""
 
     def call(self, name: str, count: int) -> Callable[[], object]:
         return partial(next(each for each in self.ranks.sums if each.name == name), self._x(count))
@@ -140,17 +145,18 @@ class SumLayer(CountedLayer):
     def measure(
         self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
     ) -> CrossoverTable:
-        """See `CountedLayer`: all points, since ranks that stop at different ones would wait for one another."""
+        """Measure all points whatever the budget: ranks that stop at different points would wait for each other."""
         return super().measure(wanted, math.inf, old, resume=resume, prior=prior)
 
     def agree(self, counts: Collection[int] | None) -> list[int] | None:
-        """Return the sizes that rank 0 has measured next; None at the end. counts: rank 0's."""
+        """Return the sizes that rank 0 measures next, or None at the end. counts: sizes that rank 0 requests; ignored on other
+        ranks."""
         asked = [_END] * len(SIZES) if counts is None else [int(size in counts) for size in SIZES]
         found = self.ranks.broadcast(torch.tensor(asked, device=self.on)).tolist()
         return None if _END in found else [size for size, wanted in zip(SIZES, found, strict=True) if wanted]
 
     def follow(self) -> None:
-        """Time with rank 0 whatever it measures."""
+        """Time the same sizes as rank 0 until it ends."""
         with torch.inference_mode():
             while (counts := self.agree(())) is not None:
                 list(self._cells(counted_points("bytes", counts), Budget(math.inf)))
@@ -160,7 +166,8 @@ class SumLayer(CountedLayer):
 
 
 def _joined(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel, Any]) -> list[AllReduceKernel]:
-    """Return the kernels that every rank runs and whose sums are right, the process group's last; the log names others."""
+    """Return the kernels that run on every rank with correct sums, then the process group's kernel. The log names excluded
+    kernels."""
     group, found = ranks.sums[-1], list[AllReduceKernel]()
     for name in kernels.meant_for(ranks.device.type):
         if name == group.name:
@@ -183,12 +190,12 @@ def _joined(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel, Any]) ->
 
 
 def _all(ranks: TorchRanks, ok: bool) -> bool:
-    """Return whether something holds on every rank; every rank calls."""
+    """Return whether `ok` is true on every rank. Every rank must call this."""
     return bool(ranks.all_gather(torch.tensor([ok], dtype=torch.int32, device=ranks.device)).min())
 
 
 def _wrong(ranks: TorchRanks, kernel: AllReduceKernel) -> str:
-    """Return how a kernel's sums differ from those of what is gathered; empty if they are right."""
+    """Return how a kernel's sums differ from sums over gathered tensors, or "" if they are correct."""
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     for number, count in enumerate((8, 5000, 200_000, 24, 100_000, 48, 2**18)):
         x = torch.empty(count, dtype=torch.bfloat16, device=ranks.device).normal_(generator=generator)
@@ -207,7 +214,7 @@ def _wrong(ranks: TorchRanks, kernel: AllReduceKernel) -> str:
 
 
 def _is_done(device: torch.device) -> bool:
-    """Wait, for so long as a check may take, until a device has done what it was given."""
+    """Wait at most `_CHECK_SECONDS` for a device to finish its work, and return whether it has."""
     if device.type == "cpu":
         return True
     event: Any = torch.cuda.Event()
@@ -221,7 +228,10 @@ def _is_done(device: torch.device) -> bool:
 def time_sum(
     ranks: TorchRanks, call: Callable[[], object], capture: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Timing:
-    """Time a call on the slowest rank, on a GPU in a CUDA graph; every rank calls. capture: what a library wants around one."""
+    """Time a call on the slowest rank, on a GPU within a CUDA graph. Every rank must call this.
+
+    capture: context manager that a library needs around graph capture.
+    """
     times = _host_times(call) if ranks.device.type == "cpu" else _graph_times(ranks, call, capture)
     slowest = ranks.all_gather(torch.tensor(sorted(times), device=ranks.device)).amax(0).tolist()
     return Timing(slowest[_REPLAYS // 2], slowest[_REPLAYS // 5], slowest[-1 - _REPLAYS // 5])
@@ -243,14 +253,14 @@ def _graph_times(
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(ranks.device))
     with torch.cuda.stream(stream):
-        call()  # compiles, and connects
+        call()  # compiles the kernel and connects the ranks
         torch.cuda.synchronize(ranks.device)
         with capture(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(_CALLS):
                 call()
         times: list[float] = []
         for _ in range(_REPLAYS):
-            _all(ranks, True)  # which the ranks leave together
+            _all(ranks, True)  # a barrier, so that the ranks start together
             begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             begin.record()
             graph.replay()

@@ -1,4 +1,4 @@
-"""One contender on one case: first whether its answer is right, then how long it takes. A wrong answer gets no time."""
+"""Correctness check and timing of one backend on one case. A backend with a wrong answer gets no time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ from headway.tuning.measure.timing import Timer, Timing, host_us
 
 
 class InputsChangedError(RuntimeError):
-    """A contender wrote to what it may only read. The inputs have been restored."""
+    """A backend wrote to its inputs. The inputs have been restored."""
 
 
 class GuardedInputs:
-    """Remembers what a step holds. A contender may write to its output, and the new tokens where they are already."""
+    """Copies and checksums of a step's inputs, to detect writes to them.
+
+    A backend may write its output, and the new tokens into the cache slots that already hold them.
+    """
 
     def __init__(
         self, small: Mapping[str, Tensor], large: Mapping[str, Tensor], rebuild: Callable[[], Mapping[str, Tensor]]
     ) -> None:
-        """small: tensors that are copied. large: those of which a sum is kept; rebuild: makes them again, in other memory."""
+        """small: tensors to copy. large: tensors to checksum. rebuild: function that makes the large tensors again, in other
+        memory."""
         self._small = small
         self._large = large
         self._rebuild = rebuild
@@ -39,16 +43,17 @@ class GuardedInputs:
 
     @classmethod
     def of(cls, case: Case, rebuild: Callable[[], Case]) -> Self:
-        """Guard a step of attention: q, k, v and the metadata, and the cache by a sum. rebuild: makes the same case again."""
+        """Guard an attention step: copies of q, k, v and the metadata, and checksums of the cache. rebuild: makes the same case
+        again."""
         metadata = {f"metadata.{field.name}": getattr(case.metadata, field.name) for field in fields(case.metadata)}
         small = {"q": case.q, "k": case.k, "v": case.v} | metadata
         tensors = {name: value for name, value in small.items() if isinstance(value, Tensor)}
         return cls(tensors, _named(case), lambda: _named(rebuild()))
 
     def check(self, with_cache: bool = True) -> None:
-        """Compare the inputs with what they were. with_cache: False leaves the cache out, which takes as long as reading it.
+        """Compare the inputs with their copies and checksums. with_cache: False skips the cache, whose check must read all of it.
 
-        :raises InputsChangedError: they differ; the message names them, and they have been restored.
+        :raises InputsChangedError: if inputs differ. The message names them, and they have been restored.
         """
         changed = [name for name, tensor in self._small.items() if not torch.equal(tensor, self._kept[name])]
         large = [name for name, tensor in self._large.items() if (with_cache or changed) and _bits(tensor) != self._sums[name]]
@@ -66,7 +71,7 @@ def _named(case: Case) -> dict[str, Tensor]:
 
 
 def _bits(tensor: Tensor) -> int:
-    """The sum of a tensor's bits as whole numbers, modulo 2**64: differs when an element does, NaN included."""
+    """Return the sum of a tensor's bits as integers, modulo 2**64. It changes if one element changes, also with NaN."""
     flat = tensor.reshape(-1)
     wide = flat.numel() * flat.element_size() % 4 == 0
     return int(flat.view(torch.int32 if wide else torch.uint8).sum(dtype=torch.int64))
@@ -78,24 +83,24 @@ _REASON_LENGTH = 400
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A contender made ready for one case."""
+    """A backend prepared for one case."""
 
     call: Callable[[], Tensor]
-    """The kernel's work and nothing else; returns the output."""
+    """Runs only the kernel and returns the output."""
     error: Callable[[Tensor], float]
-    """Relative error of an output; NaN if it has one."""
+    """Returns the relative error of an output, NaN if the output contains NaN."""
     tolerance: float
     poison: Callable[[], object] = lambda: None
-    """Spoils the output, so that a row left unwritten shows."""
+    """Fills the output with invalid values, so that rows that are not written are detected."""
     plan: Callable[[], object] | None = None
     step: Callable[[], object] | None = None
-    """`plan` and `call` together, as an engine with one layer would; None: `call`."""
+    """Runs `plan` and `call` together, like an engine with one layer. None means `call`."""
     kernel: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What came of it. `timing` is there if and only if the status is ok."""
+    """Result of measuring one backend on one case. `timing` is set if and only if the status is ok."""
 
     status: Status
     reason: str = ""
@@ -110,11 +115,11 @@ class Measurement:
 def measure(
     prepare: Callable[[], Contender], device: torch.device, timer: Timer, check: Callable[[], object] = lambda: None
 ) -> Measurement:
-    """Prepare, check, time, and check again: an answer that changes under repetition is a race, not a result.
+    """Prepare, check, time and check again: an answer that changes over repeated calls is a race.
 
-    Never raises for what the contender does; its exception becomes the reason.
+    Exceptions of the backend are not raised: they become the reason of the result.
 
-    check: `GuardedInputs.check` of the case, called after the contender's calls, also after one that raised.
+    check: `GuardedInputs.check` of the case. It is called after the backend's calls, and after an exception.
     """
     try:
         contender = prepare()
@@ -136,14 +141,14 @@ def measure(
             tolerance=contender.tolerance,
             kernel=contender.kernel,
         )
-    except Exception as error:  # whatever a kernel or its wrapper raises belongs into the result
+    except Exception as error:  # the exception of a kernel or its wrapper becomes the result
         with suppress(InputsChangedError):
             check()
         return Measurement("incorrect", reason=str(error)) if isinstance(error, InputsChangedError) else failed(error)
 
 
 def failed(error: Exception) -> Measurement:
-    """A measurement that ended in an exception."""
+    """Return the measurement for an exception."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
     text = " ".join(str(error).split())
@@ -152,9 +157,10 @@ def failed(error: Exception) -> Measurement:
 
 
 def run_layer(backend: AttentionBackend, case: Case, plan: Plan, out: Tensor, writer: CacheWriter | None = None) -> None:
-    """A case of one phase through one backend, as a layer of the engine calls it.
+    """Run a case of one phase through one backend, as an engine layer calls it.
 
-    writer: of the layout; the new tokens are written (where they are already), by the backend if it does that in decode.
+    writer: cache writer of the layout. It writes the new tokens (to slots that already hold them), unless the backend writes them
+    in decode.
     """
     step = case.metadata
     try:
@@ -174,7 +180,7 @@ def run_layer(backend: AttentionBackend, case: Case, plan: Plan, out: Tensor, wr
 def backend_contender(
     backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], writer: CacheWriter | None = None
 ) -> Contender:
-    """A Headway backend, called as the engine calls it, into an output that is its own. writer: as for `run_layer`."""
+    """Return a contender for a Headway backend, called as in the engine, with its own output. writer: as in `run_layer`."""
     view = case.metadata.decode if case.metadata.num_decodes else case.metadata.prefill
     assert view is case.metadata, "a cell has one phase"
     out = case.q.new_empty((*case.q.shape[:2], case.spec.v_head_dim))
@@ -194,7 +200,8 @@ def _contender(backend: AttentionBackend, case: Case, error: Callable[[Tensor], 
 
 
 def writer_contender(writer: CacheWriter, case: Case) -> Contender:
-    """A layout's cache writer. Right means: every row reads back as it was written, and no other slot was touched."""
+    """Return a contender for a layout's cache writer. It is correct if every row reads back as written and no other slot
+    changed."""
     cache, slots = case.cache, case.metadata.slot_mapping
 
     def write() -> Tensor:
@@ -214,13 +221,13 @@ def writer_contender(writer: CacheWriter, case: Case) -> Contender:
         return math.inf if stray else wrong
 
     same = case.spec.cache_dtype == case.spec.dtype
-    # e4m3 keeps three bits after the leading one: a relative error of 2^-4 at most, about half of that over random rows. Whole
-    # numbers to 127 are off by half at most, a hundredth of a random row.
+    # e4m3 has three mantissa bits: a relative error of at most 2^-4, about half of that over random rows. int8 values up to 127
+    # have an error of at most 0.5, a hundredth of a random row.
     return Contender(write, error, 0.0 if same else 0.05, spoil, kernel=writer_name(writer))
 
 
 def writer_name(writer: CacheWriter) -> str:
-    """A writer has no name of its own but its function's."""
+    """Return the name of a cache writer: the name of its function."""
     return getattr(writer, "__name__", type(writer).__name__)
 
 
@@ -232,13 +239,13 @@ def _distance(stored: Tensor, rows: Tensor, scale: float) -> float:
 
 
 def checked(contender: Contender) -> float:
-    """Relative error of a call into a poisoned output; NaN if a row was left out."""
+    """Return the relative error of a call into a poisoned output, NaN if a row was not written."""
     contender.poison()
     return contender.error(contender.call())
 
 
 def incorrect(error: float, contender: Contender, when: str = "") -> Measurement:
-    """What a wrong answer comes to. when: in which run it was wrong, if not the first."""
+    """Return the measurement for a wrong answer. when: text that says in which run it was wrong, if not in the first."""
     reason, shown = (
         f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}{when}",
         error if math.isfinite(error) else None,
@@ -251,7 +258,7 @@ _WARM_UPS = 2
 
 
 def captures(backend: AttentionBackend, case: Case) -> bool:
-    """Whether an engine would run this step as a graph's replay."""
+    """Return whether an engine would run this step by CUDA graph replay."""
     metadata = case.metadata
     if metadata.phase is not Phase.DECODE or metadata.query_start_loc.device.type != "cuda":
         return False
@@ -262,9 +269,9 @@ def captures(backend: AttentionBackend, case: Case) -> bool:
 def graph_contender(
     backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], graph_len: int, writer: CacheWriter | None = None
 ) -> Contender:
-    """Capture one layer's decode for sequences of up to `graph_len` tokens; a call is a replay at the case's own lengths.
+    """Capture one layer's decode for sequences of up to `graph_len` tokens. A call replays the graph at the case's own lengths.
 
-    writer: as for `run_layer`.
+    writer: as in `run_layer`.
     """
     step = case.metadata
     static = worst_case(step, max(graph_len, step.max_seq_len))
@@ -286,7 +293,7 @@ def graph_contender(
 
 
 def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture one call in a CUDA graph, after two that warm it up."""
+    """Capture one call in a CUDA graph, after warm-up calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -294,7 +301,7 @@ def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:
             layer()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage first, for longer than the capture takes
+    with torch.cuda.stream(stream):  # torch.cuda.graph would first run the garbage collector, which takes longer than the capture
         graph.capture_begin()
         try:
             layer()
@@ -304,8 +311,8 @@ def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def worst_case(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:
-    """What an engine captures: static tensors of padding rows, in a table as wide as the longest context, and the longest lengths
-    on the host."""
+    """Return the step that an engine captures: static tensors with padding rows, a block table for `graph_len` tokens, and
+    `graph_len` as each length on the host."""
     rows, width = step.block_table.shape[0], -(-graph_len // step.block_size)
     return replace(
         step,
@@ -320,8 +327,8 @@ def worst_case(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:
 
 
 def _loaded(static: AttentionMetadata, step: AttentionMetadata) -> AttentionMetadata:
-    """Bring the static tensors up to date with a step, and give what an engine hands to `plan_for_replay`: those tensors, the
-    step's lengths on the host, and the longest length as before."""
+    """Copy a step into the static tensors, and return the metadata that an engine passes to `plan_for_replay`: the static tensors
+    with the step's lengths on the host, and the maximum length of the capture."""
     columns = step.block_table.shape[1]
     static.seq_lens.copy_(step.seq_lens)
     static.context_lens.copy_(step.context_lens)

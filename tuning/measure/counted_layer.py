@@ -1,4 +1,5 @@
-"""Layers whose times depend on one number (rows, tokens, bytes): each kernel is checked and timed at each, fewest first."""
+"""Layers whose times depend on one count (rows, tokens or bytes): each kernel is checked and timed at each count, smallest
+first."""
 
 from __future__ import annotations
 
@@ -32,23 +33,23 @@ from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, Ke
 log = logging.getLogger("headway")
 TURNS = InterleavedTimer(rounds=2, round_ms=2.0)
 _BEHIND = 3.0
-"""Times as slow as the fastest: a kernel that falls further behind with more rows takes no part for them."""
+"""Ratio to the fastest time. A kernel that is slower than this, and gets slower with more rows, is skipped at larger counts."""
 Times = dict[str, list[float | None]]
-"""Kernel -> microseconds for each number that is measured; None where it has no time."""
+"""Kernel -> microseconds at each measured count. None means not measured."""
 
 
 @dataclass(frozen=True)
 class CountedLayer(TunedLayer):
-    """A layer of one axis on a device of torch."""
+    """A layer that is measured along one axis, on a torch device."""
 
     on: torch.device
     timer: InterleavedTimer
     registry: Registry | None
-    """Where third parties' kernels are registered; None: there are none."""
+    """The registry of third-party kernels. None means that there are none."""
 
     @cached_property
     def records(self) -> list[KernelRecord]:
-        """The kernels as a table names them: whose each is and, of a third party's, the digest of its plugin's files."""
+        """Records of the kernels for a table: name and owner, and for third-party kernels a digest of the plugin's files."""
         kind = next(kind for kind in ALL_KINDS if kind.name == self.record.kind)
         entries = {} if self.registry is None else self.registry.of(kind).entries
         found = []
@@ -69,9 +70,9 @@ class CountedLayer(TunedLayer):
 
     @abstractmethod
     def check(self, name: str, count: int) -> None:
-        """Hold a kernel's answer to that of torch's operations.
+        """Compare a kernel's answer with the answer of torch's operations.
 
-        :raises ArithmeticError: it is another; or whatever the kernel raises.
+        :raises ArithmeticError: if they differ. Other exceptions of the kernel are passed on.
         """
 
     @abstractmethod
@@ -83,26 +84,26 @@ class CountedLayer(TunedLayer):
         """Return the number of layers in one call."""
 
     def ready(self, counts: Collection[int]) -> AbstractContextManager[object]:
-        """Compile kernels and arrange weights for some numbers, before anything is timed."""
+        """Return a context manager that compiles kernels and repacks weights for some counts before they are timed."""
         return nullcontext()
 
     def time(self, calls: Sequence[Callable[[], object]]) -> list[Timing | Exception]:
-        """Time calls in turns; return what a call raises as its result."""
+        """Time calls in alternating rounds. An exception of a call is returned as its result."""
         return self.timer.time(calls, self.on)
 
     def falls_behind(self, name: str) -> bool:
-        """Return whether a kernel that is far behind is further behind with more rows."""
+        """Return whether a kernel that is much slower than the fastest gets relatively slower with more rows."""
         return False
 
     def times(self, table: CrossoverTable, axis: CountAxis) -> AxisTimes:
-        """Return the times of all kernels in a table of `find_table`."""
+        """Return the times of all kernels in a table from `find_table`."""
         us = to_times(table, axis.counts)
         return AxisTimes(axis, {name: us[name] for name in self.kernels}, source_of(table))
 
     def measure(
         self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
     ) -> CrossoverTable:
-        """Measure points, fewest rows or tokens first; a table that is completed keeps the points that it has."""
+        """Measure points, smallest count first. When a table is completed, its points are not measured again."""
         done = {cell.point for cell in old.cells} if resume and old is not None else set()
         wanted = [point for point in wanted if point.key not in done]
         with on_device(self.on), torch.inference_mode(), self.ready([point.batch for point in wanted]):
@@ -118,9 +119,9 @@ class CountedLayer(TunedLayer):
     def _cells(self, wanted: Sequence[Point], clock: Budget) -> Iterator[Cell]:
         out: dict[str, str] = {}
         for point in sorted(wanted, key=lambda point: point.batch):
-            count, what = point.batch, f"{self.record.kind} {self.record}"
+            count, what = point.batch, _named(self.record)
             if (clock.left or 0.0) <= 0.0:
-                log.warning("%s: the time did not suffice for %d %s and more, where a rule chooses", what, count, point.phase)
+                log.warning("%s: the time budget ended before %d %s; from there on a heuristic chooses", what, count, point.phase)
                 return
             cells: list[Cell] = []
             calls: dict[str, Callable[[], object]] = {}
@@ -133,13 +134,13 @@ class CountedLayer(TunedLayer):
                     calls[name] = self.call(name, count)
                 except Exception as raised:
                     out[name] = failed(raised).reason
-                    log.warning("%s: %s is left out from %d %s on: %s", what, name, count, point.phase, out[name])
+                    log.warning("%s: skipping %s from %d %s on: %s", what, name, count, point.phase, out[name])
                     cells.append(failure(point, name, None, raised))
             us: dict[str, float] = {}
             layers = self.layers(count)
             for name, timing in zip(calls, self.time(list(calls.values())), strict=True):
                 if isinstance(timing, Exception):
-                    log.warning("%s: %s with %d %s is left out: %s", what, name, count, point.phase, timing)
+                    log.warning("%s: skipping %s with %d %s: %s", what, name, count, point.phase, timing)
                     cells.append(failure(point, name, None, timing))
                     continue
                 us[name] = timing.median_us / layers
@@ -154,7 +155,7 @@ class CountedLayer(TunedLayer):
 def timed_table(
     record: LayerRecord, device: DeviceIdentity, kernels: Sequence[KernelRecord], cells: Sequence[Cell]
 ) -> CrossoverTable:
-    """Return a table of the times of kernels."""
+    """Return a table of measured cells."""
     table = new_table(record, device, kernels)
     table.cells = list(cells)
     table.noise = noise_of(table.cells)
@@ -162,8 +163,13 @@ def timed_table(
 
 
 def save_table(table: CrossoverTable) -> None:
-    """Store a table where a start looks for it; a warning says if it cannot be written."""
+    """Store a table in the table folder; log a warning if it cannot be written."""
     try:
         write_json(table, table_path(table.device, table.spec), "HEADWAY_CACHE")
     except ConfigError as error:
-        log.warning("%s %s: the times are not kept: %s", table.kind, table.spec, error)
+        log.warning("%s: the times are not saved: %s", _named(table.spec), error)
+
+
+def _named(record: LayerRecord) -> str:
+    """Return a layer's name for the log, with its kind first."""
+    return f"{record.kind} {str(record).removeprefix(f'{record.kind} ')}"

@@ -1,4 +1,4 @@
-"""The machine a figure was taken on: device, driver, versions, and the two rates every figure is held against."""
+"""The device, driver and software versions of a measurement, and two measured rates to compare results with."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from headway.tuning.table.noise import LEAST_DIFFERENCE
 from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, DeviceInfo, KernelRecord, LayerRecord
 
 LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers", "nvidia-cutlass-dsl", "headway")
-"""Distributions whose versions are stored, where installed. Read from package metadata: none is imported for it."""
+"""Distributions whose versions are recorded if installed. Versions come from package metadata; nothing is imported."""
 
 
 _NEGLIGIBLE = 0.25
-"""Cores: what an idle system takes."""
+"""CPU cores that an idle system uses."""
 
 
 def default_device() -> torch.device:
-    """The current GPU, or the CPU where there is none."""
+    """Return the current GPU, or the CPU if there is no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """A device by name: auto, cpu, cuda, or cuda:N. auto and None are `default_device`.
+    """Return the device with a name: auto, cpu, cuda or cuda:N. auto and None mean `default_device`.
 
-    :raises ConfigError: no such device here, or torch makes all tensors on the meta device, which holds no numbers.
+    :raises ConfigError: if there is no such device, or if torch's default device is the meta device, whose tensors hold no data.
     """
     if torch.empty(0).is_meta:
         hint = "call Headway outside of `with torch.device(...)` and torch.set_default_device"
@@ -51,7 +51,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def identify_device(device: torch.device) -> DeviceIdentity:
-    """Ask the device and the installed software who they are."""
+    """Return the identity of a device: its name, driver, and versions of the installed software."""
     found: dict[str, Any] = {
         "type": device.type,
         "python": platform.python_version(),
@@ -80,7 +80,7 @@ def identify_device(device: torch.device) -> DeviceIdentity:
 def new_table(
     spec: LayerRecord, device: DeviceIdentity, kernels: Sequence[KernelRecord], command: str = "", graph_len: int | None = None
 ) -> CrossoverTable:
-    """Return a table without cells, begun now by the code that is running."""
+    """Return a table without cells, with the current date and the version of the running code."""
     return CrossoverTable(
         kind=spec.kind,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -97,9 +97,9 @@ def new_table(
 
 
 def crowding() -> str:
-    """What other processes take of the CPU cores that this one may use, in words; empty where its own threads have room.
+    """Return how many CPU cores other processes use, in words, or "" if enough cores are free for this process's threads.
 
-    Takes a tenth of a second, in which this process must be idle.
+    Takes 0.1 s, during which this process must be idle.
     """
     allowed = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else range(psutil.cpu_count() or 1)
     shares: list[float] = psutil.cpu_percent(interval=0.1, percpu=True)
@@ -110,22 +110,23 @@ def crowding() -> str:
 
 
 def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> DeviceInfo:
-    """Who the device is, and its two rates measured in the element type of the run (a second on a GPU)."""
+    """Return the device's identity and two rates, measured in the dtype of the run. Takes a second on a GPU."""
     copy_gbps, matrix_tflops = measured_rates(device, dtype, timer)
     rates = {"copy_gbps": copy_gbps, "matrix_tflops": matrix_tflops, "matrix_dtype": DTYPE_NAMES[dtype]}
     return DeviceInfo(**identify_device(device).model_dump() | rates)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, timer: Timer) -> tuple[float, float]:
-    """(GB/s of a large copy, read plus written; TFLOP/s of a square product of random matrices).
+    """Return the GB/s of a large copy (read plus written) and the TFLOP/s of a GEMM of square random matrices.
 
-    2 GiB and 8192 on a GPU (less where it has little free memory), 64 MiB and 512 on a CPU, far beyond the caches of either.
+    The copy has 2 GiB on a GPU (less if little memory is free) and 64 MiB on a CPU; the matrices have 8192 and 512 rows. Both
+    exceed the caches by far.
     """
     if device.type == "cuda":
         size, n = min(2**31, torch.cuda.mem_get_info(device)[0] // 8), 8192
     else:
         size, n = 2**26, 512
-    # Words and not bytes are drawn, which a CPU takes a quarter of a second for.
+    # Drawing bytes instead of 8-byte integers takes a CPU a quarter of a second.
     source = torch.randint(2**62, (size // 8,), dtype=torch.int64, device=device)
     target = torch.empty_like(source)
     copy_us = timer.time(lambda: target.copy_(source), device).median_us
@@ -135,7 +136,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype, timer: Timer) -> tu
 
 
 def _driver(device: torch.device) -> tuple[str | None, int | None]:
-    """Driver version and highest SM clock; None where nvidia-smi is missing or does not know the device."""
+    """Return the driver version and the maximum SM clock in MHz. None if nvidia-smi is missing or does not know the device."""
     query = ["nvidia-smi", "--query-gpu=uuid,driver_version,clocks.max.sm", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -143,7 +144,7 @@ def _driver(device: torch.device) -> tuple[str | None, int | None]:
         return None, None
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines() if line.count(",") == 2]
-    chosen = [row for row in rows if uuid and uuid in row[0]] or rows  # one driver serves all GPUs of a machine
+    chosen = [row for row in rows if uuid and uuid in row[0]] or rows  # all GPUs of a machine have the same driver
     if not chosen:
         return None, None
     _, driver, clock = chosen[0]

@@ -1,4 +1,4 @@
-"""Measured times of the methods that compute a layer of experts, by the number of tokens."""
+"""Measured times of the methods for MoE layers (grouped GEMM, GEMV), by number of tokens."""
 
 from __future__ import annotations
 
@@ -32,27 +32,29 @@ from headway.tuning.table.old_formats import HIDDEN
 from headway.tuning.table.schema import DeviceIdentity, ExpertsRecord
 
 _GRAPHED, _LAYERS = 256, 4
-"""Tokens up to which a step's layers are timed in a CUDA graph, and layers in it, each with tokens of its own. One layer alone
-has another order: a way of five launches, most of which the layers beside it hide, took 252 us so, and 180 in a step."""
+"""Maximum number of tokens for timing in a CUDA graph, and number of layers in the graph, each with its own tokens.
+
+A single layer gives another ranking: a method with five launches, most of them hidden by neighbouring layers, took 252 us alone
+and 180 us in a step."""
 _FEW = 16
-"""Tokens at most by which a method is tried before it is timed."""
+"""Maximum number of tokens in the check of a method before it is timed."""
 _TOLERANCE = 5e-2
-"""Relative to the answer's norm: what rounding makes in bfloat16, several times over."""
+"""Maximum error relative to the answer's norm: several times the rounding error of bfloat16."""
 log = logging.getLogger("headway")
 
 
 def choose_experts(
     kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAhead | None = None, registry: Registry | None = None
 ) -> None:
-    """Have each kind of layer choose by measured times: those that are stored for this device, or new ones.
+    """Select methods for each kind of MoE layer by measured times: those stored for this device, or new ones.
 
-    Third parties' kernels are tried at every start, and left out with the numbers where they are wrong.
+    Third-party kernels are checked at every start, and excluded with the error if they are wrong.
 
-    budget: seconds that may be measured; 0: nothing is, and where nothing is stored a rule chooses, which the log says.
-    ahead: what kernels are compiled in, many at a time; None: each at its first launch. registry: where third parties' kernels
-    are registered.
+    budget: seconds that may be spent on measuring. If 0, nothing is measured; without a stored table a heuristic chooses, and the
+    log says so. ahead: context manager in which kernels are compiled in parallel; None compiles each at its first launch.
+    registry: registry of third-party kernels.
 
-    :raises BackendError: the kernel that the user named is wrong.
+    :raises BackendError: if the kernel that the user requested is wrong.
     """
     for kind in kinds:
         if kind.guests or kind.chooses:
@@ -61,19 +63,19 @@ def choose_experts(
             if why := layer.fault(kernel):
                 kind.leave_out(kernel.name, why)
         if kind.chooses and not kind.fixed:
-            layer = dataclasses.replace(layer, kernels=list(kind.kernels))  # without those that were left out
+            layer = dataclasses.replace(layer, kernels=list(kind.kernels))  # without the excluded kernels
             layer.obey(budget if kind.requested == AUTO else 0.0)
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:
-            log.info("experts: scales in the order that the kernel reads take %.1f MB more", taken / 1e6)
+            log.info("experts: scales repacked for the kernel take %.1f MB more", taken / 1e6)
 
 
 @dataclass(frozen=True)
 class ExpertLayer(CountedLayer):
-    """A kind of layer of experts, measured by the number of tokens over the weights of one layer.
+    """A kind of MoE layer, measured by number of tokens on the weights of one layer.
 
-    A random router spreads random tokens over all experts.
+    A random router distributes random tokens over all experts.
     """
 
     kind: ExpertsKind
@@ -84,7 +86,7 @@ class ExpertLayer(CountedLayer):
     def sample(self) -> BoundExperts:
         """The layer that is timed.
 
-        :raises ValueError: no layer of this kind was loaded.
+        :raises ValueError: if no layer of this kind was loaded.
         """
         example = self.kind.example
         if example is None:
@@ -103,19 +105,19 @@ class ExpertLayer(CountedLayer):
         return torch.empty(shape, dtype=self.kind.dtype, device=self.on).normal_(generator=self._generator)
 
     def tokens(self, count: int) -> list[Tensor]:
-        """Return a residual stream [count, hidden_size] for each layer that is timed together."""
-        if count not in self._tokens:  # one number at a time: the largest take memory
+        """Return one residual stream [count, hidden_size] for each layer that is timed together."""
+        if count not in self._tokens:  # holds one count at a time: the largest need much memory
             self._tokens.clear()
             self._tokens[count] = [self._draw(count, self.kind.spec.hidden_size) for _ in range(self.layers(count))]
         return self._tokens[count]
 
     @cached_property
     def wrong(self) -> dict[str, str]:
-        """Kernel -> what is wrong with its answers."""
+        """Kernel -> description of the error in its answers. Correct kernels are not in it."""
         return {name: why for name, kernel in self.kind.kernels.items() if (why := self.fault(kernel))}
 
     def obey(self, seconds: float) -> None:
-        """Have the kind choose by measured times, if there are any. seconds: how long may be measured."""
+        """Make the kind choose by measured times, if there are any. seconds: time that may be spent on measuring."""
         table, kind = find_table(self, seconds), self.kind
         if table is not None:
             for name, why in failures(table).items():
@@ -139,28 +141,28 @@ class ExpertLayer(CountedLayer):
             with self.ahead():
                 for count in counts:
                     for kernel in self.kind.serving(count):
-                        with suppress(Exception):  # the trial will meet it again, and name it
+                        with suppress(Exception):  # the check meets the same error and reports it
                             self.run(kernel, count)
-        assert self.wrong is not None  # compiling counts as little as that of attention's kernels
+        assert self.wrong is not None  # like the compilation of attention kernels, this does not count as measuring time
         yield
 
     def run(self, kernel: ExpertsKernel, count: int) -> None:
-        """Compute each layer once."""
+        """Run each layer once."""
         for x in self.tokens(count):
             self.sample.add(kernel, self.sample.routed(x, kernel), x)
 
     def call(self, name: str, count: int) -> Callable[[], object]:
-        """See `CountedLayer`: as an engine runs the layers, a graph's replay for few tokens."""
+        """Return a call that runs the layers as an engine does: a CUDA graph replay for few tokens."""
         run = partial(self.run, self.kind.kernels[name], count)
         if self.layers(count) == 1:
             return run
         try:
             return captured(run).replay
         except Exception as error:
-            return partial(_raise, error)  # among the times, as what fails later does
+            return partial(_raise, error)  # raised while timing, like errors of later calls
 
     def fault(self, kernel: ExpertsKernel) -> str:
-        """Return how far answers for one token and for a few are from torch's operations, or what was raised; empty: right."""
+        """Return the error against torch's operations for one token and for a few tokens, or the exception. "" means correct."""
         taken = [count for count in TOKEN_COUNTS if kernel.runs(count)]
         few = max([count for count in taken if count <= _FEW] or taken[:1])
         try:
@@ -180,7 +182,7 @@ class ExpertLayer(CountedLayer):
 
     @cached_property
     def _linears(self) -> Any:
-        """The layer's products for torch."""
+        """The layer's weights in the form that `TorchExperts` needs."""
         assert self.sample.weights is not None
         return TorchExperts(self.kind.spec).prepare(self.sample.weights)
 
@@ -192,7 +194,7 @@ def _raise(error: Exception) -> None:
 def expert_layer(
     kind: ExpertsKind, device: DeviceIdentity, ahead: CompileAhead | None = None, registry: Registry | None = None
 ) -> ExpertLayer:
-    """Return a kind of layer of experts as one that is measured."""
+    """Return a kind of MoE layer as a layer that can be measured."""
     forms = "" if kind.forms == ("", "") else f" {' / '.join(kind.forms)}"
     record = ExpertsRecord(layer=f"{kind.config}{HIDDEN}{kind.spec.hidden_size} {DTYPE_NAMES[kind.dtype]}{forms}")
     wanted = counted_points("tokens", TOKEN_COUNTS)

@@ -1,6 +1,6 @@
-"""The table of a layer at a start: a stored one that fits, else a shipped one that is checked, else one that is measured.
+"""The table of a layer at a start: a stored table that fits, else a shipped table after a check, else a measured table.
 
-The same for every kind of operation. A faulty or stale table never ends a start: it is logged with the line or the difference.
+All kinds of operations share this. A faulty or stale table never ends a start: its faulty line or its difference is logged.
 """
 
 from __future__ import annotations
@@ -24,35 +24,36 @@ from headway.tuning.table.schema import CRASHED, FAILED, HUNG, CountedRecord, Cr
 
 log = logging.getLogger("headway")
 _NEEDED_LEVEL = {"attention": 1, "state": 0}
-"""Level of the grid up to which points are needed: a table that lacks one of them is completed at the next start."""
+"""Highest level of grid points that are required. A table that lacks one of them is completed at the next start."""
 
 
 @dataclass(frozen=True)
 class TunedLayer(ABC):
-    """A layer whose kernels are measured, and everything that a table must hold of it."""
+    """A layer whose kernels are measured, and the identity that its table must match."""
 
     record: LayerRecord
     device: DeviceIdentity
     kernels: Sequence[str]
     """Names of the kernels that can run here."""
     wanted: Sequence[Point]
-    """Points of the grid."""
+    """Grid points to measure."""
 
     @property
     def owners(self) -> Mapping[str, tuple[str, ...]]:
-        """(distribution, version) of each kernel that is registered; see `differences`."""
+        """(distribution, version, digest) of each registered kernel, for `differences`."""
         return {}
 
     @cached_property
     def stored(self) -> CrossoverTable | None:
-        """The stored table, if it can be used here; the log says why not."""
+        """The stored table, or None if there is none that can be used here; the log says why."""
         return usable_table(self.record, self.device, self.kernels, self.owners)
 
     @cached_property
     def prior(self) -> Prior | None:
-        """The shipped table, if there is one that can be used; the log says what differs where it was measured.
+        """The shipped table (prior) if it can be used here; the log says how the machine that measured it differs. None if there
+        is none.
 
-        Along one axis a few points say nothing of a kernel that wins between them: there a table must know all kernels.
+        Along one axis, a few points do not show a kernel that wins between them; such a table must contain all kernels.
         """
         try:
             prior = find_prior(self.device, self.record, self.owners)
@@ -63,7 +64,7 @@ class TunedLayer(ABC):
             return None
         unknown = prior.unknown(self.kernels) if isinstance(self.record, CountedRecord) else []
         if unknown:
-            log.info("auto: %s: the %s is not used: %s not in it", self.record, prior.record().made, ", ".join(unknown))
+            log.info("auto: %s: the %s does not contain %s; it is not used", self.record, prior.record().made, ", ".join(unknown))
             return None
         differs = f"; it differs in {'; '.join(prior.differs)}" if prior.differs else ""
         log.info("auto: %s: found the %s%s", self.record, prior.record().made, differs)
@@ -73,25 +74,25 @@ class TunedLayer(ABC):
     def measure(
         self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
     ) -> CrossoverTable | None:
-        """Measure points, and store and return the table; None if nothing could be measured.
+        """Measure points, then store and return the table; None if nothing could be measured.
 
-        old: the stored table that fits, which is returned if nothing can be measured. resume: complete it. prior: the shipped
-        table that the points check, so that only kernels that may win are measured; None measures all.
+        old: the stored table that fits; it is returned if nothing can be measured. resume: True to complete `old`. prior: the
+        shipped table that the points check, so that only kernels that may win are measured. None measures all kernels.
         """
 
     def missed(self, unknown: Collection[str]) -> list[str]:
-        """Return the kernels of `unknown` for which a shipped table that lacks them may not be used unchecked."""
+        """Return the kernels of `unknown` without which a shipped table must not be used unchecked."""
         return list(unknown)
 
     def repaired(self, table: CrossoverTable) -> list[str]:
-        """Return the kernels that failed in a table and whose plugin has other files now."""
+        """Return the kernels that failed in a table and whose plugin's files have changed since."""
         return []
 
 
 def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
     """Return the table of a layer, measured or completed if needed; None if there is none.
 
-    seconds: how long may be measured; 0 measures nothing.
+    seconds: time that may be spent on measuring; 0 measures nothing.
     """
     table, path = layer.stored, table_path(layer.device, layer.record)
     repaired = layer.repaired(table) if table is not None and seconds > 0 else []
@@ -100,14 +101,14 @@ def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
     if seconds <= 0 or (not table.cut_short and not repaired and suffices(table, layer)):
         return used_table(layer, table, path)
     if repaired:
-        text = "crossover table %s: %s failed in it, and its plugin's files are others now: it is measured again"
+        text = "crossover table %s: %s failed in it, and its plugin's files have changed; measuring again"
         log.warning(text, path, ", ".join(repaired))
     _announce(layer, seconds, None if repaired else table)
     return layer.measure(layer.wanted, seconds, table, resume=not repaired)
 
 
 def first_points(layer: TunedLayer) -> Sequence[Point]:
-    """Return the points that a start measures first: none beside a stored table, those that check a shipped one, or all."""
+    """Return the points that a start measures first: none if a table is stored, those that check a shipped table, or all."""
     if layer.stored is not None:
         return ()
     return layer.wanted if layer.prior is None else check_points(layer.prior.table, layer.wanted, layer.kernels)
@@ -116,7 +117,7 @@ def first_points(layer: TunedLayer) -> Sequence[Point]:
 def usable_table(
     record: LayerRecord, device: DeviceIdentity, kernels: Sequence[str], owners: Mapping[str, tuple[str, ...]] | None = None
 ) -> CrossoverTable | None:
-    """Return the stored table of a layer if it can be used here; the log says why not. The arguments: as in `TunedLayer`."""
+    """Return the stored table of a layer, or None if it cannot be used here; the log says why. Arguments as in `TunedLayer`."""
     try:
         table = stored_table(device, record)
     except TableError as error:
@@ -127,7 +128,7 @@ def usable_table(
     reasons = misfits(table, device, record, owners)
     known = {each.name for each in table.kernels if each.available}
     new = [name for name in kernels if name not in known]
-    if new:  # a kernel installed since then: the table would never let it be chosen
+    if new:  # installed after the measurement: with this table it would never be chosen
         reasons.append(f"{record.kernels}: {', '.join(new)} not in it")
     if reasons:
         log.warning("crossover table %s not used: %s", table_path(device, record), "; ".join(reasons))
@@ -137,16 +138,17 @@ def usable_table(
 def misfits(
     table: CrossoverTable, device: DeviceIdentity, record: LayerRecord, owners: Mapping[str, tuple[str, ...]] | None = None
 ) -> list[str]:
-    """Return why a table's times are not those of a layer here."""
+    """Return the reasons why a table's times do not apply to a layer here."""
     found = differences(table, device, record, owners)
     reasons = [f"{reason.what}: measured with {reason.need}, here is {reason.got}" for reason in found]
     return reasons if table.level == "kernel" else [*reasons, "level: auto needs a table of level kernel"]
 
 
 def suffices(table: CrossoverTable, layer: TunedLayer) -> bool:
-    """Return whether later starts measure nothing more: what the choice needs is there; on a CPU, attention in each phase.
+    """Return whether later starts need no more measurements: the table has every required point, or on a CPU attention in each
+    phase.
 
-    There the first start measures for its budget and no later one does, however few points a busy machine reached.
+    On a CPU, only the first start measures attention, however few points it reached on a busy machine.
     """
     measured = {cell.point for cell in table.cells}
     if layer.device.type == "cpu" and table.kind == "attention":
@@ -156,34 +158,34 @@ def suffices(table: CrossoverTable, layer: TunedLayer) -> bool:
 
 
 def tell_left_out(layer: TunedLayer, table: CrossoverTable, stored: bool = False) -> None:
-    """Log which kernels that can run here take no part.
+    """Log which kernels that can run here are excluded from the choice.
 
-    stored: the table was measured by an earlier start: a kernel that failed is named at each start, one that does not support the
-    layer only at the first.
+    stored: True if an earlier start measured the table. Kernels that failed are then logged at each start; kernels that do not
+    support the layer are logged only when the table is measured.
     """
     for record in table.kernels:
         failed = record.reason.startswith((CRASHED, HUNG, FAILED))
         if record.name in layer.kernels and not record.usable and (failed or not stored):
-            log.warning("auto leaves out %s: %s", record.name, record.reason)
+            log.warning("auto excludes %s: %s", record.name, record.reason)
 
 
 def used_table(layer: TunedLayer, table: CrossoverTable, path: Path) -> CrossoverTable:
-    """Return a table that is used as it is; the log says what is worth knowing of it."""
+    """Return a table that is used unchanged, after logging remarks about it."""
     tell_left_out(layer, table, stored=True)
     for line in remarks(table, layer.device, layer.kernels):
         log.info("crossover table %s: %s", path, line)
     if table.cut_short:
-        log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
+        log.warning("crossover table %s was cut short and is used as it is; headway bench crossover --resume completes it", path)
     return table
 
 
 def _first(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
-    """Return the table of a layer of which nothing is stored: a shipped one that was checked, or one measured in full."""
+    """Return the table of a layer that has no stored table: a shipped table that was checked, or a table measured in full."""
     prior = layer.prior
     if seconds <= 0:
         missed = [] if prior is None else layer.missed(prior.unknown(layer.kernels))
         if missed:
-            log.info("auto: the shipped table is not used unchecked: %s not in it", ", ".join(missed))
+            log.info("auto: the shipped table does not contain %s and is not used unchecked", ", ".join(missed))
         return None if prior is None or missed else prior.unchecked()
     if prior is not None:
         return _checked(layer, prior, seconds)
@@ -192,13 +194,14 @@ def _first(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
 
 
 def _checked(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable | None:
-    """Measure a few points of a shipped table, take what agrees with them, and measure the rest as far as time allows."""
+    """Measure a few points of a shipped table, adopt the times that agree with them, and measure the rest in the remaining
+    time."""
     wanted = layer.wanted
     asked = check_points(prior.table, wanted, layer.kernels)
     if not asked:
-        log.warning("auto: %s has no times of what can run here: it is not used", prior.path.name)
+        log.warning("auto: %s has no times of kernels that can run here; it is not used", prior.path.name)
         return layer.measure(wanted, seconds, None, resume=False)
-    text = "auto: checking the shipped table for %s at %d points, some seconds, once; --no-autotune does without"
+    text = "auto: checking the shipped table for %s at %d points (a few seconds); --no-autotune skips it"
     log.warning(text, prior.table.spec, len(asked))
     began = time.perf_counter()
     here = layer.measure(asked, seconds, None, resume=False, prior=prior)
@@ -209,25 +212,28 @@ def _checked(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable 
     try:
         write_json(table, table_path(layer.device, layer.record))
     except ConfigError as error:
-        log.warning("auto: the crossover table is not kept: %s", error)
+        log.warning("auto: the crossover table is not saved: %s", error)
         return table
     assert table.prior is not None
     for line in table.prior.disagreed:
-        log.info("auto: the shipped table is not used around %s", line)
+        log.info("auto: the shipped table is not used near %s", line)
     for line in table.prior.corrected:
-        log.info("auto: the shipped table is corrected around %s", line)
+        log.info("auto: the shipped table is corrected near %s", line)
     known = {cell.point for cell in table.cells}
     missing = [point for point in wanted if point.key not in known]
     taken = len({cell.point for cell in table.cells if cell.prior})
-    log.info("auto: %d points are the shipped table's, %d were measured here, %d lack", taken, len(known) - taken, len(missing))
-    # What is missing of a whole measurement takes its part of the time of one, or all that the check has left.
+    log.info("auto: %d points from the shipped table, %d measured here, %d missing", taken, len(known) - taken, len(missing))
+    # The missing points get their share of the budget, or the time left by the check if that is more.
     left = max(seconds * len(missing) / len(wanted), seconds - took)
     return layer.measure(missing, left, table, resume=True) if missing else table
 
 
 def _announce(layer: TunedLayer, seconds: float, old: CrossoverTable | None) -> None:
-    lacks = "was cut short" if old is not None and old.cut_short else "lacks others"
+    lacks = "was cut short" if old is not None and old.cut_short else "is not complete"
     what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and {lacks}: measuring"
-    compiling = f", and up to {MOST_COMPILING * seconds:.0f} s more where kernels must be compiled"
-    text = "auto: %s the %s for %s, about %.0f s%s, once; --no-autotune does without"
-    log.warning(text, what, layer.record.kernels, layer.record, seconds, compiling if layer.device.type == "cuda" else "")
+    if isinstance(layer.record, CountedRecord):  # measures a few points, and ends long before its share of the budget
+        took, compiling = "a few seconds", ", more to compile"
+    else:
+        took, compiling = f"about {max(seconds, 1):.0f} s", f", up to {MOST_COMPILING * seconds:.0f} s more to compile"
+    took += compiling if layer.device.type == "cuda" else ""
+    log.warning("auto: %s %s for %s (%s); --no-autotune skips it", what, layer.record.kernels, layer.record, took)

@@ -1,4 +1,5 @@
-"""What differs between measuring attention and layers with a state: how a point becomes a call, and what answers must be."""
+"""What attention and state layers do differently in a measurement: building a point's inputs, calling kernels, checking
+answers."""
 
 from __future__ import annotations
 
@@ -44,36 +45,36 @@ from headway.tuning.table.convert import CORE_PHASE
 from headway.tuning.table.schema import FAILED, LayerRecord, PhaseName, SpecRecord, StateSpecRecord
 
 _LARGE = 2**30
-"""Bytes of a cache that must be gone before the next one is made."""
+"""Size in bytes above which a cache must be freed before the next one is allocated."""
 _CONTEXT = 1024
-"""Cached tokens of a sequence that decodes; a state's size does not depend on them."""
+"""Cached tokens of a sequence in decode. The size of a state does not depend on it."""
 _CHECKED = 16
-"""Tokens of the first and of the last sequence that are held to float64 at every point."""
+"""Number of tokens of the first and of the last sequence that are compared with float64 at every point."""
 
 
 class PointInputs(ABC):
-    """The step of a point over one layout and block size, and its answer in float64."""
+    """The inputs of a point for one layout and block size, with the float64 answer."""
 
     expected: Any
-    """The answer, for the same point over other layouts."""
+    """The float64 answer, reused for the same point with other layouts."""
     large: bool
-    """Whether its memory must be gone before another is made."""
+    """Whether the memory must be freed before the next inputs are made."""
 
     @abstractmethod
     def contender(self, name: str) -> tuple[Contender, bool]:
-        """Return a kernel made ready, and whether its call is a graph's replay."""
+        """Return a kernel prepared for these inputs, and whether its call replays a CUDA graph."""
 
     guard: GuardedInputs
-    """What kernels may only read."""
+    """Detects writes to the inputs."""
 
     def check(self, with_cache: bool = True) -> None:
-        """Check that kernels have changed nothing that they may only read; see `GuardedInputs.check`."""
+        """Check that kernels have not written to the inputs; see `GuardedInputs.check`."""
         self.guard.check(with_cache)
 
 
 @dataclass(frozen=True)
 class MeasuredKind(ABC):
-    """A layer of one kind of operation whose kernels are measured at the points of a grid."""
+    """A layer of one kind of operation, whose kernels are measured at the points of a grid."""
 
     registry: Registry
     spec: Any
@@ -81,17 +82,17 @@ class MeasuredKind(ABC):
     seed: int = 0
     kind: ClassVar[OperationKind]
     each_phase: ClassVar[bool]
-    """Whether every run measures a point of each phase, however short the time is."""
+    """Whether every run measures at least one point of each phase, however little time is left."""
 
     @property
     @abstractmethod
     def record(self) -> LayerRecord:
-        """The layer as a table names it."""
+        """The layer's identity in a table."""
 
     @property
     @abstractmethod
     def grid(self) -> list[Point]:
-        """The device's usual points."""
+        """The usual points of the layer's device."""
 
     @abstractmethod
     def pairs(self, layouts: Sequence[str] | None, block_sizes: Sequence[int | None]) -> list[Pair]:
@@ -99,40 +100,40 @@ class MeasuredKind(ABC):
 
     @abstractmethod
     def supports(self, name: str, pair: Pair, phase: Phase) -> Support:
-        """Return whether a kernel supports the layer."""
+        """Return whether a kernel supports the layer in a phase, with a layout and block size."""
 
     def place(self, name: str, phase: Phase, pair: Pair) -> Pair | None:
-        """Return where a time of a kernel belongs; None if it reads no cache, so that one measurement holds for all of them."""
+        """Return the (layout, block size) that a kernel's time applies to. None means all: the kernel reads no cache."""
         return pair
 
     @abstractmethod
     def fault(self, name: str, pairs: Sequence[Pair]) -> str:
-        """Return why a kernel must not be used for the layer; empty if its self-test passes."""
+        """Return why a kernel must not be used for the layer, or "" if its self-test passes."""
 
     @abstractmethod
     def inputs(self, point: Point, pair: Pair, expected: Any) -> PointInputs:
-        """Return the step of a point. expected: of the same point over another layout; None for the first."""
+        """Return the inputs of a point. expected: the answer of the same point with another layout, None for the first."""
 
     @abstractmethod
     def compile(
         self, points: Sequence[Point], names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Collection[str]]
     ) -> None:
-        """Launch the self-test and the points of kernels, so that everything is compiled. What raises is left to the measurement.
+        """Run the self-test and the points of kernels so that everything is compiled. Exceptions are left to the measurement.
 
-        given_up: kernels that are not measured in a phase.
+        given_up: names of the kernels that are not measured, per phase.
         """
 
     def replays(self, name: str) -> bool:
-        """Return whether decodes of a kernel are timed as replays of a graph of the longest length."""
+        """Return whether decode steps of a kernel are timed by replaying a CUDA graph captured for the maximum length."""
         return False
 
 
 GRAPH_LEN = 32768
-"""Longest context for which decode graphs are captured, as in an engine of max_model_len 32,768."""
+"""Maximum context length of decode graphs, as in an engine with max_model_len 32,768."""
 
 
 def measured_kind(registry: Registry, spec: AttentionSpec | StateSpec, graph_len: int = GRAPH_LEN, seed: int = 0) -> MeasuredKind:
-    """Return what is measured of a layer."""
+    """Return the layer of a spec in the form that is measured."""
     return (MeasuredAttention if isinstance(spec, AttentionSpec) else MeasuredStates)(registry, spec, graph_len, seed)
 
 
@@ -142,7 +143,7 @@ def kind_of(spec: AttentionSpec | StateSpec) -> OperationKind:
 
 
 class MeasuredAttention(MeasuredKind):
-    """A layer of attention: a cache in blocks, filled the same for every layout and block size."""
+    """An attention layer: its paged cache has the same contents for every layout and block size."""
 
     kind = ATTENTION
     each_phase = False
@@ -177,9 +178,10 @@ class MeasuredAttention(MeasuredKind):
     def compile(
         self, points: Sequence[Point], names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Collection[str]]
     ) -> None:
-        """See `MeasuredKind`: over a cache of one block that all sequences share.
+        """Compile with a cache of one block that all sequences share.
 
-        A backend whose launches run all the same has nothing to be compiled, and is left after its first.
+        A backend whose launches are not suppressed while compiling ahead has nothing to compile, and is skipped after its first
+        launch.
         """
         selftest.launch(self.registry, names, self.spec, pairs)
         for pair in pairs:
@@ -197,7 +199,7 @@ class MeasuredAttention(MeasuredKind):
                     return
 
     def _launches_nothing(self, backend: AttentionBackend, point: Point, pair: Pair) -> bool:
-        """Plan and launch a point, and return whether its output is as it was before."""
+        """Plan and launch a point, and return whether its output is unchanged."""
         case = empty_case(point.work(self.spec), pair[0], pair[1], self.seed, shared=True)
         out = case.q.new_full((*case.q.shape[:2], self.spec.v_head_dim), math.nan)
         if captures(backend, case):
@@ -212,12 +214,13 @@ class MeasuredAttention(MeasuredKind):
         return make_backend(self.registry.backend(name), self.spec, pair[0], pair[1])
 
     def writer(self, point: Point, pair: Pair) -> CacheWriter | None:
-        """Return the writer of a layout: a dense prefill need not have a cache, and takes as long to write into any layout."""
+        """Return the cache writer of a layout, or None in prefill: dense prefill may have no cache, and writing takes as long in
+        any layout."""
         return None if point.phase == "prefill" else self.registry.layout(pair[0].name).writer(self.spec.device)
 
 
 class AttentionInputs(PointInputs):
-    """A step of attention, guarded against kernels that write where they may only read."""
+    """The inputs of an attention step, guarded against writes."""
 
     def __init__(self, kind: MeasuredAttention, point: Point, pair: Pair, expected: Tensor | None) -> None:
         make = partial(build_case, point.work(kind.spec), pair[0], pair[1], kind.seed)
@@ -243,7 +246,7 @@ class AttentionInputs(PointInputs):
 
 
 class MeasuredStates(MeasuredKind):
-    """A layer with a state: states in slots, which a timed step leaves as they are."""
+    """A state layer: states are stored in slots, and a timed step does not change them."""
 
     kind = STATE
     each_phase = True
@@ -258,18 +261,18 @@ class MeasuredStates(MeasuredKind):
 
     @cached_property
     def able(self) -> StateCandidates:
-        """The backends asked for the layer."""
+        """The candidate backends for the layer."""
         return StateCandidates(self.registry.states, [self.spec])
 
     def pairs(self, layouts: Sequence[str] | None, block_sizes: Sequence[int | None]) -> list[Pair]:
-        """See `MeasuredKind`: without block sizes."""
+        """Return the layouts; states have no block sizes."""
         return [(layout, None) for name, layout in self.registry.states.layouts.items() if layouts is None or name in layouts]
 
     def supports(self, name: str, pair: Pair, phase: Phase) -> Support:
         return Support(self.able.reasons(name, phase, Placement(pair[0], NO_BLOCKS)))
 
     def fault(self, name: str, pairs: Sequence[Pair]) -> str:
-        """See `MeasuredKind`: every layout in both phases."""
+        """Run the self-test with every layout, in both phases."""
         for phase, test in self._tests.items():
             for layout, _ in pairs:
                 if not self.supports(name, (layout, None), phase):
@@ -295,7 +298,7 @@ class MeasuredStates(MeasuredKind):
             for phase, case, out in [*steps, *self._steps(points, layout, given_up)]:
                 for name in names:
                     if name not in out and self.supports(name, (layout, None), phase):
-                        with suppress(Exception):  # the run that counts will meet it again, and name it
+                        with suppress(Exception):  # the measurement meets the same error and reports it
                             run_states(self.backend(name, layout, phase), case)
 
     def _steps(
@@ -306,11 +309,11 @@ class MeasuredStates(MeasuredKind):
                 yield CORE_PHASE[point.phase], self._case(point, layout), given_up.get(point.phase, ())
 
     def backend(self, name: str, layout: StateLayout, phase: Phase) -> StateBackend:
-        """Return an instance for a phase, PREFILL or DECODE."""
+        """Return an instance of a backend for a phase, PREFILL or DECODE."""
         return self.able.make(name, self.spec, phase, Placement(layout, NO_BLOCKS))
 
     def _case(self, point: Point, layout: StateLayout) -> StateCase:
-        # In place a state would move on with every run, and might grow beyond all numbers.
+        # In place, a state would change with every run, and could overflow.
         context = _CONTEXT if point.phase == "step" else 0
         lens, device = [(point.query_len, point.query_len + context)] * point.batch, self.spec.device
         return make_state_case(
@@ -324,16 +327,16 @@ class MeasuredStates(MeasuredKind):
 
 
 class ExpectedRows(NamedTuple):
-    """A step of states, and float64's answer for a few of its tokens."""
+    """A step of a state layer, and float64 answers for a few of its tokens."""
 
     case: StateCase
     rows: list[int]
-    """The first tokens of the first and of the last sequence."""
+    """Indices of the first tokens of the first and of the last sequence."""
     answers: Tensor
 
     @classmethod
     def of(cls, case: StateCase) -> ExpectedRows:
-        """Compute them."""
+        """Compute the answers of a case."""
         step, rows, answers = case.metadata.step, [], []
         for sequence in dict.fromkeys((0, step.num_seqs - 1)):
             length, first = step.query_lens[sequence], sum(step.query_lens[:sequence])
@@ -347,7 +350,7 @@ class ExpectedRows(NamedTuple):
 
 
 class StateInputs(PointInputs):
-    """A step of states."""
+    """The inputs of a state step."""
 
     large = False
 
@@ -358,10 +361,11 @@ class StateInputs(PointInputs):
         self._phase = CORE_PHASE[point.phase]
         self._layout = layout
         read = {"x": self.case.x, **{f"gates[{number}]": gate for number, gate in enumerate(self.case.gates)}}
-        self.guard = GuardedInputs(read, {}, dict)  # a state that is read and never written shows in the answer
+        self.guard = GuardedInputs(read, {}, dict)  # a write to a state that is only read shows in the answer
 
     def contender(self, name: str) -> tuple[Contender, bool]:
-        """See `PointInputs`: on a GPU a step is a graph's replay where the backend can be captured."""
+        """Return a kernel prepared for these inputs; on a GPU, its decode step replays a CUDA graph if the backend can be
+        captured."""
         case, metadata, decodes = self.case, self.case.metadata, self._phase is Phase.DECODE
         backend = self._kind.backend(name, self._layout, self._phase)
         out = case.x.new_full((case.x.shape[0], case.spec.out_channels), torch.nan)
@@ -395,8 +399,7 @@ _SELF_TEST = {
     Phase.PREFILL: ((70, 70), (20, 50), (5, 5)),
     Phase.DECODE: ((1, 40), (1, 2), (4, 9)),
 }
-"""(query_len, kv_len) of the sequences of the step that a backend computes right before it is timed: chunks that end early,
-prompts behind a context, drafts."""
+"""(query_len, kv_len) of the sequences in the self-test, per phase: partial chunks, prompts with a context, draft tokens."""
 
 
 @dataclass(frozen=True)
@@ -408,12 +411,12 @@ class SelfTestStep:
 
     @classmethod
     def of(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> SelfTestStep:
-        """Draw the numbers, over any layout."""
+        """Return a step with random inputs, in any layout."""
         case = make_state_case(_SELF_TEST[phase], spec, layout)
         return cls(case, answer(case))
 
     def error(self, backend: StateBackend, layout: StateLayout) -> float:
-        """Return the relative error of the output or of the worst state, the larger; infinite if another slot was touched."""
+        """Return the larger of the relative errors of the output and of the worst state; infinite if another slot changed."""
         case = relaid(self.case, layout)
         errors = [relative(run_states(backend, case), self.answer.out)]
         for slot, wanted in self.answer.written.items():
@@ -431,7 +434,7 @@ class SelfTestStep:
 
 
 def relaid(case: StateCase, layout: StateLayout) -> StateCase:
-    """Return the same case over states of its own in another layout, or in the same."""
+    """Return a case with its own copy of the states in a layout."""
     cache = layout.allocate(case.spec, case.cache.num_slots)
     if case.spec.recurrent:
         cache.logical_recurrent.copy_(case.cache.logical_recurrent)
@@ -441,7 +444,7 @@ def relaid(case: StateCase, layout: StateLayout) -> StateCase:
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """Return ||got - want|| / ||want||, infinite if it is not a number."""
+    """Return ||got - want|| / ||want||, or infinity if it is not finite."""
     got, want = got.detach().cpu().double(), want.cpu()
     error = float((got - want).norm() / want.norm().clamp_min(1e-30))
     return error if math.isfinite(error) else math.inf

@@ -1,4 +1,4 @@
-"""One point of the table: every kernel on every layout and block size it reads, checked, then timed in turns."""
+"""Measurement of one point: every kernel on every layout and block size that it supports, first checked, then timed in rounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.tuning.table.schema import Cell
 
 
 def new_cell(point: Point, name: str, pair: Pair | None, status: str, **found: Any) -> Cell:
-    """A cell of a backend. pair: layout and block size; None where no cache is read, or none is meant."""
+    """Return a cell of a kernel. pair: layout and block size; None if no cache is read or the cell applies to all pairs."""
     return Cell(
         phase=point.phase,
         case=point.case,
@@ -39,14 +39,14 @@ def new_cell(point: Point, name: str, pair: Pair | None, status: str, **found: A
 
 
 def wrong_answer(point: Point, name: str, pair: Pair | None, error: float, contender: Contender, when: str = "") -> Cell:
-    """The cell of a backend whose relative error exceeds its tolerance. when: in which run, if not the first."""
+    """Return the cell of a kernel whose relative error exceeds its tolerance. when: text that names the run, if not the first."""
     found = incorrect(error, contender, when)
     measured = {"relative_error": found.relative_error, "tolerance": found.tolerance, "variant": found.kernel}
     return new_cell(point, name, pair, "incorrect", reason=found.reason, **measured)
 
 
 def failure(point: Point, name: str, pair: Pair | None, error: Exception) -> Cell:
-    """The cell of a backend that raised, ran out of memory, or changed what it may only read."""
+    """Return the cell of a kernel that raised an error, ran out of memory or wrote to its inputs."""
     if isinstance(error, InputsChangedError):
         return new_cell(point, name, pair, "incorrect", reason=str(error))
     status = "oom" if isinstance(error, (torch.OutOfMemoryError, MemoryError)) else "error"
@@ -54,21 +54,22 @@ def failure(point: Point, name: str, pair: Pair | None, error: Exception) -> Cel
 
 
 CLEAR_LOSS = 4.0
-"""Times the fastest: one that is slower in its first runs is not timed further, if that would take long."""
+"""Ratio to the fastest time. A kernel that is slower than this in its first runs is not timed further if that would take long."""
 _HOPELESS = 8.0
-"""Times the fastest: one that is slower over one layout, or ran out of memory, is not tried over the others at this point."""
+"""Ratio to the fastest time. A kernel that is slower than this with one layout, or runs out of memory, is not tried with the
+others at this point."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What stays the same from point to point."""
+    """Parameters of a measurement that are the same for all points."""
 
     measured: MeasuredKind
     turns: InterleavedTimer
     budget: Budget = field(default_factory=Budget)
-    """Told what compiling takes."""
+    """Budget whose `compiling` counts the time spent on compiling."""
     tell: Callable[[str, str], None] = lambda names, point: None
-    """Told the kernels that are about to be called, and at which point."""
+    """Called with the names of the kernels that are about to run, and the point."""
 
     @property
     def device(self) -> torch.device:
@@ -91,9 +92,9 @@ class _Runner:
 def measure_point(
     point: Point, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], dropped: Mapping[str, str]
 ) -> list[Cell]:
-    """Cells of a point, ties marked. Never raises for what a backend does.
+    """Return the cells of a point, with ties marked. Exceptions of kernels become cells.
 
-    dropped: backends given up in this phase, with the reason that goes into their cells.
+    dropped: kernels that are not measured in this phase -> reason, for their cells.
     """
     cells = [new_cell(point, name, None, "dropped", reason=dropped[name]) for name in names if name in dropped]
     measured, phase = bench.measured, CORE_PHASE[point.phase]
@@ -122,7 +123,7 @@ def measure_point(
         try:
             inputs = measured.inputs(point, pair, expected)
             expected = inputs.expected
-        except Exception as error:  # out of memory, mostly: the next layout may still fit
+        except Exception as error:  # usually out of memory; the next layout may still fit
             cells += [failure(point, name, measured.place(name, phase, pair), error) for name in here]
         else:
             found, best_us = _measure_pair(point, bench, here, pair, inputs, best_us)
@@ -136,7 +137,7 @@ def measure_point(
         large = inputs is None or inputs.large
         inputs = None
         if large and bench.device.type == "cuda":
-            gc.collect()  # libraries' wrappers hold caches in cycles
+            gc.collect()  # libraries' wrappers hold caches in reference cycles
             torch.cuda.empty_cache()
     never = [name for name in refused if name not in served]
     return mark_ties(cells + [new_cell(point, name, None, "unsupported", reason=refused[name]) for name in never])
@@ -145,7 +146,7 @@ def measure_point(
 def _measure_pair(
     point: Point, bench: Bench, names: Sequence[str], pair: Pair, inputs: PointInputs, best_us: float
 ) -> tuple[list[Cell], float]:
-    """Cells of one layout and block size, and the shortest time so far at this point."""
+    """Return the cells of one layout and block size, and the shortest time so far at this point."""
     cells: list[Cell] = []
     runners: list[_Runner] = []
     for name in names:
@@ -154,7 +155,9 @@ def _measure_pair(
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
     for runner in runners:
         if _given_up(runner.estimate_us, best_us, bench.turns) and 2e-3 * runner.estimate_us <= bench.turns.long_ms:
-            again = bench.turns.estimate(runner.contender.call, bench.device)  # the first two may have met a busy machine
+            again = bench.turns.estimate(
+                runner.contender.call, bench.device
+            )  # other work on the machine may have slowed the first two runs
             runner.estimate_us = min(runner.estimate_us, again)
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
     kept = [runner for runner in runners if not _given_up(runner.estimate_us, best_us, bench.turns)]
@@ -171,7 +174,9 @@ def _measure_pair(
             kept.remove(runner)
             cells.append(_blamed(point, runner.name, runner.place, error, inputs))
     times = bench.turns.time([runner.contender.call for runner in kept], bench.device, lambda: inputs.check(with_cache=False))
-    with suppress(InputsChangedError):  # a cache changed in some turn is restored here; whoever does it again is blamed below
+    with suppress(
+        InputsChangedError
+    ):  # a write in some round is undone here; a kernel that writes again gets an error cell below
         inputs.check()
     cells += [_finish(point, runner, timing, inputs, bench) for runner, timing in zip(kept, times, strict=True)]
     return cells, best_us
@@ -201,7 +206,7 @@ def _prepare(point: Point, bench: Bench, name: str, pair: Pair, inputs: PointInp
 
 
 def _finish(point: Point, runner: _Runner, timing: Timing | Exception, inputs: PointInputs, bench: Bench) -> Cell:
-    """The cell of a backend that has been timed: checked again, since an answer that changes under repetition is a race."""
+    """Return the cell of a timed kernel after a second check: an answer that changes over repeated calls is a race."""
     contender = runner.contender
     if isinstance(timing, Exception):
         return failure(point, runner.name, runner.place, timing)
@@ -218,15 +223,16 @@ def _finish(point: Point, runner: _Runner, timing: Timing | Exception, inputs: P
 
 
 def _blamed(point: Point, name: str, place: Pair | None, error: Exception, inputs: PointInputs) -> Cell:
-    """The cell of a backend that raised; what it did to the inputs before is undone, so that no other backend pays for it."""
+    """Return the cell of a kernel that raised. Its writes to the inputs are undone first, so that they do not affect other
+    kernels."""
     with suppress(InputsChangedError):
         inputs.check()
     return failure(point, name, place, error)
 
 
 def _time_host(runner: _Runner, bench: Bench) -> None:
-    """What plan and launches take the host. Done before and after the device's turns, and the less of the two counts: a host
-    that is busy otherwise for a moment only ever adds, and a moment may outlast all runs of one call."""
+    """Measure the host time of plan and launches, and keep the minimum. Called before and after the device rounds: other work on
+    the host can only add time, and may last longer than all runs of one call."""
     device = bench.device
     calls = {"plan_us": runner.contender.plan, "host_us": None if runner.graph or device.type == "cpu" else runner.contender.call}
     for what, call in calls.items():

@@ -1,4 +1,4 @@
-"""The points at which backends are measured: grids in the order in which they matter, held-out points, and those of states."""
+"""Grids of points at which backends are measured, most important points first, and random held-out points."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PHASES: tuple[PhaseName, ...] = ("decode", "prefill", "extend", "verify")
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """A grid of one phase. Points beyond the limits are left out."""
+    """Axes of the grid of one phase. Points beyond the limits are omitted."""
 
     query_lens: tuple[int, ...]
     batches: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    """() in prefill, where they are the query_lens."""
+    """() in prefill, where kv_len equals query_len."""
     max_query_tokens: int
-    """batch * query_len."""
+    """Maximum batch * query_len."""
     max_kv_tokens: int
-    """batch * kv_len."""
+    """Maximum batch * kv_len."""
 
 
 GRIDS: dict[str, dict[PhaseName, Axes]] = {
@@ -45,28 +45,28 @@ GRIDS: dict[str, dict[PhaseName, Axes]] = {
         "verify": Axes((4,), (1, 8), (64, 512), 64, 2**12),
     },
 }
-"""Device type -> grid. Neighbours are a factor of about 4 apart: between them times are interpolated in their logarithms. A GPU's
-batches are denser, because its times go in steps there (a kernel that does not split takes as long for 32 sequences as for 16
-where both fit the multiprocessors), its prompts around 2,048 tokens, where time goes over from launches to arithmetic, and its
-extensions in every length, since a kernel that splits keys and one that does not cross more than once."""
+"""Device type -> grid. Neighbours differ by a factor of about 4; times between them are interpolated on a logarithmic scale.
+
+A GPU's grid is denser. Batches: times rise in steps (without split-KV, 32 sequences take as long as 16 if both fit on the SMs).
+Prompts near 2,048 tokens: launch time stops dominating. Extend: kernels with and without split-KV cross more than once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Sequences of equal lengths, and how soon they are worth measuring."""
+    """A step of sequences with equal lengths, and its rank in the order of measurement."""
 
     phase: PhaseName
     batch: int
     query_len: int
     kv_len: int
     level: int = 0
-    """0: a corner of the grid, then ever finer."""
+    """0 for a corner of the grid; higher levels are finer."""
     mixed: str = ""
-    """The case where its sequences differ; the numbers are their means then."""
+    """The case text if sequences differ in length; the numbers of this point are then means."""
 
     @property
     def case(self) -> str:
-        """The point as a case of the grammar of headway.core.oracle.cases; the number of rows, tokens or bytes."""
+        """The point in the case grammar of headway.core.oracle.cases, or the number of rows, tokens or bytes."""
         if self.phase in COUNTED or self.mixed:
             return self.mixed or str(self.batch)
         if self.phase in ("scan", "step"):
@@ -76,22 +76,22 @@ class Point:
 
     @property
     def key(self) -> PointKey:
-        """What `Cell.point` is."""
+        """The value of `Cell.point` for this point."""
         return self.phase, self.case
 
     @property
     def shape(self) -> Shape:
-        """The shape by which costs are looked up."""
+        """The shape for looking up costs."""
         return Shape(CORE_PHASE[self.phase], self.batch, self.query_len, self.kv_len)
 
     def work(self, spec: AttentionSpec) -> AttentionWork:
-        """The step that the point stands for."""
+        """Return the step that this point measures."""
         geometry = Geometry.of(spec)
         return make_work("decode" if self.phase in ("decode", "verify") else "prefill", self.case, geometry, spec)
 
 
 def counted_points(phase: PhaseName, counts: Sequence[int]) -> list[Point]:
-    """Return the points of numbers of rows, tokens or bytes."""
+    """Return points for numbers of rows, tokens or bytes."""
     return [Point(phase, count, 1, 1) for count in counts]
 
 
@@ -101,10 +101,11 @@ def grid(
     batches: Sequence[int] | None = None,
     lens: Sequence[int] | None = None,
 ) -> list[Point]:
-    """The device's usual points, the most telling first: corners, then middles, then the rest; decode before the others.
+    """Return the usual points of a device, most important first: corners, then middles, then the rest. In each level, decode is
+    first.
 
-    batches, lens: instead of the usual batch sizes and lengths (kv_len; in prefill query_len). One that is named twice counts
-    once: a table holds no cell twice.
+    batches, lens: batch sizes and lengths to use instead (kv_len; in prefill query_len). Duplicates are removed: a table holds
+    each cell once.
     """
     ranked: list[tuple[int, int, int, Point]] = []
     for number, phase in enumerate(phase for phase in PHASES if phase in phases):
@@ -141,9 +142,10 @@ def _level(index: int, count: int) -> int:
 
 
 def held_out(device_type: str, count: int, seed: int, known: Collection[str]) -> list[Point]:
-    """Random points within the grid's range that are not on it: half of them decode, the rest shared by the other phases.
+    """Return random points within the range of the grid but not on it. Half of them are decode, the rest are shared by the other
+    phases.
 
-    known: the cases that were measured. Batch and lengths are drawn uniformly in their logarithms.
+    known: cases that were already measured. Batch sizes and lengths are drawn uniformly on a logarithmic scale.
     """
     draw = random.Random(seed)
     phases: list[PhaseName] = ["decode", "prefill", "decode", "extend", "decode", "verify"]
@@ -170,25 +172,26 @@ def _text(length: int) -> str:
 
 
 ROUNDS = 2
-"""Halvings, one after another, of an interval in which the fastest backend changes."""
+"""Number of times that an interval is halved in which the fastest backend changes."""
 _NEAREST = 1.5
-"""Neighbours that are nearer than this factor are not refined: times between them are interpolated well enough."""
+"""Neighbours closer than this factor are not refined: interpolation between them is accurate enough."""
 _LEAST_LOSS = 0.03
-"""What each of the two winners must lose at the other's point. Less is not worth a point: it is nearly a tie."""
+"""Minimum relative loss of each of the two winners at the other's point. Below it, the two are nearly a tie, not worth a
+point."""
 
 _LEVEL = 3
-"""After all levels of a grid."""
+"""A level after all levels of a grid."""
 
 Coordinates = tuple[int, int, int]
-"""batch, query_len, kv_len."""
+"""(batch, query_len, kv_len)."""
 Times = Mapping[tuple[str | None, int | None], Mapping[str, float]]
-"""Layout and block size -> backend -> microseconds of a layer."""
+"""(layout, block size) -> backend -> microseconds per layer."""
 
 
 def midpoints(cells: Sequence[Cell], noise: float) -> list[Point]:
-    """A point in the middle, by logarithms, of every two neighbours between which the winner changes, the costliest change first.
+    """Return the logarithmic midpoint of every two neighbours between which the winner changes, largest loss first.
 
-    Neighbours differ in one of batch, query_len and kv_len and have nothing measured between them. noise: of the table.
+    Neighbours differ in one of batch, query_len and kv_len, with no measured point between them. noise: noise of the table.
     """
     measured = points(cells)
     found: dict[PointKey, tuple[float, Point]] = {}
@@ -206,12 +209,12 @@ def midpoints(cells: Sequence[Cell], noise: float) -> list[Point]:
 
 
 def place_of(cell: Cell) -> Coordinates:
-    """Where a cell's point lies."""
+    """Return the coordinates of a cell's point."""
     return cell.batch, cell.query_len, cell.kv_len
 
 
 def rival_times(rivals: Sequence[Cell]) -> Times:
-    """The times of one point's cells. One without a layout holds over all of them."""
+    """Return the times of one point's cells. A cell without a layout applies to all layouts."""
     timed = [(cell, cell.layer_us) for cell in rivals if cell.layer_us is not None]
     everywhere = {cell.kernel: us for cell, us in timed if cell.layout is None}
     pairs = dict.fromkeys((cell.layout, cell.block_size) for cell, _ in timed)
@@ -223,7 +226,8 @@ def rival_times(rivals: Sequence[Cell]) -> Times:
 
 
 def _neighbours(places: Sequence[Coordinates], phase: PhaseName) -> Iterator[tuple[Coordinates, Coordinates]]:
-    """Pairs next to each other in a row of points that differ in one number. A prompt's two lengths are one."""
+    """Yield neighbouring pairs among points that differ in one coordinate. In prefill, query_len and kv_len are one
+    coordinate."""
     for axis in (0, 1) if phase == "prefill" else (0, 1, 2):
         rows: dict[tuple[int, ...], list[Coordinates]] = {}
         for place in places:
@@ -234,9 +238,9 @@ def _neighbours(places: Sequence[Coordinates], phase: PhaseName) -> Iterator[tup
 
 
 def _loss(low: Times, high: Times) -> float:
-    """What the winner of each neighbour loses at the other's point, the less of the two, as a share; of all layouts the most.
+    """Return the smaller of the losses of the two winners at each other's point, relative, the maximum over all layouts.
 
-    Where one of them loses nothing there is one winner of both, and a tie at one end.
+    If one of them loses nothing, the same backend wins at both points, with a tie at one.
     """
     worst = 0.0
     for pair in low.keys() & high.keys():
@@ -248,7 +252,7 @@ def _loss(low: Times, high: Times) -> float:
 
 
 def _middle(phase: PhaseName, low: Coordinates, high: Coordinates) -> Point | None:
-    """None where the neighbours are too near, or no whole number lies between."""
+    """Return the midpoint, or None if the neighbours are too close or no integer is between them."""
     batch, query_len, kv_len = (round(math.sqrt(a * b)) for a, b in zip(low, high, strict=True))
     if phase == "prefill":
         kv_len = query_len
@@ -260,7 +264,7 @@ def _middle(phase: PhaseName, low: Coordinates, high: Coordinates) -> Point | No
 
 
 def state_points(verb: PhaseName, *sizes: tuple[int, int, int]) -> list[Point]:
-    """Return points of layers with a state. sizes: (sequences, new tokens of each, level)."""
+    """Return points of state layers. sizes: (sequences, new tokens per sequence, level)."""
     return [Point(verb, batch, query_len, query_len, level) for batch, query_len, level in sizes]
 
 
@@ -274,10 +278,10 @@ _STATE_GRIDS: dict[str, Sequence[Point]] = {
         *state_points("scan", (1, 64, 0), (1, 512, 0), (8, 64, 1), (1, 2048, 2), (64, 32, 2)),
     ],
 }
-"""Device type -> grid. A state is read and written whole whatever came before, so that a step costs by its sequences and a scan
-by its tokens and by how many of them must wait for one another. Drafts are timed at four tokens."""
+"""Device type -> grid. A state is read and written completely, whatever the context: the cost of a step depends on the number of
+sequences, that of a scan on the number of tokens and how many are sequential. Draft tokens are timed in steps of four tokens."""
 
 
 def state_grid(device_type: str) -> list[Point]:
-    """The points of a device, in the order in which they matter."""
+    """Return the points of a device, most important first."""
     return sorted(_STATE_GRIDS.get(device_type, _STATE_GRIDS["cuda"]), key=lambda point: point.level)

@@ -1,9 +1,11 @@
-"""A shipped table held to a few points measured here: where they agree its times are taken, scaled; where a backend is somewhat
-slower or faster than expected its times around are corrected by that; where it is far off nothing around is taken.
+"""Check of a shipped table (prior) at a few points measured here.
 
-A point is checked in each phase where a backend wins by most, which is what a mistake would cost, and then where nothing near has
-been checked. Each point of the shipped table goes by the nearest of them. Only what may win is measured: backends that come near
-the fastest somewhere in the phase, over the smallest blocks that are not clearly slower.
+Where the points agree, the prior's times are adopted, scaled. Where a backend is somewhat slower or faster than expected, its
+times nearby are corrected by that factor. Where it is far off, the prior is not used nearby.
+
+In each phase, the first points are those where a backend wins by most, because a mistake costs most there; then come points far
+from those. Each point of the prior follows the nearest checked point. Only candidates are measured: backends that come near the
+fastest somewhere in the phase, with the smallest block size that is not clearly slower.
 """
 
 from __future__ import annotations
@@ -26,23 +28,25 @@ from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.schema import COUNTED, Cell, CrossoverTable, PhaseName, PointKey, points
 
 _MOST_POINTS = 4
-"""Points that are checked in each phase."""
+"""Maximum number of points to check in each phase."""
 _LARGE = 0.25
-"""Part of a phase's largest cache: points beyond it take long, and say what smaller ones do."""
+"""Fraction of a phase's largest cache. Larger points take long to measure and show nothing new."""
 _LOSS, _DRIFT = 0.05, 0.15
-"""What the prior's choice may lose at a checked point, and how far a backend's time may be off uncorrected, as shares."""
+"""Maximum relative loss of the prior's choice at a checked point, and maximum relative error of a backend's time, before a
+correction."""
 _WRONG = 1.5
-"""The factor by which the ratio of a rival to the prior's choice may be off, and be corrected: beyond it the prior is wrong."""
+"""Maximum factor by which a backend's time relative to the prior's choice may be off and still be corrected. Beyond it, the prior
+is wrong."""
 _NOWHERE_NEAR = 1.5
-"""Times the fastest: a backend that is slower at every point of a phase is not measured to check a prior."""
+"""Ratio to the fastest time. A backend that is slower than this at every point of a phase is not measured in a check."""
 _NOISES = 2.0
-"""Times the noise of both tables: what may be off at least."""
+"""The tolerance of a check is at least this many times the noise of both tables."""
 
 
 def check_points(prior: CrossoverTable, wanted: Sequence[Point], names: Collection[str]) -> list[Point]:
-    """The points of `wanted` to be measured to check a prior: some of each phase, all of the first level.
+    """Return the points of `wanted` to measure for a check of a prior: a few of each phase, all with level 0.
 
-    names: the backends that can run here.
+    names: names of the backends that can run here.
     """
     measured = {key: rival_times([cell for cell in cells if cell.kernel in names]) for key, cells in points(prior.cells).items()}
     found: list[Point] = []
@@ -62,13 +66,13 @@ class Extent:
     layouts: Sequence[str]
     block_sizes: Sequence[int | None]
     given_up: Mapping[PhaseName, Mapping[str, str]]
-    """Backends that are not measured in a phase -> why."""
+    """Backends that are not measured, per phase -> reason."""
 
     @classmethod
     def of(cls, prior: CrossoverTable, pairs: Sequence[Pair], names: Collection[str]) -> Extent:
-        """What may win by a prior, and what it does not know.
+        """Return what may win by a prior, plus what the prior does not contain.
 
-        pairs: all layouts and block sizes. names: the backends that can run here.
+        pairs: all layouts and block sizes. names: names of the backends that can run here.
         """
         known = {(cell.layout, cell.block_size) for cell in prior.cells}
         ours = [pair for pair in pairs if any(pair[0].name == name for name, _ in known)]
@@ -78,7 +82,9 @@ class Extent:
         layouts = list(dict.fromkeys(layout.name for layout, _ in kept))
         sizes = list(dict.fromkeys(size for _, size in kept))
         if all((layout.name, size) in known for layout, size in kept):
-            sizes = [size for _, size in surviving_pairs(prior.cells, kept)[:1]]  # auto takes smaller blocks where both do
+            sizes = [
+                size for _, size in surviving_pairs(prior.cells, kept)[:1]
+            ]  # auto chooses smaller blocks if both sizes remain
         given_up: dict[PhaseName, dict[str, str]] = {}
         for (phase, name), ratio in _at_best([cell for cell in prior.cells if cell.kernel in names]).items():
             if ratio > _NOWHERE_NEAR:
@@ -87,7 +93,7 @@ class Extent:
 
 
 def _choose(times: Mapping[Point, Times]) -> list[Point]:
-    """The points of one phase: every winner's clearest win first, then whatever is farthest from those."""
+    """Return the points of one phase to check: every winner's largest lead first, then the points farthest from those."""
     wins: dict[str, tuple[float, Point]] = {}
     for point, places in times.items():
         for rivals in places.values():
@@ -103,7 +109,7 @@ def _choose(times: Mapping[Point, Times]) -> list[Point]:
 
 
 def _choose_on_axis(times: Mapping[Point, Times]) -> list[Point]:
-    """Return the ends of an axis, and the first points at which another kernel is the fastest than before."""
+    """Return the ends of an axis, and the first points at which the fastest kernel changes."""
     timed = sorted(times, key=lambda point: point.batch)
     fastest = {point: min(rivals, key=rivals.__getitem__) for point in timed for rivals in times[point].values()}
     changes = [point for before, point in pairwise(timed) if fastest[before] != fastest[point]]
@@ -116,16 +122,16 @@ def _place(point: Point) -> Coordinates:
 
 
 def _far(a: Coordinates, b: Coordinates) -> float:
-    """Octaves between two points."""
+    """Return the distance of two points in octaves (factors of 2)."""
     return sum(abs(math.log2(one / other)) for one, other in zip(a, b, strict=True))
 
 
 def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Sequence[Point]) -> CrossoverTable:
-    """What was measured here at the points that were asked for, and around those where the prior is not wrong its times, scaled,
-    corrected and marked.
+    """Return the table of the points measured here, plus the prior's times near points where it is not wrong: scaled, corrected
+    and marked.
 
-    here: the table of these points. asked: of `check_points`; one that was not reached agrees with nothing. wanted: the points of
-    the grid, which say whether the whole is complete.
+    here: the table of the measured points. asked: result of `check_points`; a point that was not reached counts as a
+    disagreement. wanted: grid points that a complete table must have.
     """
     names = [record.name for record in here.kernels if record.usable]
     shared = set(names) - set(prior.unknown(names))
@@ -162,7 +168,8 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
 
 
 def _as_replay(cell: Cell) -> Cell:
-    """A verification that engines replay: tables of before 2026-11-27 launched it, and only the device's time stands for it."""
+    """Return a verify cell as a graph replay if engines replay it: tables before 2026-11-27 launched it, and only its device time
+    is kept."""
     if cell.graph or cell.phase != "verify" or not is_captured(cell.batch, cell.query_len):
         return cell
     return cell.model_copy(update={"graph": True, "host_us": None})
@@ -170,15 +177,15 @@ def _as_replay(cell: Cell) -> Cell:
 
 @dataclass(frozen=True)
 class _Scales:
-    """The factors of a prior's times: each phase's on the device, and one for all of the host's."""
+    """Scale factors of a prior's times: one per phase for device times, one for all host times."""
 
     device: Mapping[PhaseName, float]
-    """Phases without an entry have no time in common."""
+    """Phases without an entry have no times in common."""
     host: float
 
     @classmethod
     def of(cls, there: Sequence[Cell], here: Sequence[Cell]) -> _Scales:
-        """Medians over the cells that both have."""
+        """Return the median ratios over the cells that both have."""
         before = {cell.key: cell for cell in there}
         pairs = [(before[cell.key], cell) for cell in here if cell.key in before]
         both = [(old, new) for old, new in pairs if old.median_us and new.median_us]
@@ -194,7 +201,7 @@ class _Scales:
 
 
 def _settled(cells: Sequence[Cell], expected: Mapping[tuple[object, ...], Cell]) -> list[Cell]:
-    """Cells with the host's times that were expected, unless far off: a host's time varies by more than a backend's lead."""
+    """Replace host times by the expected ones unless they are far off: host times vary by more than the lead of a backend."""
     found = []
     for cell in cells:
         us, now = expected[cell.key].host_us if cell.key in expected else None, cell.host_us
@@ -224,12 +231,12 @@ class _Check:
     there: Mapping[PointKey, Sequence[Cell]]
     here: Mapping[PointKey, Sequence[Cell]]
     shared: Collection[str]
-    """Backends that both know."""
+    """Backends that both tables contain."""
     noise: float
 
     @cached_property
     def winners(self) -> dict[PhaseName, set[str]]:
-        """The backends that win somewhere in a phase by the prior: rivals of each other at every point."""
+        """Backends that win somewhere in a phase according to the prior; they are compared with each other at every point."""
         found: dict[PhaseName, set[str]] = {}
         for rivals in self.there.values():
             times = rival_times(rivals).values()
@@ -237,7 +244,7 @@ class _Check:
         return found
 
     def fault(self, point: Point) -> str:
-        """Why the prior is wrong at a point that was to be checked; empty: it agrees."""
+        """Return why the prior is wrong at a checked point, or "" if it agrees."""
         key = point.key
         if key not in self.here:
             return "not measured: the time did not suffice"
@@ -258,7 +265,7 @@ class _Check:
         return ""
 
     def _fault(self, expected: Mapping[str, float], found: Mapping[str, float], rivals: set[str]) -> str:
-        """The same over one layout and block size. rivals: backends whose times decide in this phase."""
+        """Return the same for one layout and block size. rivals: backends whose times matter in this phase."""
         first, fastest = min(expected, key=expected.__getitem__), min(found, key=found.__getitem__)
         if first not in found:
             return f"{first} has no time here"
@@ -274,8 +281,8 @@ class _Check:
         return ""
 
     def factors(self, key: PointKey) -> dict[str, float]:
-        """How many times as long as by the prior backends take at a point: those that are clearly off, or all where its choice
-        loses."""
+        """Return measured time / prior's time of backends at a point: of those that are clearly off, or of all if the prior's
+        choice loses."""
         expected, found = rival_times(self.there[key]), rival_times(self.here[key])
         logs: dict[str, list[float]] = {}
         loses = False
@@ -291,7 +298,8 @@ class _Check:
 
 
 def _around(cells: Sequence[Cell], asked: Sequence[Point], factors: Mapping[PointKey, Mapping[str, float]]) -> list[Cell]:
-    """The cells whose nearest checked point of their phase has factors, with the times multiplied by those of their backend."""
+    """Return the cells whose nearest checked point in their phase has factors, with each backend's times multiplied by its
+    factor."""
     taken = []
     for key, rivals in points(cells).items():
         near = [point for point in asked if point.phase == key[0]]
@@ -309,7 +317,7 @@ def _around(cells: Sequence[Cell], asked: Sequence[Point], factors: Mapping[Poin
 
 
 def _with_untried(here: Sequence[Cell], there: Sequence[Cell]) -> list[Cell]:
-    """The cells that were measured at a point, and the prior's of what was not tried there."""
+    """Return the cells measured at a point, plus the prior's cells for what was not tried there."""
     tried = [cell for cell in here if not _is_given_up(cell)]
     places = {(cell.kernel, cell.layout, cell.block_size) for cell in tried}
     everywhere = {cell.kernel for cell in tried if cell.layout is None}
@@ -323,7 +331,7 @@ def _is_given_up(cell: Cell) -> bool:
 
 
 def _at_best(cells: Sequence[Cell]) -> dict[tuple[PhaseName, str], float]:
-    """(phase, backend) -> how many times the fastest it took where it came nearest to it."""
+    """Return (phase, backend) -> the backend's lowest ratio to the fastest time."""
     found: dict[tuple[PhaseName, str], float] = {}
     for rivals in points(cells).values():
         for times in rival_times(rivals).values():
@@ -334,7 +342,8 @@ def _at_best(cells: Sequence[Cell]) -> dict[tuple[PhaseName, str], float]:
 
 
 def _left_out(cell: Cell, strangers: Mapping[tuple[PhaseName, str], float]) -> list[Cell]:
-    """What stands at a point that is taken from the prior, such as a cell's, for the backends that it does not know."""
+    """Return cells for backends that the prior does not contain, at a point adopted from the prior. cell: any cell of the
+    point."""
     place: dict[str, Any] = {name: getattr(cell, name) for name in ("phase", "case", "batch", "query_len", "kv_len", "between")}
     return [
         Cell(

@@ -1,4 +1,4 @@
-"""Measured times of the ways that multiply over a quantised weight, by the number of rows."""
+"""Measured times of GEMM and GEMV kernels for linear layers with quantized weights, by number of rows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from headway.kernels.linear.linear import Linear
 
 _LAYERS, _FEW_LAYERS = 16, 2
-"""Layers in the CUDA graph that is timed: of few rows, whose time is that of reading weights, and of more than _DECODED."""
+"""Layers in the timed CUDA graph: for up to `_DECODED` rows, where reading the weights dominates, and for more rows."""
 _DECODED = 128
 _COMPARED = 64
-"""First and last rows whose answers are compared."""
+"""Number of first and of last rows that are compared."""
 _EXACT, _ROUNDED = 3e-2, 8e-2
-"""Error of a right answer relative to its norm: of x in half precision, and of x in floats of 8 bits."""
+"""Maximum error relative to the answer's norm: with 16-bit inputs, and with FP8 inputs."""
 _SHARE = 0.4
-"""Part of the free memory that the arrangements of one kind may take: the cache comes after them, and other kinds."""
+"""Fraction of the free memory that the repacked weights of one kind of layer may use: the KV cache and other kinds need the
+rest."""
 log = logging.getLogger("headway")
 
 
@@ -49,11 +50,11 @@ def choose_products(
     timer: InterleavedTimer = TURNS,
     registry: Registry | None = None,
 ) -> None:
-    """Have each kind of product choose by measured times: those that are stored for this device, or new ones.
+    """Select the GEMM kernels of each kind of linear layer by measured times: those stored for this device, or new ones.
 
-    budget: seconds that may be measured, compiling not counted; 0: nothing is, and where nothing is stored a rule chooses, which
-    the log says. ahead: what kernels are compiled in, many at a time; None: each at its first launch. registry: where third
-    parties' kernels are registered.
+    budget: seconds that may be spent on measuring, without compiling. If 0, nothing is measured; without a stored table a
+    heuristic chooses, and the log says so. ahead: context manager in which kernels are compiled in parallel; None compiles each
+    at its first launch. registry: registry of third-party kernels.
     """
     if not kinds:
         return
@@ -66,20 +67,22 @@ def choose_products(
             for layer in layers:
                 layer.compile([point.batch for point in first_points(layer)])
     shared = SharedBudget(budget, len(layers))
-    for layer in sorted(layers, key=lambda layer: layer.stored is None):  # a stored table leaves its share to the others
+    for layer in sorted(
+        layers, key=lambda layer: layer.stored is None
+    ):  # a stored table needs no time, so its share goes to the other layers
         with shared.part() as share:
             layer.obey(share)
     with on_device(device), torch.inference_mode():
         for layer in every:
             settle(layer)
     for kind in kinds:
-        log.info("products %s: %s", kind.name, kind.describe())
+        log.info("linear %s: %s", kind.name, kind.describe())
 
 
 def settle(sample: LinearLayer) -> None:
-    """Prepare all layers for the kernels that serve; one without room, or with a wrong answer, serves no longer.
+    """Prepare all layers for the chosen kernels; exclude a kernel that lacks memory or gives a wrong answer.
 
-    Third parties' kernels and libraries are tried at each start, since they may have changed since times were stored.
+    Third-party kernels and libraries are checked at each start: they may have changed since the times were stored.
     """
     kind, fit = sample.kind, set[str]()
     while True:
@@ -91,10 +94,10 @@ def settle(sample: LinearLayer) -> None:
         if why is None:
             fit.add(name)
             continue
-        log.warning("products %s: %s serves no longer: %s", kind.name, name, why)
+        log.warning("linear %s: excluding %s: %s", kind.name, name, why)
         kind.leave_out(name, Support.no("its trial at the start", "room and a right answer", why))
     for name in kind.serving():
-        if not _is_tried(kind, name):  # which takes little: before an engine asks how much memory is free
+        if not _is_tried(kind, name):  # uses memory before the engine measures the free memory
             for layer in kind.layers:
                 layer.prepared_for(kind.kernels[name])
     for layer in kind.layers:
@@ -102,19 +105,19 @@ def settle(sample: LinearLayer) -> None:
 
 
 def _is_tried(kind: LinearChoice, name: str) -> bool:
-    """Whether a kernel is tried at each start."""
+    """Return whether a kernel is checked at each start."""
     return kind.is_guest(name) or getattr(kind.kernels[name], "library", False)
 
 
 def _copies(kind: LinearChoice, name: str) -> bool:
-    """Whether a kernel's arrangement may be as large as the weight."""
+    """Return whether a kernel's repacked weight may be as large as the weight itself."""
     return kind.is_guest(name) or getattr(kind.kernels[name], "copies", False)
 
 
 def _unfit(sample: LinearLayer, name: str, rows: int) -> str | None:
-    """Return why a kernel cannot serve, after trying it; its layers are prepared if it can, else nothing is left of that.
+    """Return why a kernel cannot be used, or None after preparing its layers. On failure, the prepared layers are released.
 
-    :raises BackendError: the user asked for the kernel.
+    :raises BackendError: if the user requested the kernel.
     """
     kind = sample.kind
     kernel, layers = kind.kernels[name], kind.layers
@@ -133,12 +136,12 @@ def _unfit(sample: LinearLayer, name: str, rows: int) -> str | None:
             raise BackendError(f"linear kernel {name}: needs a right answer for {kind.name}, got {why}") from raised
         return why
     if taken:
-        log.info("products %s: %s keeps %.1f MB of its own for %d layers", kind.name, name, taken / 1e6, len(layers))
+        log.info("linear %s: %s uses %.1f MB of its own for %d layers", kind.name, name, taken / 1e6, len(layers))
     return None
 
 
 def _room(device: torch.device) -> float:
-    """Bytes that are free on a GPU, those included that torch holds and does not use."""
+    """Return the free bytes of a GPU, including memory that torch has reserved but does not use."""
     if device.type != "cuda":
         return math.inf
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -147,9 +150,9 @@ def _room(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class LinearLayer(CountedLayer):
-    """A kind of product, measured by the number of rows.
+    """A kind of linear layer, measured by number of rows.
 
-    Random rows pass a model's own layers one after the other, so that weights come from memory as in a step.
+    Random rows pass through the model's own layers in turn, so that weights are read from memory as in a step.
     """
 
     kind: LinearChoice
@@ -158,7 +161,7 @@ class LinearLayer(CountedLayer):
     _answers: dict[int, Tensor] = field(default_factory=dict)
 
     def obey(self, seconds: float) -> None:
-        """Have the kind choose by measured times, if there are any. seconds: how long may be measured."""
+        """Make the kind choose by measured times, if there are any. seconds: time that may be spent on measuring."""
         table = find_table(self, seconds)
         if table is not None:
             self.kind.obey(self.times(table, ROWS))
@@ -167,7 +170,7 @@ class LinearLayer(CountedLayer):
         return self.kind.able(count)
 
     def sampled(self, rows: int) -> list[Linear]:
-        """Return the layers that one call computes."""
+        """Return the layers that one call runs."""
         return self.kind.layers[: _LAYERS if rows <= _DECODED else _FEW_LAYERS]
 
     def layers(self, count: int) -> int:
@@ -178,35 +181,36 @@ class LinearLayer(CountedLayer):
 
     @contextmanager
     def ready(self, counts: Collection[int]) -> Iterator[None]:
-        """See `CountedLayer`: layers are prepared for every kernel that copies weights; one that cannot fails its check."""
+        """Prepare layers for every kernel that copies weights. A kernel that cannot be prepared fails its check."""
         kernels = [kernel for name, kernel in self.kind.kernels.items() if _copies(self.kind, name)]
         try:
             for kernel in kernels:
                 with suppress(Exception):
                     taken = sum(layer.prepare(kernel) for layer in self.sampled(1))
-                    log.info("products %s: %s is tried with %.1f MB of its own", self.kind.name, kernel.label, taken / 1e6)
+                    log.info("linear %s: trying %s with %.1f MB of its own", self.kind.name, kernel.label, taken / 1e6)
             if self.ahead is not None:
                 with self.ahead():
-                    self.compile(counts)  # found at once where all kinds' kernels were compiled together
+                    self.compile(counts)  # nothing to do if the kernels of all kinds were compiled together before
             yield
         finally:
             for kernel in kernels:
                 for layer in self.kind.layers:
                     layer.release(kernel)
         if self.on.type == "cuda":
-            torch.cuda.empty_cache()  # graphs and answers of many rows
+            torch.cuda.empty_cache()  # frees graphs and large answers
 
     def compile(self, counts: Collection[int]) -> None:
-        """Launch what is compiled for some numbers of rows, to be called where nothing is launched."""
+        """Launch the kernels for some numbers of rows to compile them. Must be called while launches are suppressed."""
         for rows in counts:
             for name in self.kind.able(rows):
-                if _copies(self.kind, name):  # by a launch
+                if _copies(self.kind, name):  # compiled at its first launch
                     continue
-                with suppress(Exception):  # the trial will meet it again, and name it
+                with suppress(Exception):  # the check meets the same error and reports it
                     self.kind.compute(name, self.x(rows), self.kind.layers[0])
 
     def call(self, name: str, count: int) -> Callable[[], object]:
-        """See `CountedLayer`: on a GPU a CUDA graph, as an engine runs its steps, so that the host is not timed."""
+        """Return a call that runs the layers; on a GPU a CUDA graph replay, as in an engine, so that host time is not
+        measured."""
         x, layers = self.x(count), self.sampled(count)
 
         def all_layers() -> None:
@@ -216,7 +220,7 @@ class LinearLayer(CountedLayer):
         return captured(all_layers).replay if self.on.type == "cuda" else all_layers
 
     def x(self, rows: int) -> Tensor:
-        """Return random rows [rows, in_features]; those of one number are kept."""
+        """Return random rows [rows, in_features]. The rows of the last count are cached."""
         if rows not in self._drawn:
             layer = self.kind.layers[0]
             self._drawn.clear()
@@ -226,7 +230,7 @@ class LinearLayer(CountedLayer):
         return self._drawn[rows]
 
     def expected(self, rows: int) -> Tensor:
-        """Return the first and last rows of the answer, by torch's operations in float32."""
+        """Return the first and last rows of the answer, computed by torch's operations in float32."""
         if rows not in self._answers:
             layer, x = self.kind.layers[0], _ends(self.x(rows)).float()
             weight = layer.weight
@@ -252,7 +256,7 @@ def linear_layer(
     timer: InterleavedTimer = TURNS,
     registry: Registry | None = None,
 ) -> LinearLayer:
-    """Return a kind of product as a layer that is measured."""
+    """Return a kind of linear layer as a layer that can be measured."""
     record, wanted, layers = LinearRecord(layer=kind.name), counted_points("rows", ROW_COUNTS), kind.layers
     on = layers[0].device if layers else torch.device(device.type)
     return LinearLayer(record, device, list(kind.kernels), wanted, on, timer, registry, kind, ahead)

@@ -1,4 +1,4 @@
-"""Measuring a layer: every kernel on every layout and block size over the grid, stored as a table."""
+"""Measurement of a layer: every kernel on every layout and block size over the grid, stored as a table."""
 
 from __future__ import annotations
 
@@ -31,43 +31,44 @@ from headway.tuning.table.noise import noise_of
 from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, PhaseName, points
 
 BLOCK_SIZES = (16, 256)
-"""Every built-in backend reads one of them; sizes between cost about what the larger does."""
+"""Every built-in backend supports one of these. Sizes between them cost about as much as the larger."""
 _FIRST = 1
-"""Levels of the grid whose kernels are compiled together where the time is limited; the few that come after compile their own."""
+"""Highest grid level whose kernels are compiled ahead if time is limited. Later points compile their kernels when they need
+them."""
 
 
 @dataclass(frozen=True)
 class CrossoverOptions:
-    """What to measure; the defaults suit the device."""
+    """Options of a measurement. The defaults suit the device."""
 
     spec: AttentionSpec | StateSpec
     backends: Sequence[str] | None = None
-    """None: all that are available here."""
+    """Names of the backends to measure. None means all that are available here."""
     layouts: Sequence[str] | None = None
-    """None: all that any of the backends reads."""
+    """Names of the layouts to measure. None means all that any of the backends supports."""
     block_sizes: Sequence[int | None] = BLOCK_SIZES
     grid: Sequence[Point] | None = None
-    """None: the device's usual points."""
+    """Points to measure. None means the usual points of the device."""
     refine: int = ROUNDS
     """Rounds of points added after the grid, within the budget, where the fastest backend changes between neighbours."""
     turns: InterleavedTimer = field(default_factory=InterleavedTimer)
     budget: float | None = None
-    """Seconds of measuring, to which compiling kernels adds at most twice as many; None: everything is measured."""
+    """Seconds of measuring; compiling adds at most twice this. None measures everything."""
     graph_len: int = GRAPH_LEN
     seed: int = 0
     output: Path | None = None
-    """Written anew after each point: a run that is cut short keeps what it has."""
+    """File of the table, rewritten after each point: an interrupted run loses nothing."""
     resume: bool = False
-    """Go on with the table at `output`."""
+    """Whether to continue the table at `output`."""
     interruptible: bool = True
-    """Whether Ctrl-C ends the run with what it has; else it ends the program."""
+    """Whether Ctrl-C ends the run and returns its results. If false, Ctrl-C ends the program."""
     excluded: Mapping[str, str] = field(default_factory=dict)
-    """Backends that are not called -> why: they stand in the table as not usable."""
+    """Backends that are not called -> reason. The table lists them as not usable."""
     given_up: Mapping[PhaseName, Mapping[str, str]] = field(default_factory=dict)
-    """Backends that are not measured in a phase -> why: their cells say so."""
+    """Backends that are not measured, per phase -> reason, stored in their cells."""
     command: str = ""
     compile_ahead: CompileAhead | None = None
-    """What the device's kernels are compiled in, before the first point of the grid; None: each when it is needed."""
+    """Context manager in which the device's kernels are compiled before the first point. None compiles each when it is needed."""
 
 
 def run_kernel_level(
@@ -76,18 +77,18 @@ def run_kernel_level(
     console: Console | None = None,
     tell: Callable[[str, str], None] = lambda names, point: None,
 ) -> CrossoverTable:
-    """Measure the grid. What a backend does wrong is in the table, never an exception; Ctrl-C ends the run with what it has.
+    """Measure the grid. Faults of a backend are recorded in the table, not raised; Ctrl-C ends the run and returns its results.
 
-    console: where the progress bar goes; None shows none. tell: is called with the names of the backends that are about to run,
-    and the point.
+    console: console for a progress bar; None shows none. tell: called with the names of the backends that are about to run, and
+    the point.
 
-    :raises HeadwayError: unknown backends or layouts, no backend that can run, or a table that cannot be resumed.
+    :raises HeadwayError: if backends or layouts are unknown, if no backend can run, or if the table cannot be resumed.
     """
     with torch.no_grad(), on_device(options.spec.device), progress_bar(console) as progress:
         measured = measured_kind(registry, options.spec, options.graph_len, options.seed)
         kernels = registry.of(measured.kind)
         for name in options.backends or ():
-            kernels.backend(name)  # raises, naming all that are registered
+            kernels.backend(name)  # raises an error that lists the registered names
         names = list(dict.fromkeys(kernels.entries if options.backends is None else options.backends))
         pairs = measured.pairs(options.layouts, options.block_sizes)
         todo = list(measured.grid if options.grid is None else options.grid)
@@ -129,13 +130,13 @@ def run_kernel_level(
             raise
         table.cut_short = False
         table.busy = table.busy or crowding()
-        if table.cells and options.output is not None:  # nothing was measured: what lies there is worth more
+        if table.cells and options.output is not None:  # if nothing was measured, an existing file is better
             write_json(table, options.output)
     return table
 
 
 class _Search:
-    """Points measured one after another. With a time limit losers are given up between the levels of the grid."""
+    """Measurement of points in sequence. With a time limit, slow candidates are dropped between the levels of the grid."""
 
     def __init__(
         self, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Mapping[str, str]]
@@ -150,9 +151,9 @@ class _Search:
         self._tried = set[PhaseName]()
 
     def measure(self, todo: Sequence[Point], cells: list[Cell]) -> Iterator[tuple[Point, list[Cell]]]:
-        """Measure the points of `todo` that `cells` lacks, one by one until the time is up; in the first search at least one.
+        """Measure the points of `todo` that `cells` lacks, until the time is up; the first search measures at least one.
 
-        cells: of the table so far; the caller adds what it is given.
+        cells: cells of the table so far. The caller must append the cells that it receives.
         """
         bench = self._bench
         done = {cell.point for cell in cells}
@@ -177,7 +178,7 @@ class _Search:
 def _begin(
     options: CrossoverOptions, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], old: CrossoverTable | None
 ) -> CrossoverTable:
-    """The table before its first point, with the cells of `old`."""
+    """Return the table before its first point, with the cells of `old`."""
     measured = bench.measured
     records = [_examined(bench, name, pairs, options.excluded.get(name, "")) for name in names]
     if not any(record.usable for record in records):
@@ -191,7 +192,8 @@ def _begin(
 
 
 def _examined(bench: Bench, name: str, pairs: Sequence[Pair], excluded: str) -> KernelRecord:
-    """Find out whether a kernel is here, supports the layer, and computes it right. excluded: why it is not called."""
+    """Return a kernel's record: whether it is available, supports the layer and passes its self-test. excluded: reason not to
+    call it."""
     measured = bench.measured
     if excluded:
         return record_of(measured.registry, name, True, excluded, measured.kind)
@@ -202,9 +204,10 @@ def _examined(bench: Bench, name: str, pairs: Sequence[Pair], excluded: str) -> 
 
 
 def _old_table(options: CrossoverOptions, measured: MeasuredKind) -> CrossoverTable | None:
-    """The table to go on with; None: there is none.
+    """Return the table to continue, or None if there is none.
 
-    :raises ConfigError: no file is named. :raises TableError: it cannot be read.
+    :raises ConfigError: if no output file is given.
+    :raises TableError: if the file cannot be read.
     """
     if not options.resume:
         return None
@@ -214,9 +217,9 @@ def _old_table(options: CrossoverOptions, measured: MeasuredKind) -> CrossoverTa
 
 
 def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptions) -> CrossoverTable:
-    """The new table with the cells of the old one.
+    """Return the new table with the cells of the old one.
 
-    :raises UnsupportedError: the old one is of another machine, layer, or set of backends.
+    :raises UnsupportedError: if the old table is for another machine, layer or set of backends.
     """
     excluded = options.excluded
     reasons = differences(
@@ -237,20 +240,20 @@ def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptio
     return table
 
 
-# Successive halving: with little time, clear losers make room for the points that decide between the others. After each level of
-# the grid (corners, middles, the rest) half of the layouts and block sizes go on, and in each phase half of the backends, beside
-# those that came near the fastest anywhere. After Jamieson and Talwalkar (2016), with times in place of losses.
+# Successive halving: if time is short, clearly slower candidates are dropped in favour of points that decide between the others.
+# After each level of the grid (corners, middles, the rest), half of the layouts and block sizes stay, and in each phase half of
+# the backends, plus those that came near the fastest anywhere. After Jamieson and Talwalkar (2016), with times instead of losses.
 _UNDECIDED = 1.15
-"""Times the fastest, in the mean: layouts and block sizes between which the corners of a grid do not decide. All of them go on:
-were noise to drop one here, it would decide what `auto` takes."""
+"""Ratio of mean times to the fastest, below which the corners of a grid do not decide between layouts and block sizes. All of
+these stay: noise in these few points must not decide what `auto` chooses."""
 NEAR = 1.15
-"""Times the fastest: a backend that was this near somewhere may win elsewhere."""
+"""Ratio to the fastest time. A backend that was this near somewhere may win elsewhere."""
 
 
 def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
-    """The better half of the layouts and block sizes, by the geometric mean of their fastest backends' times, and the undecided.
+    """Return the better half of the layouts and block sizes, by geometric mean of their fastest times, plus the undecided ones.
 
-    They stay in the order given, smallest blocks first. One that no backend serves at some point goes.
+    The order is preserved, smallest blocks first. A pair that no backend supports at some point is dropped.
     """
     measured = points(cells)
 
@@ -268,7 +271,7 @@ def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def losers(cells: Sequence[Cell], phase: str, names: Sequence[str]) -> dict[str, str]:
-    """Backends to drop in a phase, each with the reason; never all of them."""
+    """Return backends to drop in a phase -> reason; never all of them."""
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for (found, _), rivals in points(cells).items():
         timed = [(cell.kernel, cell.layer_us) for cell in rivals if cell.layer_us is not None]

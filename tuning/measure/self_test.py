@@ -1,6 +1,6 @@
-"""A few small steps of attention, held to float64, before a backend may be timed, chosen or named on this machine.
+"""Self-test of a backend: a few small attention steps, compared with float64, before it is timed, chosen or used by name.
 
-A third-party backend that has passed for a layer is remembered with the digest of its plugin, and passes from then on.
+If a third-party backend passes for a layer, this is stored with the digest of its plugin, and the test is not repeated.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from headway.tuning.table.schema import FAILED, KernelRecord
 
 
 class SelfTestSteps(NamedTuple):
-    """Steps of one instance with the same lengths, each over other blocks, in no order."""
+    """Steps of one backend instance with equal lengths, each with different, shuffled blocks."""
 
     case: str
-    """See `cases.parse_case`."""
+    """The sequences, in the grammar of `cases.parse_case`."""
     scores: tuple[str, ...]
-    """The regime of each step's scores, out of `cells.SCORES`."""
+    """Distribution of each step's scores, one of `cells.SCORES`."""
     decode_query_len: int = 1
-    """Most query tokens of a decode."""
+    """Maximum number of query tokens of a decode."""
 
 
 CASES = {
@@ -48,15 +48,15 @@ CASES = {
     Phase.DECODE: (SelfTestSteps("1q1s2_3q1s40", ("normal", "dominant")), SelfTestSteps("2q4s21", ("normal", "equal"), 8)),
 }
 _POISON = 1e4
-"""Value in slots that hold no token: finite, since some kernels may read them, and large enough to show in any sum."""
+"""Value in slots without a token: finite, because some kernels read them, and large enough to change any sum."""
 SKIP = "HEADWAY_SKIP_SELF_TEST"
-"""Environment variable: 1 lets a named backend serve without its self-test."""
+"""Environment variable: 1 skips the self-test of backends that the user names."""
 _DIGEST_LENGTH = 16
 log = logging.getLogger("headway")
 
 
 def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs: Sequence[Pair]) -> None:
-    """Run every step of every backend, whatever comes of it, so that the kernels are compiled."""
+    """Run every step of every backend and ignore errors, so that the kernels are compiled."""
     for name in names:
         for phase, cases in CASES.items():
             pair = _first_served(registry, name, spec, pairs, phase)
@@ -69,22 +69,22 @@ def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs:
 
 
 def record_of(registry: Registry, name: str, available: bool, reason: str, kind: OperationKind = ATTENTION) -> KernelRecord:
-    """What a table says of a backend: whose it is, which code of it was measured, and the reason for leaving it out."""
+    """Return a backend's record for a table: its owner, the version of its code, and the reason to exclude it, if any."""
     owner, digest = registry.of(kind).entries[name].owner, plugin_digest(registry, name, kind)
     return KernelRecord(name=name, owner=owner, version=version_of(owner), available=available, reason=reason, digest=digest)
 
 
 def plugin_digest(registry: Registry, name: str, kind: OperationKind = ATTENTION) -> str:
-    """Hash of the files of the plugin that brought a backend, as a table holds it; empty for built-ins and objects."""
+    """Return the hash of a backend's plugin files in the form stored in tables; "" for built-ins and plugin objects."""
     return registry.digest_of(name, kind)[:_DIGEST_LENGTH]
 
 
 def check_named(registry: Registry, names: Iterable[str], specs: Iterable[AttentionSpec]) -> None:
-    """Hold the third-party backends among `names` to the self-test, for each distinct layer.
+    """Run the self-test of third-party backends among `names`, for each distinct layer.
 
-    $HEADWAY_SKIP_SELF_TEST=1 leaves it out.
+    $HEADWAY_SKIP_SELF_TEST=1 skips it.
 
-    :raises ConfigError: an answer is wrong, with the step, the numbers and what to do.
+    :raises ConfigError: if an answer is wrong, with the step, the numbers and what to do.
     """
     if os.environ.get(SKIP) == "1":
         return
@@ -96,7 +96,7 @@ def check_named(registry: Registry, names: Iterable[str], specs: Iterable[Attent
         phases = registry.backend(name).capabilities.phases
         for spec in dict.fromkeys(specs):
             if not any(_first_served(registry, name, spec, pairs, phase) for phase in phases):
-                continue  # the selector refuses it, with every reason
+                continue  # the selector rejects it with all reasons
             if wrong := self_test(registry, name, spec, pairs):
                 file = entry.owner.partition("@")[0] if "@" in entry.owner else "FILE.py"
                 target = name if " " in entry.owner else f"{file}:{registry.backend(name).__name__}"
@@ -105,12 +105,12 @@ def check_named(registry: Registry, names: Iterable[str], specs: Iterable[Attent
 
 
 def self_test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair], retry: bool = False) -> str:
-    """Return why a backend must not be used for a layer on this machine; empty if nothing speaks against it.
+    """Return why a backend must not be used for a layer on this machine, or "" if it passes.
 
-    Built-ins, and what a program hands in as an object, are tested at every call. retry: test it whatever is remembered.
+    Built-ins and plugin objects are tested at every call. retry: repeat the test even if a pass is stored.
     """
     passed = _passed_file(registry, name, spec, pairs)
-    if not retry and passed is not None and os.path.exists(passed):  # False in a folder that may not be read
+    if not retry and passed is not None and os.path.exists(passed):  # False if the folder cannot be read
         return ""
     wrong = _test(registry, name, spec, pairs)
     if passed is not None and not wrong:
@@ -118,14 +118,14 @@ def self_test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequenc
         try:
             write_whole(passed, f"{name} {registry.backends[name].owner} {spec}\n".encode())
         except OSError as error:
-            log.info("self-test of %s is not remembered: %s", name, error)
+            log.info("the self-test result of %s is not saved: %s", name, error)
     return wrong
 
 
 def _passed_file(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> Path | None:
-    """Where it is remembered that a version of a third-party backend has passed; None for what has no version."""
+    """Return the file that records the pass of a version of a third-party backend, or None if the backend has no version."""
     owner = registry.backends[name].owner
-    version = registry.digest_of(name) or owner.partition(" ")[2]  # a distribution's name and version
+    version = registry.digest_of(name) or owner.partition(" ")[2]  # the name and version of a distribution
     if owner == BUILTIN_OWNER or not version:
         return None
     gpu = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else ""
@@ -141,7 +141,7 @@ def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pa
     for phase, cases in CASES.items():
         pair = _first_served(registry, name, spec, pairs, phase)
         if pair is None:
-            if phase in claimed and not refusal:  # of another phase it would say no more than that
+            if phase in claimed and not refusal:  # another phase would give the same reason
                 layout, size = pairs[0]
                 refusal = registry.supports(name, spec, layout, size, phase).brief
             continue
@@ -195,7 +195,7 @@ def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps
 
 
 def told(raised: BaseException) -> str:
-    """Return an exception in one line."""
+    """Return an exception as one line."""
     if isinstance(raised, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
     cause = known_cause(str(raised))
@@ -203,12 +203,12 @@ def told(raised: BaseException) -> str:
 
 
 def owners(registry: Registry, kind: OperationKind = ATTENTION) -> dict[str, tuple[str, ...]]:
-    """Return each backend's owner and the version of that distribution that is installed now; "" where it has none."""
+    """Return each backend's owner and the installed version of that distribution, "" if it has none."""
     return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.of(kind).entries.items()}
 
 
 def version_of(owner: str) -> str:
-    """Return the version of the distribution that brought a backend."""
+    """Return the version of the distribution that provides a backend."""
     try:
         return metadata.version("headway" if owner == BUILTIN_OWNER else owner)
     except (metadata.PackageNotFoundError, ValueError):

@@ -1,7 +1,6 @@
-"""How long a call takes: median and spread on the device, and what it costs the host.
+"""Timing of calls: median and spread on the device, and host time.
 
-On a GPU Triton's `do_bench` times with events and flushes the L2 cache before every run, so that nothing is read from there; on a
-CPU it is the process's clock.
+On a GPU, `Timer` uses Triton's `do_bench`: CUDA events, with the L2 cache flushed before every run. On a CPU, a host clock.
 """
 
 from __future__ import annotations
@@ -25,38 +24,38 @@ Clock = Callable[[], float]
 _MIN_RUNS = 5
 _MAX_RUNS = 1000
 _MOST_FLUSHES = 8
-"""Flushes of the L2 cache before one run."""
+"""Maximum number of L2 flushes before one run."""
 _HOST_RUNS = 20
 _HOST_SECONDS = 0.5
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches, and times, on the current GPU."""
+    """Return a context manager that makes a GPU current: Triton launches and times on the current GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One call's time over many runs, in microseconds."""
+    """Time of one call over many runs, in microseconds."""
 
     median_us: float
     p20_us: float
     p80_us: float
     drift: float | None = None
-    """How much longer the median of the slowest round that counts is than the fastest's, as a share of it; None: one round."""
+    """Relative difference between the medians of the slowest and the fastest counted round. None if there was one round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """How long to warm up and to repeat. The defaults are those the figures in the documentation were taken with."""
+    """Durations of warm-up and repetition. The documentation's results were measured with the defaults."""
 
     warmup_ms: float = 15.0
     rep_ms: float = 60.0
 
     def time(self, call: Callable[[], object], device: torch.device) -> Timing:
-        """Median, 20th and 80th percentile of `call` on a device. `call` must leave its inputs as they were.
+        """Return median, 20th and 80th percentile of `call` on a device. `call` must not change its inputs.
 
-        :raises ConfigError: a GPU without Triton, whose benchmark loop this is.
+        :raises ConfigError: if the device is a GPU and Triton, which provides the benchmark loop, is not installed.
         """
         if device.type == "cpu":
             return _time_on_cpu(call, self.warmup_ms, self.rep_ms)
@@ -71,12 +70,10 @@ class Timer:
 def host_us(
     call: Callable[[], object], device: torch.device, seconds: float = _HOST_SECONDS, clock: Clock = time.perf_counter
 ) -> float:
-    """Median microseconds until `call` returns to the host, the device idle before each run and not waited for within it.
+    """Return the median microseconds until `call` returns to the host, with an idle device before each run.
 
-    Twenty runs after a warm-up, fewer (three at least) of a call that takes long. A call that takes longer than `seconds` is
-    timed once.
-
-    On a CPU the work itself is included, since nothing there returns early.
+    There are twenty runs after a warm-up, fewer (at least three) for a long call. A call longer than `seconds` is timed once. On
+    a CPU the time includes the work itself, because calls are synchronous.
     """
     began = clock()
     call()
@@ -95,26 +92,26 @@ def host_us(
 
 @dataclass(frozen=True, slots=True)
 class InterleavedTimer:
-    """Times several calls in turns, so that a change on the machine meanwhile affects all of them equally.
+    """Timer for several calls in alternating rounds, so that a change on the machine affects all of them equally.
 
-    Where rounds of some call disagree, a moment of other work on the machine fell into one of them, and such work only ever adds
-    time. Then all calls take more turns, at most as many again, and of each call those rounds count in which it was fastest.
+    If the rounds of a call disagree, other work on the machine fell into one of them. Such work only adds time. All calls then
+    run more rounds, at most twice as many, and the fastest rounds of each call count.
     """
 
     rounds: int = 3
     round_ms: float = 5.0
-    """Milliseconds of each call in each round, after a warm-up run."""
+    """Milliseconds per call and round, after a warm-up run."""
     min_runs: int = 3
-    """Runs of each call in each round, however long it takes."""
+    """Minimum number of runs per call and round."""
     max_runs: int = 60
-    """Runs of each call in each round, however short it is: on a GPU the flush before each takes longer than a short call."""
+    """Maximum number of runs per call and round: on a GPU, the flush before each run takes longer than a short call."""
     host_seconds: float = 0.05
-    """For each figure of what a call takes the host."""
+    """Seconds for each measurement of host time."""
     long_ms: float = 50.0
-    """A clear loser is left untimed if timing it would take longer than this. Below it little is saved, and few runs of a short
-    call mislead: the host may have been busy."""
+    """A clearly slower call is not timed if timing it would take longer than this. For shorter calls little is saved, and a few
+    runs are misleading on a busy host."""
     clock: Clock = time.perf_counter
-    """Seconds. Times the calls on a CPU, and on a GPU the host's part of a launch."""
+    """Clock in seconds, for calls on a CPU and for the host time of launches on a GPU."""
 
     def time(
         self,
@@ -122,11 +119,12 @@ class InterleavedTimer:
         device: torch.device,
         check: Callable[[], object] = lambda: None,
     ) -> list[Timing | Exception]:
-        """Median, 20th and 80th percentile of each call. On a GPU its work alone, the L2 cache flushed before every run.
+        """Return median, 20th and 80th percentile of each call; on a GPU only the device time, with the L2 cache flushed before
+        every run.
 
-        A call that raises takes no further turn, and its exception stands in its place; the others go on.
+        After an exception a call is not run again, and the exception is its result; the other calls continue.
 
-        check: called after each call's round; what it raises is that call's exception.
+        check: called after each round of a call; an exception in it counts as that call's.
         """
         run = self._run_times(device)
         rounds: list[list[list[float]]] = [[] for _ in calls]
@@ -143,28 +141,28 @@ class InterleavedTimer:
                 except Exception as error:
                     failed[number] = error
                     with suppress(Exception):
-                        check()  # lets it undo what the call did before it raised
+                        check()  # undoes what the call wrote before it raised
         counting = self._counting(rounds, failed)
         return [failed.get(number) or _summary(counting[number]) for number in range(len(calls))]
 
     def _counting(self, rounds: Sequence[list[list[float]]], failed: Collection[int]) -> dict[int, list[list[float]]]:
-        """The number of each call that has not failed -> its rounds that count."""
+        """Return the index of each call that has not failed -> the rounds that count."""
         return {number: sorted(found, key=median)[: self.rounds] for number, found in enumerate(rounds) if number not in failed}
 
     def _runs(self, us: float) -> int:
-        """Runs in each round of a call that takes `us` microseconds."""
+        """Return the number of runs per round of a call that takes `us` microseconds."""
         return min(max(int(1e3 * self.round_ms / max(us, 1e-3)), self.min_runs), self.max_runs)
 
     def needed_ms(self, us: float) -> float:
-        """Milliseconds it takes to time a call of `us` microseconds, without the flushes, which every call needs."""
+        """Return the milliseconds for timing a call of `us` microseconds, without the flushes, which every call needs."""
         return 1e-3 * self.rounds * (1 + self._runs(us)) * us
 
     def estimate(self, call: Callable[[], object], device: torch.device) -> float:
-        """The better of two runs, in microseconds: enough to know a clear loser among calls that take long."""
+        """Return the faster of two runs in microseconds: enough to detect a clearly slower call among long calls."""
         return min(self._run_times(device)(call, 2))
 
     def _run_times(self, device: torch.device) -> Callable[[Callable[[], object], int], list[float]]:
-        """The function that runs a call several times on a device and returns each run's microseconds."""
+        """Return a function that runs a call several times on a device and returns the microseconds of each run."""
         return EventClock(device, self.clock).times if device.type == "cuda" else partial(_cpu_times, clock=self.clock)
 
 
@@ -179,24 +177,24 @@ def _drift(rounds: Sequence[list[float]]) -> float:
 
 
 class EventClock:
-    """Times runs on a GPU by events, each after a flush of the L2 cache.
+    """Timer for runs on a GPU by CUDA events, each after a flush of the L2 cache.
 
-    A call whose launches take the host longer than the flush takes the device would be timed as the host's work: the device
-    would wait between the events. Before such a call the cache is flushed several times, so that the device is still busy when
-    the last launch arrives, and only its own work lies between the events. What the host takes is measured apart (`host_us`).
+    If launching a call takes the host longer than the flush takes the device, the device would idle between the events and host
+    time would be measured. Before such a call the cache is flushed several times, so that the device is busy until the last
+    launch arrives. Host time is measured separately (`host_us`).
     """
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
         self._flushed = torch.empty(max(size, 2**20), dtype=torch.int8, device=device)
-        self._flush_us = 0.0  # unknown: one flush each
+        self._flush_us = 0.0  # unknown: one flush per run
         self._flush_us = min(self.times(self._flushed.zero_, 3))
 
     def times(self, call: Callable[[], object], runs: int) -> list[float]:
-        """Microseconds of the device's work in each of `runs` runs."""
+        """Return the device time of each of `runs` runs in microseconds."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
-        host = 0.0  # known after the first run, which alone may be timed too long
+        host = 0.0  # known after the first run; only the first may be timed too long
         for start, end in events:
             for _ in range(_flushes(host, self._flush_us)):
                 self._flushed.zero_()
@@ -210,7 +208,7 @@ class EventClock:
 
 
 def _flushes(host_us: float, flush_us: float) -> int:
-    """Flushes that keep the device busy for half as long again as the host takes, since not every launch takes it as long."""
+    """Return the number of flushes that keep the device busy for 1.5 times the host time, because launch times vary."""
     return min(max(math.ceil(1.5 * host_us / flush_us), 1), _MOST_FLUSHES) if flush_us > 0 else 1
 
 
@@ -225,7 +223,7 @@ def _cpu_times(call: Callable[[], object], runs: int, clock: Clock) -> list[floa
 
 def _time_on_cpu(call: Callable[[], object], warmup_ms: float, rep_ms: float) -> Timing:
     start = time.perf_counter()
-    call()  # first touch: allocations, thread pools
+    call()  # the first call allocates memory and starts thread pools
     while time.perf_counter() - start < 1e-3 * warmup_ms:
         call()
     times: list[float] = []
@@ -236,52 +234,52 @@ def _time_on_cpu(call: Callable[[], object], warmup_ms: float, rep_ms: float) ->
 
 
 MOST_COMPILING = 2.0
-"""Times the budget: compiling beyond this counts, so that no start takes longer than three times what was asked for."""
+"""Maximum compile time that is not counted, as a multiple of the budget: a start takes at most three times its budget."""
 
 
 class Budget:
-    """Seconds for measuring. Compiling kernels is not counted: it would leave points unmeasured that a second start measures."""
+    """Seconds for measuring. Compile time is not counted: otherwise the first start would leave points to the second."""
 
     def __init__(self, seconds: float | None = None) -> None:
-        """seconds: None is as many as it takes."""
+        """seconds: the limit; None means no limit."""
         self._seconds = seconds
         self._started = time.perf_counter()
         self.compiling = 0.0
-        """Seconds that first calls took longer than later ones; whoever makes such a call adds to it."""
+        """Seconds that first calls took longer than later ones. The code that makes such a call adds to it."""
 
     def begin(self) -> None:
-        """Count from now on; what went before, at most `MOST_COMPILING` times the budget, was compiling."""
+        """Start counting. The time until now is counted as compiling, with its limit of `MOST_COMPILING` times the budget."""
         self.compiling += time.perf_counter() - self._started
 
     @property
     def spent(self) -> float:
-        """Seconds that count."""
+        """Seconds that count against the budget."""
         free = self.compiling if self._seconds is None else min(self.compiling, MOST_COMPILING * self._seconds)
         return time.perf_counter() - self._started - free
 
     @property
     def left(self) -> float | None:
-        """Seconds that are left; None without a limit."""
+        """Remaining seconds. None means no limit."""
         return None if self._seconds is None else self._seconds - self.spent
 
 
 class SharedBudget:
-    """Seconds of measuring that a start has for everything that it measures, part by part."""
+    """Measuring time of a start, shared by everything that it measures."""
 
     def __init__(self, seconds: float, parts: int = 0, clock: Clock = time.perf_counter) -> None:
-        """parts: how many may still ask for a share."""
+        """parts: number of parts that may still take a share."""
         self._left = seconds
         self._parts = parts
         self._clock = clock
 
     def expect(self, parts: int) -> None:
-        """Have so many more parts ask for a share."""
+        """Add parts that will take a share."""
         self._parts += parts
 
     @contextmanager
     def part(self) -> Iterator[float]:
-        """The seconds of the next part: an equal share of what is left. What a part does not take is left for the others; what it
-        takes beyond its share, such as for compiling, they do not lose."""
+        """Yield the seconds of the next part: an equal share of the remaining time. Unused time goes to the other parts; time
+        beyond the share, such as for compiling, is not taken from them."""
         share = self._left / max(self._parts, 1)
         began = self._clock()
         try:

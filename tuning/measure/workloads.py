@@ -1,8 +1,7 @@
-"""What `headway bench kernel` measures: default cells, the work each of them is, and the filled cache it runs on.
+"""Workloads of `headway bench kernel`: default cases, the step of each case, and its filled cache.
 
-The cache is filled through its logical view, one sequence at a time, on the device and from a seed: every layout, block size and
-library sees the same numbers, no host copy of a large cache is made, and no
-writer but the readable one has to be right for a kernel to be judged.
+The cache is filled through its logical view, one sequence at a time, on the device and from a seed. Every layout, block size and
+library thus gets the same values, without a host copy of a large cache. Only the reference writer must be correct for a check.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, check_room, parse_case
 
 Pair = tuple[Any, Any]
-"""A layout, and a block size; None for states, which lie in slots."""
+"""(layout, block size). The block size is None for states, which are stored in slots."""
 VERIFY_QUERY_LEN = 8
-"""Most query tokens of a sequence that decodes (speculative verification)."""
+"""Maximum number of query tokens of a sequence in decode (speculative verification)."""
 
 PhaseName = Literal["decode", "prefill", "write"]
-"""What is measured: decode (verification too), prompts with or without a context, or the cache writer alone."""
+"""Subject of a measurement: decode (including verification), prompts with or without a context, or only the cache writer."""
 
 DEFAULT_CASES: dict[str, dict[PhaseName, tuple[str, ...]]] = {
     "cuda": {
@@ -51,23 +50,24 @@ DEFAULT_CASES: dict[str, dict[PhaseName, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The heads of an attention layer."""
+    """Head counts and dimensions of an attention layer."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     v_head_dim: int = 0
-    """Where it is not head_dim. Of a single kv head, a shorter value lies in the key, as in absorbed latent attention."""
+    """Dimension of a value head if it is not head_dim, else 0. With a single kv head, a smaller value is a part of the key, as in
+    absorbed latent attention (MLA)."""
     dense: bool = False
-    """Whether there is no cache, as of expanded latent attention."""
+    """True without a cache, as in non-absorbed latent attention (MLA prefill)."""
     causal: bool = True
-    """Whether queries see no later keys; where they do, as in encoders, there is no cache either."""
+    """True if queries see no later keys. False, as in encoders, means without a cache."""
 
     @classmethod
     def parse(cls, text: str) -> Geometry:
-        """Read num_heads/num_kv_heads/head_dim, perhaps with /v_head_dim, perhaps with /dense or /bidirectional.
+        """Parse num_heads/num_kv_heads/head_dim with optional /v_head_dim and optional /dense or /bidirectional.
 
-        :raises ConfigError: not three or four positive numbers, or query heads that kv heads do not divide.
+        :raises ConfigError: if the numbers are not three or four positive ones, or num_heads is not a multiple of num_kv_heads.
         """
         form = "num_heads/num_kv_heads/head_dim[/v_head_dim][/dense or /bidirectional]"
         need = f"{form}, such as 32/8/128, num_heads a multiple of num_kv_heads"
@@ -81,7 +81,7 @@ class Geometry:
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Geometry:
-        """The geometry of a layer."""
+        """Return the geometry of a layer."""
         value = 0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim
         return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, value, spec.dense, spec.causal)
 
@@ -93,7 +93,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """One case in one geometry and dtype, whichever backend runs the case."""
+    """One case with a geometry and dtype, independent of the backend."""
 
     phase: PhaseName
     case: str
@@ -104,24 +104,24 @@ class AttentionWork:
 
     @property
     def attention_phase(self) -> Phase:
-        """What a backend is asked for: DECODE, EXTEND if any sequence has a cached context, else PREFILL."""
+        """The phase of the case: DECODE, EXTEND if any sequence has a cached context, else PREFILL."""
         if self.phase == "decode":
             return Phase.DECODE
         return Phase.EXTEND if any(kv_len > query_len for query_len, kv_len in self.lens) else Phase.PREFILL
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of the step."""
+        """Number of new tokens of the step."""
         return sum(query_len for query_len, _ in self.lens)
 
     @property
     def kv_bytes(self) -> int:
-        """Key and value of every sequence, each read once however many query heads share it."""
+        """Bytes of the keys and values of all sequences, each read once for all query heads that share it."""
         return sum(kv_len for _, kv_len in self.lens) * self.spec.cache_row_bytes
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of q.k and of weights.v, over the keys that causality, if any, lets each query see."""
+        """Multiplications and additions of q.k and weights.v, over the keys that each query sees."""
         seen = sum(n * (kv_len - n) + n * (n + 1) // 2 for n, kv_len in self.lens)
         if not self.spec.causal:
             seen = sum(n * kv_len for n, kv_len in self.lens)
@@ -129,15 +129,15 @@ class AttentionWork:
 
     @property
     def write_bytes(self) -> int:
-        """k and v of the new tokens, read in their dtype and written in the cache's."""
+        """Bytes of k and v of the new tokens, read in their dtype and written in the cache's dtype."""
         new = replace(self.spec, kv_dtype=None, k_scale=1.0, v_scale=1.0)
         return self.num_tokens * (new.cache_row_bytes + self.spec.cache_row_bytes)
 
 
 def make_work(phase: PhaseName, case: str, geometry: Geometry, spec: AttentionSpec) -> AttentionWork:
-    """Read a case of the grammar for a phase.
+    """Parse a case for a phase.
 
-    :raises ConfigError: the text is not of the grammar, or its sequences are not of that phase.
+    :raises ConfigError: if the text is not in the grammar, or its sequences do not belong to the phase.
     """
     lens = parse_case(case, VERIFY_QUERY_LEN if phase == "decode" else 1)
     wrong = [q for q, kv in lens if phase == "decode" and Phase.of(q, kv - q, VERIFY_QUERY_LEN) is not Phase.DECODE]
@@ -152,9 +152,10 @@ def make_work(phase: PhaseName, case: str, geometry: Geometry, spec: AttentionSp
 
 
 def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device) -> AttentionSpec:
-    """A plain layer of this geometry, scale 1/sqrt(head_dim); kv_dtype None: the cache is of the layer's dtype.
+    """Return a plain layer with a geometry and scale 1/sqrt(head_dim). kv_dtype: dtype of the cache; None means the layer's
+    dtype.
 
-    An fp8 cache gets scales other than 1, so that a kernel that forgets them is caught; one of whole numbers has its own.
+    An FP8 cache gets scales other than 1, so that a kernel that ignores them is detected. An int8 cache stores its own scales.
     """
     narrow: dict[str, Any] = {} if kv_dtype in (None, dtype) else {"kv_dtype": kv_dtype}
     if kv_dtype is not None and narrow and kv_dtype.is_floating_point:
@@ -178,7 +179,8 @@ def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | No
 
 
 def build_case(work: AttentionWork, layout: CacheLayout, block_size: int, seed: int) -> Case:
-    """The work's step over a filled cache with shuffled blocks; q, k, v and context depend on work and seed alone."""
+    """Return the step of a workload with a filled cache and shuffled blocks. q, k, v and context depend only on `work` and
+    `seed`."""
     case = empty_case(work, layout, block_size, seed)
     spec, metadata, cache, q, k, v = work.spec, case.metadata, case.cache, case.q, case.k, case.v
     generator = torch.Generator(spec.device)
@@ -199,7 +201,7 @@ def build_case(work: AttentionWork, layout: CacheLayout, block_size: int, seed: 
 
 
 def build_write(work: AttentionWork, layout: CacheLayout, block_size: int, seed: int) -> Case:
-    """Like `build_case` but over an empty (zero) cache: the new tokens alone, for a cache writer."""
+    """Return the step of a workload with only the new tokens and a zero cache, for a cache writer."""
     generator = torch.Generator(work.spec.device).manual_seed(seed)
     dims = work.spec.head_dim, work.spec.v_head_dim
     k, v = (_random(work.num_tokens, work.spec.num_kv_heads, dim, work.spec, generator) for dim in dims)
@@ -207,7 +209,7 @@ def build_write(work: AttentionWork, layout: CacheLayout, block_size: int, seed:
 
 
 def empty_case(work: AttentionWork, layout: CacheLayout, block_size: int, seed: int, shared: bool = False) -> Case:
-    """Return the work's step of zeros over an empty cache. shared: all sequences use one block, to save memory."""
+    """Return the step of a workload with zeros and an empty cache. shared: let all sequences use one block, to save memory."""
     spec = work.spec
     if not shared:
         check_room(work.lens, spec, block_size)
@@ -235,9 +237,10 @@ def _random(rows: int, heads: int, dim: int, spec: AttentionSpec, generator: tor
 
 
 def _store(rows: Tensor, cache: LayerCache, name: str, slots: Tensor) -> Tensor:
-    """Put rows [n, num_kv_heads, head_dim] at `slots` of a cache's "key" or "value"; returns what it holds.
+    """Write rows [n, num_kv_heads, head_dim] to `slots` of a cache's "key" or "value", and return the stored values.
 
-    That is `rows` except in a cache of 8 bits, where a dense prefill must see the rounded values to agree with a paged one.
+    The result equals `rows` except in an 8-bit cache, where dense prefill must get the rounded values to agree with paged
+    attention.
     """
     put(rows, cache, name, slots)
     if cache.layout.dtype_of(name, cache.geometry.dtype) == rows.dtype:

@@ -1,1 +1,1 @@
-"""Tables of common layers on common GPUs, measured elsewhere: `headway.tuning.table.files` finds them."""
+"""Shipped tables (priors) of common layers on common GPUs, read by `headway.tuning.table.files`."""

@@ -1,1 +1,1 @@
-"""Crossover tables: schema, files, identity, store, comparison."""
+"""Crossover tables: schema, files, device identity, comparison and merge."""

@@ -1,4 +1,4 @@
-"""Whether a table fits a machine, what differs between two tables, and two put together."""
+"""Comparison of a table with a machine, differences between two tables, and merging of tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.tuning.table.schema import (
 
 _AGAIN = "headway bench crossover measures again"
 _UNUSED = ("flashinfer-python",)
-"""Installed libraries that no backend of ours calls."""
+"""Installed libraries that no built-in backend calls."""
 
 
 def differences(
@@ -29,10 +29,10 @@ def differences(
     spec: LayerRecord | None = None,
     owners: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Reason]:
-    """Everything that makes a table's times those of another machine, other software or another layer.
+    """Return every difference that makes a table's times invalid: another machine, other software or another layer.
 
-    owners: (distribution, its version) of each kernel that is registered here, by `self_test.owners`; a third item is the digest
-    of its plugin's files, and then a plugin with other files makes other times.
+    owners: (distribution, version) of each kernel registered here, from `self_test.owners`. An optional third item is the digest
+    of the plugin's files; with it, a plugin whose files differ is a difference.
     """
     was = table.device
     rows: list[tuple[str, object, object]] = [
@@ -46,7 +46,7 @@ def differences(
     rows += was.compilers_beside(device)
     for record in table.kernels:
         owner, version, *digest = (owners or {}).get(record.name, (record.owner, record.version))
-        if record.available and owner != record.owner:  # one that crashed or was wrong may be mended by now
+        if record.available and owner != record.owner:  # a kernel that crashed or was wrong may have been fixed
             rows.append((f"backend {record.name} of", record.owner, owner))
         elif record.available and owner != BUILTIN_OWNER:  # Headway's own version is among the libraries
             rows.append((f"backend {record.name} of {owner}", record.version, version))
@@ -57,13 +57,13 @@ def differences(
 
 
 def remarks(table: CrossoverTable, device: DeviceIdentity, available: Collection[str]) -> list[str]:
-    """What does not make a table wrong, and is worth knowing."""
+    """Return remarks about a table that do not make it invalid."""
     lines = []
     if table.prior is not None:
         taken = sum(cell.prior for cell in table.cells)
         lines.append(f"{taken} of {len(table.cells)} cells are those of the {table.prior}")
         lines += [f"the shipped table differs in {line}" for line in table.prior.differs]
-    if table.device.threads is not None and table.device.threads != device.threads:  # a GPU's has none
+    if table.device.threads is not None and table.device.threads != device.threads:  # a GPU's table has none
         lines.append(f"measured with {table.device.threads} CPU threads, torch now uses {device.threads}")
     measured = [record.name for record in table.kernels if record.usable]
     new = [name for name in available if name not in measured]
@@ -79,20 +79,20 @@ def remarks(table: CrossoverTable, device: DeviceIdentity, available: Collection
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A cell that two tables have differently."""
+    """A cell that differs between two tables."""
 
     cell: Cell
-    """The first table's; the second's where only that has it."""
+    """The cell of the first table, or of the second if only that has it."""
     before_us: float | None
     after_us: float | None
     status: str
-    """What changed: "ok -> incorrect", "only in the first", "faster", "slower"."""
+    """Kind of change: "ok -> incorrect", "only in the first", "faster", "slower"."""
     factor: float | None
-    """after / before."""
+    """after_us / before_us."""
 
 
 def diff(first: CrossoverTable, second: CrossoverTable, at_least: float) -> list[Change]:
-    """Cells whose time differs by more than the noise of both tables and `at_least`, or whose status differs otherwise."""
+    """Return the cells whose time differs by more than the noise of both tables and `at_least`, or whose status differs."""
     noise = max(at_least, first.noise, second.noise)
     before, after = ({cell.key: cell for cell in table.cells} for table in (first, second))
     changes = []
@@ -113,15 +113,15 @@ def diff(first: CrossoverTable, second: CrossoverTable, at_least: float) -> list
 
 
 def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> CrossoverTable:
-    """One table of several parts of the same machine and layer; where two have the same cell, the later date's counts.
+    """Merge tables of the same machine and layer into one. If two have the same cell, the later date counts.
 
-    Parts that share no layout and block size have measured the same thing twice where no cache is read (a dense prefill): there
-    the shorter time counts, since a busy host only ever adds to it. A refusal holds for the layouts of its own part alone: it is
-    dropped where another part has measured that backend at that point.
+    Parts with disjoint layouts and block sizes measured cells without a cache (dense prefill) twice; the shorter time counts,
+    because other work on the host only adds time. A refusal applies only to the layouts of its own part: it is dropped if another
+    part has measured that backend at that point.
 
-    names: of the tables' files, in the same order.
+    names: file names of the tables, in the same order.
 
-    :raises UnsupportedError: they are of different machines, software, layers or levels than the newest.
+    :raises UnsupportedError: if machines, software, layers or levels differ from those of the newest table.
     """
     named = dict(enumerate(names)) or {number: f"table {number + 1}" for number in range(len(tables))}
     *older, last = sorted(range(len(tables)), key=lambda number: tables[number].date)
@@ -163,12 +163,13 @@ def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> Cro
 
 
 def _better(before: Cell, after: Cell) -> Cell:
-    """The measurement that says more: one with a time, then one timed in full, then the faster."""
+    """Return the cell with a time, else the fully timed one, else the faster."""
     timed = [cell for cell in (after, before) if cell.layer_us is not None]
     return min(timed, key=lambda cell: (cell.status == "dropped", cell.layer_us), default=after)
 
 
 def partly_measured(table: CrossoverTable) -> int:
-    """Points that were measured without some of the usable backends; there those are not considered."""
+    """Return the number of points that were measured without some of the usable backends. Those backends cannot be chosen
+    there."""
     names = {record.name for record in table.kernels if record.usable}
     return sum({cell.kernel for cell in rivals} < names for rivals in points(table.cells).values())

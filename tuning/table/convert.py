@@ -1,4 +1,4 @@
-"""A table file as the numbers that `auto` looks up."""
+"""Conversion of a table file to the times that `auto` looks up."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ CORE_PHASE: dict[str, Phase] = {
     "scan": Phase.PREFILL,
     "step": Phase.DECODE,
 }
-"""A table's phase -> the contract's. Verification is DECODE with several query tokens."""
+"""A table's phase -> the contract's phase. Verification is DECODE with several query tokens."""
 
 
 def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] = tuple(Phase)) -> CostTable:
-    """Times of a kernel-level table; a backend that failed its self-test is excluded with the reason. phases: see `CostTable`.
+    """Return the times of a kernel-level table. Backends that failed their self-test are excluded with the reason. phases: as in
+    `CostTable`.
 
-    A cell without a time (out of memory, a wrong answer, a backend given up for a whole phase) was not measured: `auto`
-    avoids it. A loser's rough time counts, also for the layouts over which it was not tried: others are faster here either way,
-    and towards the next points, where it may be the fastest, it can be weighed.
+    A cell without a time (out of memory, wrong answer, backend dropped for a phase) counts as not measured: `auto` avoids it. The
+    rough time of a slower candidate counts, also for layouts with which it was not tried: other backends are faster at this
+    point, but the time is needed to interpolate towards points where the candidate may win.
     """
     rough: dict[tuple[PointKey, str], float] = {}
     for cell in table.cells:
@@ -59,7 +60,7 @@ _SOURCES = {"attention": "crossover table of", "state": "state table of"}
 
 
 def source_of(table: CrossoverTable) -> str:
-    """Return where a table's times come from, in words."""
+    """Return the source of a table's times, in words."""
     if table.prior is None:
         return f"{_SOURCES.get(table.kind, 'measured')} {table.date[:10]}"
     checked = f"checked here {table.date[:10]}" if table.prior.checked else "not checked here"
@@ -67,13 +68,13 @@ def source_of(table: CrossoverTable) -> str:
 
 
 def to_times(table: CrossoverTable, counts: Sequence[int]) -> dict[str, list[float | None]]:
-    """Return kernel -> microseconds for each number of rows, tokens or bytes; None where it has no time."""
+    """Return kernel -> microseconds at each number of rows, tokens or bytes. None means not measured."""
     us = {(cell.kernel, cell.batch): cell.median_us for cell in table.cells}
     return {record.name: [us.get((record.name, count)) for count in counts] for record in table.kernels}
 
 
 def failures(table: CrossoverTable) -> dict[str, str]:
-    """Return the kernels that have no time and were wrong or raised -> the reason."""
+    """Return the kernels without any time that were wrong or raised an error -> the reason."""
     timed = {cell.kernel for cell in table.cells if cell.median_us is not None}
     failed = {cell.kernel: cell.reason for cell in table.cells if cell.status in ("incorrect", "error")}
     return {name: reason for name, reason in failed.items() if name not in timed}

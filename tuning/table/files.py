@@ -1,6 +1,6 @@
-"""Files of tables: where they lie, how they are read, and the priors that ship with Headway.
+"""Table files: their paths, how they are read, and the priors shipped with Headway.
 
-A prior is a table of another machine of the same kind, used before anything has been measured here.
+A prior is a table measured on another machine of the same kind. It is used before anything is measured here.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ log = logging.getLogger("headway")
 
 
 class TableError(ConfigError):
-    """A table file that cannot be used; the message names the line."""
+    """A table file that cannot be used. The message names the line."""
 
 
 def read_table(path: Path, kind: str | None = "attention") -> CrossoverTable:
-    """Read a table, also of an older format. kind: kind of operation that it must be of; None means any.
+    """Read a table; older formats are converted. kind: required kind of operation; None means any.
 
-    :raises TableError: missing, not JSON, of another schema or kind, or with a value that cannot be.
+    :raises TableError: if the file is missing, is not JSON, has another schema or kind, or has an invalid value.
     """
     return _read(path, kind)[0]
 
 
 def _read(path: Path, kind: str | None) -> tuple[CrossoverTable, str]:
-    """Return a table, and the schema that its file is of."""
+    """Return a table and the schema of its file."""
     what, need = f"table {path}", f"a file of schema {SCHEMA}"
     try:
         text = read_text(path)
@@ -70,9 +70,9 @@ def _read(path: Path, kind: str | None) -> tuple[CrossoverTable, str]:
 def _validated(
     kind: type[Model], data: object, at: list[str], text: str, what: str, names: Mapping[str, str] | None = None
 ) -> Model:
-    """Return data as a model. at: its place in the text. names: of fields that the text calls otherwise.
+    """Return data validated as a model. at: path of `data` in the text. names: field -> its name in the text, if it differs.
 
-    :raises TableError: the first fault, with its line.
+    :raises TableError: if the data is not valid, with the line of the first fault.
     """
     try:
         return kind.model_validate(data)
@@ -97,7 +97,7 @@ def _other_schema(found: object, text: str) -> tuple[str, str]:
 
 
 def line_of(text: str, path: list[str]) -> int:
-    """Return the line (from 1) at which the value at a path of keys and indices begins, or its nearest parent that exists."""
+    """Return the line (from 1) where the value at a path of keys and indices begins, or its nearest existing parent."""
     node = yaml.compose(text.replace("\t", " "), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # JSON is YAML
     for part in path:
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
@@ -115,7 +115,7 @@ def table_folder() -> Path:
 
 
 def table_path(device: DeviceIdentity, spec: LayerRecord) -> Path:
-    """Return the file that `auto` reads for a layer on a device, and that a measurement writes unless told otherwise."""
+    """Return the file that `auto` reads for a layer on a device; measurements write it by default."""
     return table_folder() / _file_name(device, spec)
 
 
@@ -125,27 +125,27 @@ def _file_name(device: DeviceIdentity, spec: LayerRecord) -> str:
 
 
 def stored_table(device: DeviceIdentity, spec: LayerRecord) -> CrossoverTable | None:
-    """Return the table that is stored for a layer on a device, unchecked against both; None if there is none.
+    """Return the table stored for a layer on a device, or None if there is none. The contents are not compared with either.
 
-    One of an older format is replaced by one of this format, which the log says.
+    A table in an older format is rewritten in the current format, and logged.
 
-    :raises TableError: the file is faulty.
+    :raises TableError: if the file is faulty.
     """
     path = table_path(device, spec)
     paths = (path, cache_folder() / old_path(device, spec))
-    file = next((each for each in paths if os.path.exists(each)), None)  # a folder that may not be read counts as empty
+    file = next((each for each in paths if os.path.exists(each)), None)  # a folder that cannot be read counts as empty
     if file is None:
         return None
     table, schema = _read(file, spec.kind)
     if schema != SCHEMA and table.spec == spec:
-        with suppress(ConfigError):  # a file that cannot be written is read in the old format again
+        with suppress(ConfigError):  # if the file cannot be written, the old one is read again next time
             write_json(table, path)
             log.info("crossover table %s replaces %s, which is of schema %s", path, file, schema)
     return table
 
 
 def stored_tables(kind: str = "attention") -> list[Path]:
-    """Return the files of all tables of a kind of operation, the newest first."""
+    """Return the table files of a kind of operation, newest first."""
     words = {each: f"-{slug(each)}-" for each in RECORDS}
     kinds = {
         path: next((each for each, word in words.items() if word in path.name), "attention")
@@ -155,51 +155,51 @@ def stored_tables(kind: str = "attention") -> list[Path]:
 
 
 FOLDER_VARIABLE = "HEADWAY_PRIORS"
-"""Environment variable that names a folder of such files instead of the package's, such as one that many machines share."""
+"""Environment variable: a folder of priors to use instead of the package's, such as one shared by many machines."""
 _DECIDING = ("device", "compute capability", "level", *(record.named for record in RECORDS.values()))
-"""What must be the same: times of another kind of GPU, or of another layer, say nothing here."""
+"""Differences that make a prior unusable: another kind of GPU or another layer."""
 
 
 @dataclass(frozen=True)
 class Prior:
-    """A shipped table of this kind of device and this kind of layer."""
+    """A shipped table for this kind of device and layer."""
 
     path: Path
     table: CrossoverTable
     differs: tuple[str, ...]
-    """What was other where it was measured: driver, torch, libraries, Headway's commit."""
+    """Differences of the machine that measured the prior: driver, torch, libraries, Headway's commit."""
 
     def unknown(self, available: Collection[str]) -> list[str]:
-        """Return the kernels that can run here and that took no part, or failed, where it was measured."""
+        """Return the kernels that can run here and that were missing or failed when the prior was measured."""
         known = {record.name for record in self.table.kernels if record.usable}
         return [name for name in available if name not in known]
 
     def record(self) -> PriorRecord:
-        """What a table says of the prior that it has taken times from."""
+        """Return the record of this prior for a table that adopts times from it."""
         table = self.table
         return PriorRecord(device=table.device, origin=table.origin, date=table.date, differs=list(self.differs))
 
     def unchecked(self) -> CrossoverTable:
-        """The prior as it is, every time marked: for a start that may measure nothing."""
+        """Return the prior's table unchanged with every time marked as a prior's, for a start that may not measure."""
         cells = [cell.model_copy(update={"prior": True}) for cell in self.table.cells]
         return self.table.model_copy(update={"cells": cells, "prior": self.record()})
 
 
 def prior_folder() -> Path:
-    """Return the folder of priors of all kinds: $HEADWAY_PRIORS, else one of the package."""
+    """Return the folder of priors: $HEADWAY_PRIORS, else the package's folder."""
     chosen = os.environ.get(FOLDER_VARIABLE, "").strip()
     return Path(chosen) if chosen else Path(__file__).resolve().parents[1] / "priors"
 
 
 def prior_path(device: DeviceIdentity, spec: LayerRecord) -> Path:
-    """Return where a prior for a layer on a device lies, if there is one."""
+    """Return the path of the prior for a layer on a device, whether or not it exists."""
     return prior_folder() / _file_name(device, spec)
 
 
 def find_prior(device: DeviceIdentity, spec: LayerRecord, owners: Mapping[str, tuple[str, ...]]) -> Prior | None:
-    """Return the shipped table of a kind of device and a layer; None if there is none. owners: as in `differences`.
+    """Return the shipped table for a kind of device and a layer, or None if there is none. owners: as in `differences`.
 
-    :raises TableError: the file is faulty, or is of another device or layer than its name says.
+    :raises TableError: if the file is faulty, or is for another device or layer than its name says.
     """
     old = old_path(device, spec)
     paths = (prior_path(device, spec), prior_folder() / old.name, prior_folder() / old.parent.name / old.name)
@@ -218,5 +218,5 @@ def find_prior(device: DeviceIdentity, spec: LayerRecord, owners: Mapping[str, t
 
 
 def shipped() -> list[Path]:
-    """All files of priors, by name."""
+    """Return all files of priors, sorted by name."""
     return sorted(prior_folder().glob("*.json"))

@@ -1,4 +1,4 @@
-"""How far times differ before they count as different."""
+"""Noise of times: how much two times must differ to count as different."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from statistics import median
 from headway.tuning.table.schema import Cell
 
 LEAST_DIFFERENCE = 0.01
-"""Two times that differ by less are a tie, however steady they are."""
+"""Relative difference below which two times are always a tie."""
 _MOST_NOISE = 0.10
-"""Two times that differ by more are no tie, however far they spread: a busy machine is no reason to call them equal."""
+"""Relative difference above which two times are never a tie: a wide spread on a busy machine does not make them equal."""
 MOST_DRIFT = 0.25
-"""A share of the time: rounds, or runs, of one call that disagree by more are told, since the machine was not steady."""
+"""Relative difference between rounds or runs of one call above which it is reported, because the machine was not steady."""
 TIE_RULE = (
     f"a tie: times that differ by less than {LEAST_DIFFERENCE:.0%}, or by less than {_MOST_NOISE:.0%} with ranges (p20 to p80) "
     "that overlap"
@@ -21,9 +21,9 @@ TIE_RULE = (
 
 
 def mark_ties(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells of one point, those that cannot be told from the fastest marked as ties.
+    """Return the cells of one point, with cells that are equal to the fastest within noise marked as ties.
 
-    A cell competes with those of its own layout and block size, which are those it could be switched with; see TIE_RULE.
+    A cell competes with cells with the same layout and block size; see TIE_RULE.
     """
     placed: list[tuple[str | None, int | None]] = [(cell.layout, cell.block_size) for cell in cells if cell.layout]
     pairs = list(dict.fromkeys(placed)) or [(None, None)]
@@ -44,15 +44,15 @@ def mark_ties(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def is_tie(fastest: Cell, other: Cell) -> bool:
-    """Whether a time cannot be told from the fastest, by TIE_RULE."""
+    """Return whether a time is equal to the fastest by TIE_RULE."""
     least, us = fastest.layer_us or math.inf, other.layer_us or math.inf
-    # What a layer costs is the slower of device and host, at either end of the range.
+    # A layer's cost is the slower of device and host, at both ends of the range.
     overlap = max(other.p20_us or math.inf, other.host_us or 0.0) <= max(fastest.p80_us or 0.0, fastest.host_us or 0.0)
     return us <= least * (1 + LEAST_DIFFERENCE) or (overlap and us <= least * (1 + _MOST_NOISE))
 
 
 def noise_of(cells: Sequence[Cell]) -> float:
-    """How far a time may be off: the median of the cells' relative spreads, between one and ten hundredths."""
+    """Return the noise of times: the median of the cells' relative spreads, between LEAST_DIFFERENCE and _MOST_NOISE."""
     spreads = [
         (cell.p80_us - cell.p20_us) / (2 * cell.median_us)
         for cell in cells

@@ -1,4 +1,4 @@
-"""Tables of the five formats of before 2026-11-29, as the data of `headway.table/1`, and where their files lie."""
+"""Conversion of the five table formats before 2026-11-29 to `headway.table/1`, and the paths of their files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _COUNTED = {
     "headway.experts/1": ("experts", "tokens", "layer", "tokens"),
     "headway.all-reduce/1": ("all_reduce", "bytes", "ranks", "sizes"),
 }
-"""Schema -> kind of operation, phase, and the fields that hold the layer and the numbers."""
+"""Schema -> kind of operation, phase, and the names of the fields for the layer and the counts."""
 OLD_NAMES = {"kernels": "backends", "kernel": "backend", "variant": "kernel", "schema": "file_schema"}
-"""A field -> its name in an old file."""
+"""Field -> its name in an old file."""
 _FOLDERS = {"attention": "crossover", "state": "crossover/states", "linear": "products"}
 _UNPLACED = "unknown path"
 HIDDEN = ", hidden size "
-"""The words before the hidden size in a layer of experts, which old files leave out: their times may be those of another size."""
+"""Text before the hidden size in the identity of a layer of experts. Old files lack it: their times may be for another size."""
 
 
 def schema_of(data: Any) -> object:
-    """Return the schema that a file names; None if it names none."""
+    """Return the schema that a file names, or None if it names none."""
     return data.get("schema", data.get("file_schema")) if isinstance(data, dict) else None
 
 
 def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of an old file in the form of `headway.table/1`; of any other schema, as it is."""
+    """Return the data of an old file converted to `headway.table/1`. Data of any other schema is returned unchanged."""
     schema = schema_of(data)
     if schema not in ("headway.crossover/1", "headway.states/1", *_COUNTED):
         return data
@@ -47,7 +47,7 @@ def upgrade(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _device(found: Any) -> Any:
-    """A device whose file knew neither cuBLAS nor the path of ptxas: both count as unknown."""
+    """Return a device with cuBLAS and the path of ptxas marked as unknown if its file lacks them."""
     known = found.get("compilers") if isinstance(found, dict) else None
     if not isinstance(known, dict) or found.get("type") != "cuda":
         return found
@@ -65,12 +65,12 @@ def _cell(cell: dict[str, Any], states: bool) -> dict[str, Any]:
 
 
 def _counted(data: dict[str, Any], place: Any, schema: str) -> dict[str, Any]:
-    """The times of each kernel by number: only those that were measured become cells. place: the device."""
+    """Return the converted data of a table along one axis. Only measured times become cells. place: the device."""
     kind, phase, layer, numbers = _COUNTED[schema]
     us, device, origin, prior = (data.get(name) for name in ("us", "device", "origin", "prior"))
     counts, told = data.get(numbers), data.get(layer)
     date = device.get("date") if isinstance(device, dict) else None
-    cells = None  # which no table has
+    cells = None  # None is rejected by the schema
     if isinstance(us, dict) and isinstance(counts, list) and all(isinstance(times, list) for times in us.values()):
         common = {"phase": phase, "status": "ok", "prior": bool(prior)}
         cells = [
@@ -96,7 +96,7 @@ def _counted(data: dict[str, Any], place: Any, schema: str) -> dict[str, Any]:
 
 
 def old_path(device: DeviceIdentity, spec: LayerRecord) -> PurePosixPath:
-    """Return where a table of an old format lies, below Headway's cache folder."""
+    """Return the path of an old-format table, relative to Headway's cache folder."""
     if spec.kind == "all_reduce":
         assert isinstance(spec, CountedRecord)
         return PurePosixPath("all_reduce", f"{slug(device.name)}-{slug(spec.layer)}.json")

@@ -1,6 +1,6 @@
-"""The file of measured times of all kinds of operations, `headway.table/1` (docs/crossover.md), and the machine they are of.
+"""Schema of table files for all kinds of operations, `headway.table/1` (docs/crossover.md), and of the machine's identity.
 
-Checked whenever it is read, without torch.
+It is checked whenever a file is read. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TYPES: Final = ("cpu", "cuda")
 
 
 class DeviceIdentity(BaseModel):
-    """Device and software, nothing measured: enough for answers that are right or wrong."""
+    """Identity of a device and its software, without measured rates."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -36,34 +36,35 @@ class DeviceIdentity(BaseModel):
     compute_capability: str | None = None
     """"9.0"; None on a CPU."""
     sm_count: int | None = None
-    """Streaming multiprocessors; None on a CPU."""
+    """Number of SMs; None on a CPU."""
     memory_gib: float | None = None
     driver: str | None = None
-    """Version of the GPU's driver."""
+    """Version of the GPU driver."""
     clock_mhz: int | None = None
-    """Highest clock the streaming multiprocessors may run at, as the driver tells it."""
+    """Maximum SM clock in MHz, as reported by the driver."""
     threads: int | None = None
-    """CPU threads torch uses; None on a GPU."""
+    """Number of CPU threads that torch uses; None on a GPU."""
     python: str
     torch: str
     cuda: str | None = None
-    """The CUDA version torch was built for."""
+    """CUDA version that torch was built for."""
     libraries: dict[str, str]
-    """Distribution -> version, of LIBRARIES that are installed."""
+    """Distribution -> version, for those of LIBRARIES that are installed."""
     compilers: dict[str, str] | None = None
-    """ptxas, nvrtc and cublas -> version of what makes or brings the GPU's code, of ptxas with its path; empty on a CPU. None in
-    files of before this field, whose compilers are unknown."""
+    """ptxas, nvrtc and cublas -> version, for ptxas with its path; empty on a CPU. None means unknown, in files older than this
+    field."""
     date: str
     """UTC, ISO 8601."""
 
     def compilers_beside(self, other: DeviceIdentity) -> list[tuple[str, str, str]]:
-        """Return (compiler, version here, version in `other`) of each that either has; "unknown" in files without the field."""
+        """Return (compiler, version here, version in `other`) for each compiler that either has; "unknown" for files without the
+        field."""
         names = dict.fromkeys([*(self.compilers or {}), *(other.compilers or {})])
         return [(name, _version(self.compilers, name), _version(other.compilers, name)) for name in names]
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
-        """A type that was edited no longer agrees with what only a GPU, or only a CPU, has."""
+        """Reject an edited type that does not match the fields that only a GPU, or only a CPU, has."""
         if self.type not in _TYPES:
             raise ValueError(f"type: needs {' or '.join(_TYPES)}, got {shown(self.type)}")
         gpu = [name for name in ("compute_capability", "sm_count") if getattr(self, name) is not None]
@@ -80,20 +81,20 @@ def _version(compilers: dict[str, str] | None, name: str) -> str:
 
 
 class DeviceInfo(DeviceIdentity):
-    """Device, software and measured limits; figures of two files compare only where these are equal."""
+    """Device, software and measured rates. Results of two files are comparable only if these are equal."""
 
     copy_gbps: float
-    """Measured rate of a large copy on the device, bytes read plus bytes written, 1e9 a second."""
+    """Measured rate of a large copy on the device, bytes read plus bytes written, in 1e9 per second."""
     matrix_tflops: float
-    """Measured rate of a large square matrix product on random data."""
+    """Measured rate of a large square GEMM of random data, in TFLOP/s."""
     matrix_dtype: str
-    """Element type of that product: that of the run."""
+    """Dtype of that GEMM, which is the run's dtype."""
 
 
 SCHEMA: Final = "headway.table/1"
 PhaseName = Literal["prefill", "extend", "decode", "verify", "generate", "scan", "step", "rows", "tokens", "bytes"]
-"""generate: whole generations (level engine). scan and step: of layers with a state. The last three are the axes of
-linear layers, experts and all-reduce."""
+"""Phases of all kinds of tables. generate: whole generations (level engine). scan, step: state layers. rows, tokens, bytes: axes
+of linear layers, experts and all-reduce."""
 COUNTED: Final[tuple[PhaseName, ...]] = ("rows", "tokens", "bytes")
 """Phases whose points are one number."""
 Status = Literal["ok", "tie", "oom", "unsupported", "incorrect", "error", "dropped"]
@@ -108,11 +109,11 @@ PointKey = tuple[str, str]
 
 
 class LayerRecord(BaseModel, ABC):
-    """The layer that a table's times hold for; a subclass for each kind of operation."""
+    """Identity of the layer that a table's times apply to, with one subclass per kind of operation."""
 
     model_config = _STRICT
     kind: ClassVar[str]
-    """Kind of operation; `CrossoverTable.kind`."""
+    """Kind of operation, as in `CrossoverTable.kind`."""
     named: ClassVar[str]
     """Name of such layers in reports."""
     kernels: ClassVar[str] = "kernels"
@@ -128,11 +129,11 @@ class LayerRecord(BaseModel, ABC):
     @property
     @abstractmethod
     def sizes(self) -> str:
-        """The layer as a part of a file's name, for people who read it."""
+        """The layer's sizes as a readable part of a file name."""
 
 
 class SpecRecord(LayerRecord):
-    """The attention layer the times hold for; fields as in core.spec.AttentionSpec."""
+    """The attention layer that times apply to. Fields as in core.contract.spec.AttentionSpec."""
 
     kind: ClassVar[str] = "attention"
     named: ClassVar[str] = "attention layer"
@@ -145,7 +146,7 @@ class SpecRecord(LayerRecord):
     scale: FiniteFloat
     dtype: Literal["float32", "bfloat16", "float16"]
     kv_dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3", "int8_per_token_head"]
-    """Element type of the cache."""
+    """Dtype of the cache."""
     k_scale: FiniteFloat = 1.0
     v_scale: FiniteFloat = 1.0
     sliding_window: Count | None = None
@@ -153,11 +154,11 @@ class SpecRecord(LayerRecord):
     alibi_slopes: list[FiniteFloat] | None = None
     sinks: list[FiniteFloat] | None = None
     v_head_dim: int = Field(default=0, ge=0)
-    """0: as head_dim, also in files of before 2026-11-22."""
+    """0 means head_dim, also in files before 2026-11-22."""
     value_in_key: bool = False
     dense: bool = False
     causal: bool = True
-    """True, too, in files of before 2026-11-25."""
+    """True also in files before 2026-11-25."""
 
     @model_validator(mode="after")
     def _is_a_layer(self) -> Self:
@@ -167,7 +168,7 @@ class SpecRecord(LayerRecord):
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> SpecRecord:
-        """A layer as a record; its device stands elsewhere."""
+        """Return the record of a layer, without its device."""
         from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
 
         found = {name: getattr(spec, name) for name in cls.model_fields}
@@ -177,7 +178,7 @@ class SpecRecord(LayerRecord):
         return cls(**found | {"v_head_dim": 0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim})
 
     def to_spec(self, device: torch.device) -> AttentionSpec:
-        """The layer again, on a device."""
+        """Return the layer of this record on a device."""
         from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 
         found = self.model_dump()
@@ -187,7 +188,7 @@ class SpecRecord(LayerRecord):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Everything that times depend on: of scale, soft-cap, slopes and sinks only whether they are there."""
+        """Everything that times depend on. For scale, soft-cap, slopes and sinks, only whether they are used."""
         features = (self.softcap is not None, self.alibi_slopes is not None, self.sinks is not None)
         heads: tuple[object, ...] = (self.num_heads, self.num_kv_heads, self.head_dim)
         if self.v_head_dim or self.value_in_key:
@@ -210,7 +211,7 @@ _Size = Annotated[int, Field(ge=0)]
 
 
 class StateSpecRecord(LayerRecord):
-    """The part of a StateSpec that times depend on; factors such as its scale take none."""
+    """The fields of a StateSpec that times depend on. Factors such as its scale are omitted."""
 
     kind: ClassVar[str] = "state"
     named: ClassVar[str] = "layer with a state"
@@ -232,7 +233,7 @@ class StateSpecRecord(LayerRecord):
 
     @classmethod
     def of(cls, spec: StateSpec) -> StateSpecRecord:
-        """A layer as a record; its device stands elsewhere."""
+        """Return the record of a layer, without its device."""
         from headway.core.contract.spec import DTYPE_NAMES
 
         sizes = ("num_heads", "num_key_heads", "key_dim", "value_dim", "conv_channels", "conv_width", "activation", "qk_norm")
@@ -252,10 +253,10 @@ class StateSpecRecord(LayerRecord):
 
 
 class CountedRecord(LayerRecord):
-    """A layer, or a sum over ranks, whose times depend on one number: the cell's `batch`."""
+    """A layer, or an all-reduce, whose times depend on one number: the cell's `batch`."""
 
     layer: str
-    """Everything that tells such layers apart, in words."""
+    """Text that identifies the layer among layers of its kind."""
 
     @property
     def sizes(self) -> str:
@@ -266,7 +267,7 @@ class CountedRecord(LayerRecord):
 
 
 class LinearRecord(CountedRecord):
-    """A linear layer over a quantised weight: its form, shape and dtype."""
+    """A linear layer with a quantized weight: its quantization format, shape and dtype."""
 
     kind: ClassVar[str] = "linear"
     named: ClassVar[str] = "linear layer"
@@ -274,15 +275,30 @@ class LinearRecord(CountedRecord):
 
 
 class ExpertsRecord(CountedRecord):
-    """A layer of experts: its configuration, dtype and forms of quantised weights."""
+    """A layer of experts: its configuration, dtype and quantization formats."""
 
     kind: ClassVar[str] = "experts"
     named: ClassVar[str] = "layer of experts"
     phases: ClassVar[tuple[PhaseName, ...]] = ("tokens",)
 
+    def __str__(self) -> str:
+        config, found, rest = self.layer.partition("), hidden size ")
+        sizes = dict(re.findall(r"(\w+)=([^,()]+)", config))
+        if not found or not {"num_experts", "top_k", "intermediate_size"} <= sizes.keys():
+            return self.layer
+        hidden, dtype, formats = [*rest.split(" ", 2), ""][:3]
+        first, _, second = formats.partition(" / ")
+        shared = f", shared {size}" if (size := sizes.get("shared_intermediate_size", "0")) != "0" else ""
+        shard = re.search(r"held=range\((\d+), (\d+)\)", config)
+        held = f", shard {shard[1]} to {int(shard[2]) - 1}" if shard else ""
+        experts = f"experts {sizes['num_experts']} top {sizes['top_k']}, {hidden} x {sizes['intermediate_size']}{shared}{held}"
+        return ", ".join(
+            filter(None, (experts, dtype, first if first == second else f"{first or 'plain'} / {second or 'plain'}"))
+        )
+
 
 class RanksRecord(CountedRecord):
-    """A sum over ranks: their number."""
+    """An all-reduce: its number of ranks."""
 
     kind: ClassVar[str] = "all_reduce"
     named: ClassVar[str] = "sum over ranks"
@@ -292,84 +308,84 @@ class RanksRecord(CountedRecord):
 RECORDS: Final[dict[str, type[LayerRecord]]] = {
     record.kind: record for record in (SpecRecord, StateSpecRecord, LinearRecord, ExpertsRecord, RanksRecord)
 }
-"""Kind of operation -> the record of its layers."""
+"""Kind of operation -> record class of its layers."""
 
 
 CRASHED, HUNG, FAILED = "crashed the measuring process", "hung the measuring process", "self-test"
-"""How the reason of a kernel begins that ended the process that measured it, gave it no answer, or computed something else."""
+"""First words of a kernel's reason if it crashed the measuring process, hung it, or failed its self-test."""
 
 
 def slug(text: str) -> str:
-    """Return a text as a part of a file's name."""
+    """Return a text as a part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48]
 
 
 class KernelRecord(BaseModel):
-    """A kernel that was asked to take part, such as an attention backend."""
+    """A kernel that was considered for a measurement, such as an attention backend."""
 
     model_config = _STRICT
 
     name: str
     owner: str
-    """"built-in", or the distribution that brought it."""
+    """"built-in", or the distribution that provides it."""
     version: str = ""
     """Version of that distribution."""
     available: bool
     reason: str = ""
-    """Why it took no part, or failed its self-test; empty otherwise."""
+    """Reason why it was not measured, or failed its self-test. "" if it was measured."""
     digest: str = ""
-    """Hash of the files of the plugin that brought it, by which a repaired one is told; empty for built-ins and objects, and in
-    files of before 2026-11-24."""
+    """Hash of the plugin's files, which shows a fixed plugin. "" for built-ins and plugin objects, and in files before
+    2026-11-24."""
 
     @property
     def usable(self) -> bool:
-        """Whether `auto` may take the kernel."""
+        """Whether `auto` may choose the kernel."""
         return self.available and not self.reason
 
 
 class Cell(BaseModel):
-    """One kernel at one point, over one layout and block size. Only an answer that was right has a time."""
+    """One kernel at one point, with one layout and block size. Only a correct answer has a time."""
 
     model_config = _STRICT
 
     phase: PhaseName
     case: str
-    """A case of headway.core.oracle.cases' grammar; for a generation, input_len and input_len + output_len of each request; the
-    number of rows, tokens or bytes."""
+    """A case in the grammar of headway.core.oracle.cases; for a generation, input_len and input_len + output_len of each request;
+    or the number of rows, tokens or bytes."""
     batch: Count
-    """Sequences; or rows, tokens or bytes."""
+    """Number of sequences, or of rows, tokens or bytes."""
     query_len: Count = 1
-    """Mean over the sequences; of a generation the input's."""
+    """Mean over the sequences; for a generation, that of the input."""
     kv_len: Count = 1
-    """Mean over the sequences; of a generation input and output; of a layer with a state as query_len."""
+    """Mean over the sequences; for a generation, input plus output; for a state layer, the same as query_len."""
     kernel: str
     layout: str | None = None
-    """None, as block_size: no cache is read, the time holds for all of them (a dense prefill)."""
+    """None, like block_size, if no cache is read and the time applies to all layouts (dense prefill)."""
     block_size: Count | None = None
-    """None with a layout: states lie in slots, not in blocks."""
+    """None with a layout means states, which are stored in slots."""
     status: Status
-    """tie: within the noise of the fastest, which is a tie then too. dropped: a clear loser, roughly timed or given up."""
+    """tie: equal to the fastest within noise; the fastest is then a tie as well. dropped: clearly slower, roughly timed or
+    skipped."""
     reason: str = ""
     variant: str = ""
-    """The kernel's own name for what ran."""
+    """The kernel's own name for the variant that ran."""
     graph: bool = False
-    """Whether it was timed as the replay of a CUDA graph captured at the table's graph_len."""
+    """Whether it was timed by replaying a CUDA graph captured at the table's graph_len."""
     median_us: Microseconds | None = None
-    """One layer's call; of a generation, all of it."""
+    """Time of one layer's call; for a generation, of the whole generation."""
     p20_us: Microseconds | None = None
     p80_us: Microseconds | None = None
     drift: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """How much longer the slowest round of runs took than the fastest, as a share; None where there was one round, or in a
-    file of before 2026-11-22."""
+    """Relative difference between the slowest and the fastest round. None if there was one round, or in files before
+    2026-11-22."""
     plan_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Host time of a step's plan, shared by the layers."""
+    """Host time of a step's plan, which all layers share."""
     host_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Host time of one layer's call; None on a CPU and in a graph."""
+    """Host time of one layer's call. None on a CPU and in a graph."""
     between: bool = False
-    """Whether the point was added between neighbours of the grid, because the fastest kernel is another at each of them."""
+    """Whether the point was added between grid neighbours whose fastest kernels differ."""
     prior: bool = False
-    """Whether the time was not measured here: it is a shipped table's, scaled by points that were. False in files of before
-    2026-11-26."""
+    """Whether the time comes from a shipped table, scaled by points measured here. False in files before 2026-11-26."""
     relative_error: Annotated[FiniteFloat, Field(ge=0)] | None = None
     tolerance: Annotated[FiniteFloat, Field(ge=0)] | None = None
 
@@ -394,53 +410,53 @@ class Cell(BaseModel):
 
     @property
     def point(self) -> PointKey:
-        """What was measured, whoever ran the measurement."""
+        """The (phase, case) that was measured."""
         return self.phase, self.case
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return the key that is unique to a cell in its table."""
+        """Key of the cell, unique in its table."""
         return self.point, self.kernel, self.layout, self.block_size
 
     @property
     def layer_us(self) -> float | None:
-        """What a layer costs a step: where kernels are launched one by one, the host may be the slower of the two."""
+        """Cost of a layer in a step: the device time, or the host time of launching if that is longer."""
         return None if self.median_us is None else max(self.median_us, self.host_us or 0.0)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens of a generation over its time."""
+        """Output tokens of a generation per second."""
         if self.median_us is None or self.phase != "generate":
             return None
         return self.batch * (self.kv_len - self.query_len) / self.median_us * 1e6
 
 
 class PriorRecord(BaseModel):
-    """The shipped table from which a table has what was not measured here."""
+    """The shipped table (prior) that a table has adopted times from."""
 
     model_config = _STRICT
 
     device: DeviceIdentity
-    """Where it was measured."""
+    """The device on which it was measured."""
     origin: Origin | None
     date: str
     differs: list[str] = []
-    """What was other there than here, in words."""
+    """Differences of that machine from this one, in words."""
     checked: list[str] = []
-    """Points that were measured here to check it, such as "decode 1q1s256"; none: it is taken unchecked."""
+    """Points measured here to check it, such as "decode 1q1s256". Empty if it was not checked."""
     disagreed: list[str] = []
-    """The points among them at which it was wrong, with the reason. Around them nothing of it is taken."""
+    """Checked points at which it was wrong, with the reason. Its times near them are not used."""
     corrected: list[str] = []
-    """The points among them at which some kernels took longer or shorter than by it, with the factors: around them its times of
-    these kernels are multiplied by those."""
+    """Checked points where some kernels took longer or shorter than in it, with the factors. Its times of these kernels near the
+    points are multiplied by them."""
     device_scale: dict[PhaseName, Annotated[FiniteFloat, Field(gt=0)]] = {}
-    """Phase -> the factor of its times on the device."""
+    """Phase -> scale factor of its device times."""
     host_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
-    """The factor of its times on the host."""
+    """Scale factor of its host times."""
 
     @property
     def made(self) -> str:
-        """When, where and with what it was measured, in words."""
+        """Date, device and software of the measurement, in words."""
         driver = f"driver {self.device.driver}, " if self.device.driver else ""
         origin = f", {self.origin}" if self.origin is not None else ""
         return f"shipped table of {self.date[:10]} ({self.device.name}, {driver}torch {self.device.torch}{origin})"
@@ -454,7 +470,7 @@ class PriorRecord(BaseModel):
 
 
 class CrossoverTable(BaseModel):
-    """One run, or several merged: one device, one kind of layer (or, at level engine, one model)."""
+    """One run, or several merged runs: one device and one kind of layer (at level engine, one model)."""
 
     model_config = _STRICT
 
@@ -463,26 +479,26 @@ class CrossoverTable(BaseModel):
     """Kind of operation."""
     level: Literal["kernel", "engine"] = "kernel"
     date: str
-    """UTC, ISO 8601: the start of the (last) run."""
+    """Start of the last run, UTC, ISO 8601."""
     command: str
     origin: Origin | None = None
-    """The code that made it; None in files of before 2026-11-22."""
+    """Version of the code that made the table. None in files before 2026-11-22."""
     busy: str = ""
-    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
+    """CPU use by other processes when the run began or ended, in words. "" if negligible."""
     complete: bool
-    """False: the run was interrupted, or its budget ended; `--resume` goes on."""
+    """False if the run was interrupted or its budget ended. `--resume` continues it."""
     cut_short: bool = False
-    """Whether the run never came to its end: it was interrupted or killed, or the disk was full."""
+    """Whether the run did not reach its end: it was interrupted or killed, or the disk was full."""
     model: str = ""
-    """Level engine."""
+    """Name of the model, at level engine."""
     device: DeviceIdentity
     spec: SerializeAsAny[LayerRecord]
     graph_len: Count | None = None
-    """kv_len at which decode graphs were captured; None: none were."""
+    """kv_len at which decode graphs were captured. None means no graphs."""
     noise: Annotated[FiniteFloat, Field(ge=0, lt=1)]
-    """Relative spread of the times: below it a step keeps the kernel in use."""
+    """Relative spread of the times. For smaller differences, a step stays with the kernel in use."""
     prior: PriorRecord | None = None
-    """Where cells that are marked so come from; None: all were measured here, as in files of before 2026-11-26."""
+    """The shipped table from which cells marked `prior` come. None if all were measured here, and in files before 2026-11-26."""
     kernels: list[KernelRecord]
     cells: list[Cell]
 
@@ -506,7 +522,7 @@ class CrossoverTable(BaseModel):
 
     @property
     def attention(self) -> SpecRecord:
-        """The layer of a table of attention."""
+        """The layer of an attention table."""
         assert isinstance(self.spec, SpecRecord)
         return self.spec
 
@@ -518,16 +534,16 @@ class CrossoverTable(BaseModel):
 
 
 def without_refusals(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells of one point, without the unplaced ones that only say why a kernel has no time, where the same kernel has another.
+    """Return the cells of one point without refusals of kernels that have another cell there.
 
-    Such a cell speaks for the layouts of the run that wrote it; a cell with a layout, or with a time, says more.
+    A refusal has no layout and no time; it applies only to the layouts of the run that wrote it.
     """
     told = {cell.kernel for cell in cells if cell.layout is not None or cell.median_us is not None}
     return [cell for cell in cells if cell.layout is not None or cell.median_us is not None or cell.kernel not in told]
 
 
 def points(cells: Sequence[Cell]) -> dict[PointKey, list[Cell]]:
-    """Cells by point, in the order in which they were measured."""
+    """Return the cells grouped by point, in the order of measurement."""
     found: dict[PointKey, list[Cell]] = {}
     for cell in cells:
         found.setdefault(cell.point, []).append(cell)

@@ -1,1 +1,1 @@
-"""The checks of the conformance kit, one function each: it returns a note, or raises a Finding or Skipped."""
+"""Checks of the conformance kit. Each is a function that returns a note, or raises Finding or Skipped."""

@@ -1,6 +1,6 @@
-"""Answers held to float64: one instance over two steps, layers that share a plan, shared prefixes, padding, poison everywhere.
+"""Checks of attention answers against float64: two steps per instance, shared plans, shared prefixes, padding, poisoned slots.
 
-And one instance over many steps; and, where a backend says so, a sequence's output with the same bits alone and beside others.
+Further checks run one instance for many steps, and check batch invariance if a backend claims it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ THOUSANDTH = 1_003
 
 
 def thousand(stage: AttentionStage, cell: CheckCell) -> str:
-    """The thousandth step is as right as the first: what counts steps, or fills up, shows late."""
+    """Check that the thousandth step is as correct as the first: counters and filling buffers fail late."""
     lens: Lens = [(5, 0, 0), (1, 20, 0), (1, cell.block_size, 0)]
     session = stage.session(cell, [lens] * 4, extra_tokens=4 * cell.block_size, layers=1)
     done = 0
     for number in (0, 299, 999, THOUSANDTH - 1):
         work = open_all(session, lens)
-        if number > done:  # steps that are not judged: the same one again and again
+        if number > done:  # steps that are not judged, all the same
             idle = session.lay_out(work)
             before = Before(idle)
             for _ in range(number - done):
@@ -53,7 +53,7 @@ def thousand(stage: AttentionStage, cell: CheckCell) -> str:
 
 @without_stray_reads
 def steps(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """Fifty steps in which sequences come, grow in chunks, decode and go, and their blocks become other sequences'."""
+    """Run fifty steps in which sequences start, are prefilled in chunks, decode and end, and their blocks are reused."""
     room: list[Lens] = [[(1, 400, 0)] * 4, [(40, 0, 0)] * 4]
     session = stage.session(cell, room, poison=poison, extra_tokens=6 * (cell.block_size + STEPS))
     running: list[Tokens] = []
@@ -76,7 +76,7 @@ def steps(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
 
 @without_stray_reads
 def turns(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """The subject and the baseline serve one cache by turns, also within a step."""
+    """Alternate the subject and the baseline on one cache, also within a step."""
     lens: Lens = [(9, 0, 0), (20, 2 * cell.block_size, 0), (5, cell.block_size + 3, 0), (1, 33, 0), (1, cell.block_size, 0)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=6 * len(lens) * cell.block_size)
     subject = session.prefill, session.decode
@@ -91,7 +91,7 @@ def turns(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
 
 
 def cold(stage: AttentionStage, cell: CheckCell) -> str:
-    """How long the first step of a fresh process takes, compilation included, and the second."""
+    """Measure the first step in a new process, including compilation, and the second step."""
     lens = first_step(cell.phase, cell.block_size)
     taken = []
     for _ in range(2):
@@ -104,33 +104,34 @@ def cold(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 _LSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
-"""How far a log-sum-exp may be from the right one, which is about 4: sums of 16-bit inputs are kept in float32."""
+"""Maximum error of a log-sum-exp, whose value is about 4: sums of 16-bit inputs are kept in float32."""
 _DATA = {torch.float64: 64.0, torch.float32: 64.0, torch.bfloat16: 12.0, torch.float16: 12.0}
-"""How many times the error that plain arithmetic of a dtype reaches a declared tolerance may be."""
+"""Maximum declared tolerance, as a multiple of the error of plain arithmetic in a dtype."""
 
 
 @without_stray_reads
 def answer(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """The steps of one kind of work, in one phase."""
+    """Check the steps of one kind of work in one phase."""
     steps = cell_steps(cell)
     session = stage.session(cell, steps, poison=poison)
     kept: list[SequencePart] = []
     for number, lens in enumerate(steps):
         work = open_all(session, lens, like=kept)
         session.step(work, padding_rows(cell.phase))
-        if cell.work == "again" and number == 2:  # the step after it has its lengths, and all but the last blocks
+        if cell.work == "again" and number == 2:  # the next step has the same lengths, and all but the last blocks
             kept = work
         else:
             close_all(session, sequences([*kept, *work]))
 
 
 def cell_steps(cell: CheckCell) -> list[Lens]:
-    """The lengths of each step of an answer's cell."""
+    """Return the lengths of each step of an answer cell."""
     return steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
 
 
 def siblings(stage: AttentionStage, cell: CheckCell) -> str:
-    """Layers that differ in numbers alone, by turns in one process: what is kept for one must not be taken for the other."""
+    """Alternate layers that differ only in scalar parameters in one process: what is cached for one must not be used for the
+    other."""
     own = stage.claimed.spec(cell)
     other = sibling_of(own)
     for phase in PHASES[cell.phase]:
@@ -143,7 +144,7 @@ def siblings(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def _run_in_turn(sessions: Sequence[Session], lens: Lens, telling: set[int], guess: str) -> None:
-    """Run a step of each of two sessions and of the first one again; a finding in one of the `telling` steps gets the guess."""
+    """Run a step of each of two sessions and of the first one again. A finding in one of the `telling` steps gets the guess."""
     for number, session in enumerate((*sessions, sessions[0])):
         work = open_all(session, lens)
         try:
@@ -155,7 +156,7 @@ def _run_in_turn(sessions: Sequence[Session], lens: Lens, telling: set[int], gue
 
 
 def shared(stage: AttentionStage, cell: CheckCell) -> str:
-    """Layers of a kind over the plans of the first of them, as the engine has them where `shares_plans` is declared."""
+    """Check layers of a kind with the plans of the first, as in the engine if `shares_plans` is declared."""
     own = stage.claimed.spec(cell)
     other = replace(sibling_of(own), scale=own.scale, sliding_window=own.sliding_window, softcap=own.softcap)
     other = replace(other, alibi_slopes=own.alibi_slopes)
@@ -165,19 +166,19 @@ def shared(stage: AttentionStage, cell: CheckCell) -> str:
     sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (own, other)]
     for planning, using in zip(sessions[0].instances, sessions[1].instances, strict=True):
         using.plan = planning.plan  # type: ignore[method-assign]
-    # The first one, which has plans of its own, was right.
+    # The first session, with its own plans, was correct.
     _run_in_turn(sessions, lens, {1}, "declares shares_plans, and its plan holds sinks or scales")
     return ""
 
 
 @without_stray_reads
 def bounds(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """Decode where the host knows upper bounds of the lengths alone."""
+    """Check decode if the host knows only upper bounds of the lengths."""
     lens: Lens = [(1, length, 0) for length in (3, 17, cell.block_size, 2 * cell.block_size + 1, 40, 1)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=len(lens) * (cell.block_size + 8))
     work = open_all(session, lens)
     slack = min(8, cell.block_size - 1)
-    for turn in work:  # an engine gives room for what may come, so the table is as long as the bound says
+    for turn in work:  # an engine reserves blocks up to the bound, so the block table has that length
         session.reserve(turn.seq, turn.seq.length + 1 + slack)
     step = session.lay_out(work)
     exact = step.metadata
@@ -191,7 +192,7 @@ def bounds(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
 
 
 def tolerance(stage: AttentionStage, cell: CheckCell) -> str:
-    """The declared tolerance, against what plain arithmetic of the dtype reaches."""
+    """Compare the declared tolerance with the error of plain arithmetic in the dtype."""
     spec = stage.claimed.spec(cell)
     declared = float(stage.subject.backend.tolerance[spec.dtype])
     reached = _plain_error(spec)
@@ -207,7 +208,7 @@ def tolerance(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def _plain_error(spec: AttentionSpec) -> float:
-    """Relative error of a softmax in float32 whose weights and output are rounded to the layer's dtype."""
+    """Return the relative error of a float32 softmax whose weights and output are rounded to the layer's dtype."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(48, heads, spec.head_dim, generator=generator).to(spec.dtype)
@@ -223,13 +224,13 @@ def _plain_error(spec: AttentionSpec) -> float:
 
 
 _WHOLE_SPLITS = 1024
-"""Keys of a sequence that ends with a whole split, whatever power of two a kernel splits by."""
+"""kv_len of a sequence that ends with a full split, for every power-of-two split size."""
 
 
 def lse(stage: AttentionStage, cell: CheckCell) -> str:
-    """The log-sum-exp of every query, where a backend declares it."""
+    """Check the log-sum-exp of every query, if a backend declares it."""
     lens = cell_steps(cell)[0]
-    if cell.phase == "decode":  # splits of a power of two of keys end where the sequence does
+    if cell.phase == "decode":  # with power-of-two split sizes, a split ends where the sequence does
         lens = [*lens, (1, _WHOLE_SPLITS - 1, 0)]
     session = stage.session(cell, [lens])
     work = open_all(session, lens)
@@ -252,7 +253,7 @@ def lse(stage: AttentionStage, cell: CheckCell) -> str:
             guess="writes padding rows",
         )
     allowed = _LSE[session.spec.dtype]
-    if session.spec.cache_dtype != session.spec.dtype:  # a key may be rounded to the layer's type once its scale is in it
+    if session.spec.cache_dtype != session.spec.dtype:  # a key may be rounded to the layer's dtype after scaling
         allowed += (8 + abs(session.numbers.lift)) * torch.finfo(session.spec.dtype).eps
     answers = [expected(row) for row in step.rows[0]]
     most = allowed + session.numbers.slack
@@ -275,7 +276,7 @@ def lse(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def invariant(stage: AttentionStage, cell: CheckCell) -> str:
-    """Every sequence of some steps has the bits that it has alone."""
+    """Check that every sequence of some steps has the same bits as without other sequences."""
     subject = stage.subject
     case = invariance_case(
         stage.claimed.spec(cell), subject.layouts[cell.layout], cell.block_size, subject.writer(cell.layout), stage.poison
@@ -308,18 +309,18 @@ BATCHES = {
     "mixed": [*P, *C, *D],
     "a prompt and decodes": [P[4], *D[2:]],
 }
-"""Rows of LENS that one step holds, those that decode last."""
+"""Rows of LENS in one step, decodes last."""
 
 
 def invariance_case(
     spec: AttentionSpec, layout: CacheLayout, block_size: int, writer: CacheWriter, poison: float = float("nan")
 ) -> Case:
-    """All sequences of LENS over one filled cache, of a layer that asks to be batch invariant."""
+    """Return all sequences of LENS over one filled cache, for a layer that requires batch invariance."""
     return make_case(LENS, replace(spec, batch_invariant=True), layout, block_size, writer, poison=poison)
 
 
 def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tensor]:
-    """What each of some of a case's sequences gets, in one step of these alone."""
+    """Return the outputs of some of a case's sequences, computed in a step with only these."""
     starts = case.metadata.query_start_loc_cpu.tolist()
     lens = [LENS[row] for row in rows]
     tables = [case.metadata.block_table_cpu[row].tolist() for row in rows]
@@ -332,7 +333,7 @@ def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tens
 
 
 def dependent(backend: AttentionBackend, case: Case) -> list[str]:
-    """Sequences whose bits depend on their neighbours, each with the batch that shows it; of the phases the backend claims."""
+    """Return sequences whose bits depend on their neighbours, each with the batch that shows it, in the claimed phases."""
     served = {
         row
         for row, (query_len, kv_len) in enumerate(LENS)

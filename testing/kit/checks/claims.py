@@ -1,7 +1,7 @@
-"""What a backend says of itself: the fields of its class, refusals with reasons, options; and the trial of its plugin.
+"""Checks of what a backend claims: the fields of its class, refusals with reasons, options; and the trial of its plugin.
 
-The trial needs a process that may be lost and has not loaded the plugin before, so no child of the kit runs it: how plugins are
-tried is handed in, as it is to the registry.
+The trial needs a process that may be lost and that has not loaded the plugin, so no child of the kit runs it. The function that
+tries plugins is passed in, as it is to the registry.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ CELL = CheckCell("process")
 
 
 def source_of(plugin: Sequence[str]) -> PluginSource:
-    """Return a plugin by `Subject.plugin`.
+    """Return the source of a plugin from `Subject.plugin`.
 
-    :raises ConfigError: its file is gone.
+    :raises ConfigError: if its file no longer exists.
     """
     name, owner, file = plugin
     return PluginFile.of(file, name) if file else PluginSource(name, owner)
 
 
 def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:
-    """Try a plugin as a start does, whatever is remembered of it; what it did, and in which step, is the finding."""
+    """Try a plugin as a start does, ignoring stored verdicts. The finding says what it did, and in which step."""
     started = time.perf_counter()
     (verdict,) = trial([plugin])
     more = f"; {TIMEOUT}=60 in the environment gives it more time" if verdict.fault.startswith("hangs") else ""
@@ -47,7 +47,7 @@ def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:
 
 
 def process(stage: AttentionStage, cell: CheckCell) -> str:
-    """Answer where there is no plugin, or nobody has handed in how plugins are tried."""
+    """Skip the check without a plugin, or without a function to try plugins."""
     if stage.subject.plugin is None:
         raise Skipped(f"backend {stage.subject.name} is no plugin's, and is used untried")
     raise Skipped("`headway check` tries plugins; from Python, check(wanted, trial=...) is given how")
@@ -55,11 +55,11 @@ def process(stage: AttentionStage, cell: CheckCell) -> str:
 
 NO_OPTION = "headway_check_asks_for_nothing"
 NO_VALUE = "\x00headway check"
-"""A value no option can take."""
+"""A value that no option accepts."""
 
 
 def claims(stage: AttentionStage, cell: CheckCell) -> str:
-    """The class keeps to the contract as far as that can be seen without running it."""
+    """Check the class against the contract as far as possible without running it."""
     backend, said = stage.subject.backend, stage.subject.claims
     methods = {Phase.PREFILL: "prefill", Phase.EXTEND: "prefill", Phase.DECODE: "decode"}
     for phase in said.phases:
@@ -100,7 +100,7 @@ def claims(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def _unclaimed(stage: AttentionStage, plain: CheckCell) -> None:
-    """supports() must agree with capabilities on features: what the class does not claim is never accepted."""
+    """Check that supports() agrees with capabilities on features: unclaimed features must never be accepted."""
     spec = replace(stage.claimed.spec(plain), causal=True)
     fields = {"sliding_window": 7, "softcap": 1.5, "alibi_slopes": (0.5,) * spec.num_heads, "sinks": (0.5,) * spec.num_heads}
     both_ways = replace(spec, causal=False, dense=True, kv_dtype=None, k_scale=1.0, v_scale=1.0, alibi_slopes=None)
@@ -118,12 +118,12 @@ def _unclaimed(stage: AttentionStage, plain: CheckCell) -> None:
 
 
 def serves(stage: AttentionStage, cell: CheckCell) -> str:
-    """Whether a layer of the model is served, and in which phases."""
+    """Report the phases in which a layer of the model is supported."""
     return layer_serves(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
 
 
 def options(stage: AttentionStage, cell: CheckCell) -> str:
-    """Declared options are read, and unknown ones refused."""
+    """Check that declared options are parsed, and unknown ones refused."""
     backend, spec = stage.subject.backend, stage.claimed.spec(cell)
     layout = stage.subject.layouts[cell.layout]
 

@@ -1,4 +1,4 @@
-"""Greedy tokens of a tiny random model through the engine: prompts in chunks, prefix hits, preemption, captured decode."""
+"""Greedy tokens of a small random model through the engine: chunked prefill, prefix cache hits, preemption, decode graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ LAYERS = 2
 
 
 class TinyDecoder:
-    """Two attention layers over random embeddings; every token depends on all before it, so greedy tokens show a wrong one."""
+    """Two attention layers over random embeddings. Every token depends on all earlier ones, so greedy tokens reveal a wrong
+    one."""
 
     vocab_size = 97
     max_position_embeddings = 512
@@ -50,17 +51,17 @@ class TinyDecoder:
         self._cast = {name: tensor.to(spec.device, spec.dtype) for name, tensor in self._weights.items()}
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """input_ids, positions: int64 [num_tokens]. Returns hidden states [num_tokens, HIDDEN]."""
+        """Return hidden states [num_tokens, HIDDEN]. input_ids, positions: int64 [num_tokens]."""
         return self._forward(self._cast, input_ids, positions, attention)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden: [rows, HIDDEN]. Returns [rows, vocab_size]."""
+        """Return logits [rows, vocab_size]. hidden: [rows, HIDDEN]."""
         return torch.matmul(hidden, self._cast["head"].T, out=out)
 
     def reference_logits(self, token_ids: list[int], cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """float64 [num_tokens, vocab_size]: one sequence as a whole, attended to by the kit's own reference.
+        """Return float64 logits [num_tokens, vocab_size] of one whole sequence, with the kit's reference attention.
 
-        cached: gives keys and values as the cache holds them.
+        cached: returns keys and values as the cache stores them.
         """
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,17 +88,17 @@ def _heads(spec: AttentionSpec) -> tuple[int, int, int]:
 
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""How far below the best logit, of about 1 in size, a chosen token's may lie, by dtype."""
+"""Maximum distance of a chosen token's logit below the best logit, which is about 1, by dtype."""
 TOKENS = 12
 
 
 def engine(stage: AttentionStage, cell: CheckCell) -> str:
-    """Every token is the best, or as good as the best, after those before it; in float32 all are those of the baseline."""
+    """Check that every token is the best after the tokens before it, or nearly; in float32, that all match the baseline."""
     spec = stage.claimed.spec(cell)
     if cell.block_size % BLOCK_MULTIPLE:
         raise Skipped(f"block_size: an engine needs a multiple of {BLOCK_MULTIPLE}, got {cell.block_size}")
     model = TinyDecoder(spec)
-    prefill, decode = stage.parts(cell)  # prompts without a context are among the work
+    prefill, decode = stage.parts(cell)  # the prompts include some without a context
     prompts = _prompts(cell.block_size)
     found, stats = _generate(stage, cell, model, f"prefill={prefill},decode={decode}", prompts)
     for number, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
@@ -120,7 +121,7 @@ def engine(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def _cached(stage: AttentionStage, cell: CheckCell, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """float64 keys and values of one sequence as its cache holds them; as they are if the cache has the layer's own type."""
+    """Return float64 keys and values of one sequence as its cache stores them; unchanged if the cache has the layer's dtype."""
     spec, size = stage.claimed.spec(cell), cell.block_size
     if spec.kv_dtype is None:
         return k, v
@@ -134,7 +135,7 @@ def _cached(stage: AttentionStage, cell: CheckCell, k: Tensor, v: Tensor) -> tup
 
 
 def _prompts(block_size: int) -> list[list[int]]:
-    """Prompts of many lengths, some of which begin alike."""
+    """Return prompts of various lengths, some with common prefixes."""
     generator = torch.Generator().manual_seed(7)
 
     def ids(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Checks of every kind of kernel: refusals, a declared tolerance, the same bits each time, memory, and waiting for the device."""
+"""Checks for every kind of kernel: refusals, declared tolerance, deterministic bits, memory, and host-device synchronization."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from headway.testing.kit.stage import Grid, Stage
 _STEPS = 50
 _RUNS = 4
 _NOISE_BYTES = 32 * 2**20
-"""Growth of a process that says nothing: allocators keep what they once had."""
+"""Maximum growth of the process that is not counted, because allocators keep freed memory."""
 
 
 def claims(stage: Grid[Any, Any]) -> None:
-    """Hold the class to the contract as far as that can be seen without running it.
+    """Check the class against the contract as far as possible without running it.
 
-    :raises Finding: a claimed type has no tolerance, or no layer is accepted.
+    :raises Finding: if a claimed dtype has no tolerance, or no layer is accepted.
     """
     for dtype in stage.subject.claims.dtypes:
         if dtype not in stage.subject.backend.tolerance:
@@ -37,7 +37,7 @@ def claims(stage: Grid[Any, Any]) -> None:
 
 
 def refuse(stage: Stage[Any, Any], cell: Any) -> str:
-    """A value that is not claimed is refused, with reasons that say what was needed and what was got."""
+    """Check that an unclaimed value is refused, with reasons that say what was needed and what was got."""
     answers = stage.answers(cell)
     if any(answers):
         value = getattr(cell, cell.about)
@@ -48,7 +48,7 @@ def refuse(stage: Stage[Any, Any], cell: Any) -> str:
 
 
 def tolerance(stage: Grid[Any, Any], cell: Any) -> str:
-    """The declared tolerance is no looser than the contract's own, which float32 inside keeps."""
+    """Check that the declared tolerance is not larger than the contract's, which arithmetic in float32 meets."""
     dtype = stage.spec(cell).dtype
     declared, most = float(stage.subject.backend.tolerance[dtype]), stage.most_tolerance(dtype)
     if not 0 < declared <= most:
@@ -60,7 +60,7 @@ def tolerance(stage: Grid[Any, Any], cell: Any) -> str:
 
 
 def repeat(stage: Stage[Any, Any], cell: KitCell) -> str:
-    """The same step again and again has the same bits."""
+    """Check that repeating a step gives the same bits."""
     run = stage.once(cell)
     first = run()
     for turn in range(2, _RUNS + 1):
@@ -76,12 +76,12 @@ def repeat(stage: Stage[Any, Any], cell: KitCell) -> str:
 
 
 def memory(stage: Stage[Any, Any], cell: KitCell) -> str:
-    """Memory does not grow from step to step."""
+    """Check that memory does not grow from step to step."""
     return _no_growth(stage.many(cell), stage.subject.device)
 
 
 def sync(stage: Stage[Any, Any], cell: KitCell) -> str:
-    """No call waits for the device; on a CPU there is none to wait for."""
+    """Check that no call waits for the device. Skipped on a CPU."""
     if stage.subject.device.type != "cuda":
         raise Skipped("a CPU has no queue to wait for")
     with torch.inference_mode():
@@ -93,9 +93,9 @@ def sync(stage: Stage[Any, Any], cell: KitCell) -> str:
 
 @contextmanager
 def _no_waiting(what: str) -> Iterator[None]:
-    """Hold calls to it that they do not wait for the GPU. what: their names.
+    """Check that calls do not wait for the GPU. what: their names.
 
-    :raises Finding: one waits, or raises something else.
+    :raises Finding: if one waits, or raises another error.
     """
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -111,17 +111,17 @@ def _no_waiting(what: str) -> Iterator[None]:
 
 
 _CHANCES = 3
-"""Later stretches of steps, all of which must grow before that counts as a leak."""
+"""Number of later series of steps. Only growth in all of them counts as a leak."""
 
 
 def _no_growth(steps: Callable[[int], None], device: torch.device) -> str:
-    """Run many steps and hold their memory to what the first ones took. steps: runs so many more.
+    """Run many steps and compare their memory with that of the first ones. steps: runs the given number of further steps.
 
-    :raises Finding: memory grows.
+    :raises Finding: if memory grows.
     """
     steps(10)
     grown = _growth(steps, _STEPS - 10, device)
-    for _ in range(_CHANCES):  # caches fill up and stop; what never stops is a leak
+    for _ in range(_CHANCES):  # caches fill up and stop growing; a leak does not stop
         if not any(grown.of.values()):
             break
         steps(150)
@@ -136,7 +136,7 @@ def _no_growth(steps: Callable[[int], None], device: torch.device) -> str:
 
 
 class _Growth:
-    """Bytes by which some steps grew what; 0 where that says nothing."""
+    """Bytes of growth over some steps, by kind of memory. Insignificant growth is 0."""
 
     def __init__(self, steps: int, tensors: int, python: int, native: int, process: int) -> None:
         self.steps = steps
@@ -149,7 +149,7 @@ class _Growth:
 
 
 def _growth(steps: Callable[[int], None], count: int, device: torch.device) -> _Growth:
-    """Bytes that are there after some steps and were not before."""
+    """Return the memory that some steps allocated and did not free."""
     before = _native_bytes()
     steps(count)
     native = _native_bytes() - before
@@ -163,7 +163,7 @@ def _growth(steps: Callable[[int], None], count: int, device: torch.device) -> _
 
 
 class _MallocInfo(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """Result structure of glibc's mallinfo2."""
 
     _fields_: ClassVar = [
         (name, ctypes.c_size_t)
@@ -172,7 +172,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _native_bytes() -> int:
-    """Bytes that malloc has handed out, to torch and Python among others; 0 where the C library does not tell."""
+    """Return the bytes allocated by malloc, including torch's and Python's; 0 if the C library does not report them."""
     gc.collect()
     try:
         ask = ctypes.CDLL(None).mallinfo2
@@ -197,19 +197,19 @@ def _tensor_bytes(device: torch.device) -> int:
 
 
 class Recorded:
-    """Launches over static tensors: on a GPU a CUDA graph of them, on a CPU the calls themselves."""
+    """Launches over static tensors: a CUDA graph on a GPU, plain calls on a CPU."""
 
     def __init__(self, run: Callable[[], object], device: torch.device) -> None:
-        """Run once, which compiles, and capture.
+        """Run the launches once, which compiles them, and capture them.
 
-        :raises Finding: what runs cannot be captured.
+        :raises Finding: if they cannot be captured.
         """
         self._run = run
         run()
         self._graph = _capture(run) if device.type == "cuda" else None
 
     def replay(self) -> None:
-        """Run what was captured again, and wait for it."""
+        """Run the captured launches again and wait for them."""
         if self._graph is None:
             with torch.inference_mode():
                 self._run()

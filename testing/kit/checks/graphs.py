@@ -1,6 +1,6 @@
-"""Decode as the engine captures it: planned once at the longest lengths, then replayed at others.
+"""Decode as the engine captures it: planned once for the maximum lengths, then replayed with other lengths.
 
-On a CPU the same calls are made one by one in place of a graph's replay.
+On a CPU, the same calls are made one by one instead of a graph replay.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from headway.testing.kit.session import Session
 ROWS = 8
 LONGEST = {"cpu": 700, "cuda": 2048}
 _FEW_ON_A_CPU = 200
-"""The longest of a layer of many query heads there, which an interpreter takes long for."""
+"""Maximum length on a CPU for layers with many query heads, which are slow in an interpreter."""
 PROMPT = 136
-"""Tokens at which a prompt is captured."""
+"""Number of tokens at which a prompt is captured."""
 _ALIGN = 4
 
 
 def _check_captured(stage: AttentionStage, tokens: int) -> None:
-    """:raises Skipped: no engine captures a step of so many tokens a sequence."""
+    """Skip the check if engines never capture such a step.
+
+    :raises Skipped: if no engine captures a step with this number of tokens per sequence.
+    """
     captures = stage.subject.backend.captures(tokens)
     if not captures:
         what, need, got, _ = captures.reasons[0]
@@ -39,7 +42,8 @@ def _check_captured(stage: AttentionStage, tokens: int) -> None:
 
 @without_stray_reads
 def graph(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """Captured at the longest, replayed at that, at ragged lengths with padding rows, at short ones and at the longest again."""
+    """Capture at the maximum length, then replay at that length, at ragged lengths with padding rows, at short ones, and at the
+    maximum again."""
     tokens = 4 if cell.phase == "verify" else 1
     _check_captured(stage, tokens)
     device = stage.subject.device.type
@@ -61,9 +65,9 @@ def graph(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
 
 
 def prompt(stage: AttentionStage, cell: CheckCell) -> str:
-    """One prompt captured at a length, replayed with shorter ones and padding after them: what an idle engine runs."""
+    """Capture one prompt at a length and replay it with shorter ones and padding after them, as an idle engine does."""
     _check_captured(stage, PROMPT)
-    # An engine's pool is finite where no token lies, and padding may attend there.
+    # In an engine's pool, slots without a token are finite, and padding may attend to them.
     session = stage.session(cell, [[(PROMPT, 0, 0)]], poison=0.0)
     captured = _CapturedPrompt(session)
     b = cell.block_size
@@ -75,7 +79,7 @@ def prompt(stage: AttentionStage, cell: CheckCell) -> str:
         captured.load(step.metadata)
         captured.recorded.replay()
         for given in step.inputs:
-            given.guarded[GUARD + count :].fill_(math.nan)  # what padding computes is nobody's, and the verdict looks here
+            given.guarded[GUARD + count :].fill_(math.nan)  # the output of padding is unused, but the judge reads it
         with placed(f"replay {number + 1}, {count} tokens, of a prompt that was captured at {PROMPT}"):
             session.finish(step, work, before)
         close_all(session, [turn.seq for turn in work])
@@ -99,10 +103,10 @@ def _turns(longest: int, block_size: int, tokens: int) -> list[Lens]:
 
 
 class _Recorded:
-    """Layers over static tensors, and on a GPU the graph that runs them."""
+    """Layers over static tensors and, on a GPU, their CUDA graph."""
 
     def __init__(self, session: Session, count: int) -> None:
-        """count: tokens of the static tensors."""
+        """count: number of tokens of the static tensors."""
         self._session = session
         self._inputs: list[StepInputs] = [buffers.first(count) for buffers in session.buffers]
 
@@ -115,7 +119,7 @@ class _Recorded:
 
 
 class _Captured(_Recorded):
-    """The static tensors of a decode, what was planned over them, and on a GPU the graph."""
+    """Static tensors of a decode, its plans and, on a GPU, its CUDA graph."""
 
     def __init__(self, session: Session, longest: int, tokens: int) -> None:
         super().__init__(session, ROWS * tokens)
@@ -153,7 +157,7 @@ class _Captured(_Recorded):
             self._record()
 
     def load(self, now: AttentionMetadata) -> AttentionMetadata:
-        """Bring the static tensors and the plans up to date; returns what the plans were told."""
+        """Update the static tensors and the plans, and return the metadata that the plans got."""
         static = self.static
         rows, width = now.block_table.shape
         static.block_table.zero_()
@@ -170,7 +174,7 @@ class _Captured(_Recorded):
 
 
 class _CapturedPrompt(_Recorded):
-    """The static tensors of one prompt of PROMPT tokens, what was planned over them, and on a GPU the graph."""
+    """Static tensors of one prompt of PROMPT tokens, its plans and, on a GPU, its CUDA graph."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, PROMPT)
@@ -183,7 +187,7 @@ class _CapturedPrompt(_Recorded):
             self._record()
 
     def load(self, now: AttentionMetadata) -> None:
-        """Bring slots and blocks up to date; the rest is padding."""
+        """Update slots and blocks; the remaining tokens are padding."""
         static = self._static
         static.slot_mapping.fill_(-1)
         static.slot_mapping[: now.num_tokens] = now.slot_mapping

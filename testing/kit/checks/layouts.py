@@ -1,4 +1,4 @@
-"""A cache layout and its writer: rows come back as they were written, and nothing else is touched."""
+"""Checks of a cache layout and its writer: rows read back as they were written, and no other memory changes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BLOCKS = 40
 
 
 def layout_spec(stage: AttentionStage, cell: CheckCell) -> AttentionSpec:
-    """A layer for a layout's cell: of a layout without a value, with the value in the key; the feature is a type of cache, or
-    none."""
+    """Return a layer for a layout's cell, with the value as a part of the key if the layout has no value. The cell's feature is a
+    cache dtype or none."""
     value = stage.subject.layouts[cell.layout]
     latent, dtype = not value.has_value, CACHE_TYPES.get(cell.feature)
     scales = ((FP8_SCALES[0],) * 2 if latent else FP8_SCALES) if cell.feature == "fp8" and not value.has_scales else (1.0, 1.0)
@@ -36,7 +36,7 @@ def layout_spec(stage: AttentionStage, cell: CheckCell) -> AttentionSpec:
 
 
 def layout(stage: AttentionStage, cell: CheckCell) -> str:
-    """The writer and `gather` agree on every slot, for one row, for many, and for rows that are skipped."""
+    """Check that the writer and `gather` agree on every slot, for one row, many rows, and skipped rows."""
     spec, value = layout_spec(stage, cell), stage.subject.layouts[cell.layout]
     support = value.check(spec, cell.block_size)
     if not support:
@@ -73,10 +73,10 @@ def _write_and_read(stage: AttentionStage, cell: CheckCell, spec: AttentionSpec,
     slots[-1] = -1
     merged = torch.randn(len(slots), spec.num_kv_heads * (spec.head_dim + spec.v_head_dim), generator=generator)
     merged = (merged * (3 if spec.kv_dtype else 1)).to(device, spec.dtype)
-    if cache.layout.has_scales:  # rows whose scales are unlike, and one of zeros
+    if cache.layout.has_scales:  # rows with different scales, and a row of zeros
         merged *= 10.0 ** ((torch.arange(len(slots), device=device) % 5) - 2)[:, None].to(spec.dtype)
         merged[::4] = 0.0
-    elif spec.kv_dtype is None:  # bits that arithmetic would change, and a copy does not
+    elif spec.kv_dtype is None:  # bits that arithmetic would change but a copy does not
         merged[::3, ::7], merged[1::3, 3::11] = -0.0, torch.nan
     k, v = torch.split(merged, [spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim], dim=1)
     k, v = (torch.unflatten(part, 1, (spec.num_kv_heads, -1)) for part in (k, v))
@@ -108,7 +108,7 @@ def _write_and_read(stage: AttentionStage, cell: CheckCell, spec: AttentionSpec,
 
 
 def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Rows as a cache must hold them: divided by the scale and, in fp8, held inside its range."""
+    """Return rows as a cache must store them: divided by the scale and, in FP8, clamped to its range."""
     if rows.dtype == dtype:
         return rows
     limit = torch.finfo(dtype).max
@@ -116,13 +116,13 @@ def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def _near(name: str, given: Tensor, read: Tensor, cache: LayerCache) -> None:
-    """Rows read from a cache with scales of its own: as near as its numbers come to them.
+    """Check rows read from a cache that stores its own scales: the error must be at most that of rounding.
 
-    :raises Finding: a row is farther away than rounding to the nearest of the numbers takes it.
+    :raises Finding: if a row's error is larger.
     """
     tensor = {"k": "key", "v": "value"}[name]
     axes, dtype = cache.layout.tensors.get(SCALES[tensor], ()), cache.tensors[tensor].dtype
-    step = 2.0**-4 if dtype.is_floating_point else 0.5 / torch.iinfo(dtype).max  # the share of a row's largest element
+    step = 2.0**-4 if dtype.is_floating_point else 0.5 / torch.iinfo(dtype).max  # relative to a row's largest element
     largest = given.double().abs().amax(-1 if "head" in axes else (-2, -1), keepdim=True)
     off = (read.double() - given.double()).abs()
     wrong = int((~(off <= step * (1 + 1e-5) * largest)).flatten(1).any(1).sum())

@@ -1,4 +1,4 @@
-"""Checks of backends for layers with a state: claims, answers and states, prompts in parts, drafts, graphs."""
+"""Checks of state backends: claims, answers and states, chunked prompts, draft tokens, graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROWS = 6
 
 
 def claims(stage: StateStage, cell: StateCell) -> str:
-    """The class keeps to the contract as far as that can be seen without running it."""
+    """Check the class against the contract as far as possible without running it."""
     every.claims(stage)
     for kind in stage.claims.kinds:
         if not any(row.kind == kind for row, _ in stage.rows):
@@ -34,7 +34,7 @@ def claims(stage: StateStage, cell: StateCell) -> str:
 
 
 def answer(stage: StateStage, cell: StateCell) -> str:
-    """Check output and states against float64: in place from strided rows, out of place, and in slots that follow one another."""
+    """Check output and states against float64: in place with strided rows, out of place, and with consecutive slots."""
     Judge.of(stage.case(cell, strided=True)).run(stage.make(cell))
     Judge.of(stage.case(cell, in_place=False, seed=1)).run(stage.make(cell))
     if cell.work == WORK[0] and cell.phase in ("decode", "verify", "ragged"):
@@ -43,16 +43,17 @@ def answer(stage: StateStage, cell: StateCell) -> str:
 
 
 def session(stage: StateStage, cell: StateCell) -> str:
-    """Check sequences that are cut anywhere, verify drafts, share prefixes, move and end against lone runs over all tokens."""
+    """Compare sequences that are chunked anywhere, verify draft tokens, share prefixes, move and end with runs over all tokens at
+    once."""
     drafts = min(stage.claims.max_draft_tokens, MOST_DRAFTS)
     running = StateSession(Served.of(stage, cell), stage.spec(cell), stage.layouts[cell.layout])
     return Course(running, drafts).run()
 
 
 def graph(stage: StateStage, cell: StateCell) -> str:
-    """A decode planned once over static tensors, then replayed for other slots, other sequences and padding rows.
+    """Plan a decode once over static tensors, and replay it for other slots, other sequences and padding rows.
 
-    Sequences with fewer drafts than the graph is wide are filled up by tokens that hold NaN: a state must not see them.
+    Sequences with fewer draft tokens than the graph's width are padded with NaN tokens, which must not change a state.
     """
     tokens = min(3, stage.claims.max_draft_tokens + 1) if cell.phase == "verify" else 1
     needed = GraphLevel.UNIFORM if cell.phase == "verify" else GraphLevel.DECODE
@@ -70,15 +71,16 @@ def graph(stage: StateStage, cell: StateCell) -> str:
 
 
 def _static_case(stage: StateStage, cell: StateCell, counts: Sequence[int], most: int, seed: int) -> StateCase:
-    """A step of sequences with these many new tokens, and padding rows. most: of a sequence, in any replay."""
+    """Return a step of sequences with these numbers of new tokens, plus padding rows. most: maximum tokens per sequence in any
+    replay."""
     real, lens = len(counts), [(count, 9 + row) for row, count in enumerate(counts)]
-    slots = _ROWS * (most + 1) - real - sum(counts) + 3  # the pool of every replay is as large
+    slots = _ROWS * (most + 1) - real - sum(counts) + 3  # every replay has a pool of the same size
     spec, layout = stage.spec(cell), stage.layouts[cell.layout]
     return make_state_case(lens, spec, layout, seed=seed, padding_rows=_ROWS - real, spare_slots=slots, in_place=seed % 2 == 0)
 
 
 class _Recorded:
-    """The static tensors of a step, what was planned over them, and on a GPU the graph."""
+    """Static tensors of a step, its plan and, on a GPU, its CUDA graph."""
 
     def __init__(self, backend: StateBackend, static: StateCase) -> None:
         decode = static.metadata.decode
@@ -92,12 +94,12 @@ class _Recorded:
             self._metadata = replace(decode, recomputed=none)
         self._out = static.x.new_zeros(static.x.shape[0], static.spec.out_channels)
         self._new = torch.empty(0)
-        """Rows of the new tokens: a sequence's last ones."""
+        """Row indices of the new tokens: the last rows of each sequence."""
         self._plan = backend.plan_for_capture(self._metadata)
         self.launches = every.Recorded(self._run, static.spec.device)
 
     def load(self, now: StateCase) -> Judge:
-        """Bring the static tensors up to date with a step, whose verdict is prepared."""
+        """Update the static tensors for a step, and return the step's judge."""
         static, lens = self._static, now.metadata.step.query_lens
         ends = range(self._width, self._width * _ROWS + 1, self._width)
         places = [at for end, length in zip(ends, lens, strict=True) for at in range(end - length, end)]
