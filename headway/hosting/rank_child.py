@@ -1,4 +1,4 @@
-"""The process of a rank that follows rank 0; `headway.hosting.rank_assembly` starts it."""
+"""Process of a rank other than rank 0; `headway.hosting.rank_assembly` starts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headway.machine.process import GIVE_BACK_INTERVAL, freeze_heap, give_back
 
 
 class GiveBackNowAndThen:
-    """Gives freed memory back to the system after a step, as rank 0's driver does, where activations lie in this process's."""
+    """Returns freed memory to the system after a step, at intervals, if activations are in this process's memory."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + GIVE_BACK_INTERVAL

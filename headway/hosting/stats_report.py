@@ -1,4 +1,4 @@
-"""Statistics of an engine as text: a line, a page, and a line in the log from time to time."""
+"""Text reports of an engine's statistics: a line, a page, and periodic log lines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from headway.outputs import RequestOutput
 log = logging.getLogger("headway.stats")
 
 WIDTH = 80
-"""Columns of the longest line."""
+"""Maximum length of a line, in columns."""
 
 
 def stats_line(now: EngineSnapshot, before: EngineSnapshot) -> str:
-    """Return one line of at most 80 columns: the state now, and the counts since `before` that are not zero."""
+    """Return one line of at most 80 columns: the current state, and the nonzero counts since `before`."""
     done = now.totals - before.totals
     kept = f", host {now.num_offloaded_blocks:,}" if now.num_offloaded_blocks else ""
     parts = [
@@ -43,7 +43,7 @@ def stats_line(now: EngineSnapshot, before: EngineSnapshot) -> str:
 
 
 def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
-    """Write all statistics, a line for each subject; counts are those since `before`."""
+    """Return all statistics, one line per subject, with counts since `before`."""
     done = now.totals - before.totals
     seconds = done.host_seconds + done.wait_seconds
     found, rate = _share(done.num_cached_tokens, done.num_prompt_tokens), _rate(done.num_output_tokens, seconds)
@@ -88,7 +88,7 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
 
 
 def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
-    """Return an answer's tokens per second after the first, and its backends. done: its counters. more: where to see more."""
+    """Return a response's tokens per second after the first, and its backends. done: its counters. more: where to see more."""
     tokens, metrics = sum(len(each.token_ids) for each in output.outputs), output.metrics
     seconds = (metrics.finished_time or metrics.arrival_time) - metrics.arrival_time - metrics.time_to_first_token
     served: dict[str, list[str]] = {"prefill": [], "extend": [], "decode": []}
@@ -102,10 +102,10 @@ def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
 
 
 class StatsLog:
-    """Logs the `stats_line` of an engine at most once in an interval, while the engine steps."""
+    """Logs the `stats_line` of an engine at most once per interval, while the engine steps."""
 
     def __init__(self, engine: EngineLoop, interval: float) -> None:
-        log.setLevel(logging.INFO)  # who asks for the lines wants them at any level of the other messages
+        log.setLevel(logging.INFO)  # the lines were requested, whatever the level of other messages
         self._interval = interval
         self._last = engine.snapshot()
 

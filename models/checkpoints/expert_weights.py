@@ -1,4 +1,4 @@
-"""Reads the tensors of a layer of experts out of a checkpoint."""
+"""Loading of a mixture-of-experts layer's tensors from a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from headway.models.config import ExpertNames
 def take_experts(
     cut: ExpertsCut, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
 ) -> RoutedWeights:
-    """Take the tensors of one layer. at: the layer's prefix; scale: multiplies what all experts give.
+    """Return the weights of one MoE layer, read from the checkpoint. at: prefix of the layer's tensor names. scale: factor of all
+    experts' outputs.
 
-    Each of the two products keeps the form in which the checkpoint has it, where all experts' weights have that and the source
-    keeps it. Where shared experts have another, or their pieces end within a block, all are expanded.
+    Each of the two grouped GEMMs keeps the checkpoint's quantization format if the source keeps it and all experts have it. If
+    shared
+    experts have another format, or their slices end within a block, all experts are dequantized.
     """
     config = cut.own
     router, router_bias, correction = _take_router(config, names, hidden_size, weights, at)
@@ -54,7 +56,7 @@ def take_experts(
 def _take_router(
     config: ExpertsConfig, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The router's weight, its bias, and the correction of the choice."""
+    """Return the router's weight, its bias, and its correction bias."""
     routed = config.num_experts
     router = weights.take(f"{at}{names.router}.weight", (routed, hidden_size))
     if config.shared_gate:
@@ -69,11 +71,11 @@ def _take_router(
 
 
 Rows = Tensor | QuantizedWeight
-"""Weights of several experts, those of each after those of the one before: [experts * out_features, in_features]."""
+"""Weights of several experts, concatenated along the rows: [experts * out_features, in_features]."""
 
 
 def _take_single(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
-    """Take experts whose tensors lie one by one; of those that others hold, nothing, so that no tensor is left over."""
+    """Read experts stored as separate tensors; tensors of other ranks' experts are marked as used but not read."""
     held = set(cut.experts.pick(range(cut.experts.whole)))
     up: dict[str, int | Axis] = {}
     down: dict[str, int | Axis] = {}
@@ -85,7 +87,7 @@ def _take_single(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: Weig
 
 
 def _take_stacked(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
-    """Take a tensor of all experts for each of the two products."""
+    """Read the two tensors, gate_up and down, that hold all experts."""
     rows = cut.inner + cut.inner if cut.own.gated else cut.inner
     gate_up = weights.take_stacked(at + names.stacked_gate_up, (cut.experts, rows, hidden))
     down = weights.take_stacked(at + names.stacked_down, (cut.experts, hidden, cut.inner))
@@ -96,9 +98,9 @@ def _take_stacked(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: Wei
 
 
 def _with_shared_up(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
-    """Add the pieces of the shared experts' first product: as many rows of each half as a routed expert has.
+    """Append the shared experts' gate and up rows, split into experts of a routed expert's size.
 
-    The last is filled up with zeros.
+    The last one is padded with zeros.
     """
     inner, size = cut.own.intermediate_size, cut.shared.size
     halves = cut.own.up_size // inner
@@ -106,7 +108,7 @@ def _with_shared_up(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: i
     shared = weights.take_experts({f"{at}.{name}.weight": rows for name in names.shared_up}, hidden)
     if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:
         starts = [half * size + first for first in range(0, size, inner) for half in range(halves)]
-        with contextlib.suppress(ModelError):  # they have other groups or blocks
+        with contextlib.suppress(ModelError):  # their groups or blocks differ
             return merged([routed, *(shared.rows(range(start, start + inner)) for start in starts)])
     parts = _expanded(shared, weights).chunk(halves)
     pieces = parts[0].new_zeros(cut.own.num_shared, halves, inner, hidden)
@@ -117,7 +119,7 @@ def _with_shared_up(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: i
 
 
 def _with_shared_down(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
-    """Add the pieces of their last product: columns, which the last has some zeros of."""
+    """Append the shared experts' down columns, split into experts of a routed expert's size and padded with zeros."""
     inner, size = cut.own.intermediate_size, cut.shared.size
     shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, cut.shared)
     if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:
@@ -137,7 +139,9 @@ def _expanded(rows: Rows, weights: WeightSource) -> Tensor:
 def _take_interleaved(
     cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str
 ) -> tuple[Rows, Tensor, Rows, Tensor]:
-    """gate_up, its bias, down, its bias of a checkpoint that stacks all experts, transposed, gate and up in turn (gpt-oss)."""
+    """Return gate_up, its bias, down and its bias from transposed stacks of all experts with interleaved gate and up rows
+    (gpt-oss).
+    """
     inner, held = cut.own.intermediate_size, cut.own.num_held
     gate_up = weights.take_stacked(at + names.stacked_gate_up, (cut.experts, hidden, cut.inner * 2), transposed=True)
     if isinstance(gate_up, Tensor):
@@ -150,6 +154,6 @@ def _take_interleaved(
     both = weights.take(f"{at}{names.stacked_gate_up}_bias", (cut.experts, cut.inner * 2))
     gate_up_bias = torch.cat([both[:, ::2], both[:, 1::2]], dim=1)
     down_bias = weights.take(f"{at}{names.stacked_down}_bias", (cut.experts, hidden))
-    if not (cut.first or cut.own.held):  # added once, where all ranks hold columns of one expert
+    if not (cut.first or cut.own.held):  # if all ranks hold columns of one expert, rank 0 adds the bias
         down_bias.zero_()
     return gate_up, gate_up_bias, down, down_bias

@@ -1,4 +1,4 @@
-"""Parts with a state, each with its norms, its merged input product, its convolution, its gate, and the product after it."""
+"""Recurrent parts (linear attention, state-space models, convolutions) with their projections, norms and gates."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from headway.models.layers.tensors import LayerTensors
 
 
 class StatePart(ABC):
-    """A part with a state. A kind of it says which sections its input product has, and what becomes of them."""
+    """A recurrent part. Subclasses define the sections of the input projection and their use."""
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
-        """place: index of the part's first layer among the model's layers with a state.
+        """place: index of the part's first layer among the model's recurrent layers.
 
-        :raises ModelError: batch_invariant.
+        :raises ModelError: if batch_invariant is requested.
         """
         assert config.state is not None
         if batch_invariant:
@@ -52,10 +52,10 @@ class StatePart(ABC):
     @staticmethod
     @abstractmethod
     def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """Sections of the merged input product and their sizes: in this order, what goes through the convolution first."""
+        """Return the sections of the merged input projection with their sizes, in order; inputs of the convolution come first."""
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """What a backend sees of the part."""
+        """Return the layers that a state backend runs for the part."""
         spec, cut = self.spec, tensors.cut.state
         heads, weight, bias = cut.heads, None, None
         if spec.conv_channels:
@@ -72,11 +72,11 @@ class StatePart(ABC):
 
     @property
     def linears(self) -> list[Linear]:
-        """Products of the part."""
+        """Linear layers of the part."""
         return [self.in_proj, self.out_proj]
 
-    def absorb_norms(self, ops: Operations) -> None:  # noqa: B027  (nothing to merge is what most kinds have)
-        """Merge norms into the products that follow them, where the operations can."""
+    def absorb_norms(self, ops: Operations) -> None:  # noqa: B027  (most kinds have nothing to merge)
+        """Merge norms into the linear layers after them, if the operations support it."""
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """Compute the part and return the new residual stream.
@@ -87,20 +87,22 @@ class StatePart(ABC):
 
     @abstractmethod
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return what the part's last product is applied to. x: as above, left as it is."""
+        """Return the input of the output projection. x: as for `__call__`, but not changed."""
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """Return the new residual stream. x: the residual stream, overwritten; mixed: of `mix`."""
+        """Return the new residual stream. x: the residual stream, overwritten; mixed: the result of `mix`."""
         return ops.add_product(x, mixed, self.out_proj)
 
     def _split(self, x: Tensor, ops: Operations) -> tuple[Tensor, dict[str, Tensor]]:
-        """The layer's input [num_tokens, input_channels], and each section of the product. x: [num_tokens, hidden_size]."""
+        """Return the recurrence's input [num_tokens, input_channels], and the sections of the projection. x: [num_tokens,
+        hidden_size].
+        """
         y = ops.norm_product(x, self.norm, self.in_proj, None)
         return y[:, : self.spec.input_channels], {name: y[:, place] for name, place in self._at.items()}
 
 
 def _out_norm(config: DecoderConfig, state: StateConfig, tensors: LayerTensors) -> Norm:
-    """The norm of the recurrence's output, whose weight is the plain one also where the model's other norms add 1 to theirs."""
+    """Return the norm of the recurrence's output. Its weight is plain even if the model's other norms add 1 to theirs."""
     cut = tensors.cut.state
     all_weights = state.norm_all_weights or cut.norms == 1
     weight = tensors.take(f"{config.names.state.out_norm}.weight", cut.out if all_weights else state.norm_size)
@@ -109,7 +111,7 @@ def _out_norm(config: DecoderConfig, state: StateConfig, tensors: LayerTensors) 
 
 
 def _convolved(modules: Sequence[str], sections: Sequence[Axis], channels: int) -> Mapping[str, Axis]:
-    """Convolutions and their channels: those of the first sections, as one or each by itself."""
+    """Return convolutions and their channels: one over the first sections together, or one for each of them."""
     ends = itertools.accumulate(section.size for section in sections)
     read = [section for section, end in zip(sections, ends, strict=True) if end <= channels]
     return dict(zip(modules, read if len(modules) > 1 else [functools.reduce(Axis.__add__, read)], strict=True))
@@ -124,24 +126,27 @@ def _places(sizes: Mapping[str, Axis]) -> dict[str, slice]:
 
 
 class GatedDelta(StatePart):
-    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464). One product gives q, k, v, both gates of the recurrence and
-    that of its output."""
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464). One projection gives q, k, v, the two gates of the recurrence
+    and
+    the output's gate.
+    """
 
     @staticmethod
     def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """q, k, v; a, of which the decay is made, and b, of which beta is; z, the gate of the output."""
+        """Return the sections: q, k, v; a, the input of the decay; b, the input of beta; z, the output's gate."""
         return {"q": cut.keys, "k": cut.keys, "v": cut.values, "a": cut.heads, "b": cut.heads, "z": cut.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         qkv, parts = self._split(x, ops)
         out = attention.state(self._place, qkv, [parts["a"], parts["b"]])
         return ops.gate(out, parts["z"], self.gate)
 
 
 class KimiDelta(StatePart):
-    """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692), with a decay for each channel. One product gives q, k, v and
-    beta, and the first halves of two products of low rank: the decay's, the output gate's."""
+    """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692), with a decay per channel. One projection gives q, k, v, beta, and
+    the
+    first halves of two low-rank projections, for the decay and the output gate.
+    """
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
         super().__init__(config, place, tensors, batch_invariant)
@@ -151,11 +156,11 @@ class KimiDelta(StatePart):
 
     @staticmethod
     def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """q, k, v; b, of which beta is made; f and g, of rank value_dim: of the decay and of the gate."""
+        """Return the sections: q, k, v; b, the input of beta; f and g, of rank value_dim, for the decay and the gate."""
         return {"q": cut.keys, "k": cut.keys, "v": cut.values, "b": cut.heads, "f": cut.low_rank, "g": cut.low_rank}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """A_log has axes of size 1 in checkpoints, and dt_bias a single one for heads and channels."""
+        """Return the layer; in checkpoints A_log has axes of size 1, and dt_bias has one axis for heads and channels."""
         cut, channels = tensors.cut.state, self.spec.key_dim
         (layer,) = super()._layers(state, replace(names, A_log="", dt_bias=""), tensors)
         A_log = tensors.take_float(names.A_log, 1, 1, cut.heads, 1).flatten()
@@ -164,11 +169,9 @@ class KimiDelta(StatePart):
 
     @property
     def linears(self) -> list[Linear]:
-        """Products of the part."""
         return [self.in_proj, self.decay_proj, self.gate_proj, self.out_proj]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         qkv, parts = self._split(x, ops)
         a = ops.norm_product(parts["f"], None, self.decay_proj, None).view(len(x), self.spec.num_heads, self.spec.key_dim)
         out = attention.state(self._place, qkv, [a, parts["b"]])
@@ -176,43 +179,44 @@ class KimiDelta(StatePart):
 
 
 class Lightning(StatePart):
-    """Lightning attention (Qin et al. 2024, arXiv 2401.04658). One product gives q, k, v, which are activated, and the
-    gate of the normed output."""
+    """Lightning attention (Qin et al. 2024, arXiv 2401.04658). One projection gives q, k and v, which are activated, and the
+    gate of the normed output.
+    """
 
     @staticmethod
     def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """q, k, v, and z, the gate of the output."""
+        """Return the sections: q, k, v; z, the output's gate."""
         return {"q": cut.keys, "k": cut.keys, "v": cut.values, "z": cut.values}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """The slopes follow from the layer's number."""
+        """Return the layer, whose decays follow from the layer's index."""
         (layer,) = super()._layers(state, names, tensors)
         A_log = torch.tensor(tensors.cut.state.heads.pick(state.slopes), dtype=torch.float32, device=tensors.weights.device).log()
         return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log))]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         qkv, parts = self._split(x, ops)
         return ops.gate(attention.state(self._place, silu(qkv), []), parts["z"], self.gate)
 
 
 class Mamba2(StatePart):
-    """A state space (Dao and Gu 2024, arXiv 2405.21060). One product gives x, B, C, dt and the gate of the output."""
+    """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). One projection gives x, B, C, dt and the output's gate."""
 
     @staticmethod
     def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """x, B and C, which go through the convolution; dt; z, the gate of the output."""
+        """Return the sections: x, B and C, which go through the convolution; dt; z, the output's gate."""
         return {"x": cut.values, "B": cut.keys, "C": cut.keys, "dt": cut.heads, "z": cut.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         inputs, parts = self._split(x, ops)
         return ops.gate(attention.state(self._place, inputs, [parts["dt"]]), parts["z"], self.gate)
 
 
 class Mamba1(StatePart):
-    """Mamba as Jamba has it (arXiv 2312.00752): a convolution, a product that makes dt, B and C of what it returns, and the
-    recurrence, which are two layers with a state."""
+    """Mamba 1 as in Jamba (arXiv 2312.00752): a convolution, a projection of its output to dt, B and C, and the recurrence.
+
+    Convolution and recurrence are two layers with a state.
+    """
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
         super().__init__(config, place, tensors, batch_invariant)
@@ -225,11 +229,11 @@ class Mamba1(StatePart):
 
     @staticmethod
     def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """x, which goes through the convolution; z, the gate of the output."""
+        """Return the sections: x, which goes through the convolution; z, the output's gate."""
         return {"x": cut.heads, "z": cut.heads}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """The convolution, and the recurrence behind it."""
+        """Return two layers: the convolution, and the recurrence after it."""
         spec, heads = self.spec, tensors.cut.state.heads
         weight, bias = tensors.take_conv({names.conv[0]: heads}, spec.conv_width, state.conv_bias)
         recurrence = StateParameters(
@@ -242,11 +246,9 @@ class Mamba1(StatePart):
 
     @property
     def linears(self) -> list[Linear]:
-        """Products of the part."""
         return [self.in_proj, self.x_proj, self.dt_proj, self.out_proj]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         inputs, parts = self._split(x, ops)
         inputs = attention.state(self._place, inputs, [])
         made = torch.split(ops.product(inputs, self.x_proj), self._sizes, dim=1)
@@ -256,16 +258,14 @@ class Mamba1(StatePart):
 
 
 class ShortConvolution(StatePart):
-    """LFM2's (Liquid AI 2025, arXiv 2511.23404): the input is multiplied by one gate before the convolution, the result by
-    another."""
+    """LFM2's short convolution (Liquid AI 2025, arXiv 2511.23404), with one gate on its input and one on its output."""
 
     @staticmethod
     def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """x, and its gates before and behind the convolution."""
+        """Return the sections: x, and the gates before and after the convolution."""
         return {"x": cut.out, "B": cut.out, "C": cut.out}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         inputs, parts = self._split(x, ops)
         out = attention.state(self._place, ops.gate(inputs, parts["B"], _PLAIN), [])
         return ops.gate(out, parts["C"], self.gate)

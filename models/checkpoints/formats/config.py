@@ -1,7 +1,7 @@
-"""What a checkpoint says of the quantisation of its weights, and the formats that its modules have by that.
+"""Quantization settings of a checkpoint, and the storage formats of its modules that follow from them.
 
-Which modules are left as they are is told by their tensors: such a module has a plain `weight` and no scales. The lists that name
-them (modules_to_not_convert, ignore, ignored_layers) are matched in another way by each reader, and are not needed.
+A module is unquantized if its tensors are a plain `weight` without scales. The lists that name such modules
+(modules_to_not_convert, ignore, ignored_layers) are not needed, and every reader matches them differently.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from headway.models.checkpoints.formats.stored import (
 )
 
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json, and the method of one that names none."""
+"""Files with quantization settings outside of config.json (AutoGPTQ, AWQ, ModelOpt), and the default method of each."""
 Item = TypeVar("Item")
 _GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization | None:
-    """Read how the weights are quantised; None: they are not. stated: config.json.
+    """Return the quantization of the weights, or None if they are unquantized. stated: config.json.
 
-    :raises ModelError: in a way that Headway does not read, or a cache that has other scales than one for each layer.
+    :raises ModelError: if Headway does not support the method, or the KV cache has scales other than one per layer.
     """
     text = stated.get("text_config")
     inner = text if isinstance(text, Mapping) else {}
@@ -64,14 +64,14 @@ def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization |
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What a file says, or a part of it."""
+    """Settings of a file, or a nested part of them."""
 
     folder: Path
     place: str
     values: Mapping[str, Any]
 
     def get(self, *keys: str) -> Any:
-        """The value of the first key that is there."""
+        """Return the value of the first key that is present."""
         return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
 
     def part(self, key: str) -> _Said:
@@ -84,7 +84,7 @@ class _Said:
         raise ModelError(f"model {self.folder}: {self.place}: {key} needs {need}, got {shown(got)}")
 
     def expect(self, key: str, *allowed: object, absent: object = None) -> Any:
-        """The value of a key, which is to be one of several. absent: what stands for none."""
+        """Return the value of a key after checking that it is one of `allowed`. absent: value if the key is missing."""
         value = self.values.get(key)
         value = absent if value is None else value
         if not any(value == each and type(value) is type(each) for each in allowed):
@@ -92,13 +92,13 @@ class _Said:
         return value
 
     def one_of(self, key: str, value: object, known: Mapping[str, Item]) -> Item:
-        """What a text stands for. value: that of the key."""
+        """Return the entry of `known` that a key's value names. value: the value of the key."""
         if not isinstance(value, str) or value not in known:
             self.refuse(key, " or ".join(known), value)
         return known[value]
 
     def refuse_method(self, method: str) -> NoReturn:
-        """The error of a method that Headway does not read."""
+        """Raise the error for a method that Headway does not support."""
         bits = 4 if self.get("load_in_4bit") else 8 if self.get("load_in_8bit") else self.get("bits", "w_bit")
         named = method or ("bitsandbytes" if bits else "an unnamed method")
         raise ModelError(
@@ -109,9 +109,9 @@ class _Said:
 
 
 def _check_cache(said: _Said) -> None:
-    """Check that a cache is quantised by a scale for each layer, which the checkpoint brings, if at all.
+    """Check that the KV cache, if quantized, is FP8 with one scale per layer stored in the checkpoint.
 
-    :raises ModelError: it is not.
+    :raises ModelError: if it is quantized otherwise.
     """
     way = said.get("kv_cache_quant_algo", "kv_cache_scheme")
     usual = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -237,7 +237,7 @@ METHODS: Mapping[str, Callable[[_Said], tuple[FormatRule, ...]]] = {
     "mxfp4": _mxfp4,
     "modelopt": _modelopt,
 }
-"""What reads each method's settings."""
+"""Reader of each method's settings, by the method's name."""
 
 
 def _group_size(said: _Said, size: object) -> int:

@@ -1,4 +1,4 @@
-"""Writing a .gguf file's model as a folder: the weights that its configuration asks for, and its tokenizer."""
+"""Conversion of a hybrid model's .gguf file to a folder with the weights that its configuration needs, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _KIMI = (
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_ENDS}"
 )
 _WHOLE_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
-"""Words that are tokens are taken whole, whatever merges would make of them; and texts begin with BOS unless the file says no."""
+"""Pre-tokenizers for which a word that is a token is taken whole, without merges; BOS is added unless the file disables it."""
 _SPLITS = {
     **dict.fromkeys((*_WHOLE_FIRST, "dbrx", "smaug-bpe"), _LLAMA3),
     "qwen2": _QWEN2,
@@ -50,14 +50,16 @@ _SPLITS = {
     "kimi-k2": _KIMI,
     "gpt-2": None,
 }
-"""How a text is cut into words before they are merged; None: as GPT-2 does."""
+"""Regular expression that splits a text into words before merging, by pre-tokenizer; None means GPT-2's."""
 _CONTROL, _USER_DEFINED = 3, 4
-"""Kinds of tokens that a text is searched for before all else."""
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # What stands for a space in a sentencepiece vocabulary
+"""Types of tokens that are matched in a text before it is split."""
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # Space in a sentencepiece vocabulary
 
 
 def build_tokenizer(header: Header) -> Any:
-    """Return transformers' tokenizer, or None without a vocabulary. :raises ModelError: an unsupported kind of tokenizer."""
+    """Return transformers' tokenizer, or None without a vocabulary. :raises ModelError: if the kind of tokenizer is
+    unsupported.
+    """
     import transformers
     from tokenizers import AddedToken
 
@@ -84,7 +86,9 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 def _byte_level(header: Header, tokens: list[str]) -> Any:
-    """:raises ModelError: words that are cut in a way which is not known here: the ids would be others in silence."""
+    """Return a byte-level BPE tokenizer. :raises ModelError: if its pre-tokenizer is unknown, since ids could silently be
+    wrong.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = header.general("tokenizer.ggml.pre", "default")
@@ -127,7 +131,7 @@ def _sentencepiece(header: Header, tokens: list[str]) -> Any:
 
 
 def _set_ends(header: Header, built: Any, roles: dict[str, str], default: bool) -> None:
-    """Put BOS before a text and EOS behind it, where the file says so."""
+    """Add BOS before and EOS after a text if the file requests it."""
     from tokenizers import processors
 
     wanted = {"bos_token": default, "eos_token": False}
@@ -143,7 +147,7 @@ def _set_ends(header: Header, built: Any, roles: dict[str, str], default: bool) 
         )
 
 
-_SHARD = 4 << 30  # Bytes of a safetensors file, beyond which another is begun
+_SHARD = 4 << 30  # Maximum bytes of one safetensors file, except for its last tensor
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
@@ -151,11 +155,13 @@ _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 class _Piece:
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
-    expert: int | None = None  # The expert's number along the first axis of what is made; None: all of it
+    expert: int | None = None  # Index of the expert along the first axis; None means the whole tensor
 
 
 def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -> None:
-    """Write configuration, tokenizer and float32 weights. :raises ModelError: anything that would make it another model."""
+    """Write configuration, tokenizer and float32 weights. :raises ModelError: if anything would change what the model
+    computes.
+    """
     from transformers import AutoConfig
 
     _check(header, architecture)
@@ -172,7 +178,7 @@ def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -
 
 
 def _check(header: Header, architecture: GgufArchitecture) -> None:
-    """:raises ModelError: something that changes what the model computes, and that Headway does not read."""
+    """Check the header. :raises ModelError: if it has a setting that changes the model and that Headway does not support."""
     for key in ("embedding_length", "attention.head_count"):
         header.size(key, least=1)
     scaling = header.get("rope.scaling.type", "none")
@@ -190,7 +196,7 @@ def _check(header: Header, architecture: GgufArchitecture) -> None:
 
 
 def _check_experts(header: Header, config: DecoderConfig) -> None:
-    """:raises ModelError: another number of experts than the tensors have."""
+    """Check the number of experts. :raises ModelError: if it differs from the tensors' number of experts."""
     stacks = {name: header.shape(name)[0] for name in header.names if name.endswith("_exps.weight")}
     count = config.experts.num_experts if config.experts is not None else 0
     name, found = next(((name, found) for name, found in stacks.items() if found != count), ("", 0))
@@ -214,7 +220,7 @@ def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:
 
 
 class _Names(WeightSource):
-    """A source of weights that only notes what a decoder asks for. See WeightSource."""
+    """Weight source that only records the names and shapes of the tensors that a decoder takes."""
 
     def __init__(self, known: Mapping[str, _Piece]) -> None:
         self.dtype = torch.float32
@@ -236,15 +242,15 @@ class _Names(WeightSource):
         return self.take(name, shape).to(dtype)
 
     def take_number(self, name: str) -> float:
-        """Note a number, which no family of this table has."""
+        """Record a number, which no architecture of this table has."""
         return float(self.take(name, (1,)).numel())
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
-        """See WeightSource."""
+        """Do nothing: nothing was read."""
 
 
 def _asked(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, tuple[_Piece, tuple[int, ...]]]:
-    """Return the decoder's tensors, with shapes and sources. :raises ModelError: the file lacks one, or has one too many."""
+    """Return shape and source of the decoder's tensors. :raises ModelError: if the file lacks a tensor, or has an unknown one."""
     possible = _pieces(header, architecture, config)
     known = {name: piece for name, piece in possible.items() if all(source in header for source in piece.sources)}
     names = _Names(known)
@@ -268,7 +274,7 @@ def _asked(header: Header, architecture: GgufArchitecture, config: DecoderConfig
 
 
 def _pieces(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, _Piece]:
-    """Every tensor of a checkpoint that the rules tell of; where two do, the one whose sources the file has."""
+    """Return every checkpoint tensor that the rules can make; of two rules for one, the rule whose sources the file has."""
     names, pieces = config.names, {}
     pieces[f"{names.embed}.weight"] = _Piece(("token_embd.weight",), torch.Tensor.contiguous)
     pieces[f"{names.norm}.weight"] = _Piece((f"{architecture.norm}.weight",), architecture.make_norm)
@@ -288,7 +294,7 @@ def _pieces(header: Header, architecture: GgufArchitecture, config: DecoderConfi
 
 
 def _write_tensors(header: Header, asked: Mapping[str, tuple[_Piece, tuple[int, ...]]], target: Path) -> None:
-    """Make them one by one, and write them by files of some gigabytes, so that no more than that lies in memory."""
+    """Make the tensors one by one, and write files of some gigabytes to limit memory use."""
     from safetensors.torch import save_file
 
     place: dict[str, str] = {}
@@ -296,7 +302,7 @@ def _write_tensors(header: Header, asked: Mapping[str, tuple[_Piece, tuple[int, 
     last: tuple[object, Tensor] | None = None
     for name, (piece, shape) in asked.items():
         key = piece.sources, piece.make
-        if last is None or last[0] != key:  # experts follow one another
+        if last is None or last[0] != key:  # experts of one tensor are consecutive
             last = key, piece.make(*map(header.tensor, piece.sources))
         tensor = last[1] if piece.expert is None else last[1][piece.expert]
         if tuple(tensor.shape) != shape:

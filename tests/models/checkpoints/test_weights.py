@@ -250,8 +250,8 @@ def test_every_element_is_held_by_equally_many_ranks() -> None:
 def test_what_is_rounded_on_loading_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headway")
     for keeps, told in (
-        (True, "weights: rounded to fp8 on loading: 12.6 MB instead of 25.2 MB"),
-        (False, "weights: rounded to fp8 on loading, and expanded again to bfloat16: 25.2 MB as before"),
+        (True, "weights: quantized to fp8 while loading: 12.6 MB instead of 25.2 MB"),
+        (False, "weights: quantized to fp8 while loading, then dequantized to bfloat16: 25.2 MB as before"),
     ):
         drawn = DummyWeights(torch.bfloat16, torch.device("cpu"))
         source = QuantizeOnLoading(drawn, float8, lambda weight, keeps=keeps: keeps)  # type: ignore[misc]

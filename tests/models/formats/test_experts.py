@@ -136,7 +136,7 @@ def test_plain_shared_experts_expand_the_others_which_is_told(tmp_path: Path, ca
     assert forms_of(found) == ("", "")
     check(found, take(dense))
     (line,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("weights:")]
-    assert "expanded to float32: 0.8 MB instead of 0.1 MB" in line
+    assert "dequantized to float32: 0.8 MB instead of 0.1 MB" in line
     assert "kept" not in line
 
 

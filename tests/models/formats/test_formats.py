@@ -89,7 +89,7 @@ def test_what_is_expanded_is_told_with_its_size(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.INFO, "headway"):
         load_model(str(quantized), str(dtype).removeprefix("torch."), skip_tokenizer_init=True)
     (line,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("weights:")]
-    assert line == f"weights: fp8 (blocks of 64 x 64), expanded to {str(dtype)[6:]}: 0.6 MB instead of 0.3 MB"
+    assert line == f"weights: fp8 (blocks of 64 x 64), dequantized to {str(dtype)[6:]}: 0.6 MB instead of 0.3 MB"
 
 
 @pytest.mark.parametrize("name", FORMATS)
