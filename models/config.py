@@ -148,7 +148,7 @@ class LayerConfig:
     """
     mlp: Literal["dense", "experts"] | None = "dense"
     """Kind of MLP; `experts` means `DecoderConfig.experts`. None means no MLP."""
-    kept: tuple[float, float] | None = None
+    normed_scales: tuple[float, float] | None = None
     """Factors of the normed stream to which the mixer and the MLP add their outputs, instead of to the stream before the norm
     (MiniMax-01). None means the usual residual stream.
     """

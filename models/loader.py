@@ -26,7 +26,7 @@ from headway.models.checkpoints.end_tokens import read_end_tokens
 from headway.models.checkpoints.formats.config import METHODS, read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING
 from headway.models.checkpoints.formats.stored import Quantization
-from headway.models.checkpoints.gguf.blocks import kept_blocks
+from headway.models.checkpoints.gguf.blocks import stored_blocks
 from headway.models.checkpoints.live_weights import LiveWeights
 from headway.models.checkpoints.locate import AS_IT_IS, ModelOrigin, locate
 from headway.models.checkpoints.tokenizer import first_line, read_tokenizer
@@ -138,8 +138,8 @@ def load_model(
     native = None if model_impl == "transformers" else decoder_config(config, model_impl == "headway", max_model_len)
     if native is not None:
         kernels = options.kernels or builtin_kernels(device)
-        kept = kernels if options.keep_quantized else None
-        stores = _Stores(stored, quantization, kept, dtype == "float32", options.experts)
+        readers = kernels if options.keep_quantized else None
+        stores = _Stores(stored, quantization, readers, dtype == "float32", options.experts)
         weights = _weights(native, folder, chosen, device, dummy, stores)
         with torch.inference_mode():
             decoder = Decoder(native, weights, options.batch_invariant, ranks, options.slots, options.kernels, options.experts)
@@ -235,21 +235,25 @@ def _weights(
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
     own = functions() if device.type == "cpu" and kernels is not None else None
     if stored is None and quantization is None and own is not None and not (exact and own.x_bits):
-        stored = kept_blocks(folder)
-    if quantization is not None and own is not None and not dummy and kept_blocks(folder) is not None:
-        left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
-        log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)
-    keeps = partial(kernels.reads, dtype=dtype) if kernels is not None else _never
-    keeps_experts = partial(reads_expert_weight, dtype=dtype, device=device, options=experts) if kernels is not None else _never
+        stored = stored_blocks(folder)
+    if quantization is not None and own is not None and not dummy and stored_blocks(folder) is not None:
+        left = (
+            "weights: the blocks of the .gguf file are not used, because quantization=%s quantizes the dequantized weights again"
+        )
+        log.warning(left + "; without it they are used, and need less memory", quantization)
+    supports = partial(kernels.reads, dtype=dtype) if kernels is not None else _never
+    supports_experts = (
+        partial(reads_expert_weight, dtype=dtype, device=device, options=experts) if kernels is not None else _never
+    )
     if dummy:
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
         form = None if stored is None else stored.rules[0].format
         weights: WeightSource = DummyWeights(dtype, device, unit=unit, form=form)
         if form is not None:
-            return QuantizeOnLoading(weights, lambda weight: weight, keeps, keeps_experts)
+            return QuantizeOnLoading(weights, lambda weight: weight, supports, supports_experts)
     else:
-        weights = Weights(folder, dtype, device, config.names.aliases, stored, keeps, keeps_experts)
-    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], keeps, keeps_experts)
+        weights = Weights(folder, dtype, device, config.names.aliases, stored, supports, supports_experts)
+    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], supports, supports_experts)
 
 
 def reads_expert_weight(
@@ -294,7 +298,7 @@ def decoder_config(config: Any, required: bool, longest: int | None = None) -> D
     except HeadwayError as error:
         if required or not isinstance(error, BeyondDecoderError):
             raise
-        log.info("model: transformers computes it, because Headway's decoder does not (%s)", error)
+        log.info("model: using transformers' code, because Headway's decoder does not support the model (%s)", error)
         return None
     except Exception as error:  # a value of a wrong type that no check covers
         raise ModelError(f"model: config.json cannot be used ({first_line(error)})") from error
@@ -331,7 +335,7 @@ def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> An
 
 def _text_part(config: Any) -> Any:
     """Return the configuration of a model's text model, with the settings of the whole model that apply to it."""
-    log.info("model: of %s the text part alone is computed; it reads no images", config.model_type)
+    log.info("model: only the text model of %s is computed; images are not supported", config.model_type)
     text = config.text_config
     text.tie_word_embeddings = config.tie_word_embeddings
     text.dtype = text.dtype or config.dtype

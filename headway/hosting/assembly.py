@@ -271,7 +271,7 @@ def _assemble(start: _Start) -> Assembly:
         num_threads = set_threads(args.num_threads, start.ranks.size)
     if isinstance(start.ranks, TorchRanks):  # choose the all-reduce
         start.budget.expect(1)
-        with start.clock.part("measuring sums"), start.budget.part() as seconds:
+        with start.clock.part("measuring all-reduce"), start.budget.part() as seconds:
             choose_all_reduce(start.ranks, start.registry.all_reduce, seconds)
     loaded = _load(start)
     draft = _assemble_draft(start)
@@ -376,7 +376,7 @@ def choose_weight_kernels(
         for kind in experts:
             with budget.part() as seconds:
                 choose_experts([kind], seconds, ahead, registry)
-    with clock.part("measuring products"), budget.part() as seconds:
+    with clock.part("measuring linear layers"), budget.part() as seconds:
         choose_products(products, seconds, ahead, registry=registry)
 
 

@@ -138,15 +138,15 @@ def abort_request(host: EngineHost, key: str, index: int | None) -> None:
 
 def add_adapter(host: EngineHost, lora_request: LoRARequest) -> None:
     """Load an adapter into an engine, and wait for that. Raises as `AsyncLLM.add_lora`."""
-    host.run_between_steps(partial(keep_adapter, lora_request=lora_request)).result()
+    host.run_between_steps(partial(register_adapter, lora_request=lora_request)).result()
 
 
 def read_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
-    """Read an adapter and store it for `keep_adapter`; a task."""
+    """Read an adapter and store it for `register_adapter`; a task."""
     driver.task_state[f"adapter {lora_request.lora_int_id}"] = driver.engine.adapter_table.reader.read(lora_request)
 
 
-def keep_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
+def register_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
     """Let requests use an adapter, which is read now unless `read_adapter` has read it; a task."""
     driver.engine.adapter_table.add(lora_request, driver.task_state.pop(f"adapter {lora_request.lora_int_id}", None))
 

@@ -9,7 +9,7 @@ from headway.core.engine.ranks.rank_loop import run_rank
 from headway.machine.process import GIVE_BACK_INTERVAL, freeze_heap, give_back
 
 
-class GiveBackNowAndThen:
+class PeriodicRelease:
     """Returns freed memory to the system after a step, at intervals, if activations are in this process's memory."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class GiveBackNowAndThen:
 def main() -> None:
     """Run the process. Its arguments are file descriptors; see `run_rank`."""
     wire, memory, wake = map(int, sys.argv[1:])
-    run_rank(wire, memory, wake, ready=freeze_heap, stepped=GiveBackNowAndThen())
+    run_rank(wire, memory, wake, ready=freeze_heap, stepped=PeriodicRelease())
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ WIDTH = 80
 def stats_line(now: EngineSnapshot, before: EngineSnapshot) -> str:
     """Return one line of at most 80 columns: the current state, and the nonzero counts since `before`."""
     done = now.totals - before.totals
-    kept = f", host {now.num_offloaded_blocks:,}" if now.num_offloaded_blocks else ""
+    host = f", host {now.num_offloaded_blocks:,}" if now.num_offloaded_blocks else ""
     parts = [
         f"run {now.num_running:,}" + (f" wait {now.num_waiting:,}" if now.num_waiting else ""),
         f"{_rate(done.num_output_tokens, now.time - before.time)} tok/s",
-        f"blocks {_share(now.num_used_blocks, now.num_blocks)}, cached {_share(now.num_cached_blocks, now.num_blocks)}{kept}",
+        f"blocks {_share(now.num_used_blocks, now.num_blocks)}, cached {_share(now.num_cached_blocks, now.num_blocks)}{host}",
     ]
     if done.num_cached_tokens:
         parts.append(f"hits {_share(done.num_cached_tokens, done.num_prompt_tokens)}")
@@ -47,34 +47,36 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
     done = now.totals - before.totals
     seconds = done.host_seconds + done.wait_seconds
     found, rate = _share(done.num_cached_tokens, done.num_prompt_tokens), _rate(done.num_output_tokens, seconds)
-    kept = f"; {now.num_offloaded_blocks:,} kept in the host's memory" if now.num_offloaded_blocks else ""
+    offloaded = f"; {now.num_offloaded_blocks:,} in host memory" if now.num_offloaded_blocks else ""
     lines = [
         f"sequences  {now.num_running:,} running, {now.num_waiting:,} waiting; {done.num_preemptions:,} preemptions",
-        f"blocks     {now.num_used_blocks:,} of {now.num_blocks:,} used, {now.num_cached_blocks:,} cached{kept}",
+        f"blocks     {now.num_used_blocks:,} of {now.num_blocks:,} used, {now.num_cached_blocks:,} cached{offloaded}",
         f"prompts    {done.num_prompt_tokens:,} tokens, {done.num_cached_tokens:,} of them ({found}) found in the cache",
         f"output     {done.num_output_tokens:,} tokens in {seconds:.1f} s of work: {rate} tokens/s",
     ]
     if done.num_checkpoints or now.num_kept_states:
         size = f"{now.kept_state_bytes / 2**20:,.0f} MiB"
         lines.append(
-            f"states     {now.num_kept_states:,} kept ({size}); {done.num_checkpoint_hits:,} sequences began with one, "
-            f"{done.num_checkpoint_evictions:,} were overwritten"
+            f"states     {now.num_kept_states:,} cached ({size}); {done.num_checkpoint_hits:,} sequences resumed from one, "
+            f"{done.num_checkpoint_evictions:,} were evicted"
         )
         if now.num_offloaded_states or done.states_offloaded:
             lines.append(
-                f"           {now.num_offloaded_states:,} kept in the host's memory; {done.states_offloaded:,} copied there, "
-                f"{done.states_swapped:,} of them of preempted sequences, {done.states_restored:,} brought back"
+                f"           {now.num_offloaded_states:,} in host memory; {done.states_offloaded:,} copied there, "
+                f"{done.states_swapped:,} of them of preempted sequences, {done.states_restored:,} copied back"
             )
     if done.num_draft_tokens or done.steps_without_drafts:
-        held = f"{done.num_accepted_tokens:,} of {done.num_draft_tokens:,} guesses held in {done.num_draft_steps:,} steps"
-        lines.append(f"drafts     {held}; steps without: {_listed(done.steps_without_drafts)}")
+        accepted = (
+            f"{done.num_accepted_tokens:,} of {done.num_draft_tokens:,} draft tokens accepted in {done.num_draft_steps:,} steps"
+        )
+        lines.append(f"drafts     {accepted}; steps without: {_listed(done.steps_without_drafts)}")
     lines.append(
         f"steps      {done.num_steps:,}, {done.num_graph_steps:,} of them one graph; by backend: {_listed(done.steps_by_backend)}"
     )
     for text, counts in (
-        ("in pieces of graphs", done.steps_in_pieces),
+        ("in graph segments", done.steps_in_pieces),
         ("outside a graph", done.steps_without_graph),
-        ("with tokens chosen after the model", done.steps_after_model),
+        ("with tokens sampled after the model", done.steps_after_model),
         ("that waited for the step before", done.steps_waiting),
     ):
         if counts:

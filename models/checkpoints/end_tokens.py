@@ -17,7 +17,7 @@ from headway.core.system.text import shown
 _KEY = "eos_token_id"
 _FILE = "generation_config.json"
 _GGUF_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-"""End-of-text, end-of-turn and end-of-message keys of a .gguf file; `keep_gguf_ends` copies them into generation_config.json."""
+"""End-of-text, end-of-turn and end-of-message keys of a .gguf file; `save_gguf_ends` copies them into generation_config.json."""
 
 log = logging.getLogger("headway")
 
@@ -44,12 +44,12 @@ def read_end_tokens(folder: Path, stated: Mapping[str, Any], config: Any, tokeni
     return frozenset(sources)
 
 
-def keep_gguf_ends(header: Any, folder: Path) -> None:
+def save_gguf_ends(header: Any, folder: Path) -> None:
     """Copy the end tokens of a .gguf file into the generation_config.json of its converted folder. header: a gguf `Header`."""
     path = folder / _FILE
-    kept = _read(path)
-    kept.update({key: value for key in _GGUF_KEYS if (value := header.general(key)) is not None})
-    path.write_text(json.dumps(kept))
+    existing = _read(path)
+    existing.update({key: value for key in _GGUF_KEYS if (value := header.general(key)) is not None})
+    path.write_text(json.dumps(existing))
 
 
 def _named(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any) -> Iterator[tuple[str, Any]]:

@@ -69,7 +69,7 @@ class GivenWeights(WeightSource):
         """Do nothing: `taken` shows which passed tensors are unused."""
 
 
-def told_of(part: object) -> object:
+def attention_facts(part: object) -> object:
     """Return the attention spec and KV scales given to backends, which must not change with a layer's weights; None without
     attention.
     """
@@ -170,7 +170,7 @@ class LiveWeights:
         """Copy the tensors of a rebuilt part into the tensors of the running one."""
         running = self._decoder.part(index)
         place = "the embedding, the norm or the head" if index is None else f"layer {index}"
-        if told_of(running) != told_of(built):
+        if attention_facts(running) != attention_facts(built):
             raise ConfigError(
                 "load_weights", "the sinks and scales of the cache that backends were made with", f"others in {place}"
             )

@@ -49,11 +49,11 @@ class TensorFiles:
     """
 
     def __init__(
-        self, folder: Path, device: torch.device, aliases: tuple[tuple[str, str], ...] = (), beside: str | None = None
+        self, folder: Path, device: torch.device, aliases: tuple[tuple[str, str], ...] = (), extra_folder: str | None = None
     ) -> None:
         """aliases: pairs of a part of a name and its replacement, tried if the checkpoint has no tensor of the name.
 
-        beside: a subfolder whose files are read too.
+        extra_folder: a subfolder whose files are read too.
 
         :raises ModelError: if the folder has no safetensors file, a file is missing or truncated, the index does not fit the
         files, or two
@@ -64,7 +64,7 @@ class TensorFiles:
         self._aliases = aliases
         self._file_of: dict[str, Any] = {}
         self._path_of: dict[str, Path] = {}
-        for path, listed in [*_files(folder).items(), *({} if beside is None else _files(folder / beside)).items()]:
+        for path, listed in [*_files(folder).items(), *({} if extra_folder is None else _files(folder / extra_folder)).items()]:
             self._add(path, listed)
         self._left = set(self._file_of)
 

@@ -31,10 +31,10 @@ _ANSWERED: Final = (
     *("get_chat_template", "apply_chat_template"),
 )
 """Methods of transformers' tokenizer that `PlainTokenizer` implements, and the methods that those call."""
-_KEPT: Final = ("chat_template", "model_max_length", "special_tokens_map", *_NAMED, *(f"{name}_id" for name in _NAMED))
+_CACHED: Final = ("chat_template", "model_max_length", "special_tokens_map", *_NAMED, *(f"{name}_id" for name in _NAMED))
 _FORM: Final = 1
 """Version of the cached data; to be changed with its content, or with `_is_plain`."""
-_MOST_KEPT: Final = 32
+_MAX_CACHED: Final = 32
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 _LARGEST_FILE: Final = 64 << 20
 """Size in bytes above which a file is not hashed as part of a tokenizer."""
@@ -47,13 +47,13 @@ def read_tokenizer(folder: Path) -> Any:
 
     :raises ModelError: if the tokenizer cannot be read, or needs the model's own code.
     """
-    kept = _kept_file(folder)
-    plain = None if kept is None else _read_kept(kept, folder)
+    cached = _cache_file(folder)
+    plain = None if cached is None else _read_cached(cached, folder)
     if plain is not None:
         return plain
     tokenizer = read_transformers_tokenizer(folder)
-    if kept is not None and _is_plain(tokenizer):
-        _keep(tokenizer, kept)
+    if cached is not None and _is_plain(tokenizer):
+        _save(tokenizer, cached)
     return tokenizer
 
 
@@ -101,7 +101,7 @@ class PlainTokenizer:
     clean_up_tokenization_spaces = False
 
     def __init__(self, folder: Path, backend: Tokenizer, attributes: Mapping[str, Any]) -> None:
-        """attributes: `_KEPT` of transformers' tokenizer."""
+        """attributes: `_CACHED` of transformers' tokenizer."""
         self._folder = folder
         self.backend_tokenizer = backend
         self.chat_template: str | None = attributes["chat_template"]
@@ -203,7 +203,7 @@ def _is_plain(tokenizer: Any) -> bool:
     )
 
 
-def _kept_file(folder: Path) -> Path | None:
+def _cache_file(folder: Path) -> Path | None:
     """Return the path of a tokenizer's cache file, named by a digest of the files that affect it; None if they are unreadable."""
     digest = hashlib.sha256(os.fsencode(f"{_FORM} {installed_versions(('transformers', 'tokenizers'))} {folder.resolve()}"))
     try:
@@ -216,22 +216,22 @@ def _kept_file(folder: Path) -> Path | None:
     return cache_folder() / "tokenizers" / f"{folder.name}-{digest.hexdigest()[:16]}.json"
 
 
-def _keep(tokenizer: Any, path: Path) -> None:
+def _save(tokenizer: Any, path: Path) -> None:
     """Cache the data that a `PlainTokenizer` needs from transformers' tokenizer; a failure to write is logged."""
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
     try:
-        content = json.dumps({"tokenizer": backend.to_str(), **{name: getattr(tokenizer, name) for name in _KEPT}})
+        content = json.dumps({"tokenizer": backend.to_str(), **{name: getattr(tokenizer, name) for name in _CACHED}})
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({"sha256": _sha256(content), "content": content}).encode())
-        for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MOST_KEPT]:
+        for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MAX_CACHED]:
             old.unlink()
     except (OSError, TypeError, ValueError) as error:
         log.debug("model: the tokenizer cannot be cached (%s)", error)
 
 
-def _read_kept(path: Path, folder: Path) -> PlainTokenizer | None:
+def _read_cached(path: Path, folder: Path) -> PlainTokenizer | None:
     """Return a cached tokenizer; None if there is none, or the file is damaged."""
     from tokenizers import Tokenizer
 
@@ -239,9 +239,9 @@ def _read_kept(path: Path, folder: Path) -> PlainTokenizer | None:
         written = parse_json(read_text(path), path.name, dict)
         if written["sha256"] != _sha256(written["content"]):
             return None
-        kept = parse_json(written["content"], path.name, dict, any_number=True)
+        cached = parse_json(written["content"], path.name, dict, any_number=True)
         os.utime(path)  # the least recently used are removed first
-        return PlainTokenizer(folder, Tokenizer.from_str(kept["tokenizer"]), kept)
+        return PlainTokenizer(folder, Tokenizer.from_str(cached["tokenizer"]), cached)
     except Exception:  # the library raises nothing more precise; the file is rewritten
         return None
 

@@ -67,7 +67,7 @@ class WeightSource(Protocol):
         """Return the output head, or a tied embedding, in GGUF blocks for the CPU's kernels; None if it is plain."""
         return None
 
-    def expand(self, weight: QuantizedWeight) -> Tensor:
+    def dequantize(self, weight: QuantizedWeight) -> Tensor:
         """Dequantize a result of `take_experts` or `take_stacked` to [rows, in_features]."""
         raise AssertionError("a plain source gives no quantised weight")
 
@@ -94,23 +94,24 @@ class Weights(WeightSource):
         device: torch.device,
         aliases: tuple[tuple[str, str], ...] = (),
         quantization: Quantization | None = None,
-        keeps: Callable[[QuantizedWeight], bool] = lambda weight: False,
-        keeps_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
+        supports: Callable[[QuantizedWeight], bool] = lambda weight: False,
+        supports_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
     ) -> None:
         """aliases: pairs of a part of a name and its replacement, tried if the checkpoint has no tensor of the name.
 
-        keeps: returns whether a linear layer keeps a weight quantized, by its format. keeps_experts: the same for experts.
+        supports: returns whether linear layers have a kernel for a weight's format; others are dequantized.
+        supports_experts: the same for experts.
 
         :raises ModelError: if the folder has no safetensors file, or one is missing or truncated.
         """
         self.folder = folder
         self.dtype = dtype
         self.device = device
-        self._files = TensorFiles(folder, device, aliases, quantization.beside if quantization else None)
+        self._files = TensorFiles(folder, device, aliases, quantization.extra_folder if quantization else None)
         self.quantization = quantization
-        self._keeps = keeps
-        self._keeps_experts = keeps_experts
-        self._counted = Expansion()
+        self._supports = supports
+        self._supports_experts = supports_experts
+        self._counted = QuantizedBytes()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files or self._quantized(name, ()) is not None
@@ -140,23 +141,23 @@ class Weights(WeightSource):
         return merged
 
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """Read the weights of linear layers with the same input, quantized if `keeps` accepts the format.
+        """Read the weights of linear layers with the same input, quantized if `supports` accepts the format.
 
         If one of the parts is plain, or their formats differ, all are dequantized.
 
         :raises ModelError: as for `take_merged`.
         """
-        return self._rows(sizes, in_features, self._keeps)
+        return self._rows(sizes, in_features, self._supports)
 
     def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """Read the weights of all experts, quantized if `keeps_experts` accepts the format.
+        """Read the weights of all experts, quantized if `supports_experts` accepts the format.
 
         :raises ModelError: as for `take_merged`.
         """
-        return self._rows(sizes, in_features, self._keeps_experts)
+        return self._rows(sizes, in_features, self._supports_experts)
 
     def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
-        """Read a tensor of all experts, quantized if `keeps_experts` accepts the format.
+        """Read a tensor of all experts, quantized if `supports_experts` accepts the format.
 
         :raises ModelError: as for `take`.
         """
@@ -166,27 +167,27 @@ class Weights(WeightSource):
             return self.take(name, shape)
         before = self._counted.stored
         weight = self._weight(*found)
-        if isinstance(weight, Tensor) or not self._keeps_experts(weight):
-            return self._expanded(weight, axes)
-        self._counted.kept += self._counted.stored - before
+        if isinstance(weight, Tensor) or not self._supports_experts(weight):
+            return self._dequantized(weight, axes)
+        self._counted.quantized += self._counted.stored - before
         return weight
 
     def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
         found = self._quantized(name, axes_of(shape))
         weight = self._weight(*found) if found is not None and isinstance(found[0], GgufBlocks) else None
-        kept = None if weight is None or isinstance(weight, Tensor) or not self._keeps(weight) else weight
-        self._counted.kept += 0 if kept is None else kept.nbytes
-        return kept
+        head = None if weight is None or isinstance(weight, Tensor) or not self._supports(weight) else weight
+        self._counted.quantized += 0 if head is None else head.nbytes
+        return head
 
-    def expand(self, weight: QuantizedWeight) -> Tensor:
+    def dequantize(self, weight: QuantizedWeight) -> Tensor:
         """Dequantize a weight that was returned quantized, and count it as dequantized."""
-        self._counted.kept -= weight.nbytes
-        return self._expanded(weight)
+        self._counted.quantized -= weight.nbytes
+        return self._dequantized(weight)
 
     def _rows(
-        self, sizes: Mapping[str, int | Axis], in_features: int | Axis, keeps: Callable[[QuantizedWeight], bool]
+        self, sizes: Mapping[str, int | Axis], in_features: int | Axis, supports: Callable[[QuantizedWeight], bool]
     ) -> Tensor | QuantizedWeight:
-        """Return concatenated weights, quantized if all have one format that `keeps` accepts."""
+        """Return concatenated weights, quantized if all have one format that `supports` accepts."""
         modules = [self._quantized(name, axes_of((size, in_features))) for name, size in sizes.items()]
         known = [each for each in modules if each is not None]
         if len(known) < len(modules):
@@ -194,16 +195,16 @@ class Weights(WeightSource):
         before = self._counted.stored
         parts = [self._weight(*each) for each in known]
         forms = [part for part in parts if not isinstance(part, Tensor)]
-        if len(forms) == len(parts) and keeps(forms[0]):
+        if len(forms) == len(parts) and supports(forms[0]):
             with contextlib.suppress(ModelError):  # the formats cannot be concatenated
                 whole = merged(forms)
-                if keeps(whole):
-                    self._counted.kept += self._counted.stored - before
+                if supports(whole):
+                    self._counted.quantized += self._counted.stored - before
                     return whole
         rows = torch.empty(sum(part.shape[0] for part in parts), parts[0].shape[1], dtype=self.dtype, device=self.device)
         row = 0
         for part in parts:
-            rows[row : row + part.shape[0]] = self._expanded(part)
+            rows[row : row + part.shape[0]] = self._dequantized(part)
             row += part.shape[0]
         return rows
 
@@ -234,7 +235,7 @@ class Weights(WeightSource):
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
         if self._counted.labels:
-            log.info("weights: %s", self._counted.told(self.dtype))
+            log.info("weights: %s", self._counted.report(self.dtype))
 
     def _read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
         return self._checked(name, axes)()
@@ -243,16 +244,16 @@ class Weights(WeightSource):
         """Return a function that reads a tensor, after checking its shape; it dequantizes a quantized tensor."""
         found = self._quantized(name, axes)
         if found is not None:
-            return functools.partial(self._expanded, self._weight(*found), axes)
-        told = "and config.json has no quantization_config that says how"
+            return functools.partial(self._dequantized, self._weight(*found), axes)
+        why = "and config.json has no quantization_config that says how"
         if self.quantization is not None:
-            told = f"and not in {self.quantization.label}, as {self.quantization.place} says"
+            why = f"and not in {self.quantization.label}, as {self.quantization.place} says"
         if (elements := self._files.elements(name)) not in ("", *PLAIN):
-            raise ModelError(f"weights: {name} needs {NEEDED} elements, got {elements}: it is quantised, {told}")
+            raise ModelError(f"weights: {name} needs {NEEDED} elements, got {elements}: it is quantised, {why}")
         other = next((suffix for suffix in _PACKED if name.removesuffix(".weight") + suffix in self._files), None)
         if not elements and other is not None:
             raise ModelError(
-                f"weights: {name} is not there, and {name.removesuffix('.weight')}{other} is: it is quantised, {told}"
+                f"weights: {name} is not there, and {name.removesuffix('.weight')}{other} is: it is quantised, {why}"
             )
         self._files.check(name, axes)
         return functools.partial(self._files.read, name, axes)
@@ -292,9 +293,9 @@ class Weights(WeightSource):
         module = name.removesuffix(".bias")
         return module != name and self._quantized(module, ()) is not None and self._files.is_zero(name)
 
-    def _expanded(self, weight: Tensor | QuantizedWeight, axes: tuple[Axis, ...] = ()) -> Tensor:
+    def _dequantized(self, weight: Tensor | QuantizedWeight, axes: tuple[Axis, ...] = ()) -> Tensor:
         whole = self._dense(weight, axes)
-        self._counted.expanded += whole.nbytes
+        self._counted.dequantized += whole.nbytes
         return whole
 
     def _dense(self, weight: Tensor | QuantizedWeight, axes: tuple[Axis, ...]) -> Tensor:
@@ -310,20 +311,20 @@ _PACKED = (".qweight", ".weight_packed", "_blocks")
 
 
 @dataclass
-class Expansion:
+class QuantizedBytes:
     """Bytes of a checkpoint's quantized weights: stored, kept quantized, and dequantized."""
 
     labels: dict[str, None] = field(default_factory=dict)
     """Names of the formats that were read."""
     stored: int = 0
-    kept: int = 0
-    expanded: int = 0
+    quantized: int = 0
+    dequantized: int = 0
 
-    def told(self, dtype: torch.dtype) -> str:
+    def report(self, dtype: torch.dtype) -> str:
         """Return the log line."""
-        parts = [f"kept quantized: {shown_size(self.kept)}"] if self.kept else []
-        if self.expanded:
-            size, stored = shown_size(self.expanded), shown_size(self.stored - self.kept)
+        parts = [f"kept quantized: {shown_size(self.quantized)}"] if self.quantized else []
+        if self.dequantized:
+            size, stored = shown_size(self.dequantized), shown_size(self.stored - self.quantized)
             parts.append(f"dequantized to {str(dtype).removeprefix('torch.')}: {size} instead of {stored}")
         return f"{', '.join(self.labels)}, {', '.join(parts)}"
 
@@ -417,11 +418,11 @@ class DummyWeights(WeightSource):
         whole = None if form is None else form.drawn(self._octets, rows.whole, columns.whole, STD, self.dtype)
         if whole is None:
             return None
-        cut = whole if rows.is_whole else merged([whole.rows(each) for each in rows.held or (range(0),)])
+        shard = whole if rows.is_whole else merged([whole.rows(each) for each in rows.held or (range(0),)])
         if columns.is_whole:
-            return cut
-        narrow = cut.columns(columns.held[0]) if len(columns.held) == 1 else None
-        return held_part(cut.dequantized(self.dtype), (cut.shape[0], columns)) if narrow is None else narrow
+            return shard
+        narrow = shard.columns(columns.held[0]) if len(columns.held) == 1 else None
+        return held_part(shard.dequantized(self.dtype), (shard.shape[0], columns)) if narrow is None else narrow
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
         """Draw one tensor."""
@@ -442,19 +443,19 @@ class QuantizeOnLoading:
         self,
         inner: WeightSource,
         quantize: Callable[[Tensor], QuantizedWeight | Tensor],
-        keeps: Callable[[QuantizedWeight], bool],
-        keeps_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
-        experts_alone: bool = False,
+        supports: Callable[[QuantizedWeight], bool],
+        supports_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
+        experts_only: bool = False,
     ) -> None:
-        """keeps, keeps_experts: as for `Weights`; weights in formats that they reject are rounded, then dequantized.
+        """supports, supports_experts: as for `Weights`; weights in formats that they reject are rounded, then dequantized.
 
-        experts_alone: True if only experts are quantized.
+        experts_only: True if only experts are quantized.
         """
         self._inner = inner
         self._quantize = quantize
-        self._keeps = keeps
-        self._keeps_experts = keeps_experts
-        self._experts_alone = experts_alone
+        self._supports = supports
+        self._supports_experts = supports_experts
+        self._experts_only = experts_only
         self.dtype = inner.dtype
         self.device = inner.device
         self.take = inner.take
@@ -472,44 +473,44 @@ class QuantizeOnLoading:
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
         """Return the inner source's weight, quantized unless only experts are."""
         plain = self._inner.take_product(sizes, in_features)
-        return plain if self._experts_alone else self._rounded(plain, self._keeps)
+        return plain if self._experts_only else self._rounded(plain, self._supports)
 
     def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
         """Return the inner source's experts, quantized."""
-        return self._rounded(self._inner.take_experts(sizes, in_features), self._keeps_experts)
+        return self._rounded(self._inner.take_experts(sizes, in_features), self._supports_experts)
 
     def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
         """Return the inner source's stack of experts, quantized."""
         plain = self._inner.take_stacked(name, shape, transposed)
         rows = (plain.mT if transposed else plain).flatten(0, 1) if isinstance(plain, Tensor) else plain
-        weight = self._rounded(rows, self._keeps_experts)
+        weight = self._rounded(rows, self._supports_experts)
         if not isinstance(weight, Tensor):
             return weight
         stacked = weight.view(axes_of(shape)[0].size, -1, weight.shape[1])
         return stacked.mT if transposed else stacked
 
-    def expand(self, weight: QuantizedWeight) -> Tensor:
+    def dequantize(self, weight: QuantizedWeight) -> Tensor:
         """Dequantize a weight that was returned quantized."""
         whole = weight.dequantized(self.dtype)
         self._bytes += whole.nbytes - weight.nbytes
         return whole
 
-    def _rounded(self, plain: Tensor | QuantizedWeight, keeps: Callable[[QuantizedWeight], bool]) -> Tensor | QuantizedWeight:
+    def _rounded(self, plain: Tensor | QuantizedWeight, supports: Callable[[QuantizedWeight], bool]) -> Tensor | QuantizedWeight:
         weight = self._quantize(plain) if isinstance(plain, Tensor) else plain
         if isinstance(weight, Tensor):
             return weight
-        kept = weight if keeps(weight) else weight.dequantized(self.dtype)
+        result = weight if supports(weight) else weight.dequantized(self.dtype)
         if isinstance(plain, Tensor):
             self._forms[weight.kind] = None
             self._plain += plain.nbytes
-            self._bytes += kept.nbytes
-        return kept
+            self._bytes += result.nbytes
+        return result
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
         """Finish the inner source, and log the formats and sizes of the quantized weights."""
         self._inner.finish(ignored, modules)
         if self._forms:
             size, was = shown_size(self._bytes), shown_size(self._plain)
-            expanded = "" if self._bytes < self._plain else f", then dequantized to {str(self.dtype).removeprefix('torch.')}"
-            became = f"{size} instead of {was}" if not expanded else f"{size} as before"
-            log.info("weights: quantized to %s while loading%s: %s", ", ".join(self._forms), expanded, became)
+            dequantized = "" if self._bytes < self._plain else f", then dequantized to {str(self.dtype).removeprefix('torch.')}"
+            became = f"{size} instead of {was}" if not dequantized else f"{size} as before"
+            log.info("weights: quantized to %s while loading%s: %s", ", ".join(self._forms), dequantized, became)

@@ -200,20 +200,20 @@ def _layers(
         kinds, parts = getattr(config, "layer_types", None) or [_SLIDING] * count, [LayerConfig()] * count
     else:
         kinds = [_SLIDING if window is not None and layer.attention else "full_attention" for layer in parts]
-        rotated = [layer.attention and turns for layer, turns in zip(parts, rotated or [True] * len(parts), strict=True)]
+        rotated = [layer.attention and rotates for layer, rotates in zip(parts, rotated or [True] * len(parts), strict=True)]
     if len(kinds) != count:
         raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
     unknown = sorted(set(kinds) - {_SLIDING, "full_attention"})
     if unknown:
         raise BeyondDecoderError(f"layer_types: needs {_SLIDING} or full_attention, got {', '.join(map(str, unknown))}")
     rotated = [True] * count if rotated is None else rotated
-    turning = dict.fromkeys(kind for kind, turns in zip(kinds, rotated, strict=True) if turns)
-    by_kind = set(kinds) <= set(config.rope_parameters or ()) if turning else False
-    found = {kind: read_rope(config, head_dim, kind if by_kind else None, longest) for kind in turning}
+    rotated_kinds = dict.fromkeys(kind for kind, rotates in zip(kinds, rotated, strict=True) if rotates)
+    by_kind = set(kinds) <= set(config.rope_parameters or ()) if rotated_kinds else False
+    found = {kind: read_rope(config, head_dim, kind if by_kind else None, longest) for kind in rotated_kinds}
     ropes = tuple(dict.fromkeys(found.values()))
     layers = [
-        replace(layer, sliding_window=window if kind == _SLIDING else None, rope=ropes.index(found[kind]) if turns else None)
-        for layer, kind, turns in zip(parts, kinds, rotated, strict=True)
+        replace(layer, sliding_window=window if kind == _SLIDING else None, rope=ropes.index(found[kind]) if rotates else None)
+        for layer, kind, rotates in zip(parts, kinds, rotated, strict=True)
     ]
     return tuple(layers), ropes
 

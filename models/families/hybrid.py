@@ -279,8 +279,8 @@ def minimax(config: Any) -> dict[str, Any]:
     spec = StateSpec(LIGHTNING, heads, heads, dim, dim, state_dtype=state_dtype(config))
     mlp = float(config.mlp_alpha_factor)
     known = {
-        "linear_attention": replace(STATE, kept=(float(config.linear_attn_alpha_factor), mlp)),
-        "full_attention": LayerConfig(kept=(float(config.full_attn_alpha_factor), mlp)),
+        "linear_attention": replace(STATE, normed_scales=(float(config.linear_attn_alpha_factor), mlp)),
+        "full_attention": LayerConfig(normed_scales=(float(config.full_attn_alpha_factor), mlp)),
     }
     layers = parts_of(config.layer_types, known)
     falling = [1 - index / (count - 1 + 1e-5) + 1e-5 for index in range(count)]

@@ -43,10 +43,10 @@ def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
     if kind not in _KINDS or not set(read) <= _KNOWN or "eos_token_id" not in read:
         return None
     experts = _EXPERTS if kind == "qwen3_moe" else {}
-    if set(read) & set(_EXPERTS) != set(experts) or not all(type(read[name]) is kept for name, kept in experts.items()):
+    if set(read) & set(_EXPERTS) != set(experts) or not all(type(read[name]) is expected for name, expected in experts.items()):
         return None
     sizes = [read.get(name) for name in (*_SIZES, *(["head_dim"] if "head_dim" in read or kind.startswith("qwen3") else []))]
-    sizes += [read[name] for name, kept in experts.items() if kept is int]
+    sizes += [read[name] for name, expected in experts.items() if expected is int]
     if not all(type(size) is int and size > 0 for size in sizes) or read["hidden_size"] % read["num_attention_heads"]:
         return None
     switches = {name: read.get(name, default) for name, default in _SWITCHES.items()}

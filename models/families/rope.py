@@ -78,9 +78,9 @@ def takes_long_factors(config: Any, max_model_len: int | None) -> bool:
         return False
     longest: int = max_model_len or config.max_position_embeddings
     long = longest > original
-    kind, where, other = ("long", "above", f"max_model_len={original}") if long else ("short", "within", "a larger one")
-    text = "model: RoPE of type longrope takes its %s factors for sequences of every length, as max_model_len=%d is %s the %d "
-    text += "tokens of the original training; %s takes the others"
+    kind, where, other = ("long", "above", f"max_model_len={original}") if long else ("short", "within", "a larger value")
+    text = "model: RoPE of type longrope uses its %s factors for all sequences, because max_model_len=%d is %s the %d tokens of "
+    text += "the original training; %s selects the others"
     log.info(text, kind, longest, where, original, other)
     return long
 

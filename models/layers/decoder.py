@@ -29,12 +29,12 @@ from headway.kernels.step.operations import Embedding, Gate, Heads, Norm, NormSh
 from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import DecoderConfig, LayerConfig, cached_spec
-from headway.models.cut import ModelCut, VocabularyCut
 from headway.models.families.rope import rope_tables, rotary_order
 from headway.models.layers.latent_attention import LatentAttention
 from headway.models.layers.ranked import SumsInOrder, over_ranks
 from headway.models.layers.state_parts import GatedDelta, KimiDelta, Lightning, Mamba1, Mamba2, ShortConvolution, StatePart
 from headway.models.layers.tensors import LayerTensors, read_kv_scales
+from headway.models.shard import ModelShard, VocabularyShard
 
 log = logging.getLogger("headway")
 
@@ -43,7 +43,7 @@ class MLP:
     """MLP: up projection, activation and down projection; gated (SwiGLU and similar, Shazeer 2020) or plain."""
 
     def __init__(self, config: DecoderConfig, tensors: LayerTensors) -> None:
-        names, hidden, inner = config.names, config.hidden_size, tensors.cut.inner
+        names, hidden, inner = config.names, config.hidden_size, tensors.shard.inner
         self._gated = config.gated
         self._activation = config.activation
         rows = inner + inner if config.gated and len(names.up) == 1 else inner
@@ -84,16 +84,16 @@ class MLP:
 class ExpertsMLP:
     """Mixture of experts: routing, the experts' grouped GEMMs, and the weighted sum."""
 
-    def __init__(self, config: DecoderConfig, tensors: LayerTensors, kept: float | None = None) -> None:
-        """kept: factor of the normed stream that the output is added to; see LayerConfig."""
+    def __init__(self, config: DecoderConfig, tensors: LayerTensors, normed_scale: float | None = None) -> None:
+        """normed_scale: factor of the normed stream that the output is added to; see LayerConfig."""
         assert config.experts is not None
         assert config.activation == config.experts.activation
         names = config.names
         self.norm = tensors.norm(names.mlp_norm or "", config.hidden_size)
-        self._kept = None if kept is None else replace(self.norm, weight=self.norm.weight * kept)
+        self._normed_scaled = None if normed_scale is None else replace(self.norm, weight=self.norm.weight * normed_scale)
         self._config = config.experts
         self._weights: RoutedWeights | None = take_experts(
-            tensors.cut.experts,
+            tensors.shard.experts,
             names.experts,
             config.hidden_size,
             tensors.weights,
@@ -133,7 +133,7 @@ class ExpertsMLP:
     def __call__(self, x: Tensor, ops: Operations) -> Tensor:
         """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
         assert self.compute is not None
-        return self.compute(x, None if self._kept is None else ops.norm(x, self._kept))
+        return self.compute(x, None if self._normed_scaled is None else ops.norm(x, self._normed_scaled))
 
 
 class SelfAttention:
@@ -146,7 +146,7 @@ class SelfAttention:
         self._place = place
         names = config.names
         hidden, dim = config.hidden_size, config.head_dim
-        heads, kv_heads = tensors.cut.heads, tensors.cut.kv_heads
+        heads, kv_heads = tensors.shard.heads, tensors.shard.kv_heads
         q, kv = heads * (2 * dim if config.output_gate else dim), kv_heads * dim
         order = None if layer.rope is None else _order(config, config.ropes[layer.rope].rotary_dim)
         sizes = {names.qkv[0]: q + kv + kv} if len(names.qkv) == 1 else dict(zip(names.qkv, (q, kv, kv), strict=True))
@@ -231,7 +231,7 @@ def _head_norms(config: DecoderConfig, tensors: LayerTensors, order: list[int] |
     if config.qk_norm is None:
         return None, None
     of_all = config.qk_norm == "whole"
-    counts = (tensors.cut.heads, tensors.cut.kv_heads) if of_all else (Axis.all(1), Axis.all(1))
+    counts = (tensors.shard.heads, tensors.shard.kv_heads) if of_all else (Axis.all(1), Axis.all(1))
     share = None if all(count.is_whole for count in counts) else NormShare(tensors.ranks)
     modules = config.names.q_norm, config.names.k_norm
     norms = [tensors.norm(module, count * config.head_dim) for module, count in zip(modules, counts, strict=True)]
@@ -256,17 +256,17 @@ MixerPart = AttentionPart | StatePart
 class OntoNormed:
     """Attention or a recurrent part that adds to its normed input instead of to the residual stream (MiniMax-01)."""
 
-    def __init__(self, norm: Norm, kept: float, part: MixerPart) -> None:
-        """kept: factor of the normed input in the sum; part: has no norm itself."""
+    def __init__(self, norm: Norm, normed_scale: float, part: MixerPart) -> None:
+        """normed_scale: factor of the normed input in the sum; part: has no norm itself."""
         self.norm = norm
-        self._kept = kept
+        self._normed_scale = normed_scale
         self._part = part
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """Return the new residual stream, as `StatePart` does."""
         normed = ops.norm(x, self.norm)
         mixed = self._part.mix(normed, rope, ops, attention)
-        return self._part.add(normed if self._kept == 1.0 else normed * self._kept, mixed, ops)
+        return self._part.add(normed if self._normed_scale == 1.0 else normed * self._normed_scale, mixed, ops)
 
 
 class SideBySide:
@@ -310,7 +310,7 @@ def _on_cpu(inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None) -
     found = functions()
     if found is not None:
         return NativeOperations(inv_freq, factors, found, experts)
-    log.warning("model: torch computes the steps of a decode, which takes up to twice as long as our C: %s", native_support())
+    log.warning("model: decode steps run on torch, up to twice as slow as Headway's C: %s", native_support())
     return TorchOperations(inv_freq, factors, experts)
 
 
@@ -327,7 +327,7 @@ class Decoder:
         kernels: LinearKernels | None = None,
         experts: ExpertsOptions | None = None,
     ) -> None:
-        """Read the layers' tensors from `weights`; with several ranks, this rank's shard (`ModelCut`).
+        """Read the layers' tensors from `weights`; with several ranks, this rank's shard (`ModelShard`).
 
         batch_invariant: True if a row's bits must not depend on the other rows; slower. ranks: all of them make the same calls;
         the
@@ -343,19 +343,19 @@ class Decoder:
         self._invariant = batch_invariant
         self.device = weights.device
         self.dtype = weights.dtype
-        cut = ModelCut(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
+        shard = ModelShard(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
         ranks = SumsInOrder(ranks) if batch_invariant else ranks
         self._kernels = kernels
-        tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks, kernels=kernels), cut.vocabulary
+        tensors, vocabulary = LayerTensors(shard.own, weights, shard, ranks, kernels=kernels), shard.vocabulary
         table = vocabulary.table(tensors.take(f"{names.embed}.weight", vocabulary.axis, config.hidden_size))
-        positions = cut.once(_positions(config, tensors))
+        positions = shard.once(_positions(config, tensors))
         self.embed = Embedding(table, _rounded(config.embedding_scale, table), positions, vocabulary.tokens)
         self.attention_specs: list[AttentionSpec] = []
         self.state_layers: list[StateLayer] = []
         self.layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
             places = len(self.attention_specs), len(self.state_layers)
-            layer = DecoderLayer(cut.own, index, places, tensors, batch_invariant)
+            layer = DecoderLayer(shard.own, index, places, tensors, batch_invariant)
             self.layers.append(layer)
             self.attention_specs += [] if layer.attention is None else [layer.attention.spec]
             self.state_layers += [] if layer.state is None else layer.state.state_layers
@@ -404,11 +404,11 @@ class Decoder:
         """Build a part again from other weights; only on one rank. Raises as `__init__`."""
         if index is None:
             return Decoder(replace(self.config, layers=()), weights, self._invariant, kernels=self._kernels).part(None)
-        cut = ModelCut(self.config, by_expert=weights.device.type == "cpu")
+        shard = ModelShard(self.config, by_expert=weights.device.type == "cpu")
         before = self.layers[:index]
         places = sum(each.attention is not None for each in before), sum(each.num_states for each in before)
-        tensors = LayerTensors(cut.own, weights, cut, ONE_RANK, kernels=self._kernels)
-        layer = DecoderLayer(cut.own, index, places, tensors, self._invariant)
+        tensors = LayerTensors(shard.own, weights, shard, ONE_RANK, kernels=self._kernels)
+        layer = DecoderLayer(shard.own, index, places, tensors, self._invariant)
         layer.absorb_norms(self.operations)
         return layer
 
@@ -520,12 +520,12 @@ class DecoderLayer:
         if self.attention is not None and self.state is not None:
             norm = tensors.norm(config.names.mixer_norm, config.hidden_size)
             self._mixer = SideBySide(norm, self.attention, self.state)
-        elif layer.kept is not None and mixer is not None:
-            self._mixer = OntoNormed(tensors.norm(config.names.mixer_norm, config.hidden_size), layer.kept[0], mixer)
+        elif layer.normed_scales is not None and mixer is not None:
+            self._mixer = OntoNormed(tensors.norm(config.names.mixer_norm, config.hidden_size), layer.normed_scales[0], mixer)
         self.mlp: MLP | ExpertsMLP | None = None
         if layer.mlp is not None:
-            kept = None if layer.kept is None else layer.kept[1]
-            self.mlp = ExpertsMLP(config, tensors, kept) if layer.mlp == "experts" else MLP(config, tensors)
+            scale = None if layer.normed_scales is None else layer.normed_scales[1]
+            self.mlp = ExpertsMLP(config, tensors, scale) if layer.mlp == "experts" else MLP(config, tensors)
 
     def absorb_norms(self, ops: Operations) -> None:
         """Merge norms into the linear layers after them, if the operations support it."""
@@ -567,15 +567,15 @@ STATE_PARTS: dict[str, type[StatePart]] = {
 
 
 def _head(
-    config: DecoderConfig, weights: WeightSource, tensors: LayerTensors, vocabulary: VocabularyCut, table: Tensor
+    config: DecoderConfig, weights: WeightSource, tensors: LayerTensors, vocabulary: VocabularyShard, table: Tensor
 ) -> Linear:
     """Return the output head. table: the embedding, which is the head too if they are tied."""
     names, shape = config.names, (vocabulary.axis, config.hidden_size)
     head = f"{names.head}.weight"
     tied = config.tie_word_embeddings and head not in weights
-    kept = weights.take_head(f"{names.embed}.weight" if tied else head, shape)
-    if kept is not None and kept.shape[0] == len(vocabulary.head(table)):
-        return Linear(kept, dtype=weights.dtype, kernels=tensors.kernels)
+    head_blocks = weights.take_head(f"{names.embed}.weight" if tied else head, shape)
+    if head_blocks is not None and head_blocks.shape[0] == len(vocabulary.head(table)):
+        return Linear(head_blocks, dtype=weights.dtype, kernels=tensors.kernels)
     taken = table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)
     return Linear(vocabulary.head(taken), kernels=tensors.kernels)
 

@@ -37,9 +37,9 @@ class LatentAttention:
         self._latent = latent
         heads = config.num_heads
         rank = latent.q_lora_rank
-        q_rows = tensors.cut.heads * latent.q_dim
+        q_rows = tensors.shard.heads * latent.q_dim
         name, first = (names.q, q_rows) if rank is None else (names.q_a, Axis.all(rank))
-        rows = _turned(latent, heads) if rank is None else [*range(rank)]
+        rows = _query_rows(latent, heads) if rank is None else [*range(rank)]
         rows += [first.size + row for row in _order(latent, latent.kv_lora_rank)]
         self.norm = tensors.norm_if_any(config.names.attention_norm, hidden)
         self.first_proj = tensors.linear({name: first, names.kv_a: latent.kv_dim}, hidden, config.qkv_bias, rows)
@@ -49,11 +49,11 @@ class LatentAttention:
         self.q_proj = None
         if rank is not None:
             self.q_norm = Norm(tensors.take(f"{names.q_a_norm}.weight", rank), _EPS)
-            self.q_proj = tensors.linear({names.q_b: q_rows}, rank, False, _turned(latent, heads))
+            self.q_proj = tensors.linear({names.q_b: q_rows}, rank, False, _query_rows(latent, heads))
         self.kv_norm = Norm(tensors.take(f"{names.kv_a_norm}.weight", latent.kv_lora_rank), _EPS)
-        expanded = tensors.cut.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        expanded = tensors.shard.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self._kv_b: Tensor | None = tensors.take(f"{names.kv_b}.weight", expanded, latent.kv_lora_rank)
-        out = tensors.cut.heads * latent.v_head_dim
+        out = tensors.shard.heads * latent.v_head_dim
         self.out_proj = tensors.linear({config.names.o: hidden}, out, config.o_bias, scale=config.residual_scale)
         self.spec = cached_spec(config, layer, tensors.weights.dtype, tensors.weights.device)
         self._expanded = expanded_spec(config, latent, self.spec)
@@ -96,10 +96,10 @@ def _order(latent: LatentConfig, still: int) -> list[int]:
 
     still: number of elements before the rotated ones.
     """
-    turned = range(still, still + latent.qk_rope_head_dim)
-    return [*range(still), *([*turned[::2], *turned[1::2]] if latent.interleaved else turned)]
+    rotated = range(still, still + latent.qk_rope_head_dim)
+    return [*range(still), *([*rotated[::2], *rotated[1::2]] if latent.interleaved else rotated)]
 
 
-def _turned(latent: LatentConfig, num_heads: int) -> list[int]:
+def _query_rows(latent: LatentConfig, num_heads: int) -> list[int]:
     """Return the rows of the query projection with every head in that order."""
     return [head * latent.q_dim + row for head in range(num_heads) for row in _order(latent, latent.qk_nope_head_dim)]

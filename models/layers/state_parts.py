@@ -19,8 +19,8 @@ from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.operations import Gate, Norm, NormShare, Operations, Rope
 from headway.models.config import DecoderConfig, StateConfig, StateNames, state_spec
-from headway.models.cut import StateCut
 from headway.models.layers.tensors import LayerTensors
+from headway.models.shard import StateShard
 
 
 class StatePart(ABC):
@@ -37,29 +37,29 @@ class StatePart(ABC):
         state, names, weights, hidden = config.state, config.names.state, tensors.weights, config.hidden_size
         self._place = place
         self.spec = state_spec(state, weights.dtype, weights.device)
-        cut = tensors.cut.state
-        sizes = self.sections(cut)
+        shard = tensors.shard.state
+        sizes = self.sections(shard)
         self.norm = tensors.norm_if_any(names.norm, hidden)
-        groups, factors = cut.key_heads.whole if names.by_key_head else 1, dict(config.multipliers.sections)
+        groups, factors = shard.key_heads.whole if names.by_key_head else 1, dict(config.multipliers.sections)
         self.in_proj = tensors.sections(names.inputs, sizes, hidden, state.in_bias, groups, factors)
         self._at = _places(sizes)
         out_norm = _out_norm(config, state, tensors) if state.norm_size else None
         self.gate = Gate(state.gate, out_norm, state.norm_size, state.gate_first)
         scale = config.residual_scale * config.multipliers.state
-        self.out_proj = tensors.linear({names.out: hidden}, cut.out, state.out_bias, scale=scale)
+        self.out_proj = tensors.linear({names.out: hidden}, shard.out, state.out_bias, scale=scale)
         self.state_layers = self._layers(state, names, tensors)
 
     @staticmethod
     @abstractmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
         """Return the sections of the merged input projection with their sizes, in order; inputs of the convolution come first."""
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
         """Return the layers that a state backend runs for the part."""
-        spec, cut = self.spec, tensors.cut.state
-        heads, weight, bias = cut.heads, None, None
+        spec, shard = self.spec, tensors.shard.state
+        heads, weight, bias = shard.heads, None, None
         if spec.conv_channels:
-            sizes = _convolved(names.conv, [*self.sections(cut).values()], spec.conv_channels)
+            sizes = _convolved(names.conv, [*self.sections(shard).values()], spec.conv_channels)
             weight, bias = tensors.take_conv(sizes, spec.conv_width, state.conv_bias)
         parameters = StateParameters(
             conv_weight=weight,
@@ -103,10 +103,10 @@ class StatePart(ABC):
 
 def _out_norm(config: DecoderConfig, state: StateConfig, tensors: LayerTensors) -> Norm:
     """Return the norm of the recurrence's output. Its weight is plain even if the model's other norms add 1 to theirs."""
-    cut = tensors.cut.state
-    all_weights = state.norm_all_weights or cut.norms == 1
-    weight = tensors.take(f"{config.names.state.out_norm}.weight", cut.out if all_weights else state.norm_size)
-    share = NormShare(tensors.ranks, cut.norms) if cut.norms_are_shared else None
+    shard = tensors.shard.state
+    all_weights = state.norm_all_weights or shard.norms == 1
+    weight = tensors.take(f"{config.names.state.out_norm}.weight", shard.out if all_weights else state.norm_size)
+    share = NormShare(tensors.ranks, shard.norms) if shard.norms_are_shared else None
     return Norm(weight, state.norm_eps or config.norm_eps, share=share)
 
 
@@ -132,9 +132,9 @@ class GatedDelta(StatePart):
     """
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
         """Return the sections: q, k, v; a, the input of the decay; b, the input of beta; z, the output's gate."""
-        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "a": cut.heads, "b": cut.heads, "z": cut.values}
+        return {"q": shard.keys, "k": shard.keys, "v": shard.values, "a": shard.heads, "b": shard.heads, "z": shard.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         qkv, parts = self._split(x, ops)
@@ -150,21 +150,21 @@ class KimiDelta(StatePart):
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
         super().__init__(config, place, tensors, batch_invariant)
-        cut, (decay, gate) = tensors.cut.state, config.names.state.low_rank
-        self.decay_proj = tensors.linear({decay: cut.keys}, cut.low_rank, False)
-        self.gate_proj = tensors.linear({gate: cut.out}, cut.low_rank, False)
+        shard, (decay, gate) = tensors.shard.state, config.names.state.low_rank
+        self.decay_proj = tensors.linear({decay: shard.keys}, shard.low_rank, False)
+        self.gate_proj = tensors.linear({gate: shard.out}, shard.low_rank, False)
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
         """Return the sections: q, k, v; b, the input of beta; f and g, of rank value_dim, for the decay and the gate."""
-        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "b": cut.heads, "f": cut.low_rank, "g": cut.low_rank}
+        return {"q": shard.keys, "k": shard.keys, "v": shard.values, "b": shard.heads, "f": shard.low_rank, "g": shard.low_rank}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
         """Return the layer; in checkpoints A_log has axes of size 1, and dt_bias has one axis for heads and channels."""
-        cut, channels = tensors.cut.state, self.spec.key_dim
+        shard, channels = tensors.shard.state, self.spec.key_dim
         (layer,) = super()._layers(state, replace(names, A_log="", dt_bias=""), tensors)
-        A_log = tensors.take_float(names.A_log, 1, 1, cut.heads, 1).flatten()
-        dt_bias = tensors.take_float(names.dt_bias, cut.keys).view(-1, channels)
+        A_log = tensors.take_float(names.A_log, 1, 1, shard.heads, 1).flatten()
+        dt_bias = tensors.take_float(names.dt_bias, shard.keys).view(-1, channels)
         return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log, dt_bias=dt_bias))]
 
     @property
@@ -184,14 +184,16 @@ class Lightning(StatePart):
     """
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
         """Return the sections: q, k, v; z, the output's gate."""
-        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "z": cut.values}
+        return {"q": shard.keys, "k": shard.keys, "v": shard.values, "z": shard.values}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
         """Return the layer, whose decays follow from the layer's index."""
         (layer,) = super()._layers(state, names, tensors)
-        A_log = torch.tensor(tensors.cut.state.heads.pick(state.slopes), dtype=torch.float32, device=tensors.weights.device).log()
+        A_log = torch.tensor(
+            tensors.shard.state.heads.pick(state.slopes), dtype=torch.float32, device=tensors.weights.device
+        ).log()
         return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log))]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
@@ -203,9 +205,9 @@ class Mamba2(StatePart):
     """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). One projection gives x, B, C, dt and the output's gate."""
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
         """Return the sections: x, B and C, which go through the convolution; dt; z, the output's gate."""
-        return {"x": cut.values, "B": cut.keys, "C": cut.keys, "dt": cut.heads, "z": cut.values}
+        return {"x": shard.values, "B": shard.keys, "C": shard.keys, "dt": shard.heads, "z": shard.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         inputs, parts = self._split(x, ops)
@@ -221,20 +223,20 @@ class Mamba1(StatePart):
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
         super().__init__(config, place, tensors, batch_invariant)
         assert config.state is not None
-        names, spec, rank, cut = config.names.state, self.spec, config.state.dt_rank, tensors.cut.state
+        names, spec, rank, shard = config.names.state, self.spec, config.state.dt_rank, tensors.shard.state
         self._sizes = [rank, spec.key_dim, spec.key_dim]
-        self.x_proj = tensors.linear({names.from_conv: sum(self._sizes)}, cut.heads, False)
+        self.x_proj = tensors.linear({names.from_conv: sum(self._sizes)}, shard.heads, False)
         self.norms = [tensors.norm(name, size) for name, size in zip(names.from_conv_norms, self._sizes, strict=True)]
-        self.dt_proj = tensors.linear({names.low_rank[0]: cut.heads}, rank, False)
+        self.dt_proj = tensors.linear({names.low_rank[0]: shard.heads}, rank, False)
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
         """Return the sections: x, which goes through the convolution; z, the output's gate."""
-        return {"x": cut.heads, "z": cut.heads}
+        return {"x": shard.heads, "z": shard.heads}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
         """Return two layers: the convolution, and the recurrence after it."""
-        spec, heads = self.spec, tensors.cut.state.heads
+        spec, heads = self.spec, tensors.shard.state.heads
         weight, bias = tensors.take_conv({names.conv[0]: heads}, spec.conv_width, state.conv_bias)
         recurrence = StateParameters(
             A_log=tensors.take_float(names.A_log, heads, spec.key_dim),
@@ -261,9 +263,9 @@ class ShortConvolution(StatePart):
     """LFM2's short convolution (Liquid AI 2025, arXiv 2511.23404), with one gate on its input and one on its output."""
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
         """Return the sections: x, and the gates before and after the convolution."""
-        return {"x": cut.out, "B": cut.out, "C": cut.out}
+        return {"x": shard.out, "B": shard.out, "C": shard.out}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         inputs, parts = self._split(x, ops)

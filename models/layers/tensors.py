@@ -17,7 +17,7 @@ from headway.kernels.linear.linear import Linear, ProductOrigin
 from headway.kernels.step.operations import Norm
 from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import DecoderConfig
-from headway.models.cut import ModelCut
+from headway.models.shard import ModelShard
 
 
 class LayerTensors:
@@ -27,25 +27,25 @@ class LayerTensors:
         self,
         config: DecoderConfig,
         weights: WeightSource,
-        cut: ModelCut,
+        shard: ModelShard,
         ranks: Ranks,
         prefix: str = "",
         kernels: LinearKernels | None = None,
     ) -> None:
-        """config: the family's conventions. cut: this rank's shard. prefix: prefix of every name, such as `model.layers.0.`.
+        """config: the family's conventions. shard: this rank's shard. prefix: prefix of every name, such as `model.layers.0.`.
         kernels:
         for linear layers; None means Headway's own.
         """
         self.kernels = kernels
         self.weights = weights
-        self.cut = cut
+        self.shard = shard
         self.ranks = ranks
         self.prefix = prefix
         self._config = config
 
     def below(self, prefix: str, config: DecoderConfig) -> LayerTensors:
         """Return a reader for the names below `prefix`, by the conventions of `config`."""
-        return LayerTensors(config, self.weights, self.cut, self.ranks, prefix, self.kernels)
+        return LayerTensors(config, self.weights, self.shard, self.ranks, prefix, self.kernels)
 
     def take(self, name: str, *shape: int | Axis) -> Tensor:
         """Return one tensor of this shape."""
@@ -102,9 +102,9 @@ class LayerTensors:
         else:
             names = {f"{self.prefix}{module}.weight": size for module, size in sizes.items()}
             if order is None and scale == 1.0:
-                kept = self.weights.take_product(names, in_features)
+                stored = self.weights.take_product(names, in_features)
                 biases = self._biases(sizes, bias, summed)
-                return Linear(kept, biases, summed, dtype=self.weights.dtype, origin=origin, kernels=self.kernels)
+                return Linear(stored, biases, summed, dtype=self.weights.dtype, origin=origin, kernels=self.kernels)
             weight = self.weights.take_merged(names, in_features)
         biases = self._biases(sizes, bias, summed)
         if order is not None:
@@ -124,7 +124,7 @@ class LayerTensors:
         """
         of_rows = {f"{self.prefix}{module}.bias": size for module, size in sizes.items()}
         biases = self.weights.take_merged(of_rows) if bias else None
-        return self.cut.once(biases) if summed else biases
+        return self.shard.once(biases) if summed else biases
 
     def sections(
         self,

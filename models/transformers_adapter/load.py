@@ -46,7 +46,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     return compiler(graph, inputs, config_patches={"compile_threads": 1})
 
 
-def _keep_compilations() -> None:
+def _set_compile_cache() -> None:
     """Set torch's compilation cache to Headway's cache folder, unless the user has set one.
 
     torch would otherwise set TRITON_CACHE_DIR itself, and so move the cache of all other kernels of this process.
@@ -71,7 +71,7 @@ def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> No
     began = time.perf_counter()
     device = model.device
     if device.type == "cuda":
-        _keep_compilations()
+        _set_compile_cache()
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=backend)
     ids = torch.zeros(_NUM_TOKENS, dtype=torch.int64, device=device)
@@ -181,7 +181,7 @@ def load_adapted(
             except ModelError as error:
                 if torch_compile:
                     raise
-                log.warning("model: its layers run as transformers wrote them, several times slower: %s", error)
+                log.warning("model: running the layers without compilation, several times slower: %s", error)
         return adapted
 
 

@@ -115,9 +115,9 @@ class TransformersModel:
             raise ModelError(f"{self.name}: its logits are no function of what {path} returns alone")
         if logits.shape[1] != self.vocab_size:
             raise ModelError(f"{self.name}: vocab_size={self.vocab_size} in config.json, and {logits.shape[1]} logits")
-        turned, turned_calls = run_probe(model, lambda: self._hidden(ids.flip(0), places.flip(0)))
-        meet = differ(hidden, turned.flip(0))
-        for call, other in zip(calls, turned_calls, strict=True):
+        flipped, flipped_calls = run_probe(model, lambda: self._hidden(ids.flip(0), places.flip(0)))
+        meet = differ(hidden, flipped.flip(0))
+        for call, other in zip(calls, flipped_calls, strict=True):
             meet |= any(differ(a, b.flip(2)) for a, b in zip(call.tensors, other.tensors, strict=True))
         if meet:
             raise ModelError(

@@ -394,8 +394,10 @@ class IntegerGroups(StoredFormat):
         if self.bits == 4 and (group_of is None or fits):
             codes = codes if order is None else codes[:, order]
             plain = zeros is None or bool((zeros == 8).all())
-            kept = None if zeros is None or plain else zeros.contiguous()
-            return Int4Weight(packed(codes, size), scales.contiguous(), kept, size, None if order is None else order.int())
+            stored_zeros = None if zeros is None or plain else zeros.contiguous()
+            return Int4Weight(
+                packed(codes, size), scales.contiguous(), stored_zeros, size, None if order is None else order.int()
+            )
         groups = group_of if group_of is not None else torch.arange(codes.shape[1], device=codes.device) // size
         middle = float(2 ** (self.bits - 1))
         values = codes.float() - (middle if zeros is None else zeros.float()[:, groups])
@@ -537,7 +539,7 @@ class Quantization:
     rules: tuple[FormatRule, ...]
     method: str = ""
     """Name of the method, one of METHODS."""
-    beside: str | None = None
+    extra_folder: str | None = None
     """Subfolder of the model's folder with additional quantized weights; None if there is none."""
 
     @property

@@ -107,8 +107,8 @@ def _orders(rows: int, reader: Any, architecture: str) -> Iterator[Tensor]:
             yield torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
-def kept_blocks(folder: Path) -> Quantization | None:
+def stored_blocks(folder: Path) -> Quantization | None:
     """Return the format of the blocks next to a converted model's weights; None if there are none."""
     if not (folder / FOLDER).is_dir():
         return None
-    return Quantization("its .gguf file", (FormatRule((), GgufBlocks()),), beside=FOLDER)
+    return Quantization("its .gguf file", (FormatRule((), GgufBlocks()),), extra_folder=FOLDER)

@@ -26,7 +26,7 @@ from headway.core.system.files import cache_folder, new_folder
 from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.terminal import Terminal, progress_bar
 from headway.models.checkpoints.checkpoint import check_bounds, check_sizes
-from headway.models.checkpoints.end_tokens import keep_gguf_ends
+from headway.models.checkpoints.end_tokens import save_gguf_ends
 from headway.models.checkpoints.gguf.blocks import write_blocks
 from headway.models.checkpoints.gguf.header import Header, refuse_part, refuse_unread_tensors, require_keys, take_rope_scaling
 from headway.models.checkpoints.gguf.hybrid_architectures import ARCHITECTURES, architecture_of
@@ -118,13 +118,13 @@ def _convert(path: Path, target: Path) -> None:
         architecture = architecture_of(header)
         if architecture is not None:
             write_folder(header, architecture, target)
-            keep_gguf_ends(header, target)
+            save_gguf_ends(header, target)
             return
     with _read_by("transformers", path, header.architecture):
         _convert_by_transformers(header, target)
     with _read_by("gguf", path):
         write_blocks(path, target)
-        keep_gguf_ends(header, target)
+        save_gguf_ends(header, target)
 
 
 @contextmanager

@@ -173,14 +173,14 @@ def qwen3_5_rules(header: Header) -> list[Rule]:
     keys, heads = header.size("ssm.group_count"), max(header.size("ssm.time_step_rank"), 1)
     key_rows, value_dim = 2 * keys * header.size("ssm.state_size"), header.size("ssm.inner_size") // heads
     of_head, of_value = partial(grouped, keys, 1, 0), partial(grouped, keys, value_dim, 0)
-    behind_keys = partial(grouped, keys, value_dim, key_rows)
+    after_keys = partial(grouped, keys, value_dim, key_rows)
     return [
         *_gated_delta(header),
-        *renamed({"attn_qkv": "linear_attn.in_proj_qkv"}, behind_keys),
+        *renamed({"attn_qkv": "linear_attn.in_proj_qkv"}, after_keys),
         *renamed({"attn_gate": "linear_attn.in_proj_z"}, of_value),
         *renamed({"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}, of_head),
         *renamed({"ssm_out": "linear_attn.out_proj"}, partial(grouped_columns, keys, value_dim)),
-        Rule(("ssm_conv1d.weight",), "linear_attn.conv1d.weight", lambda kernel: behind_keys(convolution(kernel))),
+        Rule(("ssm_conv1d.weight",), "linear_attn.conv1d.weight", lambda kernel: after_keys(convolution(kernel))),
         Rule(("ssm_a",), "linear_attn.A_log", lambda a: of_head(flat_log_of_decay(a))),
         Rule(("ssm_dt.bias",), "linear_attn.dt_bias", of_head),
     ]
@@ -485,8 +485,10 @@ def _plain_attention() -> list[Rule]:
 def _rotated_attention(header: Header, target: str = "self_attn") -> list[Rule]:
     """Return attention rules that undo Llama's order of q and k rows, which the converter applies even without RoPE."""
     heads = {"q": header.size("attention.head_count"), "k": header.size("attention.head_count_kv")}
-    turned = {f"{target}.{part}_proj": partial(from_pairs, count) for part, count in heads.items()}
-    return [Rule(rule.sources, rule.target, turned.get(rule.target.rpartition(".")[0], rule.make)) for rule in attention(target)]
+    reordered = {f"{target}.{part}_proj": partial(from_pairs, count) for part, count in heads.items()}
+    return [
+        Rule(rule.sources, rule.target, reordered.get(rule.target.rpartition(".")[0], rule.make)) for rule in attention(target)
+    ]
 
 
 def _mamba2(target: str) -> list[Rule]:

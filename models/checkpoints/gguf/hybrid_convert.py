@@ -113,10 +113,10 @@ def _sentencepiece(header: Header, tokens: list[str]) -> Any:
     scores = header.general("tokenizer.ggml.scores", [])
     known = {token: number for number, token in enumerate(tokens)}
     pairs = [
-        (scores[number], token[:cut], token[cut:])
+        (scores[number], token[:end], token[end:])
         for token, number in known.items()
-        for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
+        for end in range(1, len(token))
+        if token[:end] in known and token[end:] in known
     ]
     pairs.sort(key=lambda pair: (pair[0], len(pair[1]), len(pair[2])), reverse=True)
     unknown = header.general("tokenizer.ggml.unknown_token_id", 0)
@@ -152,7 +152,7 @@ _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Recipe:
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
     expert: int | None = None  # Index of the expert along the first axis; None means the whole tensor
@@ -169,12 +169,12 @@ def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -
     check_sizes(header.path, config.to_dict(), "its header")
     read = read_decoder_config(config)
     _check_experts(header, read)
-    asked = _asked(header, architecture, read)
+    needed = _needed(header, architecture, read)
     tokenizer = build_tokenizer(header)
     config.save_pretrained(target)
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
-    _write_tensors(header, asked, target)
+    _write_tensors(header, needed, target)
 
 
 def _check(header: Header, architecture: GgufArchitecture) -> None:
@@ -222,7 +222,7 @@ def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:
 class _Names(WeightSource):
     """Weight source that only records the names and shapes of the tensors that a decoder takes."""
 
-    def __init__(self, known: Mapping[str, _Piece]) -> None:
+    def __init__(self, known: Mapping[str, _Recipe]) -> None:
         self.dtype = torch.float32
         self.device = torch.device("meta")
         self._known = known
@@ -249,10 +249,10 @@ class _Names(WeightSource):
         """Do nothing: nothing was read."""
 
 
-def _asked(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, tuple[_Piece, tuple[int, ...]]]:
+def _needed(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, tuple[_Recipe, tuple[int, ...]]]:
     """Return shape and source of the decoder's tensors. :raises ModelError: if the file lacks a tensor, or has an unknown one."""
-    possible = _pieces(header, architecture, config)
-    known = {name: piece for name, piece in possible.items() if all(source in header for source in piece.sources)}
+    possible = _recipes(header, architecture, config)
+    known = {name: recipe for name, recipe in possible.items() if all(source in header for source in recipe.sources)}
     names = _Names(known)
     with torch.inference_mode():
         Decoder(config, names, batch_invariant=False)
@@ -273,12 +273,12 @@ def _asked(header: Header, architecture: GgufArchitecture, config: DecoderConfig
     return {name: (known[name], shape) for name, shape in names.shapes.items()}
 
 
-def _pieces(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, _Piece]:
+def _recipes(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, _Recipe]:
     """Return every checkpoint tensor that the rules can make; of two rules for one, the rule whose sources the file has."""
-    names, pieces = config.names, {}
-    pieces[f"{names.embed}.weight"] = _Piece(("token_embd.weight",), torch.Tensor.contiguous)
-    pieces[f"{names.norm}.weight"] = _Piece((f"{architecture.norm}.weight",), architecture.make_norm)
-    pieces[f"{names.head}.weight"] = _Piece(("output.weight",), torch.Tensor.contiguous)
+    names, recipes = config.names, {}
+    recipes[f"{names.embed}.weight"] = _Recipe(("token_embd.weight",), torch.Tensor.contiguous)
+    recipes[f"{names.norm}.weight"] = _Recipe((f"{architecture.norm}.weight",), architecture.make_norm)
+    recipes[f"{names.head}.weight"] = _Recipe(("output.weight",), torch.Tensor.contiguous)
     count = 0 if config.experts is None else config.experts.num_experts
     rules = architecture.rules(header)
     for layer in range(header.num_layers):
@@ -288,30 +288,30 @@ def _pieces(header: Header, architecture: GgufArchitecture, config: DecoderConfi
             numbers = range(count) if "{}" in rule.target else [None]
             for number in numbers:
                 name = target if number is None else target.format(number)
-                if name not in pieces or all(source in header for source in sources):
-                    pieces[name] = _Piece(sources, rule.make, number)
-    return pieces
+                if name not in recipes or all(source in header for source in sources):
+                    recipes[name] = _Recipe(sources, rule.make, number)
+    return recipes
 
 
-def _write_tensors(header: Header, asked: Mapping[str, tuple[_Piece, tuple[int, ...]]], target: Path) -> None:
+def _write_tensors(header: Header, needed: Mapping[str, tuple[_Recipe, tuple[int, ...]]], target: Path) -> None:
     """Make the tensors one by one, and write files of some gigabytes to limit memory use."""
     from safetensors.torch import save_file
 
     place: dict[str, str] = {}
     made: dict[str, Tensor] = {}
     last: tuple[object, Tensor] | None = None
-    for name, (piece, shape) in asked.items():
-        key = piece.sources, piece.make
+    for name, (recipe, shape) in needed.items():
+        key = recipe.sources, recipe.make
         if last is None or last[0] != key:  # experts of one tensor are consecutive
-            last = key, piece.make(*map(header.tensor, piece.sources))
-        tensor = last[1] if piece.expert is None else last[1][piece.expert]
+            last = key, recipe.make(*map(header.tensor, recipe.sources))
+        tensor = last[1] if recipe.expert is None else last[1][recipe.expert]
         if tuple(tensor.shape) != shape:
             raise ModelError(
-                f"model {header.path}: {' and '.join(piece.sources)} (in the checkpoint {name}) needs shape {list(shape)} by its "
-                f"header, got {list(tensor.shape)}"
+                f"model {header.path}: {' and '.join(recipe.sources)} (in the checkpoint {name}) needs shape {list(shape)} by "
+                f"its header, got {list(tensor.shape)}"
             )
         made[name] = tensor.clone()
-        if sum(tensor.nbytes for tensor in made.values()) >= _SHARD or len(place) + len(made) == len(asked):
+        if sum(tensor.nbytes for tensor in made.values()) >= _SHARD or len(place) + len(made) == len(needed):
             file = f"model-{len(set(place.values())) + 1:05}.safetensors"
             save_file(made, target / file, metadata={"format": "pt"})
             place |= dict.fromkeys(made, file)

@@ -137,9 +137,9 @@ class _Source:
         if folder is not None:
             return Weights(folder, self.dtype, self.device)
         kernels = self.options.kernels or builtin_kernels(self.device)
-        keeps = partial(kernels.reads, dtype=self.dtype)
-        keeps_experts = partial(reads_expert_weight, dtype=self.dtype, device=self.device, options=self.options.experts)
-        return Weights(self.folder, self.dtype, self.device, (), self.quantization, keeps, keeps_experts)
+        supports = partial(kernels.reads, dtype=self.dtype)
+        supports_experts = partial(reads_expert_weight, dtype=self.dtype, device=self.device, options=self.options.experts)
+        return Weights(self.folder, self.dtype, self.device, (), self.quantization, supports, supports_experts)
 
 
 def load_pooling_model(
@@ -201,7 +201,7 @@ def _step_token(stated: Mapping[str, Any], tokenizer: Any) -> int | None:
         )
     token = tokenizer.convert_tokens_to_ids(_STEP)
     if token is None or token == tokenizer.unk_token_id:
-        log.info("reward: the tokenizer has no %s, which would end a step, so that each token is rewarded", _STEP)
+        log.info("reward: rewarding each token, because the tokenizer has no end-of-step token %s", _STEP)
         return None
     return int(token)
 

@@ -1,4 +1,4 @@
-"""Safetensors folders: what is read, and how one can be incomplete or wrong; and products over weights that stay quantised."""
+"""Tests of safetensors folders, complete and damaged, and of linear layers with quantized weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_tensors_are_taken_by_name_and_merged_along_their_rows_in_the_wanted_dty
 
 
 def folder(path: Path, files: dict[str, str], named: dict[str, str] | None = None) -> Path:
-    """Files of tensors with names of one letter, and an index where one is given."""
+    """Files of tensors with one-letter names, and an index if one is given."""
     for name, letters in files.items():
         save(path, f"{name}.safetensors", **{letter: tensor(1 + place) for place, letter in enumerate(letters)})
     if named is not None:

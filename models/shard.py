@@ -21,7 +21,7 @@ from headway.kernels.linear.axes import Axis, Division
 from headway.models.config import DecoderConfig, StateConfig
 
 
-class ModelCut:
+class ModelShard:
     """Axes of a model's tensors as one rank holds them, and the configuration of this rank's shard."""
 
     def __init__(self, config: DecoderConfig, rank: int = 0, size: int = 1, by_expert: bool = True) -> None:
@@ -49,9 +49,9 @@ class ModelCut:
         return self._division.even(self._config.intermediate_size)
 
     @cached_property
-    def vocabulary(self) -> VocabularyCut:
+    def vocabulary(self) -> VocabularyShard:
         """Rows of the embedding and of the output head."""
-        return VocabularyCut(self._config.vocab_size, self._division)
+        return VocabularyShard(self._config.vocab_size, self._division)
 
     @cached_property
     def experts(self) -> ExpertsCut:
@@ -60,10 +60,10 @@ class ModelCut:
         return ExpertsCut(self._config.experts, self._division)
 
     @cached_property
-    def state(self) -> StateCut:
+    def state(self) -> StateShard:
         """Shard of the recurrent parts."""
         assert self._config.state is not None
-        return StateCut(self._config.state, self._division)
+        return StateShard(self._config.state, self._division)
 
     @cached_property
     def own(self) -> DecoderConfig:
@@ -84,7 +84,7 @@ class ModelCut:
         return tensor if self._division.rank == 0 else None
 
 
-class VocabularyCut:
+class VocabularyShard:
     """Tokens of one rank: the same number on each rank, except for the last ones."""
 
     def __init__(self, size: int, division: Division) -> None:
@@ -120,7 +120,7 @@ def _with_rows(tensor: Tensor, rows: int) -> Tensor:
     return tensor if missing == 0 else tensor[:rows] if missing < 0 else pad(tensor, (0, 0, 0, missing))
 
 
-class StateCut:
+class StateShard:
     """Heads or channels of recurrent parts. Ranks whose heads share q and k (B and C of `mamba2`) all hold them."""
 
     def __init__(self, config: StateConfig, division: Division) -> None:
