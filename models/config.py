@@ -200,9 +200,7 @@ class Multipliers:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shapes and switches of a decoder. The decoder supports any combination of the differences between model families listed
-    here.
-    """
+    """Shapes and switches of a decoder. The decoder supports any combination of these differences between families."""
 
     model_type: str
     vocab_size: int
@@ -240,9 +238,7 @@ class DecoderConfig:
     state: StateConfig | None = None
     multipliers: Multipliers = Multipliers()
     output_gate: bool = False
-    """True if attention's output is multiplied by the sigmoid of a gate, which the q projection computes for each head
-    (Qwen3-Next).
-    """
+    """True if attention's output is multiplied by the sigmoid of a gate that the q projection computes per head (Qwen3-Next)."""
     embedding_scale: float = 1.0
     position_offset: int = 0
     """Rows of the table of learned positions before position 0 (OPT)."""

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
 LOAD_FORMATS = ("auto", "dummy")
 """Values of load_format: auto reads the folder's safetensors files; dummy draws random weights with the shapes of config.json."""
 MODEL_IMPLS = ("auto", "headway", "transformers")
-"""Values of model_impl: headway is Headway's decoder; transformers is its code with Headway's attention and cache; auto prefers
-headway.
-"""
+"""Values of model_impl: headway; transformers (its code with Headway's attention and cache); auto prefers headway."""
 
 log = logging.getLogger("headway")
 
@@ -115,8 +113,7 @@ def load_model(
     """Locate and load a model.
 
     dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (where bfloat16 is slower), else the checkpoint's. An
-    explicit
-    float32 is exact: blocks of a .gguf file are dequantized if their kernels would round activations.
+    explicit float32 is exact: blocks of a .gguf file are dequantized if their kernels would round activations.
     load_format: auto or dummy. dummy needs only a config.json; the tokenizer is read if the folder has one.
     model_impl: one of MODEL_IMPLS; the log names the implementation, and why auto chose transformers.
     ranks: with several, only this rank's shard is loaded; every rank must call.
@@ -353,8 +350,7 @@ def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None
     """Return the specs of a model's layers in a dtype.
 
     model: path of a config.json, or a name for `locate`. Only the configuration is read, so quantized weights do not matter.
-    Sinks,
-    which are weights, are 0. dtype: None means the one that config.json names, else bfloat16.
+    Sinks, which are weights, are 0. dtype: None means the one that config.json names, else bfloat16.
 
     :raises ConfigError: if the path names another file, or does not exist.
     :raises ModelError: if there is no such model, its configuration is unreadable, or its attention is unsupported.
@@ -374,9 +370,7 @@ def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None
 
 
 def decoder_layer_specs(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> LayerSpecs:
-    """Return the specs of a decoder's layers, or of a rank's shard if `config` is the shard's. Sinks, which are weights, are
-    0.
-    """
+    """Return the specs of a decoder's layers, or of a rank's shard if `config` is the shard's. Sinks are 0."""
     sinks = (0.0,) * config.num_heads if config.sinks else None
     cached = [cached_spec(config, layer, dtype, device, sinks=sinks) for layer in config.layers if layer.attention]
     latent = config.latent

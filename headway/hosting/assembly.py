@@ -84,9 +84,7 @@ class DraftModel:
         return DraftedSequence(self)
 
     def propose_batch(self, sequences: Sequence[Sequence[int]], most: Sequence[int]) -> list[list[int]]:
-        """Return draft tokens of several sequences, at most `most` for each. A sequence too long for the draft model gets
-        none.
-        """
+        """Return draft tokens of several sequences, at most `most` for each; none for sequences too long for the draft model."""
         engine, found = self._engine, [list[int]() for _ in sequences]
         longest = engine.limits.max_model_len
         for number, (token_ids, count) in enumerate(zip(sequences, most, strict=True)):
@@ -301,8 +299,7 @@ def _load(start: _Start) -> _Loaded:
     """Load the model, while another thread tests the backends that `auto` may choose from.
 
     Sampling kernels are compiled here by running the model, before anything is measured. That is not possible if measurements
-    choose
-    kernels for linear layers or experts, since weights are packed for them, or if there are other ranks, which join in the
+    choose kernels for linear layers or experts, since weights are packed for them, or if there are other ranks, which join in the
     model's all-reduces only after they received the choices.
     """
     with _trying_backends(start):

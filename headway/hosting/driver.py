@@ -22,8 +22,7 @@ class HeldInterrupts:
     """Delays SIGINT while an engine's step runs in the main thread, the only one that Python interrupts.
 
     An exception between two instructions of a step could leak pages, or leave a step that the device ran and the scheduler does
-    not
-    know. A second Ctrl-C is delivered at once, because the step may hang.
+    not know. A second Ctrl-C is delivered at once, because the step may hang.
     """
 
     def __init__(self) -> None:
@@ -149,9 +148,7 @@ class EngineDriver:
         self.task_state: dict[str, Any] = {}
         """Objects that tasks store for later tasks, by name; see headway.hosting.host."""
         self.on_cpu = assembly.device.type == "cpu"
-        """True if activations and compiled kernels are in this process's memory, from which freed memory is returned at
-        intervals.
-        """
+        """True if activations and compiled kernels are in this process's memory; freed memory is returned at intervals."""
         self._deferred: list[Callable[[], None]] = []  # Calls by the step's thread, delayed to the end of the step
         self._next_give_back = time.perf_counter() + GIVE_BACK_INTERVAL
 
@@ -166,9 +163,7 @@ class EngineDriver:
             self._listeners = tuple(each for each in self._listeners if each != listener)
 
     def call_between_steps(self, function: Callable[[], None]) -> None:
-        """Call a function while no step runs: at once, or at the end of the step if called within one (by the garbage
-        collector).
-        """
+        """Call a function while no step runs: at once, or at the end of the step if called within one."""
         if self.lock.is_mine:
             self._deferred.append(function)
             return

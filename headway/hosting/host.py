@@ -91,9 +91,7 @@ class EngineHost(ABC):
 
     @abstractmethod
     def check_caller(self) -> None:
-        """Check that this thread may wait for a step. :raises ConfigError: if it is running one, in a logits processor or
-        signal handler.
-        """
+        """Check that this thread may wait for a step. :raises ConfigError: if a step of the thread itself is running."""
 
     def check_alive(self) -> None:
         """Check that the engine runs. :raises EngineDeadError: if it has ended."""
@@ -257,9 +255,7 @@ class EngineThread(EngineHost):
             self._end_by(fault)
 
     def _next_calls(self, wait: bool) -> tuple[list[Call], bool]:
-        """Return the calls queued since the last step, and whether the thread must end. wait: True blocks until there is a
-        call.
-        """
+        """Return the calls queued since the last step, and whether the thread must end. wait: True waits for a call."""
         calls: list[Call] = []
         idle = _IDLE if self.driver.on_cpu else None
         while True:

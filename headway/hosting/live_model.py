@@ -25,9 +25,7 @@ _LOST = "weights lost in sleep"
 
 
 def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
-    """Return the weights of a driver's model for replacement. what: requesting operation. :raises ConfigError: if
-    irreplaceable.
-    """
+    """Return the replaceable weights of a driver's model. what: the requested operation. :raises ConfigError: if fixed."""
     model, on_disk = driver.assembly.model, driver.assembly.engine.config.kv_offload_dir
     if model.live_weights is None:
         need = "plain weights on one rank that Headway's decoder computes"
@@ -131,9 +129,7 @@ class Worker:
         return found
 
     def update_config(self, overrides: Mapping[str, Any]) -> None:
-        """Set the source of `reload_weights`: load_config.load_format "auto" (files) or "dummy". :raises ConfigError: for
-        other options.
-        """
+        """Set the source of `reload_weights`: load_config.load_format "auto" or "dummy". :raises ConfigError: for others."""
         given = overrides.get("load_config") if isinstance(overrides, Mapping) else None
         found = given.get("load_format") if isinstance(given, Mapping) and len(overrides) == len(given) == 1 else None
         if found not in LOAD_FORMATS:

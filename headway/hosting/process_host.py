@@ -49,9 +49,7 @@ class _WaitingTask(NamedTuple):
 
 
 class EngineProcess(EngineHost):
-    """Runs an engine in a child process, which ends with this process. After a fault a new one may start, without the old
-    requests.
-    """
+    """Runs an engine in a child process, which ends with this process. After a fault a new engine may start."""
 
     def __init__(self, make: Callable[[], EngineDriver], spawned: SpawnedEngine | None = None, restarts: int = 0) -> None:
         """Start loading the model in the child, and wait until it is ready.
@@ -108,9 +106,7 @@ class EngineProcess(EngineHost):
 
     @property
     def stalled_seconds(self) -> float:
-        """Seconds since the engine last made progress; a task for the time between two steps counts as work. 0.0 while it has
-        no work.
-        """
+        """Seconds since the engine last made progress; queued tasks count as work. 0.0 while it has no work."""
         with self._guard:
             waiting = [task.since for task in self._waiting.values() if not task.concurrently]
         if self.error is not None or not (waiting or sum(self._num_sequences)):

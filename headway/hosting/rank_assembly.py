@@ -49,9 +49,7 @@ _MODEL_STEP: Final = 1024
 
 
 class EngineChoices(NamedTuple):
-    """Choices that rank 0 made by measuring, for all ranks, as lists in the order of the model's layers; specs name the
-    device.
-    """
+    """Choices that rank 0 made by measuring, for all ranks, as lists in the order of the model's layers."""
 
     costs: Sequence[CostTable] | None
     """One table for each of `LayerSpecs.counts`."""
@@ -104,9 +102,7 @@ def _check_count(size: int, count: int, what: str) -> None:
 
 
 def start_ranks(args: EngineArgs, devices: Sequence[torch.device]) -> RankProcesses:
-    """Start the processes of the other ranks. On a CPU all ranks share its threads, and this process's thread count is set
-    too.
-    """
+    """Start the processes of the other ranks. On a CPU, all ranks share its threads, and the thread count is set here too."""
     size, num_threads = len(devices), None
     if devices[0].type == "cpu":
         bound_kernel_caches()
@@ -153,8 +149,7 @@ def sampling_of(
     """Return the sampling operations of a model, after compiling their kernels and the model's, except for attention's.
 
     They are needed whichever attention backend is chosen, so all are compiled in one `ahead`. The model runs for that, on all
-    ranks at
-    the same time.
+    ranks at the same time.
     """
     most = min(_MODEL_STEP, config.for_device(layers.device).step_tokens)
 

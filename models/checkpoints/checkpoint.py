@@ -199,8 +199,7 @@ def check_bounds(
     """Compare counts and sizes with the shapes of the tensors, before lists of these lengths are made.
 
     The bound is coarse: the exact shapes are compared when the tensors are read. shapes: shape of each tensor by name; None if
-    there
-    are no tensors. file: name of the file with the sizes, for the error.
+    there are no tensors. file: name of the file with the sizes, for the error.
 
     :raises ModelError: if a size is impossible for these tensors; it names the first one.
     """
@@ -214,9 +213,7 @@ def check_bounds(
 
 
 def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
-    """Yield the integers, also those written as text, whose names say that they count or measure a part; nested mappings
-    included.
-    """
+    """Yield the integers, also as text, whose names say that they count or measure a part; nested mappings included."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _sizes(value)

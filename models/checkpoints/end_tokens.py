@@ -26,8 +26,7 @@ def read_end_tokens(folder: Path, stated: Mapping[str, Any], config: Any, tokeni
     """Return the token ids that end a response, and log each with the places that name it.
 
     stated: config.json as written. config: config.json with its class's defaults. Its default id is used only if the files name
-    none,
-    because an additional default could be an ordinary word. tokenizer: None if the model has none.
+    none, because an additional default could be an ordinary word. tokenizer: None if the model has none.
 
     :raises ModelError: if a file names something that is not a token id.
     """

@@ -24,8 +24,7 @@ def take_experts(
     experts' outputs.
 
     Each of the two grouped GEMMs keeps the checkpoint's quantization format if the source keeps it and all experts have it. If
-    shared
-    experts have another format, or their slices end within a block, all experts are dequantized.
+    shared experts have another format, or their slices end within a block, all experts are dequantized.
     """
     config = shard.own
     router, router_bias, correction = _take_router(config, names, hidden_size, weights, at)
@@ -139,9 +138,7 @@ def _dequantized(rows: Rows, weights: WeightSource) -> Tensor:
 def _take_interleaved(
     shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str
 ) -> tuple[Rows, Tensor, Rows, Tensor]:
-    """Return gate_up, its bias, down and its bias from transposed stacks of all experts with interleaved gate and up rows
-    (gpt-oss).
-    """
+    """Return gate_up, its bias, down and its bias from transposed stacks with interleaved gate and up rows (gpt-oss)."""
     inner, held = shard.own.intermediate_size, shard.own.num_held
     gate_up = weights.take_stacked(at + names.stacked_gate_up, (shard.experts, hidden, shard.inner * 2), transposed=True)
     if isinstance(gate_up, Tensor):

@@ -70,9 +70,7 @@ class GivenWeights(WeightSource):
 
 
 def attention_facts(part: object) -> object:
-    """Return the attention spec and KV scales given to backends, which must not change with a layer's weights; None without
-    attention.
-    """
+    """Return the attention spec and KV scales given to backends, which must not change; None for a part without attention."""
     attention = getattr(part, "attention", None)
     return None if attention is None else (attention.spec, getattr(part, "kv_scales", None))
 
@@ -89,8 +87,7 @@ class LiveWeights:
     """Weights of a running decoder, which a program may replace between two steps.
 
     A layer merges, scales and packs the tensors that it takes, so a single tensor cannot be replaced: the layer is rebuilt from
-    all
-    of its tensors. Passed tensors stay in host memory for that.
+    all of its tensors. Passed tensors stay in host memory for that.
     """
 
     def __init__(self, decoder: Decoder, checkpoint: Callable[..., WeightSource], dummy: bool) -> None:

@@ -44,9 +44,7 @@ _ELEMENTS = {
 
 
 class TensorFiles:
-    """Tensors of a folder, copied one by one from the mapped file to the device, without a copy of the checkpoint in host
-    memory.
-    """
+    """Tensors of a folder, copied one by one from the mapped file to the device, without a copy in host memory."""
 
     def __init__(
         self, folder: Path, device: torch.device, aliases: tuple[tuple[str, str], ...] = (), extra_folder: str | None = None

@@ -283,8 +283,7 @@ def _naming_config(folder: Path) -> Any:
     """Return a configuration with everything that AutoTokenizer needs, if tokenizer_config.json names the tokenizer's class.
 
     None for other folders: transformers then imports the model's configuration class and with it torch's distributed tensors,
-    which
-    takes most of a second.
+    which takes most of a second.
     """
     from transformers import PreTrainedConfig
 

@@ -26,9 +26,7 @@ from headway.models.checkpoints.gguf.blocks import GgufBlocks
 from headway.models.checkpoints.tensor_files import NEEDED, PLAIN, TensorFiles
 
 IGNORED = ("rotary_emb.inv_freq", ".q_scale", ".prob_scale")
-"""Suffixes of tensors that some checkpoints have and Headway does not need: computed values, and scales of unquantized
-tensors.
-"""
+"""Suffixes of tensors in some checkpoints that Headway does not need: computed values, and scales of unquantized tensors."""
 
 log = logging.getLogger("headway")
 
@@ -411,9 +409,7 @@ class DummyWeights(WeightSource):
         return words.view(torch.uint8)[:count].view(shape)
 
     def _drawn(self, rows: Axis, columns: Axis) -> Tensor | QuantizedWeight | None:
-        """Draw an unsharded quantized weight, the same on all ranks, and return this rank's shard; None if the format has no
-        kernel.
-        """
+        """Draw an unsharded quantized weight, the same on all ranks, and return this rank's shard; None without a kernel."""
         form = self._form
         whole = None if form is None else form.drawn(self._octets, rows.whole, columns.whole, STD, self.dtype)
         if whole is None:

@@ -91,9 +91,7 @@ class EncoderTensors:
         self._prefix = prefix
 
     def norm(self, module: str) -> Norm:
-        """Return a LayerNorm over the residual stream; a missing bias becomes zeros, because a `Norm` without one is an
-        RMSNorm.
-        """
+        """Return a LayerNorm over the residual stream; a missing bias becomes zeros, as a `Norm` without one is an RMSNorm."""
         size = (self._config.hidden_size,)
         weight = self.weights.take(f"{self._prefix}{module}.weight", size)
         bias = self.weights.take(f"{self._prefix}{module}.bias", size) if self._config.norm_bias else torch.zeros_like(weight)

@@ -172,9 +172,7 @@ _EPSILON_FIELDS = ("norm_epsilon", "layer_norm_epsilon", "norm_eps", "rms_norm_e
 
 
 def _check_convolution(config: Any, state: StateConfig | None) -> None:
-    """Check that the convolution's activation, which transformers takes from the MLPs, is silu. :raises BeyondDecoderError: if
-    not.
-    """
+    """Check that the convolution's activation, which transformers takes from the MLPs, is silu."""
     if state is None or not state.spec.conv_channels or state.spec.activation != "silu":
         return
     field = "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act"

@@ -271,9 +271,7 @@ MINIMAX_NAMES = replace(
 
 
 def minimax(config: Any) -> dict[str, Any]:
-    """Return MiniMax-01's options: decays that weaken from layer to layer, and factors folded into the parts' last linear
-    layers.
-    """
+    """Return MiniMax-01's options: decays that weaken from layer to layer, and factors folded into output projections."""
     heads, count = config.num_attention_heads, config.num_hidden_layers
     dim = config.head_dim or config.hidden_size // heads
     spec = StateSpec(LIGHTNING, heads, heads, dim, dim, state_dtype=state_dtype(config))

@@ -20,8 +20,7 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest
     """Return the rotary embedding of a transformers configuration; transformers computes the rare scaled types.
 
     layer_type: type of layers to read, if `rope_parameters` has an entry per type. longest: maximum sequence length, which
-    selects
-    `longrope`'s short or long factors for all positions; None means max_position_embeddings.
+    selects `longrope`'s short or long factors for all positions; None means max_position_embeddings.
 
     :raises ModelError: if a parameter is impossible.
     :raises BeyondDecoderError: if the type depends on the length of the sequence.
@@ -60,8 +59,7 @@ def original_length(config: Any) -> int | None:
     """Return the maximum sequence length for the short factors of `longrope` (Phi-3, Phi-4); None if no layer has that type.
 
     A cache holds keys rotated by one set of factors, so one set serves all sequences: the short factors if no sequence may be
-    longer
-    than this, else the long ones (as in vLLM).
+    longer than this, else the long ones (as in vLLM).
 
     :raises ModelError: if the configuration does not state it.
     """

@@ -178,9 +178,7 @@ class SelfAttention:
             self.qkv_proj = qkv_proj
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten. rope: from
-        `Operations.embed`.
-        """
+        """Return the new residual stream. x: [num_tokens, hidden_size], overwritten. rope: from `Operations.embed`."""
         return self.add(x, self.mix(x, rope, ops, attention), ops)
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
@@ -330,10 +328,8 @@ class Decoder:
         """Read the layers' tensors from `weights`; with several ranks, this rank's shard (`ModelShard`).
 
         batch_invariant: True if a row's bits must not depend on the other rows; slower. ranks: all of them make the same calls;
-        the
-        layers' specs have this rank's heads, and the logits are of its tokens. slots: for adapters; None means no adapters.
-        kernels: for
-        linear layers; experts: for MoE layers; None means Headway's own.
+        the layers' specs have this rank's heads, and the logits are of its tokens. slots: for adapters; None means no adapters.
+        kernels: for linear layers; experts: for MoE layers; None means Headway's own.
 
         :raises ModelError: if batch_invariant is requested, and GEMMs on this machine depend on the batch.
         :raises ConfigError: if the model does not divide among the ranks.
@@ -459,8 +455,7 @@ class Decoder:
         """Return the last hidden states [num_tokens, hidden_size], normed. input_ids, positions: int32 or int64 [num_tokens].
 
         embedded: (token index, rows [count, hidden_size]), which replace the scaled embedding of this token and the next ones;
-        learned
-        positions are added.
+        learned positions are added.
         """
         x, ropes = self.operations.embed(input_ids, positions, self.embed)
         for first, rows in embedded:
@@ -497,8 +492,7 @@ class DecoderLayer:
         self, config: DecoderConfig, index: int, places: tuple[int, int], tensors: LayerTensors, batch_invariant: bool
     ) -> None:
         """config: configuration of this rank's shard. places: numbers of attention and recurrent layers before this one. tensors:
-        reader of
-        the model's tensors.
+        reader of the model's tensors.
         """
         layer = config.layers[index]
         config = config if layer.names is None else replace(config, names=layer.names)
@@ -547,9 +541,7 @@ class DecoderLayer:
         return [part for part in (self.attention, self.state, self.mlp) if part is not None]
 
     def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
-        """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten. ropes: from
-        `Operations.embed`.
-        """
+        """Return the new residual stream. x: [num_tokens, hidden_size], overwritten. ropes: from `Operations.embed`."""
         if self._mixer is not None:
             x = self._mixer(x, None if self._rope is None else ropes[self._rope], ops, attention)
         return x if self.mlp is None else self.mlp(x, ops)

@@ -72,9 +72,7 @@ class LatentAttention:
             self._kv_b = None
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten. rope: from
-        `Operations.embed`.
-        """
+        """Return the new residual stream. x: [num_tokens, hidden_size], overwritten. rope: from `Operations.embed`."""
         return self.add(x, self.mix(x, rope, ops, attention), ops)
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:

@@ -21,8 +21,7 @@ class RankedOperations:
     """Operations of a rank's shard, with an all-reduce after the embedding, the last linear layers and the experts.
 
     The residual stream has the same bits on every rank, because an all-reduce gives every rank the same bits. The residual is
-    added
-    once, after the sum.
+    added once, after the sum.
     """
 
     def __init__(self, inner: Operations, ranks: Ranks) -> None:

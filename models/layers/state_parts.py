@@ -94,9 +94,7 @@ class StatePart(ABC):
         return ops.add_product(x, mixed, self.out_proj)
 
     def _split(self, x: Tensor, ops: Operations) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the recurrence's input [num_tokens, input_channels], and the sections of the projection. x: [num_tokens,
-        hidden_size].
-        """
+        """Return the recurrence's input [num_tokens, input_channels], and all sections. x: [num_tokens, hidden_size]."""
         y = ops.norm_product(x, self.norm, self.in_proj, None)
         return y[:, : self.spec.input_channels], {name: y[:, place] for name, place in self._at.items()}
 
@@ -127,8 +125,7 @@ def _places(sizes: Mapping[str, Axis]) -> dict[str, slice]:
 
 class GatedDelta(StatePart):
     """The gated delta rule (Yang et al. 2024, arXiv 2412.06464). One projection gives q, k, v, the two gates of the recurrence
-    and
-    the output's gate.
+    and the output's gate.
     """
 
     @staticmethod
@@ -144,8 +141,7 @@ class GatedDelta(StatePart):
 
 class KimiDelta(StatePart):
     """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692), with a decay per channel. One projection gives q, k, v, beta, and
-    the
-    first halves of two low-rank projections, for the decay and the output gate.
+    the first halves of two low-rank projections, for the decay and the output gate.
     """
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:

@@ -88,10 +88,8 @@ class LayerTensors:
         """Return linear layers with the same input, merged into one.
 
         If the input is sharded, the ranks' results must be summed, and only rank 0 has the bias. sizes: module -> out_features.
-        order:
-        rows of the result, as indices into this rank's rows of the checkpoint. scale: factor of weight and bias, for all rows or
-        one for
-        each row of the result.
+        order: rows of the result, as indices into this rank's rows of the checkpoint. scale: factor of weight and bias, for all
+        rows or one for each row of the result.
         """
         summed = not Axis.of(in_features).is_whole
         rows_of = {self.prefix + module: Axis.of(size) for module, size in sizes.items()}
@@ -119,9 +117,7 @@ class LayerTensors:
         return Linear(weight, biases, summed, origin=origin, kernels=self.kernels)
 
     def _biases(self, sizes: Mapping[str, int | Axis], bias: bool, summed: bool) -> Tensor | None:
-        """Return the merged biases of linear layers with the same input; only rank 0 has them if results are summed over
-        ranks.
-        """
+        """Return the merged biases of linear layers with the same input; only rank 0 has them if results are summed."""
         of_rows = {f"{self.prefix}{module}.bias": size for module, size in sizes.items()}
         biases = self.weights.take_merged(of_rows) if bias else None
         return self.shard.once(biases) if summed else biases
@@ -138,10 +134,8 @@ class LayerTensors:
         """Return linear layers with the same input, merged into one whose rows are ordered by section.
 
         inputs: modules, and the sections that each holds, in its order. sizes: section -> rows, in the order of the result.
-        groups: number
-        of groups in checkpoints whose modules store the first group of all sections, then the second, and so on. scales: factors
-        of
-        sections.
+        groups: number of groups in checkpoints whose modules store the first group of all sections, then the second, and so on.
+        scales: factors of sections.
         """
         modules: dict[str, int | Axis] = {}
         rows: dict[str, list[int]] = {section: [] for section in sizes}

@@ -44,9 +44,7 @@ class Passed(NamedTuple):
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Passed:
-        """Return the arguments of one call. query, key, value: [1, heads, num_tokens, head_dim], as in the attention
-        interface.
-        """
+        """Return the arguments of one call. query, key, value: [1, heads, num_tokens, head_dim]."""
         scaling = options.get("scaling")
         return cls(
             query.shape[1],

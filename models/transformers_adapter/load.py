@@ -29,9 +29,7 @@ from headway.models.transformers_adapter.interface import NAME, NUM_TOKENS, prob
 from headway.models.transformers_adapter.model import TransformersModel, spec_of
 
 _NUM_TOKENS = 61
-"""Number of tokens of the trial. It is a prime, to differ from all sizes of the model, since torch.compile unifies equal
-sizes.
-"""
+"""Number of tokens of the trial: a prime that no size of a model equals, since torch.compile unifies equal sizes."""
 _RECOMPILE_LIMIT = 64
 """Maximum number of recompilations: two per kind of layer, for all models of a process."""
 
@@ -60,9 +58,8 @@ def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> No
     """Compile each layer's `forward` for any number of tokens, and check on a few tokens that the result runs.
 
     Layers of one kind share the compiled code: attention is an op that takes the layer as a tensor
-    (`interface.AttentionSite.place`),
-    the only difference between them. No part may fall back to Python, so the segments of a CUDA graph are the same as without
-    compilation.
+    (`interface.AttentionSite.place`), the only difference between them. No part may fall back to Python, so the segments of a
+    CUDA graph are the same as without compilation.
 
     backend: backend of torch.compile; tests use one that needs no compiler.
 
@@ -114,9 +111,7 @@ def causal_lm_class(config: Any) -> Any:
 
 
 def _state_hint(config: Any) -> str:
-    """Return a hint that names the first recurrent layer, if the configuration shows it, and an implementation that supports
-    it.
-    """
+    """Return a hint that names the first recurrent layer, if config.json shows it, and an implementation for it."""
     kinds = getattr(config, "layer_types", None) or []
     found = next(((index, kind) for index, kind in enumerate(kinds) if kind in _STATE_KINDS), None)
     if found is None:

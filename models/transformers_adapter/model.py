@@ -32,8 +32,7 @@ class TransformersModel:
 
     Positions restart with each sequence. The layers run transformers' code; each attention module calls Headway's attention
     (`interface`). Hidden states come from the decoder inside the causal language model, and logits from the modules after it, so
-    that
-    they are computed only for sampled rows.
+    that they are computed only for sampled rows.
     """
 
     kv_scales: None = None

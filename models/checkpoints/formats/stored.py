@@ -35,9 +35,7 @@ class QuantizedModule:
     """The tensors of one module, by the suffixes of their names, and the axes of the weight that they encode."""
 
     def __init__(self, files: TensorFiles, name: str, axes: tuple[Axis, ...], dtype: torch.dtype) -> None:
-        """name: module name without `.weight`; axes: out_features and in_features, or the axes of a tensor of experts; dtype: the
-        model's.
-        """
+        """name: without `.weight`; axes: out_features and in_features, or a tensor of experts'; dtype: the model's."""
         self.name = name
         self.axes = axes
         self.dtype = dtype
@@ -264,9 +262,7 @@ _NAN = 255
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMxfp4(StoredFormat):
-    """MXFP4 of all experts: `_blocks` uint8 [E, N, K / 32, 16] and `_scales` uint8 [E, N, K / 32]; a plain tensor is [E, K,
-    N].
-    """
+    """MXFP4 of all experts: `_blocks` uint8 [E, N, K / 32, 16] and `_scales` uint8 [E, N, K / 32] for a tensor [E, K, N]."""
 
     codes_in: ClassVar[tuple[str, tuple[str, ...]]] = ("_blocks", ())
     suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")

@@ -54,10 +54,8 @@ def convert(path: Path) -> Path:
     """Return the folder with the model's float32 weights and tokenizer, converting the file if needed (SmolLM2-135M: about 20 s).
 
     The folder appears complete or not at all, so concurrent first starts are safe. A folder with truncated files is made again,
-    and
-    leftovers of killed conversions are removed. Each release of transformers has a separate folder: the tokenizers that 5.4 and
-    5.5
-    wrote split texts differently.
+    and leftovers of killed conversions are removed. Each release of transformers has a separate folder: the tokenizers that 5.4
+    and 5.5 wrote split texts differently.
 
     :raises ModelError: if there is no such file, no gguf reader is installed, or transformers cannot read the file.
     """
@@ -129,9 +127,7 @@ def _convert(path: Path, target: Path) -> None:
 
 @contextmanager
 def _read_once(path: Path) -> Iterator[None]:
-    """Parse the header once and show one progress bar: transformers parses it four times, which takes seconds, and shows three
-    bars.
-    """
+    """Parse the header once and show one progress bar: transformers parses it four times, seconds each, and shows three."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
     from transformers.utils import logging

@@ -49,9 +49,7 @@ class Header:
         return {name: value for name, value in values.items() if type(value) is int}
 
     def size(self, key: str, default: int | None = None, least: int = 0) -> int:
-        """Return an integer, or the maximum of a list with one per layer. :raises ModelError: if the key is missing without a
-        default.
-        """
+        """Return an integer, or the maximum of a list with one per layer. :raises ModelError: if missing without a default."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             value = max(value)
@@ -79,9 +77,7 @@ class Header:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, excluding draft (MTP) layers, which come last. :raises ModelError: if 0 or above the number of
-        tensors.
-        """
+        """Number of layers without the draft (MTP) layers at the end. :raises ModelError: if 0 or above the number of tensors."""
         count, most = self.size("block_count") - self.size("nextn_predict_layers", 0), len(self._tensors)
         if not 1 <= count <= most:
             raise self.refuse(f"{self.architecture}.block_count", f"1 to {most} layers (the file's tensors)", str(count))

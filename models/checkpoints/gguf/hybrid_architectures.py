@@ -150,9 +150,7 @@ def _expert_sizes(header: Header) -> dict[str, Any]:
 
 
 def qwen3_next_rules(header: Header) -> list[Rule]:
-    """Return Qwen3-Next's rules: one GEMM gives q, k, v and the gate, grouped by key head. Older files store it like that
-    already.
-    """
+    """Return Qwen3-Next's rules: one GEMM gives q, k, v and the gate, grouped by key head, as in older files."""
     sizes = header.size("ssm.group_count"), header.size("ssm.state_size")
     product = "linear_attn.in_proj_qkvz.weight"
     return [
@@ -167,9 +165,7 @@ def qwen3_next_rules(header: Header) -> list[Rule]:
 
 
 def qwen3_5_rules(header: Header) -> list[Rule]:
-    """Return Qwen3.5's rules: tensors with value heads are reordered, from interleaved over the key heads to grouped by key
-    head.
-    """
+    """Return Qwen3.5's rules: value heads are reordered, from interleaved over the key heads to grouped by key head."""
     keys, heads = header.size("ssm.group_count"), max(header.size("ssm.time_step_rank"), 1)
     key_rows, value_dim = 2 * keys * header.size("ssm.state_size"), header.size("ssm.inner_size") // heads
     of_head, of_value = partial(grouped, keys, 1, 0), partial(grouped, keys, value_dim, 0)
@@ -426,9 +422,7 @@ def jamba_config(header: Header) -> dict[str, Any]:
 
 
 def _every(header: Header, what: str, kinds: list[bool]) -> tuple[int, int]:
-    """Return period and offset of a kind of layer, as JambaConfig has them. :raises ModelError: if distances between them
-    differ.
-    """
+    """Return period and offset of a kind of layer, as JambaConfig has them. :raises ModelError: if the distances differ."""
     places = [layer for layer, kind in enumerate(kinds) if kind]
     period = places[1] - places[0] if len(places) > 1 else len(kinds) + 1
     offset = places[0] if places else len(kinds)

@@ -57,9 +57,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # Space in a sentencepiece vocabulary
 
 
 def build_tokenizer(header: Header) -> Any:
-    """Return transformers' tokenizer, or None without a vocabulary. :raises ModelError: if the kind of tokenizer is
-    unsupported.
-    """
+    """Return transformers' tokenizer, or None without a vocabulary. :raises ModelError: if its kind is unsupported."""
     import transformers
     from tokenizers import AddedToken
 
@@ -86,9 +84,7 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 def _byte_level(header: Header, tokens: list[str]) -> Any:
-    """Return a byte-level BPE tokenizer. :raises ModelError: if its pre-tokenizer is unknown, since ids could silently be
-    wrong.
-    """
+    """Return a byte-level BPE tokenizer. :raises ModelError: if its pre-tokenizer is unknown, since ids could be wrong."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = header.general("tokenizer.ggml.pre", "default")
@@ -159,9 +155,7 @@ class _Recipe:
 
 
 def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -> None:
-    """Write configuration, tokenizer and float32 weights. :raises ModelError: if anything would change what the model
-    computes.
-    """
+    """Write configuration, tokenizer and float32 weights. :raises ModelError: if the result would be another model."""
     from transformers import AutoConfig
 
     _check(header, architecture)

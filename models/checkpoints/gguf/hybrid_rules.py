@@ -22,9 +22,7 @@ class Rule:
     sources: tuple[str, ...]
     """Names in the file, below `blk.N.`."""
     target: str
-    """Name in the checkpoint, below the layer. `{}` is an expert's number; the result of `make` then has experts on its first
-    axis.
-    """
+    """Name in the checkpoint, below the layer. `{}` is an expert's number; `make` then returns all experts on the first axis."""
     make: Callable[..., Tensor] = as_it_is
     """Function that makes the checkpoint's tensor from the sources."""
 

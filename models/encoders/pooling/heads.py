@@ -222,9 +222,7 @@ class ScoringHead:
         return int(self.out.weight.shape[0])
 
     def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return float32 [rows, size], with a row per text, or per token if `pooling` is `all`. hidden, starts: as for
-        `pooled`.
-        """
+        """Return float32 [rows, size], a row per text, or per token if `pooling` is `all`. hidden, starts: as for `pooled`."""
         x = pooled(hidden, starts, self.pooling)
         if self.dense is not None:
             x = self.dense(x)

@@ -63,9 +63,7 @@ class ScorePrompt:
     """Default instruction of the model's authors."""
 
     def encode(self, tokenizer: Any, query: str, document: str, most: int | None) -> list[int]:
-        """Return the token ids of the prompt. most: maximum number of tokens, to which the body is truncated. None means no
-        limit.
-        """
+        """Return the token ids of the prompt. most: maximum number of tokens; the body is truncated. None means no limit."""
         body = _filled(self.body.replace("{instruction}", self.instruction), query, document)
         ends = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (self.prefix, self.suffix)]
         ids = list(tokenizer(body, add_special_tokens=False)["input_ids"])

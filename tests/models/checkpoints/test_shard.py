@@ -250,8 +250,7 @@ OFTEN = {
     4: {"llama", "deepseek_v3", "nemotron_h, experts", "qwen3_next"},
 }
 """Families of the slow tests, by the number of ranks: each is sharded differently. Logits of all are compared in test_shard.py,
-and
-the others' tokens in `make soak`.
+and the others' tokens in `make soak`.
 """
 
 

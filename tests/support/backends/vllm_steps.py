@@ -52,8 +52,7 @@ class VllmStep:
         cls, lens: list[tuple[int, int]], memory: str = "0.24", padding: int = 0, extra: int = 0, spec: AttentionSpec = SPEC
     ) -> VllmStep:
         """padding: sequences of length 0 after the others, with a token each, as in a CUDA graph. extra: rows of the tensors
-        after the
-        step's tokens.
+        after the step's tokens.
         """
         generator = torch.Generator().manual_seed(0)
         shape, order, views = MEMORY[memory]

@@ -40,8 +40,7 @@ def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000
     """Run one random schedule, and check every completion against the text without other requests. Returns counts of events.
 
     most_prompts: number of possible prompts, whose texts are computed first. crowded: True if the cache has little more room than
-    for
-    one sequence, with host memory for offloading.
+    for one sequence, with host memory for offloading.
     """
     random = Random(seed)
     offloads, rows, drafts = crowded or random.random() < 0.2, random.randrange(1, 6), random.choice((0, 0, 1, 4, 7))
