@@ -111,10 +111,7 @@ def start_ranks(args: EngineArgs, devices: Sequence[torch.device]) -> RankProces
 
 
 def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
-    """Make the executor of another rank than rank 0, with rank 0's choices.
-
-    :raises HeadwayError: as for `assemble`.
-    """
+    """Make the executor of another rank than rank 0, with rank 0's choices. :raises HeadwayError: as for `assemble`."""
     registry, device = args.make_registry(), torch.device(start.device)
     config = args.engine_config().for_device(device)
     ahead = compile_ahead(device)

@@ -72,10 +72,7 @@ def _named(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any)
 
 
 def _ids(folder: Path, source: str, value: Any) -> list[int]:
-    """Return the token ids that one place names.
-
-    :raises ModelError: if it holds anything other than token ids.
-    """
+    """Return the token ids that one place names. :raises ModelError: if it holds anything other than token ids."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in listed):
         raise ModelError(f"model {folder}: {_KEY} ({source}) needs token ids, got {shown(value)}")

@@ -134,10 +134,7 @@ class TensorFiles:
             raise ModelError(f"weights: {name} needs shape {whole} by config.json, got {shape}")
 
     def read_number(self, name: str) -> float:
-        """Read a tensor of one element of any shape.
-
-        :raises ModelError: if it is missing, or has more elements.
-        """
+        """Read a tensor of one element of any shape. :raises ModelError: if it is missing, or has more elements."""
         stored = self._found(name)
         tensor: Tensor = self._file_of[stored].get_tensor(stored)
         if tensor.numel() != 1:

@@ -155,10 +155,7 @@ class Weights(WeightSource):
         return self._rows(sizes, in_features, self._supports_experts)
 
     def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
-        """Read a tensor of all experts, quantized if `supports_experts` accepts the format.
-
-        :raises ModelError: as for `take`.
-        """
+        """Read a tensor of all experts, quantized if `supports_experts` accepts the format. :raises ModelError: as for `take`."""
         axes = axes_of(shape)
         found = self._quantized(name, axes)
         if found is None:
@@ -211,10 +208,7 @@ class Weights(WeightSource):
         return self._read(name, axes_of(shape)).to(dtype)
 
     def take_number(self, name: str) -> float:
-        """Read a tensor of one element of any shape.
-
-        :raises ModelError: if it is missing, or has more elements.
-        """
+        """Read a tensor of one element of any shape. :raises ModelError: if it is missing, or has more elements."""
         return self._files.read_number(name)
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:

@@ -43,7 +43,7 @@ class RankedOperations:
         self.activated = inner.activated
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
-        """Return hidden states and RoPE tables. A token's row is from its rank, and zeros on other ranks."""
+        """Return hidden states and RoPE tables; the rank that holds a token's row supplies it, through an all-reduce."""
         if embed.tokens is not None:
             own = (input_ids >= embed.tokens.start) & (input_ids < embed.tokens.stop)
             input_ids = torch.where(own, input_ids - embed.tokens.start, len(embed.table) - 1)

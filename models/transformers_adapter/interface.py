@@ -94,10 +94,7 @@ class AttentionSite:
         self.place = torch.tensor([self.current.handle, self.layer])
 
     def check(self, passed: Passed, sinks: Tensor | None, mask: object) -> None:
-        """Check that a call has the arguments of the layer's spec.
-
-        :raises ModelError: if one differs.
-        """
+        """Check that a call has the arguments of the layer's spec. :raises ModelError: if one differs."""
         if passed == self.passed and sinks is self.sinks and mask is None:
             return
         differing = [(*pair, name) for name, *pair in zip(Passed._fields, self.passed, passed, strict=True) if pair[0] != pair[1]]

@@ -170,10 +170,7 @@ def _with(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
 
 
 def spec_of(call: Call, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
-    """Return the attention spec of a layer's call.
-
-    :raises ModelError: if its dtypes are not the model's.
-    """
+    """Return the attention spec of a layer's call. :raises ModelError: if its dtypes are not the model's."""
     dtypes = {tensor.dtype for tensor in call.tensors}
     if dtypes != {dtype}:
         named = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))

@@ -185,7 +185,6 @@ class Float8Format(StoredFormat):
 
     @property
     def label(self) -> str:
-        """Name of the format."""
         if isinstance(self.scales, tuple):
             return f"fp8 (blocks of {self.scales[0]} x {self.scales[1]})"
         return f"fp8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
@@ -223,7 +222,6 @@ class Int8Format(StoredFormat):
 
     @property
     def label(self) -> str:
-        """Name of the format."""
         return f"int8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
 
     def read(self, module: QuantizedModule) -> Int8Weight:
@@ -270,7 +268,6 @@ class ExpertsMxfp4(StoredFormat):
 
     @property
     def label(self) -> str:
-        """Name of the format."""
         return "MXFP4"
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
@@ -310,7 +307,6 @@ class Nvfp4(StoredFormat):
 
     @property
     def label(self) -> str:
-        """Name of the format."""
         return "NVFP4"
 
     def holds(self, module: QuantizedModule) -> bool:
@@ -370,7 +366,6 @@ class IntegerGroups(StoredFormat):
 
     @property
     def label(self) -> str:
-        """Name of the format."""
         return f"{self.name} ({self.bits} bits, {'rows' if self.group_size == -1 else f'groups of {self.group_size}'})"
 
     def weight(
