@@ -28,9 +28,9 @@ from headway.hosting.host import (
     Task,
     abort_request,
     adapter_ids,
-    keep_adapter,
     query,
     read_adapter,
+    register_adapter,
     remove_adapter,
 )
 from headway.hosting.process_host import EngineProcess
@@ -288,7 +288,7 @@ class AsyncLLM:
         """Load an adapter while the engine runs. Return True, as vLLM does. :raises EngineDeadError: if the engine has ended.
         :raises ConfigError: if the adapter is not supported or enable_lora is off."""
         await self.run_task(partial(read_adapter, lora_request=lora_request), concurrently=True)
-        await self.run_task(partial(keep_adapter, lora_request=lora_request))
+        await self.run_task(partial(register_adapter, lora_request=lora_request))
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:

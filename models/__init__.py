@@ -1,1 +1,1 @@
-"""Models: our packed decoder and what finds and loads it. Imports core alone of ours."""
+"""Models: the packed decoder, encoders, checkpoints and loaders. Of Headway's packages it imports only core."""

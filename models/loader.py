@@ -1,4 +1,4 @@
-"""Load a model: its decoder, its tokenizer, and the token ids that end a text; or the specs of its layers alone."""
+"""Loading of models: decoder, tokenizer and end-of-text tokens; or only the specs of the layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headway.models.checkpoints.end_tokens import read_end_tokens
 from headway.models.checkpoints.formats.config import METHODS, read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING
 from headway.models.checkpoints.formats.stored import Quantization
-from headway.models.checkpoints.gguf.blocks import kept_blocks
+from headway.models.checkpoints.gguf.blocks import stored_blocks
 from headway.models.checkpoints.live_weights import LiveWeights
 from headway.models.checkpoints.locate import AS_IT_IS, ModelOrigin, locate
 from headway.models.checkpoints.tokenizer import first_line, read_tokenizer
@@ -41,63 +41,63 @@ if TYPE_CHECKING:
     from headway.models.transformers_adapter.model import TransformersModel
 
 LOAD_FORMATS = ("auto", "dummy")
-"""auto: the safetensors files of the folder; dummy: random weights in the shapes of its config.json."""
+"""Values of load_format: auto reads the folder's safetensors files; dummy draws random weights with the shapes of config.json."""
 MODEL_IMPLS = ("auto", "headway", "transformers")
-"""headway: our own decoder; transformers: its code with our attention and cache; auto: the first that computes the model."""
+"""Values of model_impl: headway; transformers (its code with Headway's attention and cache); auto prefers headway."""
 
 log = logging.getLogger("headway")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Everything a folder gives."""
+    """A loaded model: its decoder, tokenizer and end-of-text tokens."""
 
     name: str
     folder: Path
     decoder: Decoder | TransformersModel
     implementation: str
-    """What computes it, in words: Headway's decoder or transformers' code."""
+    """Name of the implementation, for messages: Headway's decoder or transformers' code."""
     tokenizer: Any
-    """What `read_tokenizer` returns; None where there is none or it was not wanted: token ids in, token ids out."""
+    """Result of `read_tokenizer`. None if there is none or it was skipped: inputs and outputs are token ids."""
     eos_token_ids: frozenset[int]
-    """Tokens that end an answer unless ignore_eos: see `read_end_tokens`."""
+    """Tokens that end a response unless ignore_eos is set; see `read_end_tokens`."""
     tokenizer_folder: Path | None = None
-    """Where the tokenizer was read; None where there is none."""
+    """Folder of the tokenizer. None if there is none."""
     live_weights: LiveWeights | None = None
-    """What replaces weights while the model runs; None: they are quantised, on several ranks, or run by transformers' code."""
+    """Interface to replace weights at run time. None for quantized weights, several ranks, or transformers' code."""
     long_factors: bool = False
-    """True if RoPE of type `longrope` takes its long factors: keys in a cache depend on it."""
+    """True if RoPE of type `longrope` uses its long factors: cached keys depend on it."""
 
     @property
     def rounding(self) -> str:
-        """What products round of their activations on this processor, in words; empty: nothing."""
+        """Description of the rounding of activations by this CPU's kernels; empty if there is none."""
         return self.decoder.rounding if isinstance(self.decoder, Decoder) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """What few models are loaded with."""
+    """Rarely used options of loading."""
 
     batch_invariant: bool = False
-    """What deterministic mode needs; see Decoder."""
+    """True for deterministic mode; see Decoder."""
     torch_compile: bool | None = False
-    """Compile the layers of a model that transformers computes; None: if it works."""
+    """True compiles the layers of a model that runs on transformers' code. None means if it works."""
     quantization: str | None = None
-    """What products' plain weights are rounded to, see ON_LOADING; None: they stay plain."""
+    """Quantization of plain weights of linear layers, a key of ON_LOADING. None means none."""
     keep_quantized: bool = True
-    """False: quantised weights are expanded, whatever the device's products read."""
+    """False dequantizes all quantized weights, even if the device has kernels for them."""
     tokenizer: str | None = None
-    """Where the tokenizer is, by what `locate` takes; None: in the model's folder."""
+    """Tokenizer, as a name for `locate`. None means the model's folder."""
     origin: ModelOrigin = AS_IT_IS
-    """Which files the model has."""
+    """Options that determine the files of the model."""
     slots: AdapterSlots | None = None
-    """For adapters; None: none."""
+    """Slots for adapters. None means no adapters."""
     kernels: LinearKernels | None = None
-    """For linear layers, on the model's device; None means Headway's own."""
+    """Kernels for linear layers on the model's device. None means Headway's own."""
     max_model_len: int | None = None
-    """Tokens of the longest sequence, which decides between the factors of `longrope`; None means the model's own."""
+    """Maximum sequence length, which selects `longrope`'s factors. None means the model's own."""
     experts: ExpertsOptions = field(default_factory=ExpertsOptions)
-    """The kernels that layers of experts may have."""
+    """Kernels allowed for MoE layers."""
 
 
 def load_model(
@@ -110,16 +110,16 @@ def load_model(
     ranks: Ranks = ONE_RANK,
     options: LoadOptions | None = None,
 ) -> LoadedModel:
-    """Find and load a model.
+    """Locate and load a model.
 
-    dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (which computes bfloat16 slower), else the checkpoint's.
-    A float32 that is named is computed in float32: blocks of a .gguf file are expanded where their products would round.
-    load_format: auto or dummy. A dummy needs a config.json alone; its tokenizer is read if the folder has one.
-    model_impl: what computes the model, see MODEL_IMPLS; the log names it, and why auto took transformers.
-    ranks: of several, this one's part of the model is loaded alone; every rank calls.
+    dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (where bfloat16 is slower), else the checkpoint's. An
+    explicit float32 is exact: blocks of a .gguf file are dequantized if their kernels would round activations.
+    load_format: auto or dummy. dummy needs only a config.json; the tokenizer is read if the folder has one.
+    model_impl: one of MODEL_IMPLS; the log names the implementation, and why auto chose transformers.
+    ranks: with several, only this rank's shard is loaded; every rank must call.
 
-    :raises ModelError: unknown, unreadable or unsupported model.
-    :raises ConfigError: unknown dtype, load_format or model_impl, or a model that does not divide among the ranks.
+    :raises ModelError: if the model is unknown, unreadable or unsupported.
+    :raises ConfigError: if dtype, load_format or model_impl is unknown, or the model does not divide among the ranks.
     """
     options = options or LoadOptions()
     check_load_options(dtype, load_format, model_impl, options.quantization)
@@ -135,8 +135,8 @@ def load_model(
     native = None if model_impl == "transformers" else decoder_config(config, model_impl == "headway", max_model_len)
     if native is not None:
         kernels = options.kernels or builtin_kernels(device)
-        kept = kernels if options.keep_quantized else None
-        stores = _Stores(stored, quantization, kept, dtype == "float32", options.experts)
+        readers = kernels if options.keep_quantized else None
+        stores = _Stores(stored, quantization, readers, dtype == "float32", options.experts)
         weights = _weights(native, folder, chosen, device, dummy, stores)
         with torch.inference_mode():
             decoder = Decoder(native, weights, options.batch_invariant, ranks, options.slots, options.kernels, options.experts)
@@ -166,11 +166,11 @@ def load_model(
 
 
 def _refuse_adapted(name: str, stored: Quantization | None, quantization: str | None, ranks: Ranks, options: LoadOptions) -> None:
-    """Check that nothing is asked that transformers' code cannot do.
+    """Check that no option is set that transformers' code does not support.
 
-    stored: format of the checkpoint's weights; quantization: what plain ones are to be rounded to.
+    stored: format of the checkpoint's weights; quantization: quantization of plain weights while loading.
 
-    :raises HeadwayError: it cannot, with the option's name.
+    :raises HeadwayError: if such an option is set; it names the option.
     """
     need, hint = "a model that Headway's decoder computes", "model_impl='headway' says what Headway's decoder lacks"
     if options.batch_invariant:
@@ -194,9 +194,9 @@ def _refuse_adapted(name: str, stored: Quantization | None, quantization: str | 
 
 
 def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
-    """What weights are rounded to on loading. asked: that, or the checkpoint's own method, which needs no rounding.
+    """Return the quantization of plain weights while loading. asked: that, or the checkpoint's own method, which means none.
 
-    :raises ConfigError: a method that is neither.
+    :raises ConfigError: if it is neither.
     """
     own = "" if stored is None else stored.method
     if asked is None or (own and asked.removesuffix("_marlin") == own):
@@ -208,52 +208,58 @@ def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
 
 
 class _Stores(NamedTuple):
-    """How weights are kept in memory."""
+    """Formats of weights in memory."""
 
     stored: Quantization | None
-    """The format of a checkpoint's weights, and of random ones in its place."""
+    """Format of the checkpoint's weights, or of random weights instead."""
     quantization: str | None
-    """What plain ones are rounded to."""
+    """Quantization of plain weights while loading."""
     kernels: LinearKernels | None = None
-    """Kernels whose formats stay as they are; None expands all quantised weights."""
+    """Kernels whose formats stay quantized. None dequantizes all weights."""
     exact: bool = True
-    """Whether a .gguf file's blocks are expanded where their products would round what they multiply."""
+    """True to dequantize a .gguf file's blocks if their kernels round activations."""
     experts: ExpertsOptions | None = None
-    """Kernels for layers of experts, which may read weights of a form on a CPU; None: Headway's own."""
+    """Kernels for MoE layers, which may read quantized weights on a CPU. None means Headway's own."""
 
 
 def _weights(
     config: DecoderConfig, folder: Path, dtype: torch.dtype, device: torch.device, dummy: bool, stores: _Stores
 ) -> WeightSource:
-    """Where the decoder takes its tensors from."""
+    """Return the source of the decoder's tensors."""
     stored, quantization, kernels, exact, experts = stores
     if stored is not None and quantization is not None:
         hint = "leave quantization out: the checkpoint's format is kept"
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
     own = functions() if device.type == "cpu" and kernels is not None else None
     if stored is None and quantization is None and own is not None and not (exact and own.x_bits):
-        stored = kept_blocks(folder)
-    if quantization is not None and own is not None and not dummy and kept_blocks(folder) is not None:
-        left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
-        log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)
-    keeps = partial(kernels.reads, dtype=dtype) if kernels is not None else _never
-    keeps_experts = partial(reads_expert_weight, dtype=dtype, device=device, options=experts) if kernels is not None else _never
+        stored = stored_blocks(folder)
+    if quantization is not None and own is not None and not dummy and stored_blocks(folder) is not None:
+        left = (
+            "weights: the blocks of the .gguf file are not used, because quantization=%s quantizes the dequantized weights again"
+        )
+        log.warning(left + "; without it they are used, and need less memory", quantization)
+    supports = partial(kernels.reads, dtype=dtype) if kernels is not None else _never
+    supports_experts = (
+        partial(reads_expert_weight, dtype=dtype, device=device, options=experts) if kernels is not None else _never
+    )
     if dummy:
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
         form = None if stored is None else stored.rules[0].format
         weights: WeightSource = DummyWeights(dtype, device, unit=unit, form=form)
         if form is not None:
-            return QuantizeOnLoading(weights, lambda weight: weight, keeps, keeps_experts)
+            return QuantizeOnLoading(weights, lambda weight: weight, supports, supports_experts)
     else:
-        weights = Weights(folder, dtype, device, config.names.aliases, stored, keeps, keeps_experts)
-    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], keeps, keeps_experts)
+        weights = Weights(folder, dtype, device, config.names.aliases, stored, supports, supports_experts)
+    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], supports, supports_experts)
 
 
 def reads_expert_weight(
     weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, options: ExpertsOptions | None
 ) -> bool:
-    """Return whether a kernel reads a weight of experts as it is: on a CPU, where torch expands what others refuse, a third
-    party's; without elements, which one does is asked later."""
+    """Return whether a kernel reads a quantized weight of experts.
+
+    On a CPU, third-party kernels are considered too. On torch's device `meta` the answer is True, and kernels are checked later.
+    """
     if device.type == "meta":
         return True
     if device.type == "cpu" and options is not None:
@@ -262,12 +268,12 @@ def reads_expert_weight(
 
 
 def _never(weight: QuantizedWeight) -> bool:
-    """Keep no form."""
+    """Return False: keep no weight quantized."""
     return False
 
 
 def check_load_options(dtype: str, load_format: str, model_impl: str = "auto", quantization: str | None = None) -> None:
-    """:raises ConfigError: unknown dtype, load_format, model_impl or quantization."""
+    """Check the values of these options. :raises ConfigError: if one is unknown."""
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(dtype))
     if load_format not in LOAD_FORMATS:
@@ -280,7 +286,7 @@ def check_load_options(dtype: str, load_format: str, model_impl: str = "auto", q
 
 
 def decoder_config(config: Any, required: bool, longest: int | None = None) -> DecoderConfig | None:
-    """Return the model's `DecoderConfig`, or None if Headway's decoder does not compute it and `required` is false.
+    """Return the model's `DecoderConfig`, or None if Headway's decoder does not support it and `required` is false.
 
     longest: see `read_rope`.
     """
@@ -289,26 +295,26 @@ def decoder_config(config: Any, required: bool, longest: int | None = None) -> D
     except HeadwayError as error:
         if required or not isinstance(error, BeyondDecoderError):
             raise
-        log.info("model: transformers computes it, because Headway's decoder does not (%s)", error)
+        log.info("model: using transformers' code, because Headway's decoder does not support the model (%s)", error)
         return None
-    except Exception as error:  # a number of an impossible kind where nobody looked for it
+    except Exception as error:  # a value of a wrong type that no check covers
         raise ModelError(f"model: config.json cannot be used ({first_line(error)})") from error
 
 
 def read_config(folder: Path, plain: bool = True) -> Any:
-    """The configuration of a model folder, as transformers reads it. plain: see `config_of`.
+    """Return the configuration of a model folder, as transformers reads it. plain: see `config_of`.
 
-    :raises ModelError: none there, one that cannot be read, or a checkpoint of a kind that Headway does not compute.
+    :raises ModelError: if there is none, it cannot be read, or Headway does not support the kind of checkpoint.
     """
     return config_of(folder, check_folder(folder), plain)
 
 
 def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> Any:
-    """The configuration of a model folder, as transformers reads it. stated: its config.json, checked.
+    """Return the configuration of a model folder, as transformers reads it. stated: its config.json, checked.
 
-    plain: an ordinary one may be read without transformers, and has then what the decoder needs alone.
+    plain: allow common ones to be read without transformers; the result then has only the fields that the decoder needs.
 
-    :raises ModelError: it cannot be read, or is of a kind that Headway does not compute.
+    :raises ModelError: if it cannot be read, or Headway does not support its kind.
     """
     short = plain_config(stated) if plain else None
     if short is not None:
@@ -317,7 +323,7 @@ def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> An
 
     if stated["model_type"] not in CONFIG_MAPPING:
         raise ModelError(unknown(stated))
-    try:  # without the model's own code: where auto_map names some, transformers would ask on the terminal and wait
+    try:  # refuse the model's own code: for an auto_map transformers would prompt on the terminal
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"model {folder}: config.json cannot be used ({first_line(error)})") from error
@@ -325,8 +331,8 @@ def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> An
 
 
 def _text_part(config: Any) -> Any:
-    """The configuration of a model's text part, with what the whole model says for it."""
-    log.info("model: of %s the text part alone is computed; it reads no images", config.model_type)
+    """Return the configuration of a model's text model, with the settings of the whole model that apply to it."""
+    log.info("model: only the text model of %s is computed; images are not supported", config.model_type)
     text = config.text_config
     text.tie_word_embeddings = config.tie_word_embeddings
     text.dtype = text.dtype or config.dtype
@@ -334,20 +340,20 @@ def _text_part(config: Any) -> Any:
 
 
 def chosen_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    """The element type that an option names; auto is float32 on a CPU, else the checkpoint's."""
+    """Return the dtype that an option names; auto is float32 on a CPU, else the checkpoint's."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
     return DTYPES[name]
 
 
 def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None = None) -> LayerSpecs:
-    """The specs of a model's layers in an element type.
+    """Return the specs of a model's layers in a dtype.
 
-    model: the path of a config.json, or whatever `locate` finds; nothing but the configuration is read, so that quantised weights
-    are no obstacle. Sinks, which are weights, are 0. dtype: None is what its config.json names (bfloat16 where none is named).
+    model: path of a config.json, or a name for `locate`. Only the configuration is read, so quantized weights do not matter.
+    Sinks, which are weights, are 0. dtype: None means the one that config.json names, else bfloat16.
 
-    :raises ConfigError: the path of another file, or of none.
-    :raises ModelError: there is no such model, its configuration cannot be read, or it has no attention of Headway's.
+    :raises ConfigError: if the path names another file, or does not exist.
+    :raises ModelError: if there is no such model, its configuration is unreadable, or its attention is unsupported.
     """
     path = Path(model).expanduser()
     if path.suffix == ".json" and (path.name != "config.json" or not path.is_file()):
@@ -364,8 +370,7 @@ def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None
 
 
 def decoder_layer_specs(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> LayerSpecs:
-    """The specs of a decoder's layers; of one rank's, where the configuration is what that computes. Sinks, which are weights,
-    are 0."""
+    """Return the specs of a decoder's layers, or of a rank's shard if `config` is the shard's. Sinks are 0."""
     sinks = (0.0,) * config.num_heads if config.sinks else None
     cached = [cached_spec(config, layer, dtype, device, sinks=sinks) for layer in config.layers if layer.attention]
     latent = config.latent

@@ -25,10 +25,10 @@ from headway.core.select.request import LayerSpecs
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.locate import locate
 from headway.models.config import DecoderConfig
-from headway.models.cut import ModelCut
 from headway.models.families.families import TEXT_PARTS
 from headway.models.layers.decoder import STATE_PARTS
 from headway.models.loader import decoder_config, decoder_layer_specs, read_config
+from headway.models.shard import ModelShard
 from headway.plan.attention_times import layout_of
 from headway.plan.devices import GIB, GpuKind
 
@@ -167,7 +167,7 @@ class RankCosts:
     """Weights, GEMMs and bytes of one rank in a step."""
 
     config: DecoderConfig
-    """The rank's own (`ModelCut.own`); hidden size, vocabulary and number of layers are the model's."""
+    """The rank's own (`ModelShard.own`); hidden size, vocabulary and number of layers are the model's."""
     size: int
     """Number of ranks: the tensor-parallel size."""
     layers: LayerSpecs
@@ -230,8 +230,8 @@ def rank_costs(
     weights: WeightPrecision = WEIGHT_FORMATS["model"],
 ) -> RankCosts:
     """Return the costs of rank 0 of `size`, the largest. config: the whole model's. dtype: its element type.
-    :raises ConfigError: if the model's sizes do not divide by the number of GPUs (`ModelCut`)."""
-    cut = ModelCut(config, size=size, by_expert=False)
+    :raises ConfigError: if the model's sizes do not divide by the number of GPUs (`ModelShard`)."""
+    cut = ModelShard(config, size=size, by_expert=False)
     own, layers = cut.own, _own_layers(cut.own, dtype, kv_cache_dtype)
     vocab, hidden = cut.vocabulary.axis.size, config.hidden_size
     products = [*_attention_products(own), *_state_products(own, cut), *_mlp_products(own)]
@@ -287,7 +287,7 @@ def _attention_products(own: DecoderConfig) -> list[ProductShape]:
     return [*made, ProductShape(hidden, heads * latent.v_head_dim, count)]
 
 
-def _state_products(own: DecoderConfig, cut: ModelCut) -> list[ProductShape]:
+def _state_products(own: DecoderConfig, cut: ModelShard) -> list[ProductShape]:
     """Return the GEMMs before and after state layers."""
     if own.state is None:
         return []

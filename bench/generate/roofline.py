@@ -10,8 +10,8 @@ import torch
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.stats import EngineStats
 from headway.models.config import DecoderConfig
-from headway.models.cut import ModelCut
 from headway.models.layers.decoder import STATE_PARTS, Decoder, ExpertsMLP
+from headway.models.shard import ModelShard
 from headway.tuning.measure.timing import Timer
 
 
@@ -77,7 +77,7 @@ class Roofline:
         rows = sum(layer.attention for layer in layers) * attention + num_dense * inner
         if config.state is not None:
             spec = config.state.spec
-            sections = STATE_PARTS[spec.kind].sections(ModelCut(config).state)
+            sections = STATE_PARTS[spec.kind].sections(ModelShard(config).state)
             rows += sum(layer.state for layer in layers) * (sum(axis.size for axis in sections.values()) + spec.out_channels)
         self._config = config
         self._ranks = ranks

@@ -1,1 +1,1 @@
-"""Where an engine runs: the driver that clients share, and the thread or process that hosts an engine."""
+"""Engine hosting: the driver that clients share, and the thread or process that runs an engine."""

@@ -1,4 +1,4 @@
-"""The start of every client of an engine: from options to a loaded model, a draft model, and an engine for both."""
+"""Startup of an engine: from options to a loaded model, an optional draft model, and their engines."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 _SHARE = 0.1
-"""Share of a GPU's free memory that the draft's cache takes."""
+"""Share of a GPU's free memory for the draft model's KV cache."""
 
 
 class DraftModel:
-    """A `Proposer` that asks an engine, for all sequences of a step at once."""
+    """A `Proposer` that runs a draft model's engine for all sequences of a step at once."""
 
     def __init__(self, engine: EngineLoop) -> None:
         self._engine = engine
 
     def begin(self, num_prompt_tokens: int) -> DraftedSequence:
-        """See Proposer."""
+        """Return the proposer of one sequence."""
         return DraftedSequence(self)
 
     def propose_batch(self, sequences: Sequence[Sequence[int]], most: Sequence[int]) -> list[list[int]]:
-        """Guess for several sequences: at most so many tokens of each. A sequence that is too long for the draft gets none."""
+        """Return draft tokens of several sequences, at most `most` for each; none for sequences too long for the draft model."""
         engine, found = self._engine, [list[int]() for _ in sequences]
         longest = engine.limits.max_model_len
         for number, (token_ids, count) in enumerate(zip(sequences, most, strict=True)):
@@ -103,21 +103,21 @@ class DraftModel:
 
 
 class DraftedSequence:
-    """See SequenceProposer."""
+    """A `SequenceProposer` for one sequence, which uses a shared `DraftModel`."""
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model
 
     def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """See SequenceProposer."""
+        """Return at most `most` draft tokens that continue a sequence."""
         return self._model.propose_batch([token_ids], [most])[0]
 
     def finish(self, token_ids: Sequence[int]) -> None:
-        """See SequenceProposer; the draft's prefix cache forgets the sequence in its own time."""
+        """Do nothing: the draft model's prefix cache evicts the sequence when it needs space."""
 
 
 def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
-    """The options of the draft's engine, out of those of the engine that verifies. device: where both run."""
+    """Return the options of the draft model's engine, derived from the target engine's. device: device of both."""
     assert args.speculative_model is not None
     memory = args.kv_cache_memory
     if memory is None and device.type == "cuda":
@@ -151,27 +151,27 @@ class Assembly(NamedTuple):
     registry: Registry
     device: torch.device
     num_threads: int | None
-    """CPU threads; None on a GPU."""
+    """Number of CPU threads. None on a GPU."""
     model: LoadedModel
     engine: EngineLoop
     stats_log: StatsLog | None
-    """Logs statistics; None where log_stats_interval asks for none."""
+    """Logger of statistics. None if log_stats_interval is None."""
     start: PartClock
-    """Where the seconds of this start went."""
+    """Durations of the parts of this start."""
     rules: RequestRules = RequestRules()
-    """What the options say of requests."""
+    """Rules for requests from the options."""
     settings: VllmConfig | None = None
-    """The options under vLLM's names, for programs that read them."""
+    """Options under vLLM's names, for programs that read them."""
     worker_extension: str = ""
-    """The option worker_extension_cls."""
+    """Value of the option worker_extension_cls."""
     draft: Assembly | None = None
-    """The model that guesses tokens, and its engine; None: none does."""
+    """Draft model and its engine. None if there is no draft model."""
 
 
 def checked_registry(args: EngineArgs) -> Registry:
-    """Make the registry that the options ask for, and look up every name in them, before anything slow begins.
+    """Make the registry for the options, and check every name in them before anything slow begins.
 
-    :raises HeadwayError: an unknown backend, layout or proposer, a plugin that cannot be used, or more ranks than devices.
+    :raises HeadwayError: if a backend, layout or proposer is unknown, a plugin is unusable, or there are more ranks than devices.
     """
     if args.tensor_parallel_size > 1:
         rank_devices(args)
@@ -188,19 +188,19 @@ def checked_registry(args: EngineArgs) -> Registry:
 
 
 def assemble(args: EngineArgs, registry: Registry | None = None) -> Assembly:
-    """Load a model and make its engine, with all its ranks. registry: of `checked_registry`, where that was asked for before.
+    """Load a model and make its engine, with all its ranks. registry: result of `checked_registry`; None means to call it.
 
-    :raises HeadwayError: a mistake that the caller can put right, in one line; or a rank that has failed at its start.
+    :raises HeadwayError: if an option is wrong, or a rank failed to start; the message has one line.
     """
     clock, age = PartClock(), time.time() - psutil.Process().create_time()
     assembly = _assemble_ranks(args, registry, clock)
     clock.end()
-    log.info("ready in %s; the process had taken %.1f s before, for imports above all", clock, age)
+    log.info("ready in %s; before that, the process took %.1f s, mostly for imports", clock, age)
     return assembly
 
 
 def _assemble_ranks(args: EngineArgs, registry: Registry | None, clock: PartClock) -> Assembly:
-    """Assemble in this process alone, or with those of the other ranks."""
+    """Assemble the engine in this process, and start the processes of other ranks if there are any."""
     if args.tensor_parallel_size == 1:
         device = resolve_device(args.device)
         return _assemble(_Start(args, registry or checked_registry(args), device, clock))
@@ -211,7 +211,7 @@ def _assemble_ranks(args: EngineArgs, registry: Registry | None, clock: PartCloc
         return _assemble(_Start(args, registry, devices[0], clock, processes.join(partial(make_rank, args=args)), processes))
     except ExecutorLostError:
         raise
-    except (RuntimeError, CollectiveError) as error:  # what a meeting raises whose other ranks have ended
+    except (RuntimeError, CollectiveError) as error:  # raised by a rendezvous if other ranks have ended
         processes.fail(error)
     finally:
         if not processes.are_ready:
@@ -228,48 +228,48 @@ class _Start:
     clock: PartClock
     ranks: Ranks = ONE_RANK
     processes: RankProcesses | None = None
-    """Processes of the other ranks; None: there are none."""
+    """Processes of the other ranks. None if there is only one rank."""
 
     @cached_property
     def config(self) -> EngineConfig:
-        """The engine's part of the options."""
+        """Engine configuration from the options."""
         return self.args.engine_config()
 
     @cached_property
     def ahead(self) -> CompileAhead | None:
-        """What the device's kernels are compiled in; None: nothing is compiled."""
+        """Context in which the device's kernels are compiled in parallel. None if nothing is compiled."""
         return self.clock.within("compiling", compile_ahead(self.device))
 
     @cached_property
     def table(self) -> TableRequest:
-        """Which measured times `auto` takes."""
+        """Crossover tables for `auto`, and the measuring budget."""
         return TableRequest([Path(path) for path in self.args.crossover_table or ()], self.args.autotune_budget)
 
     @cached_property
     def budget(self) -> SharedBudget:
-        """The seconds that all measuring may take together."""
+        """Seconds that all measurements may take together."""
         return SharedBudget(0.0 if self.args.deterministic else self.table.seconds(self.device))
 
 
 class _Loaded(NamedTuple):
-    """A model with what is known of it before anything is measured."""
+    """A loaded model, with its layers and sampling operations, before any measurement."""
 
     model: LoadedModel
     layers: LayerSpecs
     sampling: SamplingOps | None
-    """What chooses tokens; None: it is made once the model may run."""
+    """Sampling operations. None if they are made later, when the model may run."""
 
 
 def _assemble(start: _Start) -> Assembly:
-    """Load rank 0's part and make the engine, part by part."""
+    """Load rank 0's shard and make the engine."""
     rules, args = _rules(start.args), start.args
     num_threads = None
     if start.device.type == "cpu":
         bound_kernel_caches()
         num_threads = set_threads(args.num_threads, start.ranks.size)
-    if isinstance(start.ranks, TorchRanks):  # how ranks add up what each has computed
+    if isinstance(start.ranks, TorchRanks):  # choose the all-reduce
         start.budget.expect(1)
-        with start.clock.part("measuring sums"), start.budget.part() as seconds:
+        with start.clock.part("measuring all-reduce"), start.budget.part() as seconds:
             choose_all_reduce(start.ranks, start.registry.all_reduce, seconds)
     loaded = _load(start)
     draft = _assemble_draft(start)
@@ -296,11 +296,11 @@ def _assemble(start: _Start) -> Assembly:
 
 
 def _load(start: _Start) -> _Loaded:
-    """Load the model, and meanwhile try the backends that `auto` may choose from.
+    """Load the model, while another thread tests the backends that `auto` may choose from.
 
-    A model may run before anything is measured, so that its kernels are compiled meanwhile: not where measuring decides what
-    computes its products or experts, for which weights are arranged, nor beside other ranks, which join in the model's sums
-    once they have been told the choices.
+    Sampling kernels are compiled here by running the model, before anything is measured. That is not possible if measurements
+    choose kernels for linear layers or experts, since weights are packed for them, or if there are other ranks, which join in the
+    model's all-reduces only after they received the choices.
     """
     with _trying_backends(start):
         with start.clock.part("weights"):
@@ -313,9 +313,9 @@ def _load(start: _Start) -> _Loaded:
 
 @contextmanager
 def _trying_backends(start: _Start) -> Iterator[None]:
-    """Probe, while something else runs, the backends that `auto` may choose from.
+    """Test the backends that `auto` may choose from in a thread, while the context runs.
 
-    That takes seconds: some for a GPU try a library in a process of their own, and the one for a CPU compiles our C.
+    This takes seconds: some GPU backends test a library in a child process, and the CPU backend compiles C code.
     """
     if not start.config.backend_request.auto_phases:
         yield
@@ -328,7 +328,7 @@ def _trying_backends(start: _Start) -> Iterator[None]:
 
 
 def _assemble_draft(start: _Start) -> Assembly | None:
-    """Load the draft model that the options name, and make its engine; None: they name none."""
+    """Load the draft model named in the options and make its engine; None if there is none."""
     if start.args.speculative_model is None:
         return None
     args = draft_args(start.args, start.device)
@@ -336,10 +336,10 @@ def _assemble_draft(start: _Start) -> Assembly | None:
 
 
 def _measure(start: _Start, loaded: _Loaded) -> tuple[Costs, StateCosts]:
-    """Measure attention and layers with a state, and return their times, which the other ranks get too.
+    """Measure attention and recurrent layers, and return their times, which are sent to the other ranks too.
 
-    Experts and linear layers choose by theirs. All share one budget. In deterministic mode one kernel is pinned, whatever
-    is fastest, and third parties' are only tried.
+    Linear and MoE layers choose their kernels by measurement as well; all share one budget. Deterministic mode pins one kernel
+    regardless of speed, and only checks that third-party kernels run.
     """
     registry, config, table, budget, clock = start.registry, start.config, start.table, start.budget, start.clock
     decoder, layers, ahead = loaded.model.decoder, loaded.layers, start.ahead
@@ -368,12 +368,12 @@ def choose_weight_kernels(
     clock: PartClock,
     ahead: CompileAhead | None,
 ) -> None:
-    """Have each kind of linear layer and of layer of experts choose by measured times, within what is left of a budget."""
+    """Choose the kernel of each kind of linear and MoE layer by measured times, within what is left of a budget."""
     with clock.part("measuring experts"):
         for kind in experts:
             with budget.part() as seconds:
                 choose_experts([kind], seconds, ahead, registry)
-    with clock.part("measuring products"), budget.part() as seconds:
+    with clock.part("measuring linear layers"), budget.part() as seconds:
         choose_products(products, seconds, ahead, registry=registry)
 
 
@@ -384,7 +384,7 @@ def _engine(
     proposer: Proposer | None,
     processors: ProcessorBatch | None,
 ) -> EngineLoop:
-    """Make the engine. choices: of `_measure`. proposer: guesses tokens; None: nothing does."""
+    """Make the engine. choices: result of `_measure`. proposer: source of draft tokens; None means none."""
     model, config = loaded.model, start.config
     decoder, eos = model.decoder, model.eos_token_ids
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
@@ -408,9 +408,9 @@ def _engine(
 
 
 def _proposer(registry: Registry, name: str | None, draft: Assembly | None, model: LoadedModel) -> Proposer | None:
-    """What guesses tokens: a proposer by its name, or a draft model; None: nothing.
+    """Return the proposer of draft tokens, by name or for a draft model; None if there is neither.
 
-    :raises ConfigError: the draft has another vocabulary.
+    :raises ConfigError: if the draft model has another vocabulary.
     """
     if draft is not None:
         size, own = model.decoder.vocab_size, draft.model.decoder.vocab_size
@@ -425,9 +425,9 @@ def _proposer(registry: Registry, name: str | None, draft: Assembly | None, mode
 
 
 def _rules(args: EngineArgs) -> RequestRules:
-    """What the options say of requests.
+    """Return the rules for requests from the options.
 
-    :raises ConfigError: a logits processor that cannot be found, or one beside speculation.
+    :raises ConfigError: if a logits processor cannot be found, or is combined with speculation.
     """
     rules = RequestRules(args.generation_config, tuple(map(processor_class, args.logits_processors)))
     if rules.processors and (args.speculate or args.speculative_model) is not None:
@@ -438,7 +438,7 @@ def _rules(args: EngineArgs) -> RequestRules:
 
 
 def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
-    """Write down what is known since the engine has its cache."""
+    """Add the values to the vLLM settings that are known only once the engine has its cache."""
     pool, longest = engine.capacity.pool, engine.limits.max_model_len
     settings.model_config.max_model_len = settings.scheduler_config.max_model_len = longest
     settings.cache_config = SimpleNamespace(
@@ -451,7 +451,7 @@ def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
 
 
 def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torch.device) -> ProcessorBatch | None:
-    """The engine's logits processors; None: there are none. :raises PluginError: one that raises when it is made."""
+    """Return the engine's logits processors, or None if there are none. :raises PluginError: if a constructor raises."""
     made = [
         made_by(
             f"logits_processors: {each.__name__}",
@@ -468,8 +468,10 @@ _WEIGHTS = (".safetensors", ".gguf", ".json")
 
 
 def _identity_of(model: LoadedModel, load_format: str) -> str:
-    """A digest of the configuration's content, of the names, sizes and times of the weights' files, of what computes the model,
-    and of the devices' kind and the element type in which it does so."""
+    """Return a digest that identifies the weights and how they are computed, for blocks offloaded to disk.
+
+    It covers config.json, names, sizes and times of the weight files, the implementation, the kind of device and the dtype.
+    """
     decoder = model.decoder
     digest = hashlib.blake2b(digest_size=16)
     parts: list[object] = [load_format, model.implementation, decoder.dtype, decoder.device.type]

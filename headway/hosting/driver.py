@@ -1,4 +1,4 @@
-"""One engine and its clients: the lock under which clients step the engine, and the listeners that hear what a step has added."""
+"""Engine driver: the lock under which clients step a shared engine, and the listeners that receive each step's outputs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from headway.requests.validation import RequestNames, RequestValidator, TextMode
 
 
 class HeldInterrupts:
-    """Holds SIGINT back in the main thread, the only one that Python interrupts, while an engine's step runs.
+    """Delays SIGINT while an engine's step runs in the main thread, the only one that Python interrupts.
 
-    An exception between any two instructions of a step would leave pages without an owner, or a step that the device has run and
-    the scheduler knows nothing of. A second Ctrl-C comes through at once, for the step may hang.
+    An exception between two instructions of a step could leak pages, or leave a step that the device ran and the scheduler does
+    not know. A second Ctrl-C is delivered at once, because the step may hang.
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None  # The handler in whose place this one stands; None: SIGINT is not held back
+        self._handler: Any = None  # The replaced handler; None if SIGINT is not delayed
         self._pending = False
 
     def hold(self) -> None:
-        """Hold a first SIGINT back from now on."""
+        """Delay the first SIGINT from now on."""
         found = signal.getsignal(signal.SIGINT) if current_thread() is main_thread() else None
         if callable(found):
             self._handler = found
@@ -41,7 +41,7 @@ class HeldInterrupts:
                 self._handler = None
 
     def release(self) -> None:
-        """Hold back no more, and handle the SIGINT that has come meanwhile."""
+        """Stop delaying, and handle a SIGINT that came meanwhile."""
         if current_thread() is not main_thread() or self._handler is None:
             return
         handler = self._handler
@@ -57,11 +57,11 @@ class HeldInterrupts:
 
 
 class FairLock:
-    """A lock for `with`, first come first served. Ctrl-C waits until the main thread has released the lock.
+    """First-come, first-served lock for `with`. Ctrl-C is delayed until the main thread has released the lock.
 
-    A threading.Lock may go again and again to the thread that has just released it: a call that steps an engine in a loop would
-    keep all others out until it has finished. A thread that has the lock and enters it again would wait for itself, and gets
-    an error: so do a logits processor and the handler of a signal that call the engine within its step.
+    A threading.Lock may go repeatedly to the thread that just released it: a call that steps an engine in a loop could starve all
+    others. A thread that enters the lock again would deadlock and gets an error instead; this happens to a logits processor or a
+    signal handler that calls the engine within its step.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class FairLock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread has the lock, or waits for it."""
+        """True if this thread has the lock or waits for it."""
         return get_ident() in self._callers
 
     def check_not_mine(self) -> None:
-        """Check that this thread may wait for the engine. :raises ConfigError: it would wait for itself."""
+        """Check that this thread may wait for the engine. :raises ConfigError: if it would wait for itself."""
         if self.is_mine:
             need = "calls between its steps, or from a thread that the step does not wait for"
             raise ConfigError("the engine", need, "a call within a step, by a logits processor or the handler of a signal")
@@ -114,7 +114,7 @@ class FairLock:
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                     raise
-            self._pass_on()  # the turn had come already
+            self._pass_on()  # the lock was passed on already
             raise
 
     def _pass_on(self) -> None:
@@ -126,12 +126,13 @@ class FairLock:
 
 
 Listener = Callable[[list[OutputDelta]], Iterable[tuple[str, int | None]]]
-"""Called with what each step has added, also to the requests of other clients. Returns the completions that the engine is to
-end, each as request id and index (None: all of the request)."""
+"""Called with the outputs of each step, including those for other clients' requests. Returns the completions to abort, each as
+request id and index (None means all completions of the request).
+"""
 
 
 class EngineDriver:
-    """The part of an engine that its clients share. Whichever client steps the engine, the requests of all advance."""
+    """An engine that several clients share. Any client's step advances the requests of all."""
 
     def __init__(self, assembly: Assembly) -> None:
         self.assembly = assembly
@@ -140,15 +141,15 @@ class EngineDriver:
         self.text_model = TextModel(model.name, model.folder, model.tokenizer)
         self.validator = RequestValidator(self.text_model, assembly.engine.limits, assembly.rules)
         self.lock = FairLock()
-        """Held by whoever calls the engine, for a step at most."""
+        """Held by the caller of the engine, for at most one step."""
         self._listeners: tuple[Listener, ...] = ()
         self._guard = Lock()
         self.names = RequestNames()
         self.task_state: dict[str, Any] = {}
-        """Objects that tasks leave for later tasks, by name; see headway.hosting.host."""
+        """Objects that tasks store for later tasks, by name; see headway.hosting.host."""
         self.on_cpu = assembly.device.type == "cpu"
-        """True where activations and compiled products lie in this process's memory, which is then given back now and then."""
-        self._deferred: list[Callable[[], None]] = []  # Calls that this step's own thread has left for the end of the step
+        """True if activations and compiled kernels are in this process's memory; freed memory is returned at intervals."""
+        self._deferred: list[Callable[[], None]] = []  # Calls by the step's thread, delayed to the end of the step
         self._next_trim = time.perf_counter() + TRIM_INTERVAL
 
     def add_listener(self, listener: Listener) -> None:
@@ -157,12 +158,12 @@ class EngineDriver:
             self._listeners = (*self._listeners, listener)
 
     def remove_listener(self, listener: Listener) -> None:
-        """Call a listener no more."""
+        """Stop calling a listener."""
         with self._guard:
             self._listeners = tuple(each for each in self._listeners if each != listener)
 
     def call_between_steps(self, function: Callable[[], None]) -> None:
-        """Call a function while no step runs: at once, or, within a step (as the garbage collector may), at the step's end."""
+        """Call a function while no step runs: at once, or at the end of the step if called within one."""
         if self.lock.is_mine:
             self._deferred.append(function)
             return
@@ -170,7 +171,7 @@ class EngineDriver:
             function()
 
     def step(self) -> None:
-        """Run one step of the engine. The caller holds `lock`."""
+        """Run one step of the engine. The caller must hold `lock`."""
         deltas = self.engine.step()
         while self._deferred:
             self._deferred.pop()()

@@ -1,4 +1,4 @@
-"""The hosts of an engine, which run it for AsyncLLM: their interface, their tasks, and the host that is a thread."""
+"""Engine hosts for AsyncLLM: their interface, their tasks, and the host that runs the engine in a thread."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ log = logging.getLogger("headway")
 
 T = TypeVar("T")
 Task = Callable[[EngineDriver], T]
-"""Work on an engine that its host is sent: a function of a module or a partial of one, where the host is in another process."""
+"""Work that a host runs on its engine. For another process it must be a module's function or a partial of one."""
 
 
 class EngineDeadError(RuntimeError):
-    """The thread or process of the engine has ended, by a fault (the cause of this error) or by a shutdown."""
+    """The thread or process of the engine has ended, because of a fault (the cause of this error) or a shutdown."""
 
 
 class EngineFacts(NamedTuple):
-    """Facts about an engine that never change after its start."""
+    """Facts about an engine that do not change after its start."""
 
     limits: RequestLimits
     block_size: int
@@ -43,12 +43,12 @@ class EngineFacts(NamedTuple):
     max_num_seqs: int
     device: str
     selection: str
-    """The chosen backends, and the reasons."""
+    """Chosen backends, and the reasons."""
     rules: RequestRules = RequestRules()
-    """What the options say of requests."""
+    """Rules for requests from the options."""
     eos_token_ids: frozenset[int] = frozenset()
     rounding: str = ""
-    """What products round of their activations on this processor, in words; empty: nothing."""
+    """Description of the rounding of activations by this CPU's kernels; empty if there is none."""
 
     @classmethod
     def of(cls, driver: EngineDriver) -> EngineFacts:
@@ -68,59 +68,59 @@ class EngineFacts(NamedTuple):
 
 
 class EngineHost(ABC):
-    """Runs one engine. Any thread may call a host, and no call but `stop` waits for a step."""
+    """Runs one engine. Any thread may call a host, and only `stop` waits for a step."""
 
     model: TextModel
     facts: EngineFacts
     validator: RequestValidator
     names: RequestNames
     error: EngineDeadError | None = None
-    """Why the engine has ended; None while it runs."""
+    """Reason why the engine has ended. None while it runs."""
     is_restarting = False
-    """True while an engine that has ended is being started again."""
+    """True while a replacement for an engine that ended is being started."""
 
     @property
     @abstractmethod
     def num_sequences(self) -> tuple[int, int]:
-        """Sequences that run, and that wait, as far as is known in this process."""
+        """Numbers of running and waiting sequences, as far as this process knows."""
 
     @property
     @abstractmethod
     def stalled_seconds(self) -> float:
-        """Seconds since the engine was last seen to come to the end of a step; 0.0 while there is nothing for it to do."""
+        """Seconds since the engine last finished a step; 0.0 while it has no work."""
 
     @abstractmethod
     def check_caller(self) -> None:
-        """Check that this thread may wait. :raises ConfigError: it runs a step, from a logits processor or a signal handler."""
+        """Check that this thread may wait for a step. :raises ConfigError: if a step of the thread itself is running."""
 
     def check_alive(self) -> None:
-        """:raises EngineDeadError: the engine has ended."""
+        """Check that the engine runs. :raises EngineDeadError: if it has ended."""
         if self.error is not None:
             raise EngineDeadError(str(self.error)) from self.error.__cause__
 
     @abstractmethod
     def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
-        """Call `listener` after every step from now on, and `died` where a fault ends the engine, in some thread."""
+        """Call `listener` after every step from now on, and `died`, in any thread, if a fault ends the engine."""
 
     @abstractmethod
     def run_between_steps(self, task: Task[T]) -> Future[T]:
-        """Queue a task that is done between two steps of the engine. :raises EngineDeadError: the engine has ended."""
+        """Queue a task to run between two steps of the engine. :raises EngineDeadError: if the engine has ended."""
 
     @abstractmethod
     def run_concurrently(self, task: Task[T]) -> Future[T]:
-        """Queue a task that runs beside steps and must not change the engine. :raises EngineDeadError: the engine has ended."""
+        """Queue a task to run during steps; it must not change the engine. :raises EngineDeadError: if the engine has ended."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End the engine after the step that runs, and wait for that."""
+        """End the engine after the running step, and wait for that."""
 
     @abstractmethod
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
-        """Remove a client, after `stop`, and end the requests that are `unfinished`."""
+        """Remove a client, after `stop`, and abort the requests that are `unfinished`."""
 
 
 def query(function: Callable[[EngineLoop], T]) -> Task[T]:
-    """Make the task that calls a function with the engine and returns the function's result."""
+    """Return a task that calls a function with the engine and returns its result."""
     return partial(_query, function=function)
 
 
@@ -129,46 +129,46 @@ def _query(driver: EngineDriver, function: Callable[[EngineLoop], T]) -> T:
 
 
 def abort_request(host: EngineHost, key: str, index: int | None) -> None:
-    """Have a host end one completion of a request, or (None) all of them; nothing happens where the engine has ended."""
+    """Abort one completion of a request, or all for None; do nothing if the engine has ended."""
     with suppress(EngineDeadError):
         host.run_between_steps(query(partial(EngineLoop.abort, request_id=key, index=index)))
 
 
 def add_adapter(host: EngineHost, lora_request: LoRARequest) -> None:
-    """Have an engine read an adapter, and wait for that. Raises as `AsyncLLM.add_lora`."""
-    host.run_between_steps(partial(keep_adapter, lora_request=lora_request)).result()
+    """Load an adapter into an engine, and wait for that. Raises as `AsyncLLM.add_lora`."""
+    host.run_between_steps(partial(register_adapter, lora_request=lora_request)).result()
 
 
 def read_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
-    """Read an adapter and leave it for `keep_adapter`; a task."""
+    """Read an adapter and store it for `register_adapter`; a task."""
     driver.task_state[f"adapter {lora_request.lora_int_id}"] = driver.engine.adapter_table.reader.read(lora_request)
 
 
-def keep_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
-    """Let requests name an adapter, which is read now unless `read_adapter` has; a task."""
+def register_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
+    """Let requests use an adapter, which is read now unless `read_adapter` has read it; a task."""
     driver.engine.adapter_table.add(lora_request, driver.task_state.pop(f"adapter {lora_request.lora_int_id}", None))
 
 
 def remove_adapter(engine: EngineLoop, lora_id: int) -> bool:
-    """Forget an adapter; False if none has this number."""
+    """Remove an adapter; return False if none has this id."""
     return engine.adapter_table.remove(lora_id)
 
 
 def adapter_ids(engine: EngineLoop) -> set[int]:
-    """Return the numbers of the adapters that have been read."""
+    """Return the ids of the adapters that have been read."""
     return {each.lora_int_id for each in engine.adapter_table.known}
 
 
-_IDLE: Final = 1.0  # Seconds without work after which freed memory is given back, once, where the engine runs on a CPU
+_IDLE: Final = 1.0  # Idle seconds after which a CPU engine returns freed memory once
 
 Call = tuple[Task[Any], "Future[Any]"]
 
 
 class EngineThread(EngineHost):
-    """Steps an engine in a thread of this process. Tasks are queued, so that nobody waits for a step to hand one in."""
+    """Steps an engine in a thread of this process. Tasks are queued, so callers do not wait for a step."""
 
     def __init__(self, driver: EngineDriver, *, owned: bool = True) -> None:
-        """owned: the engine ends with this host; else another one, or an LLM, has it too."""
+        """owned: True if the engine ends with this host; False if another host or an LLM uses it too."""
         self.driver = driver
         self._owned = owned
         self.model = driver.text_model
@@ -176,8 +176,8 @@ class EngineThread(EngineHost):
         self.names = driver.names
         self.facts = EngineFacts.of(driver)
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
-        self._guard = Lock()  # Protects `error`, so that no task is queued after the queue was emptied for the last time
-        self._began: float | None = None  # When the thread turned to the step that it is at; None: it waits for work
+        self._guard = Lock()  # Protects `error`, so that no task is queued after the last one was taken
+        self._began: float | None = None  # Start of the current step; None if the thread waits for work
         self._died: list[Callable[[EngineDeadError], None]] = []
         self._concurrent = ThreadPoolExecutor(1, "headway-concurrent")
         self.thread = Thread(target=self._run, name="headway-engine", daemon=True)
@@ -220,7 +220,7 @@ class EngineThread(EngineHost):
                 self.driver.engine.abort(key)
 
     def stop(self) -> None:
-        """End the thread after the step that runs, and wait for that; requests that are left are not ended."""
+        """End the thread after the running step, and wait for that; unfinished requests are not aborted."""
         with self._guard:
             if self.error is None:
                 self.error = EngineDeadError("the engine was shut down")
@@ -231,11 +231,11 @@ class EngineThread(EngineHost):
             if self._owned:
                 self.driver.engine.executor.shutdown()
             if self.driver.on_cpu:
-                trim_memory()  # the thread's own compiled products were freed with it
+                trim_memory()  # its per-thread compiled kernels were freed
 
     def _run(self) -> None:
         driver, engine, busy = self.driver, self.driver.engine, False
-        torch.set_num_threads(torch.get_num_threads())  # OpenMP has a number of threads for each thread of ours
+        torch.set_num_threads(torch.get_num_threads())  # OpenMP's thread count is set per calling thread
         if driver.assembly.device.type == "cuda":
             torch.cuda.set_device(driver.assembly.device)
         try:
@@ -251,11 +251,11 @@ class EngineThread(EngineHost):
                     if engine.has_unfinished:
                         driver.step()
                     busy = engine.has_unfinished
-        except BaseException as fault:  # whatever it is, clients wait for this thread
+        except BaseException as fault:  # any fault, because clients wait for this thread
             self._end_by(fault)
 
     def _next_calls(self, wait: bool) -> tuple[list[Call], bool]:
-        """Return the calls queued since the last step, and whether the thread is to end. wait: block until there is one."""
+        """Return the calls queued since the last step, and whether the thread must end. wait: True waits for a call."""
         calls: list[Call] = []
         idle = _IDLE if self.driver.on_cpu else None
         while True:
@@ -273,12 +273,12 @@ class EngineThread(EngineHost):
             wait = False
 
     def _lost(self, fault: ExecutorLostError) -> None:
-        """Called in another thread when the engine can run no step any more, while its own may wait for work, or for a device."""
+        """End the host; called in another thread when the engine can run no more steps, while its own thread may be blocked."""
         self._end_by(fault)
         self._calls.put(None)
 
     def _end_by(self, fault: BaseException) -> None:
-        lost = isinstance(fault, ExecutorLostError)  # which names all that there is to know, and may have been told by `_lost`
+        lost = isinstance(fault, ExecutorLostError)  # complete in itself, and perhaps reported by `_lost` already
         error = EngineDeadError(str(fault) if lost else f"the engine's thread has ended: {type(fault).__name__}: {fault}")
         error.__cause__ = fault
         with self._guard:

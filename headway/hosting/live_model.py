@@ -1,4 +1,4 @@
-"""What programs do to the model of a running engine: put it to sleep, wake it, and give it other weights."""
+"""Operations on the model of a running engine: sleep, wake-up, and replacement of weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOST = "weights lost in sleep"
 
 
 def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
-    """What replaces the weights of a driver's model. what: asks for it. :raises ConfigError: they cannot be replaced."""
+    """Return the replaceable weights of a driver's model. what: the requested operation. :raises ConfigError: if fixed."""
     model, on_disk = driver.assembly.model, driver.assembly.engine.config.kv_offload_dir
     if model.live_weights is None:
         need = "plain weights on one rank that Headway's decoder computes"
@@ -36,8 +36,12 @@ def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
 
 
 def sleep(driver: EngineDriver, level: int = 1) -> None:
-    """Free weights and cache. level: 1 keeps the weights in host memory, 2 reads them anew. A task of headway.hosting.host.
-    :raises ConfigError: another level, or an engine that cannot sleep; see `EngineLoop.sleep`."""
+    """Free weights and cache; a task of headway.hosting.host.
+
+    level: 1 moves the weights to host memory, 2 frees them and reads them again later.
+
+    :raises ConfigError: if the level is another one, or the engine cannot sleep; see `EngineLoop.sleep`.
+    """
     if isinstance(level, bool) or level not in (1, 2):
         raise ConfigError("level", "1 (weights in the host's memory) or 2 (weights are read again)", shown(level))
     lost: Sequence[Tensor] = ()
@@ -52,7 +56,7 @@ def sleep(driver: EngineDriver, level: int = 1) -> None:
 
 
 def wake_up(driver: EngineDriver, tags: Sequence[str] | None = None) -> None:
-    """Take memory back. tags: "weights", "kv_cache" or both; None: both. :raises ConfigError: another tag."""
+    """Allocate memory again. tags: "weights", "kv_cache" or both; None means both. :raises ConfigError: if a tag is unknown."""
     for tag in tags if isinstance(tags, list | tuple) else () if tags is None else (tags,):
         if not isinstance(tags, list | tuple) or tag not in (WEIGHTS, CACHE):
             raise ConfigError("tags", f"a list of {WEIGHTS} and {CACHE}", shown(tag))
@@ -67,13 +71,16 @@ def wake_up(driver: EngineDriver, tags: Sequence[str] | None = None) -> None:
 
 
 def is_sleeping(driver: EngineDriver) -> bool:
-    """Whether weights or cache sleep."""
+    """Return whether weights or cache are asleep."""
     return bool(driver.engine.asleep)
 
 
 def load_weights(driver: EngineDriver, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-    """Replace weights and forget cached prompts; see `LiveWeights.load`. :raises ModelError: a tensor of another shape.
-    :raises ConfigError: weights that sleep or cannot be replaced, or a name that the model has not."""
+    """Replace weights and forget cached prefixes; see `LiveWeights.load`.
+
+    :raises ModelError: if a tensor has another shape.
+    :raises ConfigError: if weights are asleep or cannot be replaced, or the model has no tensor of a name.
+    """
     if WEIGHTS in driver.engine.asleep:
         raise ConfigError("load_weights", "weights that are awake", "sleeping ones", "wake_up(tags=['weights']) wakes them")
     driver.engine.read_launched()
@@ -89,14 +96,14 @@ class ServedModel:
     def __init__(self, driver: EngineDriver) -> None:
         self._driver = driver
         self.config = getattr(driver.assembly.model.decoder, "config", None)
-        """The decoder's configuration; None: transformers computes the model."""
+        """The decoder's configuration. None if transformers computes the model."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Replace weights by the names that the checkpoint has; see the function of this name."""
+        """Replace weights, by their names in the checkpoint; see the module's `load_weights`."""
         return load_weights(self._driver, weights)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they lie in memory: merged, and in whatever order the device reads them."""
+        """Yield the weights as they are in memory: merged, and in the order that the device's kernels read."""
         decoder = self._driver.assembly.model.decoder
         parts = getattr(decoder, "layers", decoder)
         yield from held_tensors(*(parts if isinstance(parts, list) else [parts])).items()
@@ -106,7 +113,7 @@ class ServedModel:
 
 
 class Worker:
-    """What the functions of `collective_rpc` get: the engine's one worker, which is this process."""
+    """The worker passed to `collective_rpc` functions. There is one, in this process."""
 
     rank = local_rank = 0
 
@@ -117,12 +124,12 @@ class Worker:
         self.model_runner = SimpleNamespace(model=ServedModel(driver), device=self.device)
 
     def get_model(self) -> ServedModel:
-        """The model."""
+        """Return the model."""
         found: ServedModel = self.model_runner.model
         return found
 
     def update_config(self, overrides: Mapping[str, Any]) -> None:
-        """Set the source of `reload_weights`: load_config.load_format "auto" (files) or "dummy". :raises ConfigError: another."""
+        """Set the source of `reload_weights`: load_config.load_format "auto" or "dummy". :raises ConfigError: for others."""
         given = overrides.get("load_config") if isinstance(overrides, Mapping) else None
         found = given.get("load_format") if isinstance(given, Mapping) and len(overrides) == len(given) == 1 else None
         if found not in LOAD_FORMATS:
@@ -131,21 +138,21 @@ class Worker:
         live_weights(self._driver, "update_config").dummy = found == "dummy"
 
     def reload_weights(self) -> None:
-        """Read the checkpoint again; what programs have given is forgotten."""
+        """Read the checkpoint again; weights set by programs are lost."""
         live_weights(self._driver, "reload_weights").read_again()
         self._driver.engine.forget_prefixes(everywhere=True)
 
     def sleep(self, level: int = 1) -> None:
-        """See the function of this name."""
+        """Free weights and cache; see the module's `sleep`."""
         sleep(self._driver, level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """See the function of this name."""
+        """Allocate memory again; see the module's `wake_up`."""
         wake_up(self._driver, tags)
 
 
 def worker_of(driver: EngineDriver) -> Worker:
-    """Return a driver's worker, of the class given by worker_extension_cls. :raises ConfigError: there is no such class."""
+    """Return a driver's worker, of the class named by worker_extension_cls. :raises ConfigError: if there is no such class."""
     if "worker" not in driver.task_state:
         kind = _with_extension(driver.assembly.worker_extension)
         driver.task_state["worker"] = made_by("worker_extension_cls: the worker", lambda: kind(driver))
@@ -168,7 +175,9 @@ def collective_rpc(
     driver: EngineDriver, method: str | Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Any]:
     """Call a worker's method, or a function with the worker; return a list of one result, as for one rank.
-    :raises ConfigError: several ranks, a method that the worker lacks, or arguments that the method does not take."""
+
+    :raises ConfigError: if there are several ranks, the worker has no such method, or the arguments do not fit.
+    """
     ranks = driver.assembly.settings.parallel_config.tensor_parallel_size if driver.assembly.settings else 1
     if ranks > 1:
         raise ConfigError("collective_rpc", "tensor_parallel_size=1, whose one rank is this process", ranks)
@@ -188,7 +197,7 @@ def collective_rpc(
 
 
 def _check_arguments(name: str, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """:raises ConfigError: a method does not take these arguments."""
+    """Check that a method accepts these arguments. :raises ConfigError: if it does not."""
     try:
         signature = inspect.signature(method)
         signature.bind(*args, **kwargs)
@@ -199,5 +208,5 @@ def _check_arguments(name: str, method: Callable[..., Any], args: Sequence[Any],
         )
         why = truncated(str(error), 100)
         raise ConfigError("args and kwargs", f"those of {name}({takes})", f"{name}({truncated(given, 200)}), {why}") from None
-    except ValueError:  # built in, without a signature: the call says what is wrong
+    except ValueError:  # a builtin without a signature: the call reports the error
         return

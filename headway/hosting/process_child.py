@@ -1,4 +1,4 @@
-"""The child process of an engine (parent: `process_host`): loads the model, runs the engine in a thread, does tasks."""
+"""Child process of an engine (parent: `process_host`): loads the model, steps the engine in a thread, and runs tasks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from headway.hosting.host import EngineDeadError, EngineThread
 from headway.hosting.process_messages import EngineFault, EngineReady, Failed, RunTask, StartEngine, StepOutputs, TaskResult
 from headway.machine.process import SWITCH_INTERVAL
 
-_SIGN_INTERVAL = 1.0  # Seconds after which a step without outputs is reported, so that the engine is not thought stuck
+_SIGN_INTERVAL = 1.0  # Seconds between reports of steps without outputs, which show that the engine runs
 
 
 class EngineChild:
-    """Serves the parent process until the parent closes the wire or ends."""
+    """Server of the parent process, until the parent closes the wire or ends."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._host: EngineThread | None = None
-        self._next_sign = 0.0  # When the parent is told of a step even if it has brought nothing
+        self._next_sign = 0.0  # When the next step is reported even if it has no outputs
         self._left = Event()  # Set when the parent has closed its end of the wire, or has ended
 
     def run(self) -> None:
@@ -84,7 +84,7 @@ class EngineChild:
         error = future.exception()
         try:
             data = b"" if error is not None else pickle.dumps(future.result())
-        except Exception as unsendable:  # whatever the result's own code raises: the parent waits for an answer
+        except Exception as unsendable:  # any exception of the result's code: the parent waits for an answer
             error = unsendable
         if error is not None:
             self._send(Failed.by(number, error))
@@ -94,7 +94,7 @@ class EngineChild:
     def _stepped(self, deltas: list[OutputDelta]) -> tuple[tuple[str, int | None], ...]:
         assert self._host is not None
         now = time.monotonic()
-        if deltas or now >= self._next_sign:  # many steps of a long prompt bring no token
+        if deltas or now >= self._next_sign:  # many steps of a long prompt give no token
             self._next_sign = now + _SIGN_INTERVAL
             self._send(StepOutputs.of(deltas, self._host.num_sequences))
         return ()
@@ -103,7 +103,7 @@ class EngineChild:
         self._send(EngineFault(str(error), repr(error.__cause__)))
 
     def _send(self, message: object) -> None:
-        with suppress(OSError):  # the parent has left, which `_read` notices, too
+        with suppress(OSError):  # the parent has left; `_read` notices that too
             self._wire.send(message)
 
 

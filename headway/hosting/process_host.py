@@ -1,4 +1,4 @@
-"""The parent's side of an engine in a child process, which may be started again after a fault."""
+"""Host of an engine in a child process, with optional restarts after a fault."""
 
 from __future__ import annotations
 
@@ -38,33 +38,34 @@ log = logging.getLogger("headway")
 
 T = TypeVar("T")
 
-_UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)  # Exceptions of pickle for what cannot be pickled
-_END_SECONDS: Final = 20.0  # Seconds for the process to end by itself: a step may run, and files may have to be written
+_UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)  # pickle's exceptions for unpicklable objects
+_END_SECONDS: Final = 20.0  # Seconds for the process to exit: it may have to finish a step and write files
 
 
 class _WaitingTask(NamedTuple):
     future: Future[Any]
     since: float  # When, by time.monotonic
-    concurrently: bool  # Whether it is done beside the steps, and not between two of them
+    concurrently: bool  # True if it runs during steps, False between two of them
 
 
 class EngineProcess(EngineHost):
-    """Runs an engine in a child process, which ends with this one. After a fault another may start, without the old requests."""
+    """Runs an engine in a child process, which ends with this process. After a fault a new engine may start."""
 
     def __init__(self, make: Callable[[], EngineDriver], spawned: SpawnedEngine | None = None, restarts: int = 0) -> None:
-        """Have the child load the model, and wait for that.
+        """Start loading the model in the child, and wait until it is ready.
 
-        make: makes the engine, in the child; `partial(driver_of, args)`. spawned: the child, if it was started already. restarts:
-        how often another engine is started.
+        make: function that makes the engine in the child, `partial(driver_of, args)`. spawned: the child, if it was started
+        already.
+        restarts: maximum number of restarts after faults.
 
-        :raises HeadwayError: anything the caller can put right.
-        :raises EngineDeadError: the process has ended.
+        :raises HeadwayError: if an option is wrong.
+        :raises EngineDeadError: if the process has ended.
         """
         self._make = make
         self._restarts = self._left = restarts
         self._guard = Lock()  # Protects `error`, `is_restarting`, `_stopped` and `_waiting`
         self._stopped = False
-        self._fault: EngineDeadError | None = None  # Why the last engine has ended
+        self._fault: EngineDeadError | None = None  # Reason why the last engine ended
         self._waiting: dict[int, _WaitingTask] = {}
         self._numbers = count()
         self._clients: list[tuple[Listener, Callable[[EngineDeadError], None]]] = []
@@ -73,11 +74,11 @@ class EngineProcess(EngineHost):
         self.validator = RequestValidator(self.model, self.facts.limits, self.facts.rules)
 
     def _load(self, spawned: SpawnedEngine) -> None:
-        """Have a child load the model, and listen to that child from then on; raises as `__init__`."""
+        """Load the model in a child, and read its messages from then on; raises as `__init__`."""
         self._process = spawned.process
         self._wire = spawned.wire
         self._num_sequences = 0, 0
-        self._heard = time.monotonic()  # When the child sent its last message; while it steps, there is one each second at least
+        self._heard = time.monotonic()  # Time of the last message; a child that steps sends at least one per second
         try:
             ready = self._begin()
             tokenizer = None if ready.tokenizer_folder is None else read_tokenizer(ready.tokenizer_folder)
@@ -95,17 +96,17 @@ class EngineProcess(EngineHost):
 
     @property
     def pid(self) -> int:
-        """Process id of the child that runs, or ran last."""
+        """Process id of the current or last child."""
         return self._process.pid
 
     @property
     def num_sequences(self) -> tuple[int, int]:
-        """Sequences that run and that wait, as of the last step that had outputs, or the last task; see EngineHost."""
+        """Numbers of running and waiting sequences after the last step with outputs, or the last task."""
         return self._num_sequences
 
     @property
     def stalled_seconds(self) -> float:
-        """See EngineHost. A task that is to be done between two steps is work, too."""
+        """Seconds since the engine last made progress; queued tasks count as work. 0.0 while it has no work."""
         with self._guard:
             waiting = [task.since for task in self._waiting.values() if not task.concurrently]
         if self.error is not None or not (waiting or sum(self._num_sequences)):
@@ -114,15 +115,15 @@ class EngineProcess(EngineHost):
         return time.monotonic() - began
 
     def check_caller(self) -> None:
-        """See EngineHost. No step runs in this process."""
+        """Do nothing: no step runs in this process."""
 
     def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
-        """See EngineHost. `died` is called for each engine that ends."""
+        """Call `listener` after every step from now on, and `died` for each engine that ends."""
         self._clients.append((listener, died))
 
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
         self._clients = [each for each in self._clients if each[0] != listener]
-        unfinished()  # the engine has ended, and they with it
+        unfinished()  # the requests ended with the engine
 
     def run_between_steps(self, task: Task[T]) -> Future[T]:
         return self._send_task(task, concurrently=False)
@@ -161,7 +162,7 @@ class EngineProcess(EngineHost):
             self.check_alive()
             number = next(self._numbers)
             self._waiting[number] = _WaitingTask(future, time.monotonic(), concurrently)
-        with suppress(OSError):  # the process has just ended: `_read` tells everybody
+        with suppress(OSError):  # the process has just ended; `_read` reports that
             self._wire.send(RunTask(number, data, concurrently))
         return future
 
@@ -169,7 +170,7 @@ class EngineProcess(EngineHost):
         try:
             while True:
                 message = wire.receive()
-                if wire is not self._wire:  # that of a later child
+                if wire is not self._wire:  # a later child has replaced it
                     return
                 self._heard = time.monotonic()
                 if isinstance(message, StepOutputs):
@@ -181,7 +182,7 @@ class EngineProcess(EngineHost):
         except (EOFError, OSError):
             if self.error is None and wire is self._wire:
                 self._fail(self._how_it_ended())
-        except BaseException as fault:  # whatever it is, somebody waits for this thread
+        except BaseException as fault:  # any fault, because clients wait for this thread
             self._fail(_dead(f"a message of the engine's process could not be handled: {type(fault).__name__}: {fault}", fault))
             wire.close()
 
@@ -210,7 +211,7 @@ class EngineProcess(EngineHost):
             future.set_exception(error)
 
     def _fail(self, error: EngineDeadError) -> None:
-        """Take no more tasks and fail those that wait. Where a fault is the reason, tell the clients, and perhaps start again."""
+        """Refuse new tasks and fail waiting ones. After a fault, notify the clients, and restart if restarts are left."""
         with self._guard:
             if self.error is not None:
                 return
@@ -234,14 +235,14 @@ class EngineProcess(EngineHost):
             Thread(target=self._start_again, name="headway-restart", daemon=True).start()
 
     def _start_again(self) -> None:
-        self._end()  # a process whose engine has failed may live on
+        self._end()  # the process may survive its engine's failure
         while self._left and not self._stopped:
             began = time.perf_counter()
             log.warning("%s", self.error)
             self._left -= 1
             try:
                 self._load(spawn_engine())
-            except Exception as error:  # whatever the start meets; the next attempt may not
+            except Exception as error:  # the next attempt may succeed
                 log.error("the engine could not be started again: %s", error)
                 continue
             if self._stopped:
@@ -253,7 +254,7 @@ class EngineProcess(EngineHost):
             self._give_up()
 
     def _give_up(self) -> None:
-        """Start no engine again; the caller holds `_guard`."""
+        """Stop restarting; the caller must hold `_guard`."""
         self.error = self._fault
         self.is_restarting = False
 
@@ -262,7 +263,7 @@ class EngineProcess(EngineHost):
         return _dead(f"{how}; its last lines on stderr may say why, and so may dmesg where memory was short", RuntimeError(how))
 
     def _end(self) -> None:
-        """Close the wire and wait for the child to end; kill the child after `_END_SECONDS`."""
+        """Close the wire and wait for the child to exit; kill it after `_END_SECONDS`."""
         self._wire.close()
         try:
             self._process.wait(_END_SECONDS)

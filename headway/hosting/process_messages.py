@@ -1,6 +1,6 @@
-"""The messages between an engine's process and its parent, and the start of the process.
+"""Messages between an engine's process and its parent, and the start of the process.
 
-This module imports little: the child is started before the parent imports what it needs itself, so that both import at once.
+This module imports little: the child is started before the parent's heavy imports, so that both import in parallel.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ if TYPE_CHECKING:
 
 
 class StartEngine(NamedTuple):
-    """The parent's first message."""
+    """First message of the parent."""
 
     make: Callable[[], EngineDriver]
     log_level: int
 
 
 class EngineReady(NamedTuple):
-    """The answer to `StartEngine`: the model is loaded."""
+    """Reply to `StartEngine`: the model is loaded."""
 
     name: str
     folder: Path
     tokenizer_folder: Path | None
-    """None: there is no tokenizer."""
+    """Folder of the tokenizer. None if there is none."""
     facts: EngineFacts
 
 
 class RunTask(NamedTuple):
-    """A task that the parent wants done."""
+    """Request to run a task."""
 
     number: int
     task: bytes
-    """The task, pickled by itself: one that cannot be read spoils no other message."""
+    """The task, pickled separately, so that an unreadable one does not affect other messages."""
     concurrently: bool
-    """True: beside the engine's steps; False: between two of them."""
+    """True to run it during steps, False between two steps."""
 
 
 class TaskResult(NamedTuple):
-    """The answer to `RunTask`: the result of the task."""
+    """Reply to `RunTask` with the task's result."""
 
     number: int
     result: bytes
-    """The result, pickled by itself as the task is."""
+    """The result, pickled separately like the task."""
     num_sequences: tuple[int, int]
-    """Sequences that run, and that wait."""
+    """Numbers of running and waiting sequences."""
 
 
 class Failed(NamedTuple):
-    """The exception that a task, or (number None) the start, has raised."""
+    """Exception raised by a task, or by the start."""
 
     number: int | None
     error: bytes
-    """The exception, pickled by itself; empty for one that cannot be pickled."""
+    """The exception, pickled separately; empty if it cannot be pickled."""
     text: str
 
     @classmethod
     def by(cls, number: int | None, error: BaseException) -> Failed:
-        """Make the message about an exception."""
+        """Make the message for an exception."""
         text = f"{type(error).__name__}: {error}"
         try:
             return cls(number, pickle.dumps(error), text)
@@ -78,7 +78,7 @@ class Failed(NamedTuple):
             return cls(number, b"", text)
 
     def exception(self) -> BaseException:
-        """Return the exception; a RuntimeError with its text where its class cannot be imported here, a plugin's for instance."""
+        """Return the exception; a RuntimeError with its text if its class cannot be imported here, such as a plugin's."""
         try:
             found = pickle.loads(self.error)
         except Exception:
@@ -87,21 +87,21 @@ class Failed(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """The outputs of one step."""
+    """Outputs of one step."""
 
     deltas: list[tuple[Any, ...]]
-    """Each OutputDelta as a plain tuple, which takes a third as long to pickle."""
+    """Each OutputDelta as a plain tuple, which pickles in a third of the time."""
     num_sequences: tuple[int, int]
-    """Sequences that run, and that wait."""
+    """Numbers of running and waiting sequences."""
 
     @classmethod
     def of(cls, deltas: list[OutputDelta], num_sequences: tuple[int, int]) -> StepOutputs:
-        """Make the message about a step."""
+        """Make the message for a step."""
         return cls([tuple(each) for each in deltas], num_sequences)
 
 
 class EngineFault(NamedTuple):
-    """A fault has ended the engine."""
+    """Notice that a fault has ended the engine."""
 
     message: str
     cause: str
@@ -115,14 +115,14 @@ class SpawnedEngine(NamedTuple):
 
 
 def spawn_engine() -> SpawnedEngine:
-    """Start the engine's process, with this one's module path. :raises OSError: the system starts no more processes."""
+    """Start the engine's process, with this one's module path. :raises OSError: if the system cannot start a process."""
     near, far = socket.socketpair()
     with far:
         process = subprocess.Popen(
             python_command("headway.hosting.process_child", str(far.fileno())),
             pass_fds=[far.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for the parent, even while the child still starts
+            start_new_session=True,  # so that Ctrl-C in a terminal reaches only the parent
             env={**os.environ, "PYTHONPATH": module_path()},
         )
     return SpawnedEngine(process, Wire(near))

@@ -1,4 +1,4 @@
-"""Profiling of an engine's steps under load: where their time goes, and a trace of a few of them."""
+"""Profiling of an engine's steps under load: time of each part, and a trace of some steps."""
 
 from __future__ import annotations
 
@@ -18,51 +18,53 @@ from headway.core.engine.data.stats import EngineStats, ProfilerRanges, no_range
 from headway.core.engine.data.step import OutputDelta
 from headway.hosting.driver import EngineDriver
 
-_MOST_KERNELS: Final = 12  # Kernels that a profile lists
+_MOST_KERNELS: Final = 12  # Maximum number of kernels in a profile
 
 
 MOST_STEPS: Final = 1000
 
 
 class ProfileRequest(BaseModel):
-    """A request to profile: the steps to trace, and how."""
+    """Request for a profile: the steps to trace, and how."""
 
     model_config = ConfigDict(extra="ignore")
 
     skip_steps: int = Field(default=50, ge=0)
-    """Steps before the trace begins, so that the trace shows the middle of a load and not its start."""
+    """Number of steps before the trace, so that it shows a steady load instead of its start."""
     num_steps: int = Field(default=20, ge=1, le=MOST_STEPS)
     nvtx: bool = False
-    """Mark these steps for Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`) instead of writing a trace."""
+    """True to mark the steps for Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`) instead of writing a trace."""
 
 
 class StepsProfile(BaseModel):
-    """Steps of an engine, and the average milliseconds per step of their parts, over the steps that were not traced."""
+    """Profile of an engine's steps: average milliseconds per part of a step, over the steps that were not traced."""
 
     model_config = ConfigDict(extra="forbid")
 
     steps: int
     step_ms: float
-    """Milliseconds from the beginning of a step to that of the next, while requests run."""
+    """Milliseconds from the start of one step to the start of the next, while requests run."""
     parts_ms: dict[str, float]
-    """Part of a step on the host (schedule, prepare, launch, wait for the device, read, other, outputs) -> milliseconds;
-    "between" is the time between steps, when other threads have the interpreter, requests come in, or there are none."""
+    """Milliseconds per step by part on the host (schedule, prepare, launch, wait for the device, read, other, outputs).
+
+    "between" is the time between steps: other threads run, requests arrive, or there are none.
+    """
     output_tokens: int
     prefill_tokens: int
     steps_by_phase: dict[str, int]
-    """Phase and backend, such as "decode, triton" -> number of steps."""
+    """Number of steps by phase and backend, such as "decode, triton"."""
     traced_steps: int
     kernels_ms: dict[str, float]
-    """Kernel of a GPU or operation of a CPU -> milliseconds per traced step, of those that took longest."""
+    """Milliseconds per traced step of the slowest GPU kernels or CPU operations."""
     trace: str | None = None
-    """Path of the trace on the server's machine; None: there were too few steps, or nvtx was requested."""
+    """Path of the trace on the server's machine. None if there were too few steps, or nvtx was requested."""
 
 
 class StepProfiler:
-    """Profiles the steps of one engine. The thread that steps the engine calls `start` and `stop`, between two steps."""
+    """Profiler of one engine. The thread that steps the engine calls `start` and `stop`, between two steps."""
 
     def __init__(self, driver: EngineDriver, folder: Path, request: ProfileRequest) -> None:
-        """folder: the folder to write the trace into."""
+        """folder: folder for the trace."""
         self._driver = driver
         self._folder = folder
         self._request = request
@@ -77,7 +79,7 @@ class StepProfiler:
         self._found: profile | None = None
 
     def start(self) -> None:
-        """Begin to count steps."""
+        """Start counting steps."""
         self._begun = self._driver.engine.stats.snapshot()
         self._started_at = time.perf_counter()
         self._driver.add_listener(self._stepped)
@@ -85,14 +87,14 @@ class StepProfiler:
             self._begin_trace()
 
     def stop(self) -> StepsProfile:
-        """End, and return the profile without its trace, which `write_trace` writes."""
+        """Stop, and return the profile without its trace, which `write_trace` writes."""
         if self._before_trace is not None and not self._traced.num_steps:
             self._end_trace()
         self._driver.remove_listener(self._stepped)
         seconds = time.perf_counter() - self._started_at - self._traced_seconds
         done = self._driver.engine.stats.snapshot() - self._begun
         plain = done - self._traced
-        plain.output_seconds -= self._ending_seconds  # `_stepped` hears of them, too
+        plain.output_seconds -= self._ending_seconds  # they fall within `_stepped`
         steps = plain.num_steps
         parts = plain.host_parts
         outputs = parts.pop("outputs")
@@ -111,7 +113,7 @@ class StepProfiler:
         )
 
     def write_trace(self) -> str | None:
-        """Write the trace, from any thread, and return its path, if any. :raises ConfigError: the folder is not writable."""
+        """Write the trace, from any thread, and return its path, if any. :raises ConfigError: if the folder is not writable."""
         if self._found is None:
             return None
         path = self._folder / f"headway-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}.trace.json.gz"
@@ -165,7 +167,7 @@ class StepProfiler:
         self._traced_seconds = time.perf_counter() - self._traced_from
 
     def _kernels(self) -> dict[str, float]:
-        """Return milliseconds per traced step for the kernels or operations that took longest."""
+        """Return milliseconds per traced step of the slowest kernels or operations."""
         if self._found is None or not self._traced.num_steps:
             return {}
         cuda, times = self._device.type == "cuda", Counter[str]()
@@ -181,13 +183,13 @@ class StepProfiler:
 
 
 def start_profile(driver: EngineDriver, folder: Path, request: ProfileRequest) -> None:
-    """Begin to profile steps; a task of headway.hosting.host, as the next two are."""
+    """Start profiling steps; a task of headway.hosting.host, like the next two."""
     driver.task_state["profiler"] = profiler = StepProfiler(driver, folder, request)
     profiler.start()
 
 
 def stop_profile(driver: EngineDriver) -> StepsProfile:
-    """End the profile, and return its figures without the trace."""
+    """Stop profiling, and return the profile without the trace."""
     profiler: StepProfiler = driver.task_state["profiler"]
     return profiler.stop()
 

@@ -1,4 +1,4 @@
-"""The start of an engine's other ranks: which devices they take, their processes, and what each of these makes."""
+"""Startup of an engine's other ranks: their devices, their processes, and the executor of each."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ if TYPE_CHECKING:
 
 _MODULE: Final = "headway.hosting.rank_child"
 _MODEL_STEP: Final = 1024
-"""Tokens of a step that takes the kernels of the largest."""
+"""Number of tokens of a trial step that already uses the kernels of the largest step."""
 
 
 class EngineChoices(NamedTuple):
-    """What rank 0 has chosen by measuring, for all ranks: lists in the order of a model's layers, whose specs name the device."""
+    """Choices that rank 0 made by measuring, for all ranks, as lists in the order of the model's layers."""
 
     costs: Sequence[CostTable] | None
-    """For each of `LayerSpecs.counts`."""
+    """One table for each of `LayerSpecs.counts`."""
     state_costs: Sequence[CostTable] | None
-    """For each distinct one of `LayerSpecs.states`."""
+    """One table for each distinct element of `LayerSpecs.states`."""
 
     @classmethod
     def of(
         cls, costs: Mapping[AttentionSpec, CostTable] | None, state_costs: Mapping[StateSpec, CostTable] | None
     ) -> EngineChoices:
-        """Take rank 0's tables, which are in that order."""
+        """Make the choices from rank 0's tables, which are in that order."""
         return cls(None if costs is None else [*costs.values()], None if state_costs is None else [*state_costs.values()])
 
 
 def rank_devices(args: EngineArgs) -> list[torch.device]:
     """Return the device of each rank, before anything is started.
 
-    :raises ConfigError: more ranks than devices, devices of several kinds, or a start that leaves the ranks to somebody else.
+    :raises ConfigError: if there are more ranks than devices, devices of several kinds, or another launcher such as torchrun.
     """
     size, option = args.tensor_parallel_size, "tensor_parallel_size"
     if sys.platform == "win32":
@@ -102,7 +102,7 @@ def _check_count(size: int, count: int, what: str) -> None:
 
 
 def start_ranks(args: EngineArgs, devices: Sequence[torch.device]) -> RankProcesses:
-    """Start the processes of the other ranks. On a CPU all ranks share its threads, and this process's number is set, too."""
+    """Start the processes of the other ranks. On a CPU, all ranks share its threads, and the thread count is set here too."""
     size, num_threads = len(devices), None
     if devices[0].type == "cpu":
         bound_kernel_caches()
@@ -111,10 +111,7 @@ def start_ranks(args: EngineArgs, devices: Sequence[torch.device]) -> RankProces
 
 
 def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
-    """Make the executor of a rank that follows: what `assemble` makes on rank 0, with rank 0's choices.
-
-    :raises HeadwayError: as there.
-    """
+    """Make the executor of another rank than rank 0, with rank 0's choices. :raises HeadwayError: as for `assemble`."""
     registry, device = args.make_registry(), torch.device(start.device)
     config = args.engine_config().for_device(device)
     ahead = compile_ahead(device)
@@ -125,8 +122,8 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     if config.deterministic:
         config = prepare_deterministic(registry, layers, state_layers(decoder), config)
     choices: EngineChoices = start.choices()
-    choose_experts(decoder.expert_kinds, 0, ahead, registry)  # rank 0 has measured, and written it down
-    choose_products(decoder.linear_choices, 0, ahead, registry=registry)  # likewise
+    choose_experts(decoder.expert_kinds, 0, ahead, registry)  # rank 0 has measured, and stored the times
+    choose_products(decoder.linear_choices, 0, ahead, registry=registry)  # with rank 0's stored times
     states = dict.fromkeys(layers.states)
     parts = DeviceParts(
         model=decoder,
@@ -146,8 +143,11 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
 def sampling_of(
     decoder: Decoder | TransformersModel, layers: LayerSpecs, config: EngineConfig, ahead: CompileAhead | None
 ) -> SamplingOps:
-    """What chooses a model's tokens. Its kernels and the model's own, all but attention's, are compiled in one `ahead`: what
-    attention is chosen, they are needed. The model runs for that, on all ranks at the same time."""
+    """Return the sampling operations of a model, after compiling their kernels and the model's, except for attention's.
+
+    They are needed whichever attention backend is chosen, so all are compiled in one `ahead`. The model runs for that, on all
+    ranks at the same time.
+    """
     most = min(_MODEL_STEP, config.for_device(layers.device).step_tokens)
 
     @contextmanager
@@ -159,7 +159,7 @@ def sampling_of(
             yield
 
     compiling = None if ahead is None else with_model
-    # torch's operations are those with which deterministic mode was shown to keep a request's bits.
+    # Deterministic mode was verified with torch's operations only.
     if not config.deterministic:
         return fastest_sampling(layers.device, decoder.vocab_size, compiling)
     with compiling() if compiling is not None else nullcontext():
@@ -167,9 +167,9 @@ def sampling_of(
 
 
 def named_experts(args: EngineArgs, registry: Registry, device: torch.device) -> ExpertsOptions:
-    """Return the kernels that layers of experts may have on a device, and the one that an option names.
+    """Return the kernels allowed for MoE layers on a device, and the kernel that an option names.
 
-    :raises UnsupportedError: that one cannot run there.
+    :raises UnsupportedError: if the named kernel cannot run there.
     """
     named = args.experts_kernel
     if named != AUTO and not (able := registry.experts.able(named, device.type)):
@@ -178,9 +178,9 @@ def named_experts(args: EngineArgs, registry: Registry, device: torch.device) ->
 
 
 def load_part(args: EngineArgs, registry: Registry, device: torch.device, ranks: Ranks) -> LoadedModel:
-    """Load the part of a model that a rank holds; rank 0 alone has the tokenizer.
+    """Load a rank's shard of a model; only rank 0 has the tokenizer.
 
-    :raises UnsupportedError: the kernel that an option names cannot run on the device.
+    :raises UnsupportedError: if a kernel named in the options cannot run on the device.
     """
     options = LoadOptions(
         batch_invariant=args.deterministic,

@@ -1,4 +1,4 @@
-"""The process of a rank that follows rank 0; `headway.hosting.rank_assembly` starts it."""
+"""Process of a rank other than rank 0; `headway.hosting.rank_assembly` starts it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from headway.core.engine.ranks.rank_loop import run_rank
 from headway.machine.process import TRIM_INTERVAL, freeze_heap, trim_memory
 
 
-class GiveBackNowAndThen:
-    """Gives freed memory back to the system after a step, as rank 0's driver does, where activations lie in this process's."""
+class PeriodicRelease:
+    """Returns freed memory to the system after a step, at intervals, if activations are in this process's memory."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + TRIM_INTERVAL
@@ -25,7 +25,7 @@ class GiveBackNowAndThen:
 def main() -> None:
     """Run the process. Its arguments are file descriptors; see `run_rank`."""
     wire, memory, wake = map(int, sys.argv[1:])
-    run_rank(wire, memory, wake, ready=freeze_heap, stepped=GiveBackNowAndThen())
+    run_rank(wire, memory, wake, ready=freeze_heap, stepped=PeriodicRelease())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Statistics of an engine as text: a line, a page, and a line in the log from time to time."""
+"""Text reports of an engine's statistics: a line, a page, and periodic log lines."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from headway.outputs import RequestOutput
 log = logging.getLogger("headway.stats")
 
 WIDTH = 80
-"""Columns of the longest line."""
+"""Maximum length of a line, in columns."""
 
 
 def stats_line(now: EngineSnapshot, before: EngineSnapshot) -> str:
-    """Return one line of at most 80 columns: the state now, and the counts since `before` that are not zero."""
+    """Return one line of at most 80 columns: the current state, and the nonzero counts since `before`."""
     done = now.totals - before.totals
-    kept = f", host {now.num_offloaded_blocks:,}" if now.num_offloaded_blocks else ""
+    host = f", host {now.num_offloaded_blocks:,}" if now.num_offloaded_blocks else ""
     parts = [
         f"run {now.num_running:,}" + (f" wait {now.num_waiting:,}" if now.num_waiting else ""),
         f"{_rate(done.num_output_tokens, now.time - before.time)} tok/s",
-        f"blocks {_share(now.num_used_blocks, now.num_blocks)}, cached {_share(now.num_cached_blocks, now.num_blocks)}{kept}",
+        f"blocks {_share(now.num_used_blocks, now.num_blocks)}, cached {_share(now.num_cached_blocks, now.num_blocks)}{host}",
     ]
     if done.num_cached_tokens:
         parts.append(f"hits {_share(done.num_cached_tokens, done.num_prompt_tokens)}")
@@ -43,38 +43,40 @@ def stats_line(now: EngineSnapshot, before: EngineSnapshot) -> str:
 
 
 def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
-    """Write all statistics, a line for each subject; counts are those since `before`."""
+    """Return all statistics, one line per subject, with counts since `before`."""
     done = now.totals - before.totals
     seconds = done.host_seconds + done.wait_seconds
     found, rate = _share(done.num_cached_tokens, done.num_prompt_tokens), _rate(done.num_output_tokens, seconds)
-    kept = f"; {now.num_offloaded_blocks:,} kept in the host's memory" if now.num_offloaded_blocks else ""
+    offloaded = f"; {now.num_offloaded_blocks:,} in host memory" if now.num_offloaded_blocks else ""
     lines = [
         f"sequences  {now.num_running:,} running, {now.num_waiting:,} waiting; {done.num_preemptions:,} preemptions",
-        f"blocks     {now.num_used_blocks:,} of {now.num_blocks:,} used, {now.num_cached_blocks:,} cached{kept}",
+        f"blocks     {now.num_used_blocks:,} of {now.num_blocks:,} used, {now.num_cached_blocks:,} cached{offloaded}",
         f"prompts    {done.num_prompt_tokens:,} tokens, {done.num_cached_tokens:,} of them ({found}) found in the cache",
         f"output     {done.num_output_tokens:,} tokens in {seconds:.1f} s of work: {rate} tokens/s",
     ]
     if done.num_checkpoints or now.num_kept_states:
         size = f"{now.kept_state_bytes / 2**20:,.0f} MiB"
         lines.append(
-            f"states     {now.num_kept_states:,} kept ({size}); {done.num_checkpoint_hits:,} sequences began with one, "
-            f"{done.num_checkpoint_evictions:,} were overwritten"
+            f"states     {now.num_kept_states:,} cached ({size}); {done.num_checkpoint_hits:,} sequences resumed from one, "
+            f"{done.num_checkpoint_evictions:,} were evicted"
         )
         if now.num_offloaded_states or done.states_offloaded:
             lines.append(
-                f"           {now.num_offloaded_states:,} kept in the host's memory; {done.states_offloaded:,} copied there, "
-                f"{done.states_swapped:,} of them of preempted sequences, {done.states_restored:,} brought back"
+                f"           {now.num_offloaded_states:,} in host memory; {done.states_offloaded:,} copied there, "
+                f"{done.states_swapped:,} of them of preempted sequences, {done.states_restored:,} copied back"
             )
     if done.num_draft_tokens or done.steps_without_drafts:
-        held = f"{done.num_accepted_tokens:,} of {done.num_draft_tokens:,} guesses held in {done.num_draft_steps:,} steps"
-        lines.append(f"drafts     {held}; steps without: {_listed(done.steps_without_drafts)}")
+        accepted = (
+            f"{done.num_accepted_tokens:,} of {done.num_draft_tokens:,} draft tokens accepted in {done.num_draft_steps:,} steps"
+        )
+        lines.append(f"drafts     {accepted}; steps without: {_listed(done.steps_without_drafts)}")
     lines.append(
         f"steps      {done.num_steps:,}, {done.num_graph_steps:,} of them one graph; by backend: {_listed(done.steps_by_backend)}"
     )
     for text, counts in (
-        ("in pieces of graphs", done.steps_in_pieces),
+        ("in graph segments", done.steps_in_pieces),
         ("outside a graph", done.steps_without_graph),
-        ("with tokens chosen after the model", done.steps_after_model),
+        ("with tokens sampled after the model", done.steps_after_model),
         ("that waited for the step before", done.steps_waiting),
     ):
         if counts:
@@ -88,7 +90,7 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
 
 
 def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
-    """Return an answer's tokens per second after the first, and its backends. done: its counters. more: where to see more."""
+    """Return a response's tokens per second after the first, and its backends. done: its counters. more: where to see more."""
     tokens, metrics = sum(len(each.token_ids) for each in output.outputs), output.metrics
     seconds = (metrics.finished_time or metrics.arrival_time) - metrics.arrival_time - metrics.time_to_first_token
     served: dict[str, list[str]] = {"prefill": [], "extend": [], "decode": []}
@@ -102,10 +104,10 @@ def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
 
 
 class StatsLog:
-    """Logs the `stats_line` of an engine at most once in an interval, while the engine steps."""
+    """Logs the `stats_line` of an engine at most once per interval, while the engine steps."""
 
     def __init__(self, engine: EngineLoop, interval: float) -> None:
-        log.setLevel(logging.INFO)  # who asks for the lines wants them at any level of the other messages
+        log.setLevel(logging.INFO)  # the lines were requested, whatever the level of other messages
         self._interval = interval
         self._last = engine.snapshot()
 

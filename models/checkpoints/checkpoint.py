@@ -1,4 +1,4 @@
-"""What the small files of a model folder say: a checkpoint that Headway would compute wrongly is refused before it is loaded."""
+"""Checks of a model folder's config.json: a checkpoint that Headway would compute wrongly is refused before it is loaded."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ _SIZES = (
     "block_multiple_of",
 )
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536, "head_dim": 65536}
-"""Where it is less than what a 32-bit number holds: far beyond any model, and still nothing that takes minutes to refuse."""
+"""Maximum of each size that has a lower bound than a 32-bit integer: far above any model, and small enough to refuse fast."""
 _SIZE = re.compile(
     r"(^|[._])(n|num|d|sizes?|dims?|length|rank|heads?|layers?|block|experts?|groups?|labels|kernel|conv|expand|inner|count|width"
     r"|channels|state)([._]|$)"
 )
-"""Finds names of integers that count or measure parts of a model."""
+"""Matches names of integers that count or measure parts of a model."""
 _NO_SIZE = re.compile(
     r"(^|[._])(tokens?|positions?|ids?|params?|parameters|seq|sequence|context|ctx|max|window|chunk|batch|samples?|file|data|dataset"
     r"|train|total|steps|eps|epsilon)([._]|$)"
 )
-"""Finds those of other integers among them."""
+"""Matches names of other integers that `_SIZE` matches too, such as token ids and context lengths."""
 _LAYERS = re.compile(r"(^|[._])(layers?|block)([._]|$)")
 _MOST_SIZE = 1 << 25
-"""Bound of sizes if there are no tensors."""
+"""Upper bound of sizes if there are no tensors."""
 _LEAST_BOUND = 1 << 16
-"""Least bound of sizes by tensors: lists of so many items are made in no time."""
+"""Smallest upper bound of sizes derived from tensors: lists of this length take little time to make."""
 _PACKED = 8
-"""Most values that lie in one element of a tensor."""
+"""Maximum number of values packed into one element of a tensor."""
 _ABOVE_ZERO = {"rms_norm_eps": 1.0, "query_pre_attn_scalar": 1e6, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
-"""Numbers that may be absent, and the most that each may be."""
+"""Optional numbers and the maximum of each."""
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "num_labels")
 
 
 def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
-    """Read config.json, which is returned, and its neighbours.
+    """Read and check config.json and the files next to it, and return config.json.
 
-    generates: whether the model is to generate text; else it is pooled, and its architecture is for others to look at.
+    generates: True if the model is to generate text; False for a pooling model, whose architecture is checked elsewhere.
 
-    :raises ModelError: not a whole model, one that is no causal language model, or one with impossible sizes.
+    :raises ModelError: if the folder is not a complete model, the model is not a causal language model, or a size is impossible.
     """
     if (folder / "adapter_config.json").is_file():
         base = _read(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
@@ -85,7 +85,7 @@ def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]] | None:
-    """Shapes of a folder's tensors by name; None if there are none, or none that can be read: whoever loads them says why."""
+    """Return the shapes of a folder's tensors by name; None if no tensors can be read, which is an error when they are loaded."""
     try:
         files = TensorFiles(folder, torch.device("cpu"))
     except ModelError:
@@ -94,18 +94,18 @@ def _shapes(folder: Path) -> dict[str, list[int]] | None:
 
 
 def architectures_of(config: Mapping[str, Any]) -> list[str]:
-    """The classes that config.json names."""
+    """Return the class names under `architectures` in config.json."""
     named = config.get("architectures")
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
 def needed() -> str:
-    """What an architecture must be, for messages."""
+    """Return the need that error messages state for an architecture."""
     return f"needs one of {known_architectures()}, or another decoder that transformers has"
 
 
 def unknown(config: Mapping[str, Any]) -> str:
-    """What to say of an architecture that neither Headway nor transformers has."""
+    """Return the error text for an architecture that neither Headway nor transformers supports."""
     named = ", ".join(architectures_of(config)) or config["model_type"]
     own = " (auto_map in its config.json names code of its own, which Headway never runs)" if config.get("auto_map") else ""
     return f"model architecture: {needed()}, got {named}{own}"
@@ -150,7 +150,7 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _purpose(architectures: list[str]) -> str:
-    """Why an architecture generates no text, as far as its name tells."""
+    """Return why an architecture cannot generate text, judged by its name; empty if the name does not show it."""
     name = architectures[0] if len(architectures) == 1 else ""
     if "Bidirectional" in name or "Encoder" in name:
         return " (its attention is bidirectional: it embeds or classifies texts and generates none)"
@@ -162,16 +162,16 @@ def _purpose(architectures: list[str]) -> str:
 
 
 def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.json") -> None:
-    """Each size by itself, and those that divide one another. file: where they stand, for the error.
+    """Check each size, and the sizes that must divide one another. file: name of the file with the sizes, for the error.
 
-    :raises ModelError: naming the first that cannot be.
+    :raises ModelError: if a size is impossible; it names the first one.
     """
     for name in _SIZES:
         if name not in config or (config[name] is None and name in _MAY_BE_NULL):
             continue
         value = config[name]
         if name == "sliding_window" and value == 0 and config.get("use_sliding_window") is False:
-            continue  # as Qwen2-MoE writes that it has none
+            continue  # Qwen2-MoE writes 0 for no window
         most = _MOST.get(name, 2**31 - 1)
         of_layers = isinstance(value, list) and config.get("model_type") not in FAMILIES  # as Gemma 3n has a size for each layer
         for each in value if of_layers else [value]:
@@ -196,12 +196,12 @@ def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.jso
 def check_bounds(
     folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None = None, file: str = "config.json"
 ) -> None:
-    """Compare counts and sizes with the tensors' headers, before lists as long as they say are made.
+    """Compare counts and sizes with the shapes of the tensors, before lists of these lengths are made.
 
-    The bound is coarse: the exact shapes are compared when the tensors are read. shapes: those of the tensors, by name; None if
-    there are none. file: where the sizes are, for the error.
+    The bound is coarse: the exact shapes are compared when the tensors are read. shapes: shape of each tensor by name; None if
+    there are no tensors. file: name of the file with the sizes, for the error.
 
-    :raises ModelError: naming the first size that no model of such tensors has.
+    :raises ModelError: if a size is impossible for these tensors; it names the first one.
     """
     longest, name = max(((max(shape, default=0), name) for name, shape in (shapes or {}).items()), default=(0, ""))
     bound = _MOST_SIZE if shapes is None else max(_PACKED * longest, len(shapes), _LEAST_BOUND)
@@ -213,7 +213,7 @@ def check_bounds(
 
 
 def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
-    """Integers of a configuration and of the mappings in it, also as text, whose names say that they count or measure a part."""
+    """Yield the integers, also as text, whose names say that they count or measure a part; nested mappings included."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _sizes(value)
@@ -226,7 +226,7 @@ def _is_digits(value: object) -> bool:
 
 
 def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:
-    """What multiplies or divides activations: with one of these the model would compute nonsense."""
+    """Check the numbers that multiply or divide activations, since a wrong one gives meaningless output."""
     for name, most in _ABOVE_ZERO.items():
         value = config.get(name)
         if value is None or (isinstance(value, float | int) and not isinstance(value, bool) and 0 < value <= most):
@@ -235,7 +235,7 @@ def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:
 
 
 def _check_rope(folder: Path, config: Mapping[str, Any], head_dim: int | None, file: str) -> None:
-    """What is handed to transformers unread: kinds of scaling that Headway's decoder does not compute."""
+    """Check RoPE scaling settings that go to transformers unread, because Headway's decoder does not compute them."""
     for name in ("rope_parameters", "rope_scaling"):
         given = config.get(name)
         if not isinstance(given, Mapping):

@@ -1,4 +1,4 @@
-"""Tokens that end an answer: the union of those that a model's files, its tokenizer and its chat template name."""
+"""End-of-text tokens: the union of the ids named by a model's files, its tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from headway.core.system.text import shown
 _KEY = "eos_token_id"
 _FILE = "generation_config.json"
 _GGUF_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-"""Ends of a text, of a turn and of a message in a .gguf file; `keep_gguf_ends` copies them into generation_config.json."""
+"""End-of-text, end-of-turn and end-of-message keys of a .gguf file; `save_gguf_ends` copies them into generation_config.json."""
 
 log = logging.getLogger("headway")
 
 
 def read_end_tokens(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the token ids that end an answer, and log each with the places that name it.
+    """Return the token ids that end a response, and log each with the places that name it.
 
-    stated: config.json as it is written. config: config.json with its class's defaults, whose id counts only if the files name
-    none: as a further end it might be any word. tokenizer: None if the model has none.
+    stated: config.json as written. config: config.json with its class's defaults. Its default id is used only if the files name
+    none, because an additional default could be an ordinary word. tokenizer: None if the model has none.
 
-    :raises ModelError: a file names something that is no token id.
+    :raises ModelError: if a file names something that is not a token id.
     """
     sources: dict[int, list[str]] = {}
     for source, value in _named(folder, stated, config, tokenizer):
@@ -39,20 +39,20 @@ def read_end_tokens(folder: Path, stated: Mapping[str, Any], config: Any, tokeni
             elif source not in (places := sources.setdefault(token, [])):
                 places.append(source)
     listed = [f"{token}{_text(tokenizer, token)} ({', '.join(places)})" for token, places in sorted(sources.items())]
-    log.info("model: tokens that end an answer: %s", ", ".join(listed) or "none")
+    log.info("model: end-of-text tokens: %s", ", ".join(listed) or "none")
     return frozenset(sources)
 
 
-def keep_gguf_ends(header: Any, folder: Path) -> None:
-    """Copy the ends that a .gguf file names into the generation_config.json of its converted folder. header: a gguf `Header`."""
+def save_gguf_ends(header: Any, folder: Path) -> None:
+    """Copy the end tokens of a .gguf file into the generation_config.json of its converted folder. header: a gguf `Header`."""
     path = folder / _FILE
-    kept = _read(path)
-    kept.update({key: value for key in _GGUF_KEYS if (value := header.general(key)) is not None})
-    path.write_text(json.dumps(kept))
+    existing = _read(path)
+    existing.update({key: value for key in _GGUF_KEYS if (value := header.general(key)) is not None})
+    path.write_text(json.dumps(existing))
 
 
 def _named(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every place that may name ends, with what it says."""
+    """Yield each place that may name end tokens, with its value."""
     generation, text = _read(folder / _FILE), stated.get("text_config")
     files = {"config.json": stated.get(_KEY)}
     if isinstance(text, Mapping):
@@ -72,10 +72,7 @@ def _named(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any)
 
 
 def _ids(folder: Path, source: str, value: Any) -> list[int]:
-    """Return the token ids of one place.
-
-    :raises ModelError: it holds something else.
-    """
+    """Return the token ids that one place names. :raises ModelError: if it holds anything other than token ids."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in listed):
         raise ModelError(f"model {folder}: {_KEY} ({source}) needs token ids, got {shown(value)}")
@@ -83,14 +80,14 @@ def _ids(folder: Path, source: str, value: Any) -> list[int]:
 
 
 def _text(tokenizer: Any, token: int) -> str:
-    """Return a token's name in a text, after a space; empty if there is no tokenizer."""
+    """Return a token's text, after a space; empty if there is no tokenizer."""
     return "" if tokenizer is None else f" {shown(tokenizer.convert_ids_to_tokens(token))}"
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a folder's generation_config.json, empty if there is none.
 
-    :raises ModelError: it is no JSON object.
+    :raises ModelError: if it is not a JSON object.
     """
     if not path.is_file():
         return {}

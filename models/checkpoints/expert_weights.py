@@ -1,4 +1,4 @@
-"""Reads the tensors of a layer of experts out of a checkpoint."""
+"""Loading of a mixture-of-experts layer's tensors from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from headway.models.config import ExpertNames
 
 
 def take_experts(
-    cut: ExpertsCut, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
+    shard: ExpertsCut, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
 ) -> RoutedWeights:
-    """Take the tensors of one layer. at: the layer's prefix; scale: multiplies what all experts give.
+    """Return the weights of one MoE layer, read from the checkpoint. at: prefix of the layer's tensor names. scale: factor of all
+    experts' outputs.
 
-    Each of the two products keeps the form in which the checkpoint has it, where all experts' weights have that and the source
-    keeps it. Where shared experts have another, or their pieces end within a block, all are expanded.
+    Each of the two grouped GEMMs keeps the checkpoint's quantization format if the source keeps it and all experts have it. If
+    shared experts have another format, or their slices end within a block, all experts are dequantized.
     """
-    config = cut.own
+    config = shard.own
     router, router_bias, correction = _take_router(config, names, hidden_size, weights, at)
     gate_up_bias = down_bias = None
     if names.interleaved:
         assert scale == 1.0
-        gate_up, gate_up_bias, down, down_bias = _take_interleaved(cut, names, hidden_size, weights, at)
+        gate_up, gate_up_bias, down, down_bias = _take_interleaved(shard, names, hidden_size, weights, at)
     else:
         stacked = at + names.stacked_gate_up in weights
-        gate_up, down = (_take_stacked if stacked else _take_single)(cut, names, hidden_size, weights, at)
+        gate_up, down = (_take_stacked if stacked else _take_single)(shard, names, hidden_size, weights, at)
     if config.num_shared and not names.interleaved:
-        gate_up = _with_shared_up(gate_up, cut, names, hidden_size, weights, at + names.shared)
-        down = _with_shared_down(down, cut, names, hidden_size, weights, at + names.shared)
+        gate_up = _with_shared_up(gate_up, shard, names, hidden_size, weights, at + names.shared)
+        down = _with_shared_down(down, shard, names, hidden_size, weights, at + names.shared)
     if scale != 1.0:
-        down = _expanded(down, weights) * scale
-    gate_up, down = (_expanded(each, weights) if isinstance(each, GgufWeight) else each for each in (gate_up, down))
+        down = _dequantized(down, weights) * scale
+    gate_up, down = (_dequantized(each, weights) if isinstance(each, GgufWeight) else each for each in (gate_up, down))
     return RoutedWeights(
         gate_up=gate_up.view(-1, config.up_size, hidden_size) if isinstance(gate_up, Tensor) else gate_up,
         down=down.view(-1, hidden_size, config.intermediate_size) if isinstance(down, Tensor) else down,
@@ -54,7 +55,7 @@ def take_experts(
 def _take_router(
     config: ExpertsConfig, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The router's weight, its bias, and the correction of the choice."""
+    """Return the router's weight, its bias, and its correction bias."""
     routed = config.num_experts
     router = weights.take(f"{at}{names.router}.weight", (routed, hidden_size))
     if config.shared_gate:
@@ -69,87 +70,87 @@ def _take_router(
 
 
 Rows = Tensor | QuantizedWeight
-"""Weights of several experts, those of each after those of the one before: [experts * out_features, in_features]."""
+"""Weights of several experts, concatenated along the rows: [experts * out_features, in_features]."""
 
 
-def _take_single(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
-    """Take experts whose tensors lie one by one; of those that others hold, nothing, so that no tensor is left over."""
-    held = set(cut.experts.pick(range(cut.experts.whole)))
+def _take_single(shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
+    """Read experts stored as separate tensors; tensors of other ranks' experts are marked as used but not read."""
+    held = set(shard.experts.pick(range(shard.experts.whole)))
     up: dict[str, int | Axis] = {}
     down: dict[str, int | Axis] = {}
-    for number in range(cut.experts.whole):
-        for name in (names.gate, names.up) if cut.own.gated else (names.up,):
-            up[f"{at}{name.format(number)}.weight"] = cut.inner if number in held else cut.inner.none
+    for number in range(shard.experts.whole):
+        for name in (names.gate, names.up) if shard.own.gated else (names.up,):
+            up[f"{at}{name.format(number)}.weight"] = shard.inner if number in held else shard.inner.none
         down[f"{at}{names.down.format(number)}.weight"] = Axis.all(hidden) if number in held else Axis.all(hidden).none
-    return weights.take_experts(up, hidden), weights.take_experts(down, cut.inner)
+    return weights.take_experts(up, hidden), weights.take_experts(down, shard.inner)
 
 
-def _take_stacked(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
-    """Take a tensor of all experts for each of the two products."""
-    rows = cut.inner + cut.inner if cut.own.gated else cut.inner
-    gate_up = weights.take_stacked(at + names.stacked_gate_up, (cut.experts, rows, hidden))
-    down = weights.take_stacked(at + names.stacked_down, (cut.experts, hidden, cut.inner))
+def _take_stacked(shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
+    """Read the two tensors, gate_up and down, that hold all experts."""
+    rows = shard.inner + shard.inner if shard.own.gated else shard.inner
+    gate_up = weights.take_stacked(at + names.stacked_gate_up, (shard.experts, rows, hidden))
+    down = weights.take_stacked(at + names.stacked_down, (shard.experts, hidden, shard.inner))
     return (
         gate_up.flatten(0, 1) if isinstance(gate_up, Tensor) else gate_up,
         down.flatten(0, 1) if isinstance(down, Tensor) else down,
     )
 
 
-def _with_shared_up(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
-    """Add the pieces of the shared experts' first product: as many rows of each half as a routed expert has.
+def _with_shared_up(routed: Rows, shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
+    """Append the shared experts' gate and up rows, split into experts of a routed expert's size.
 
-    The last is filled up with zeros.
+    The last one is padded with zeros.
     """
-    inner, size = cut.own.intermediate_size, cut.shared.size
-    halves = cut.own.up_size // inner
-    rows = cut.shared if len(names.shared_up) == halves else cut.shared + cut.shared
+    inner, size = shard.own.intermediate_size, shard.shared.size
+    halves = shard.own.up_size // inner
+    rows = shard.shared if len(names.shared_up) == halves else shard.shared + shard.shared
     shared = weights.take_experts({f"{at}.{name}.weight": rows for name in names.shared_up}, hidden)
     if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:
         starts = [half * size + first for first in range(0, size, inner) for half in range(halves)]
-        with contextlib.suppress(ModelError):  # they have other groups or blocks
+        with contextlib.suppress(ModelError):  # their groups or blocks differ
             return merged([routed, *(shared.rows(range(start, start + inner)) for start in starts)])
-    parts = _expanded(shared, weights).chunk(halves)
-    pieces = parts[0].new_zeros(cut.own.num_shared, halves, inner, hidden)
+    parts = _dequantized(shared, weights).chunk(halves)
+    pieces = parts[0].new_zeros(shard.own.num_shared, halves, inner, hidden)
     for half, part in enumerate(parts):
         for piece, given in zip(pieces[:, half], torch.split(part, inner), strict=True):
             piece[: len(given)] = given
-    return torch.cat([_expanded(routed, weights), pieces.view(-1, hidden)])
+    return torch.cat([_dequantized(routed, weights), pieces.view(-1, hidden)])
 
 
-def _with_shared_down(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
-    """Add the pieces of their last product: columns, which the last has some zeros of."""
-    inner, size = cut.own.intermediate_size, cut.shared.size
-    shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, cut.shared)
+def _with_shared_down(routed: Rows, shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
+    """Append the shared experts' down columns, split into experts of a routed expert's size and padded with zeros."""
+    inner, size = shard.own.intermediate_size, shard.shared.size
+    shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, shard.shared)
     if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:
         pieces = [shared.columns(range(first, first + inner)) for first in range(0, size, inner)]
         whole = [piece for piece in pieces if piece is not None]
         with contextlib.suppress(ModelError):
             if len(whole) == len(pieces):
                 return merged([routed, *whole])
-    filled = torch.nn.functional.pad(_expanded(shared, weights), (0, -size % inner))
-    return torch.cat([_expanded(routed, weights), *torch.split(filled, inner, dim=1)])
+    filled = torch.nn.functional.pad(_dequantized(shared, weights), (0, -size % inner))
+    return torch.cat([_dequantized(routed, weights), *torch.split(filled, inner, dim=1)])
 
 
-def _expanded(rows: Rows, weights: WeightSource) -> Tensor:
-    return rows if isinstance(rows, Tensor) else weights.expand(rows)
+def _dequantized(rows: Rows, weights: WeightSource) -> Tensor:
+    return rows if isinstance(rows, Tensor) else weights.dequantize(rows)
 
 
 def _take_interleaved(
-    cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str
+    shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str
 ) -> tuple[Rows, Tensor, Rows, Tensor]:
-    """gate_up, its bias, down, its bias of a checkpoint that stacks all experts, transposed, gate and up in turn (gpt-oss)."""
-    inner, held = cut.own.intermediate_size, cut.own.num_held
-    gate_up = weights.take_stacked(at + names.stacked_gate_up, (cut.experts, hidden, cut.inner * 2), transposed=True)
+    """Return gate_up, its bias, down and its bias from transposed stacks with interleaved gate and up rows (gpt-oss)."""
+    inner, held = shard.own.intermediate_size, shard.own.num_held
+    gate_up = weights.take_stacked(at + names.stacked_gate_up, (shard.experts, hidden, shard.inner * 2), transposed=True)
     if isinstance(gate_up, Tensor):
         gate_up = torch.cat([gate_up[:, :, ::2].mT, gate_up[:, :, 1::2].mT], dim=1)
     else:
         in_turn = torch.arange(held * 2 * inner, device=weights.device).view(held, inner, 2)
         gate_up = gate_up.rows(in_turn.mT.flatten())
-    down = weights.take_stacked(at + names.stacked_down, (cut.experts, cut.inner, hidden), transposed=True)
+    down = weights.take_stacked(at + names.stacked_down, (shard.experts, shard.inner, hidden), transposed=True)
     down = down.mT.contiguous() if isinstance(down, Tensor) else down
-    both = weights.take(f"{at}{names.stacked_gate_up}_bias", (cut.experts, cut.inner * 2))
+    both = weights.take(f"{at}{names.stacked_gate_up}_bias", (shard.experts, shard.inner * 2))
     gate_up_bias = torch.cat([both[:, ::2], both[:, 1::2]], dim=1)
-    down_bias = weights.take(f"{at}{names.stacked_down}_bias", (cut.experts, hidden))
-    if not (cut.first or cut.own.held):  # added once, where all ranks hold columns of one expert
+    down_bias = weights.take(f"{at}{names.stacked_down}_bias", (shard.experts, hidden))
+    if not (shard.first or shard.own.held):  # if all ranks hold columns of one expert, rank 0 adds the bias
         down_bias.zero_()
     return gate_up, gate_up_bias, down, down_bias

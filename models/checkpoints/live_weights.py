@@ -1,4 +1,4 @@
-"""New weights for a decoder that runs: each part that they concern is built anew, and copied to where the old one lies."""
+"""Replacement of a running decoder's weights: affected parts are rebuilt, then copied into the tensors in use."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class GivenWeights(WeightSource):
-    """Tensors that a program has given, and a checkpoint's in place of the others."""
+    """Tensors passed by a program; a checkpoint supplies the others."""
 
     def __init__(self, given: Mapping[str, Tensor], checkpoint: WeightSource, aliases: tuple[tuple[str, str], ...]) -> None:
-        """aliases: see `Weights`."""
+        """aliases: as for `Weights`."""
         self.dtype = checkpoint.dtype
         self.device = checkpoint.device
         self._given = given
         self._checkpoint = checkpoint
         self._aliases = aliases
         self.taken: set[str] = set()
-        """Names of the given tensors that were asked for."""
+        """Names of the passed tensors that have been used."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
@@ -44,9 +44,9 @@ class GivenWeights(WeightSource):
         return self._given[known]
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Return the given tensor, or read the checkpoint's.
+        """Return the passed tensor if there is one, else the checkpoint's.
 
-        :raises ModelError: its shape is not the configuration's.
+        :raises ModelError: if its shape is not the configuration's.
         """
         return self.take_as(self.dtype, name, shape)
 
@@ -54,7 +54,6 @@ class GivenWeights(WeightSource):
         return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
-        """See WeightSource. Raises as `take`."""
         found, sizes = self._find(name), whole_sizes(shape)
         if found is None:
             return self._checkpoint.take_as(dtype, name, shape)
@@ -67,17 +66,17 @@ class GivenWeights(WeightSource):
         return self._checkpoint.take_number(name) if found is None else float(found)
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
-        """See WeightSource; what is left over is told by `taken`."""
+        """Do nothing: `taken` shows which passed tensors are unused."""
 
 
-def told_of(part: object) -> object:
-    """What backends were told of a layer, which does not change with its tensors."""
+def attention_facts(part: object) -> object:
+    """Return the attention spec and KV scales given to backends, which must not change; None for a part without attention."""
     attention = getattr(part, "attention", None)
     return None if attention is None else (attention.spec, getattr(part, "kv_scales", None))
 
 
 def bound_of(part: Any) -> list[Any]:
-    """Return what a part has bound to kernels, in its order: `Linear` layers, and `BoundExperts`."""
+    """Return the objects that a part has bound to kernels, in order: `Linear` layers and `BoundExperts`."""
     if isinstance(part, tuple):
         return [each for each in part if isinstance(each, Linear)]
     experts = getattr(part.mlp, "compute", None)
@@ -85,16 +84,16 @@ def bound_of(part: Any) -> list[Any]:
 
 
 class LiveWeights:
-    """The weights of a decoder that runs, which a program may replace between two steps.
+    """Weights of a running decoder, which a program may replace between two steps.
 
-    A layer merges, scales and packs what it takes, so one tensor alone cannot be put in its place: the layer is built anew from
-    all of its own. What was given stays in the host's memory for that.
+    A layer merges, scales and packs the tensors that it takes, so a single tensor cannot be replaced: the layer is rebuilt from
+    all of its tensors. Passed tensors stay in host memory for that.
     """
 
     def __init__(self, decoder: Decoder, checkpoint: Callable[..., WeightSource], dummy: bool) -> None:
-        """checkpoint: opens the files that the decoder was loaded from, or (dummy=True) random weights in their place.
+        """checkpoint: function that opens the files of the model, or random weights if called with dummy=True.
 
-        dummy: which of them it has now.
+        dummy: True if the decoder has random weights now.
         """
         self._decoder = decoder
         self._checkpoint = checkpoint
@@ -103,7 +102,7 @@ class LiveWeights:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that `read_again` fills: those of the parts, without what their operations have made for themselves."""
+        """Tensors that `read_again` fills: tensors of the parts, excluding workspaces of their operations."""
         decoder = self._decoder
         parts = [decoder.part(index) for index in (None, *range(decoder.config.num_layers))]
         made = {
@@ -114,12 +113,12 @@ class LiveWeights:
 
     @torch.inference_mode()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Replace tensors, by the names that the checkpoint has for them, and return the names.
+        """Replace tensors, by their names in the checkpoint, and return the names.
 
-        Layers are replaced one by one; where one is refused, those before it have been replaced.
+        Layers are replaced one by one. If one is refused, the layers before it have been replaced.
 
-        :raises ConfigError: a name that the model has not, or a tensor of which a backend has taken a copy.
-        :raises ModelError: a tensor of another shape.
+        :raises ConfigError: if the model has no tensor of this name, or a backend has copied the tensor.
+        :raises ModelError: if a tensor has another shape.
         """
         new = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
         merged = {**self._given, **new}
@@ -139,7 +138,7 @@ class LiveWeights:
 
     @torch.inference_mode()
     def read_again(self) -> None:
-        """Read the checkpoint's weights; what was given is forgotten."""
+        """Reload the checkpoint's weights and forget passed tensors."""
         self._given.clear()
         source = GivenWeights({}, self._open(), self._decoder.config.names.aliases)
         for index in (None, *range(self._decoder.config.num_layers)):
@@ -149,7 +148,7 @@ class LiveWeights:
         return self._checkpoint(dummy=self.dummy)
 
     def _layer_of(self, name: str) -> int | None:
-        """The layer that a tensor belongs to; None: it belongs to none, as the embedding does."""
+        """Return the layer that a tensor belongs to; None if it belongs to no layer, such as the embedding."""
         names, count = self._decoder.config.names, self._decoder.config.num_layers
         for index in range(count):
             prefix = names.layer.format(index)
@@ -159,16 +158,16 @@ class LiveWeights:
         return None
 
     def _ignores(self, name: str) -> bool:
-        """Whether a tensor may be given that nobody takes: what the checkpoint may have too, and a head that is the embedding."""
+        """Return whether an unused tensor may be passed: one that checkpoints may have too, or a head tied to the embedding."""
         names, tied = self._decoder.config.names, self._decoder.config.tie_word_embeddings
         head = tied and name.endswith(f"{names.head}.weight")
         return head or name.endswith(("rotary_emb.inv_freq", *names.ignored)) or name.startswith(names.ignored_modules)
 
     def _copy_part(self, index: int | None, built: object) -> None:
-        """Copy the tensors of a part that was built anew to where those of the running one lie."""
+        """Copy the tensors of a rebuilt part into the tensors of the running one."""
         running = self._decoder.part(index)
         place = "the embedding, the norm or the head" if index is None else f"layer {index}"
-        if told_of(running) != told_of(built):
+        if attention_facts(running) != attention_facts(built):
             raise ConfigError(
                 "load_weights", "the sinks and scales of the cache that backends were made with", f"others in {place}"
             )

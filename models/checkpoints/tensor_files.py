@@ -1,4 +1,4 @@
-"""The tensors of a folder of safetensors files, as they are stored: which are there, of which elements, and which nobody read."""
+"""Access to tensors in a folder of safetensors files: names, dtypes, shapes, and which have not been read."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from headway.core.system.text import is_unicode, shown
 from headway.kernels.linear.axes import Axis, whole_sizes
 
 PLAIN = ("float64", "float32", "bfloat16", "float16")
-"""Elements that are the weights themselves; integers and float8 are quantised ones, which mean nothing without their scales."""
+"""dtypes of unquantized weights; integers and FP8 are quantized values, which mean nothing without their scales."""
 NEEDED = "float32, bfloat16 or float16"
-"""What elements should be, for messages."""
+"""Needed dtypes, for error messages."""
 INDEX = "model.safetensors.index.json"
-"""Name of the file that gives each tensor of a checkpoint to one of its files."""
+"""Name of the index, which maps each tensor of a checkpoint to one of its files."""
 _SINGLE = "model.safetensors"
 _ELEMENTS = {
     "F64": "float64",
@@ -40,33 +40,34 @@ _ELEMENTS = {
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
 }
-"""torch's names of the elements that a file of safetensors has."""
+"""torch's name of each safetensors dtype."""
 
 
 class TensorFiles:
-    """Each tensor goes from the mapped file to the device by itself: no copy of the checkpoint is made in host memory."""
+    """Tensors of a folder, copied one by one from the mapped file to the device, without a copy in host memory."""
 
     def __init__(
-        self, folder: Path, device: torch.device, aliases: tuple[tuple[str, str], ...] = (), beside: str | None = None
+        self, folder: Path, device: torch.device, aliases: tuple[tuple[str, str], ...] = (), extra_folder: str | None = None
     ) -> None:
-        """aliases: parts of names, and what stands in their place where the checkpoint has no tensor of the name.
+        """aliases: pairs of a part of a name and its replacement, tried if the checkpoint has no tensor of the name.
 
-        beside: a folder inside of the folder, whose files are read too.
+        extra_folder: a subfolder whose files are read too.
 
-        :raises ModelError: no safetensors file in the folder, one that is missing or truncated, an index that does not fit the
-            files, or two files with a tensor of one name and no index that chooses between them.
+        :raises ModelError: if the folder has no safetensors file, a file is missing or truncated, the index does not fit the
+        files, or two
+            files have a tensor of the same name without an index.
         """
         self.folder = folder
         self.device = device
         self._aliases = aliases
         self._file_of: dict[str, Any] = {}
         self._path_of: dict[str, Path] = {}
-        for path, listed in [*_files(folder).items(), *({} if beside is None else _files(folder / beside)).items()]:
+        for path, listed in [*_files(folder).items(), *({} if extra_folder is None else _files(folder / extra_folder)).items()]:
             self._add(path, listed)
         self._left = set(self._file_of)
 
     def _add(self, path: Path, listed: Sequence[str] | None) -> None:
-        """Open one file. listed: the tensors that the index gives to it; None if there is no index, and all of them count."""
+        """Open one file. listed: the tensors that the index assigns to it; None means all, for a folder without an index."""
         file = _open(path, self.device)
         stored = set(file.keys())
         for name in stored if listed is None else listed:
@@ -83,37 +84,37 @@ class TensorFiles:
         return self._stored(name) in self._file_of
 
     def _stored(self, name: str) -> str:
-        """The checkpoint's own name: one of the model without its output head leaves out what names that (`transformer.`)."""
+        """Return the checkpoint's name of a tensor: checkpoints without an output head omit the outer name (`transformer.`)."""
         others = [name.replace(part, other, 1) for part, other in self._aliases if part in name]
         return next((known for known in (name, name.partition(".")[2], *others) if known in self._file_of), name)
 
     def file_of(self, name: str) -> str:
-        """The name of the file that holds a tensor, for messages."""
+        """Return the name of the file with a tensor, for messages."""
         return self._path_of[self._stored(name)].name
 
     def elements(self, name: str) -> str:
-        """Return torch's name of a tensor's elements, such as float8_e4m3fn; "" where the tensor is not there."""
+        """Return torch's name of a tensor's dtype, such as float8_e4m3fn; "" if there is no such tensor."""
         stored = self._stored(name)
         return _elements(self._file_of[stored].get_slice(stored)) if stored in self._file_of else ""
 
     def has_any(self, suffix: str) -> bool:
-        """Return whether the name of some tensor ends so."""
+        """Return whether any tensor's name ends with the suffix."""
         return any(name.endswith(suffix) for name in self._file_of)
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor that is there."""
+        """Return the unsharded shape of a tensor that exists."""
         stored = self._stored(name)
         shape: list[int] = self._file_of[stored].get_slice(stored).get_shape()
         return shape
 
     def use(self, name: str) -> None:
-        """Count a tensor as one that was read, if it is there."""
+        """Count a tensor as read if it exists."""
         self._left.discard(self._stored(name))
 
     def read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
-        """Read one tensor as it is stored, on the device; of one whose axes are cut, nothing but the rank's part.
+        """Read one tensor in the stored dtype onto the device; of a sharded one only this rank's shard.
 
-        :raises ModelError: it is missing, or its shape is not that of the axes.
+        :raises ModelError: if it is missing, or its shape differs from the axes.
         """
         self.check(name, axes)
         stored = self._found(name)
@@ -123,9 +124,9 @@ class TensorFiles:
         return tensor
 
     def check(self, name: str, axes: tuple[Axis, ...]) -> None:
-        """Compare a tensor's header with the shape that the configuration implies, before anything is read or allocated.
+        """Check a tensor's shape in the header against the configuration's, before anything is read or allocated.
 
-        :raises ModelError: it is missing, or its shape is not that of the axes.
+        :raises ModelError: if it is missing, or its shape differs from the axes.
         """
         self._found(name)
         shape, whole = self.shape(name), list(whole_sizes(axes))
@@ -133,10 +134,7 @@ class TensorFiles:
             raise ModelError(f"weights: {name} needs shape {whole} by config.json, got {shape}")
 
     def read_number(self, name: str) -> float:
-        """Read a tensor of one element, whatever its shape.
-
-        :raises ModelError: it is missing, or has more elements.
-        """
+        """Read a tensor of one element of any shape. :raises ModelError: if it is missing, or has more elements."""
         stored = self._found(name)
         tensor: Tensor = self._file_of[stored].get_tensor(stored)
         if tensor.numel() != 1:
@@ -144,7 +142,7 @@ class TensorFiles:
         return float(tensor)
 
     def _found(self, name: str) -> str:
-        """The checkpoint's own name of a tensor that is read now."""
+        """Return the checkpoint's name of a tensor, and count the tensor as read."""
         stored = self._stored(name)
         if stored not in self._file_of:
             raise ModelError(f"weights: {self.folder} has no tensor {name!r}, which its config.json implies")
@@ -153,24 +151,24 @@ class TensorFiles:
 
     @property
     def left(self) -> list[str]:
-        """The names of what nobody read."""
+        """Sorted names of the tensors that have not been read."""
         return sorted(self._left)
 
     def slices(self) -> dict[str, Any]:
-        """Return safetensors' slice of each tensor."""
+        """Return safetensors' slice of each tensor, by name."""
         return {name: file.get_slice(name) for name, file in self._file_of.items()}
 
     def is_zero(self, name: str) -> bool:
-        """Whether all elements of a tensor that is there are 0. It does not count as read."""
+        """Return whether all elements of an existing tensor are 0, without counting it as read."""
         return not bool(self._file_of[name].get_tensor(name).any())
 
     def close(self) -> None:
-        """Nothing more is read: let go of the files."""
+        """Release the files; nothing can be read afterwards."""
         self._file_of.clear()
 
 
 def _sliced(stored: Any, axes: tuple[Axis, ...]) -> Tensor:
-    """What a rank holds of a tensor in a file. stored: safetensors' slice, which reads what it is asked for alone."""
+    """Read a rank's shard of a tensor in a file. stored: safetensors' slice, which reads only the indexed elements."""
     several = next((place for place, axis in enumerate(axes) if len(axis.held) > 1), None)
     if several is None:
         ranges = [axis.held[0] if axis.held else range(0) for axis in axes]
@@ -182,9 +180,9 @@ def _sliced(stored: Any, axes: tuple[Axis, ...]) -> Tensor:
 
 
 def plain_slices(folder: Path) -> dict[str, Any]:
-    """Return the tensors of a checkpoint that something else will load, by name, as safetensors' slices: nothing is read yet.
+    """Return safetensors' slices of a checkpoint that another library loads, by name; nothing is read yet.
 
-    :raises ModelError: as `TensorFiles`, or a tensor is quantised.
+    :raises ModelError: as for `TensorFiles`, or if a tensor is quantized.
     """
     files = TensorFiles(folder, torch.device("cpu"))
     for name in files.left:
@@ -198,7 +196,7 @@ def plain_slices(folder: Path) -> dict[str, Any]:
 def _open(path: Path, device: torch.device) -> Any:
     if not is_unicode(str(path)):
         raise ModelError(f"weights: {shown(str(path))} needs a name in UTF-8, got other bytes; rename it")
-    if not path.is_file():  # a pipe, say, would be waited for
+    if not path.is_file():  # opening a pipe would block
         raise ModelError(f"weights: {path} cannot be read: it is no file")
     try:
         return safe_open(path, framework="pt", device=str(device))
@@ -214,7 +212,7 @@ def _elements(lazy: Any) -> str:
 
 
 def _files(folder: Path) -> dict[Path, Sequence[str] | None]:
-    """Return the files of a folder with the tensors that its index gives to each; None if no index says."""
+    """Return a folder's files, with the tensors that the index assigns to each; None without an index."""
     index, single = folder / INDEX, folder / _SINGLE
     if index.exists():
         listed = _indexed(index)
@@ -233,9 +231,9 @@ def _files(folder: Path) -> dict[Path, Sequence[str] | None]:
 
 
 def _indexed(index: Path) -> dict[str, list[str]]:
-    """Return the names of the tensors that an index gives to each file, by the file's name.
+    """Return the tensor names that an index assigns to each file, by file name.
 
-    :raises ModelError: it is no index, or names what is no file of its folder.
+    :raises ModelError: if it is not an index, or names something other than files of its folder.
     """
     if not index.is_file():
         raise ModelError(f"weights: {index} cannot be read: it is no file")
@@ -261,12 +259,12 @@ def _indexed(index: Path) -> dict[str, list[str]]:
 
 
 def _leaves_folder(name: str) -> bool:
-    """Return whether a name is not that of a file in the folder, or below it."""
+    """Return whether a name is not the name of a file in the folder or below it."""
     return Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name or not is_unicode(name)
 
 
 def _check_shards(folder: Path, files: list[Path]) -> None:
-    """Refuse shards without an index that are fewer than their names tell."""
+    """Check that files named as shards are complete if there is no index."""
     found = [match for path in files if (match := _SHARD.search(path.name))]
     for match in found:
         count = int(match["count"])

@@ -1,4 +1,4 @@
-"""A model's tokenizer: transformers', or the tokenizers library alone where tokenizer.json says everything."""
+"""Tokenizer of a model: from transformers, or from only the tokenizers library if tokenizer.json is sufficient."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 _NAMED: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 _PLAIN_VARIABLES: Final = frozenset(("messages", "add_generation_prompt", "raise_exception", *_NAMED))
-"""Variables of a chat template that is rendered without transformers."""
+"""Variables allowed in a chat template that is rendered without transformers."""
 _ANSWERED: Final = (
     *("__call__", "encode", "_encode_plus", "decode", "_decode", "convert_ids_to_tokens", "get_vocab", "__len__"),
     *("get_chat_template", "apply_chat_template"),
 )
-"""Methods of transformers' tokenizer that `PlainTokenizer` has, and what those call."""
-_KEPT: Final = ("chat_template", "model_max_length", "special_tokens_map", *_NAMED, *(f"{name}_id" for name in _NAMED))
+"""Methods of transformers' tokenizer that `PlainTokenizer` implements, and the methods that those call."""
+_CACHED: Final = ("chat_template", "model_max_length", "special_tokens_map", *_NAMED, *(f"{name}_id" for name in _NAMED))
 _FORM: Final = 1
-"""Changes with what is kept of a tokenizer, and with what `_is_plain` accepts."""
-_MOST_KEPT: Final = 32
+"""Version of the cached data; to be changed with its content, or with `_is_plain`."""
+_MAX_CACHED: Final = 32
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 _LARGEST_FILE: Final = 64 << 20
-"""Bytes of the largest file that may belong to a tokenizer."""
+"""Size in bytes above which a file is not hashed as part of a tokenizer."""
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a model folder: transformers', or once that was read and is plain, a `PlainTokenizer`.
+    """Return the tokenizer of a model folder: transformers', or a cached `PlainTokenizer` if the tokenizer is plain.
 
-    What transformers made of the folder's files is kept, so that later starts do without the import of transformers.
+    The data that transformers makes from the folder's files is cached, so that later starts need not import transformers.
 
-    :raises ModelError: it cannot be read, or needs code of the model's own.
+    :raises ModelError: if the tokenizer cannot be read, or needs the model's own code.
     """
-    kept = _kept_file(folder)
-    plain = None if kept is None else _read_kept(kept, folder)
+    cached = _cache_file(folder)
+    plain = None if cached is None else _read_cached(cached, folder)
     if plain is not None:
         return plain
     tokenizer = read_transformers_tokenizer(folder)
-    if kept is not None and _is_plain(tokenizer):
-        _keep(tokenizer, kept)
+    if cached is not None and _is_plain(tokenizer):
+        _save(tokenizer, cached)
     return tokenizer
 
 
 def read_transformers_tokenizer(folder: Path) -> Any:
     """Return transformers' tokenizer of a model folder.
 
-    :raises ModelError: it cannot be read, or needs code of the model's own.
+    :raises ModelError: if it cannot be read, or needs the model's own code.
     """
     from transformers import AutoTokenizer
 
@@ -74,7 +74,7 @@ def read_transformers_tokenizer(folder: Path) -> Any:
                 f"model {folder}: the tokenizer needs code of the model's own (auto_map in tokenizer_config.json), which Headway "
                 "never runs; skip_tokenizer_init=True takes token ids instead of texts"
             ) from error
-        _check_templates(folder)  # transformers does not say which file it was
+        _check_templates(folder)  # transformers does not name the faulty file
         raise ModelError(f"model {folder}: the tokenizer cannot be read ({first_line(error)})") from error
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float) or not longest > 0:
@@ -86,22 +86,22 @@ def read_transformers_tokenizer(folder: Path) -> Any:
 
 
 def transformers_tokenizer(tokenizer: Any) -> Any:
-    """Return transformers' tokenizer for what `read_tokenizer` returned; None for None."""
+    """Return transformers' tokenizer for a result of `read_tokenizer`; None for None."""
     return tokenizer.transformers_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
 
 
 class PlainTokenizer:
-    """A tokenizer of the tokenizers library that answers without transformers, whose import takes two seconds of a start.
+    """Tokenizer of the tokenizers library, used without transformers, whose import adds two seconds to a start.
 
-    It has the attributes of transformers' tokenizer that a generation reads, with the same values. Whatever else is asked of it
-    is answered by transformers' tokenizer of the same folder, which the first such question reads.
+    It has the attributes of transformers' tokenizer that generation reads, with the same values. Any other attribute comes from
+    transformers' tokenizer of the same folder, which is loaded on first use.
     """
 
     is_fast = True
     clean_up_tokenization_spaces = False
 
     def __init__(self, folder: Path, backend: Tokenizer, attributes: Mapping[str, Any]) -> None:
-        """attributes: `_KEPT` of transformers' tokenizer."""
+        """attributes: `_CACHED` of transformers' tokenizer."""
         self._folder = folder
         self.backend_tokenizer = backend
         self.chat_template: str | None = attributes["chat_template"]
@@ -113,12 +113,12 @@ class PlainTokenizer:
 
     @cached_property
     def transformers_tokenizer(self) -> Any:
-        """transformers' tokenizer of the folder, read at the first use."""
+        """transformers' tokenizer of the folder, loaded on first use."""
         return read_transformers_tokenizer(self._folder)
 
     def __getattr__(self, name: str) -> Any:
-        """Called for attributes that are lacking."""
-        if name.startswith("__"):  # what copies and pickles look for
+        """Return an attribute of transformers' tokenizer; Python calls this only for missing attributes."""
+        if name.startswith("__"):  # looked up by copy and pickle
             raise AttributeError(name)
         return getattr(self.transformers_tokenizer, name)
 
@@ -126,7 +126,7 @@ class PlainTokenizer:
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     def __call__(self, text: Any, **options: Any) -> Any:
-        """Return {"input_ids": ...} of one text, as transformers does for that and for all else."""
+        """Return {"input_ids": ...} of one text; transformers' tokenizer handles other arguments."""
         if not isinstance(text, str) or options.keys() - {"add_special_tokens"}:
             return self.transformers_tokenizer(text, **options)
         return {"input_ids": self.encode(text, options.get("add_special_tokens", True))}
@@ -147,24 +147,25 @@ class PlainTokenizer:
         return [self.backend_tokenizer.id_to_token(token) for token in ids]
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the id of each token's name."""
+        """Return the id of each token, by its name."""
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """The added tokens by id."""
+        """Added tokens by id."""
         return self.backend_tokenizer.get_added_tokens_decoder()
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """Return a chat template: the one given, or the tokenizer's own."""
+        """Return a chat template: the argument, or the tokenizer's."""
         if self.chat_template is None or chat_template is not None:
             return str(self.transformers_tokenizer.get_chat_template(chat_template, tools))
         return self.chat_template
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """Return the text of a conversation. The tokenizer's own template reads of the options `add_generation_prompt` alone.
+        """Return the text of a conversation, rendered from the tokenizer's chat template with only the option
+        `add_generation_prompt`.
 
-        transformers renders conversations with more in a message than texts, and refuses those that the template fails for.
+        transformers renders conversations whose messages contain more than text, and reports templates that fail.
         """
         asked = {name: value for name, value in options.items() if value is not None and value is not False}
         plain = (
@@ -182,13 +183,13 @@ class PlainTokenizer:
                     add_generation_prompt=options.get("add_generation_prompt", False),
                     **self.special_tokens_map,
                 )
-            except Exception:  # a template is the model's own program; transformers words what is wrong
+            except Exception:  # transformers' error describes a template that fails
                 pass
         return self.transformers_tokenizer.apply_chat_template(conversation, **options)
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Return whether a `PlainTokenizer` answers as this tokenizer of transformers does."""
+    """Return whether a `PlainTokenizer` would give the same results as this tokenizer of transformers."""
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind, template = type(tokenizer), tokenizer.chat_template
@@ -202,8 +203,8 @@ def _is_plain(tokenizer: Any) -> bool:
     )
 
 
-def _kept_file(folder: Path) -> Path | None:
-    """Return where a tokenizer is kept: its name has a digest of every file that it may be made of. None: they cannot be read."""
+def _cache_file(folder: Path) -> Path | None:
+    """Return the path of a tokenizer's cache file, named by a digest of the files that affect it; None if they are unreadable."""
     digest = hashlib.sha256(os.fsencode(f"{_FORM} {installed_versions(('transformers', 'tokenizers'))} {folder.resolve()}"))
     try:
         for path in sorted((*folder.glob("*"), *folder.glob("additional_chat_templates/*"))):
@@ -211,37 +212,37 @@ def _kept_file(folder: Path) -> Path | None:
                 content = path.read_bytes()
                 digest.update(os.fsencode(f"{path.relative_to(folder)} {len(content)} ") + content)
     except OSError:
-        return None  # transformers says what is wrong
+        return None  # transformers reports the error
     return cache_folder() / "tokenizers" / f"{folder.name}-{digest.hexdigest()[:16]}.json"
 
 
-def _keep(tokenizer: Any, path: Path) -> None:
-    """Write what a `PlainTokenizer` needs of transformers' tokenizer. A cache that cannot be written is logged."""
+def _save(tokenizer: Any, path: Path) -> None:
+    """Cache the data that a `PlainTokenizer` needs from transformers' tokenizer; a failure to write is logged."""
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
     try:
-        content = json.dumps({"tokenizer": backend.to_str(), **{name: getattr(tokenizer, name) for name in _KEPT}})
+        content = json.dumps({"tokenizer": backend.to_str(), **{name: getattr(tokenizer, name) for name in _CACHED}})
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({"sha256": _sha256(content), "content": content}).encode())
-        for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MOST_KEPT]:
+        for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MAX_CACHED]:
             old.unlink()
     except (OSError, TypeError, ValueError) as error:
-        log.debug("model: the tokenizer is not kept (%s)", error)
+        log.debug("model: the tokenizer cannot be cached (%s)", error)
 
 
-def _read_kept(path: Path, folder: Path) -> PlainTokenizer | None:
-    """Return a kept tokenizer; None if there is none, or the file is damaged."""
+def _read_cached(path: Path, folder: Path) -> PlainTokenizer | None:
+    """Return a cached tokenizer; None if there is none, or the file is damaged."""
     from tokenizers import Tokenizer
 
     try:
         written = parse_json(read_text(path), path.name, dict)
         if written["sha256"] != _sha256(written["content"]):
             return None
-        kept = parse_json(written["content"], path.name, dict, any_number=True)
-        os.utime(path)  # those that are used longest ago are removed first
-        return PlainTokenizer(folder, Tokenizer.from_str(kept["tokenizer"]), kept)
-    except Exception:  # the library raises nothing more precise; the file is written anew
+        cached = parse_json(written["content"], path.name, dict, any_number=True)
+        os.utime(path)  # the least recently used are removed first
+        return PlainTokenizer(folder, Tokenizer.from_str(cached["tokenizer"]), cached)
+    except Exception:  # the library raises nothing more precise; the file is rewritten
         return None
 
 
@@ -250,7 +251,7 @@ def _sha256(text: str) -> str:
 
 
 def _is_plain_template(template: str) -> bool:
-    """Return whether a chat template reads nothing but messages and special tokens, and has no extension of transformers'."""
+    """Return whether a chat template reads only messages and special tokens, and uses no extension of transformers."""
     from jinja2 import TemplateError
     from jinja2.meta import find_undeclared_variables
     from jinja2.nodes import Filter
@@ -264,12 +265,12 @@ def _is_plain_template(template: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _environment() -> Any:
-    """Return the sandbox that transformers renders chat templates in, without the names and tags that it adds."""
+    """Return the sandbox in which transformers renders chat templates, without the names and tags that transformers adds."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals.clear()  # what is called here fails, and transformers renders the conversation
+    environment.globals.clear()  # a call fails, and transformers renders the conversation
     return environment
 
 
@@ -279,10 +280,10 @@ def _compiled(template: str) -> Any:
 
 
 def _naming_config(folder: Path) -> Any:
-    """All that AutoTokenizer asks of a model's configuration, where tokenizer_config.json names the tokenizer's class.
+    """Return a configuration with everything that AutoTokenizer needs, if tokenizer_config.json names the tokenizer's class.
 
-    None for any other folder: transformers then imports the model's own class of configurations, and with it torch's distributed
-    tensors, which takes the better part of a second.
+    None for other folders: transformers then imports the model's configuration class and with it torch's distributed tensors,
+    which takes most of a second.
     """
     from transformers import PreTrainedConfig
 
@@ -290,12 +291,12 @@ def _naming_config(folder: Path) -> Any:
         names = ("config.json", "tokenizer_config.json")
         stated, tokenizer = (parse_json(read_text(folder / name), name, any_number=True) for name in names)
     except (OSError, ValueError):
-        return None  # whatever is wrong is said by transformers
+        return None  # transformers reports the error
     if not (isinstance(stated, dict) and isinstance(tokenizer, dict)) or "auto_map" in {**stated, **tokenizer}:
         return None
     if not all(isinstance(name, str) for name in (stated.get("model_type"), tokenizer.get("tokenizer_class"))):
         return None
-    kind: Any = PreTrainedConfig  # whose constructor takes any name, which types do not say
+    kind: Any = PreTrainedConfig  # its constructor takes any name, unlike its type hints
     config = kind(name_or_path=str(folder), tokenizer_class=stated.get("tokenizer_class"))
     config.model_type = stated["model_type"]
     if "model_name" in stated:
@@ -304,7 +305,7 @@ def _naming_config(folder: Path) -> Any:
 
 
 def _check_templates(folder: Path) -> None:
-    """:raises ModelError: a chat template cannot be read, or is no UTF-8."""
+    """Check that the chat templates can be read. :raises ModelError: if one cannot, or is not UTF-8."""
     for path in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
         try:
             read_text(path)

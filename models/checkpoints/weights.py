@@ -1,6 +1,6 @@
-"""Sources of a model's weights: safetensors checkpoints, random weights, and either of them rounded to fewer bits.
+"""Sources of a model's weights: safetensors checkpoints, random weights, and quantization of either while loading.
 
-Each tensor of a checkpoint is read once, checked, and taken; what is missing or left over is an error.
+Each tensor of a checkpoint is checked and read once; a missing or unused tensor is an error.
 """
 
 from __future__ import annotations
@@ -26,64 +26,63 @@ from headway.models.checkpoints.gguf.blocks import GgufBlocks
 from headway.models.checkpoints.tensor_files import NEEDED, PLAIN, TensorFiles
 
 IGNORED = ("rotary_emb.inv_freq", ".q_scale", ".prob_scale")
-"""Suffixes of tensors that some checkpoints carry and nobody needs: what is computed instead, scales of what is not quantised."""
+"""Suffixes of tensors in some checkpoints that Headway does not need: computed values, and scales of unquantized tensors."""
 
 log = logging.getLogger("headway")
 
 
 class WeightSource(Protocol):
-    """Where a decoder takes its tensors from, by checkpoint name. A source whose tensors are all plain inherits what it gives."""
+    """Source of a decoder's tensors, by checkpoint name. Sources without quantized weights inherit the defaults."""
 
     dtype: torch.dtype
     device: torch.device
 
     def __contains__(self, name: str) -> bool:
-        """Whether the checkpoint brings a tensor of its own by this name."""
+        """Return whether the checkpoint has a tensor of this name."""
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """One tensor of this shape: of a rank, what it holds of the tensor's axes."""
+        """Return a tensor, of which `shape` selects this rank's shard."""
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
-        """Tensors of shape [size, *rest] as one, one after the other along the first axis."""
+        """Return tensors of shape [size, *rest], concatenated along the first axis. sizes: name -> rows."""
 
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """Weights [size, in_features] of products of one input as one, which may be quantised. sizes: name -> out_features."""
+        """Return concatenated weights of linear layers with the same input, possibly quantized. sizes: name -> out_features."""
         return self.take_merged(sizes, in_features)
 
     def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """The same of the experts of a layer, whose rows follow one another. A form of it is what kernels of experts read."""
+        """Return concatenated rows of a layer's experts, quantized only in a format that grouped GEMM kernels support."""
         return self.take_merged(sizes, in_features)
 
     def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
-        """A tensor of all experts of a layer: a plain one of this shape, a quantised one as rows [experts * out, in_features].
+        """Return a tensor of all experts of a layer: plain in this shape, or quantized as rows [experts * out, in_features].
 
-        shape: experts, out_features, in_features, or (transposed) experts, in_features, out_features.
+        shape: experts, out_features, in_features; if transposed: experts, in_features, out_features.
         """
         return self.take(name, shape)
 
     def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
-        """The output head, or an embedding that serves as one too, in blocks that the CPU's products read; None: it is plain."""
+        """Return the output head, or a tied embedding, in GGUF blocks for the CPU's kernels; None if it is plain."""
         return None
 
-    def expand(self, weight: QuantizedWeight) -> Tensor:
-        """Expand what `take_experts` or `take_stacked` returned after all, [rows, in_features]."""
+    def dequantize(self, weight: QuantizedWeight) -> Tensor:
+        """Dequantize a result of `take_experts` or `take_stacked` to [rows, in_features]."""
         raise AssertionError("a plain source gives no quantised weight")
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
-        """Return one tensor of this shape in another dtype than the source's."""
+        """Return one tensor of this shape in the given dtype instead of the source's."""
 
     def take_number(self, name: str) -> float:
-        """A tensor of one element, whatever its shape."""
+        """Return the value of a tensor of one element."""
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
-        """Nothing more is taken. ignored: suffixes of what may be left; modules: what names of such tensors begin with."""
+        """Finish reading. ignored: suffixes of tensors that may be unused; modules: prefixes of the names of such tensors."""
 
 
 class Weights(WeightSource):
-    """The tensors of a model folder, by checkpoint name, converted to one dtype and device as they are taken.
+    """Tensors of a model folder by checkpoint name, converted to one dtype and device as they are taken.
 
-    A quantised one is expanded, tensor by tensor, whatever takes it; `take_product`, `take_experts` and `take_stacked` alone
-    return it as it is, if that is wanted.
+    Quantized tensors are dequantized one by one. Only `take_product`, `take_experts` and `take_stacked` can return one quantized.
     """
 
     def __init__(
@@ -93,40 +92,41 @@ class Weights(WeightSource):
         device: torch.device,
         aliases: tuple[tuple[str, str], ...] = (),
         quantization: Quantization | None = None,
-        keeps: Callable[[QuantizedWeight], bool] = lambda weight: False,
-        keeps_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
+        supports: Callable[[QuantizedWeight], bool] = lambda weight: False,
+        supports_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
     ) -> None:
-        """aliases: parts of names, and what stands in their place where the checkpoint has no tensor of the name.
+        """aliases: pairs of a part of a name and its replacement, tried if the checkpoint has no tensor of the name.
 
-        keeps: tells of which forms products get a quantised weight as it is. keeps_experts: the same of experts.
+        supports: returns whether linear layers have a kernel for a weight's format; others are dequantized.
+        supports_experts: the same for experts.
 
-        :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
+        :raises ModelError: if the folder has no safetensors file, or one is missing or truncated.
         """
         self.folder = folder
         self.dtype = dtype
         self.device = device
-        self._files = TensorFiles(folder, device, aliases, quantization.beside if quantization else None)
+        self._files = TensorFiles(folder, device, aliases, quantization.extra_folder if quantization else None)
         self.quantization = quantization
-        self._keeps = keeps
-        self._keeps_experts = keeps_experts
-        self._counted = Expansion()
+        self._supports = supports
+        self._supports_experts = supports_experts
+        self._counted = QuantizedBytes()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files or self._quantized(name, ()) is not None
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Read one tensor; of one whose axes are cut, nothing but the rank's part.
+        """Read one tensor; of a sharded one only this rank's shard.
 
-        :raises ModelError: it is missing, or its shape is not the configuration's.
+        :raises ModelError: if it is missing, or its shape is not the configuration's.
         """
         return self._read(name, axes_of(shape)).to(self.dtype)
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
-        """Read tensors of shape [size, *rest] into one of all their rows, which is allocated once: no part lies twice.
+        """Read tensors of shape [size, *rest] into one tensor, allocated once so that no part is in memory twice.
 
         sizes: name -> rows.
 
-        :raises ModelError: one is missing, or its shape is not the configuration's.
+        :raises ModelError: if one is missing, or its shape is not the configuration's.
         """
         rows = [Axis.of(size) for size in sizes.values()]
         parts = [self._checked(name, axes_of((axis, *rest))) for name, axis in zip(sizes, rows, strict=True)]
@@ -139,53 +139,50 @@ class Weights(WeightSource):
         return merged
 
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """Read the weights of products of one input as one, in the form in which the checkpoint has them, if that is to be kept.
+        """Read the weights of linear layers with the same input, quantized if `supports` accepts the format.
 
-        Parts of which one is plain, or which have different forms, are expanded.
+        If one of the parts is plain, or their formats differ, all are dequantized.
 
-        :raises ModelError: as `take_merged`.
+        :raises ModelError: as for `take_merged`.
         """
-        return self._rows(sizes, in_features, self._keeps)
+        return self._rows(sizes, in_features, self._supports)
 
     def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """Read the weights of all experts as `take_product` does those of products.
+        """Read the weights of all experts, quantized if `supports_experts` accepts the format.
 
-        :raises ModelError: as `take_merged`.
+        :raises ModelError: as for `take_merged`.
         """
-        return self._rows(sizes, in_features, self._keeps_experts)
+        return self._rows(sizes, in_features, self._supports_experts)
 
     def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
-        """Read a tensor of all experts, in the form in which the checkpoint has it, if that is to be kept.
-
-        :raises ModelError: as `take`.
-        """
+        """Read a tensor of all experts, quantized if `supports_experts` accepts the format. :raises ModelError: as for `take`."""
         axes = axes_of(shape)
         found = self._quantized(name, axes)
         if found is None:
             return self.take(name, shape)
         before = self._counted.stored
         weight = self._weight(*found)
-        if isinstance(weight, Tensor) or not self._keeps_experts(weight):
-            return self._expanded(weight, axes)
-        self._counted.kept += self._counted.stored - before
+        if isinstance(weight, Tensor) or not self._supports_experts(weight):
+            return self._dequantized(weight, axes)
+        self._counted.quantized += self._counted.stored - before
         return weight
 
     def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
         found = self._quantized(name, axes_of(shape))
         weight = self._weight(*found) if found is not None and isinstance(found[0], GgufBlocks) else None
-        kept = None if weight is None or isinstance(weight, Tensor) or not self._keeps(weight) else weight
-        self._counted.kept += 0 if kept is None else kept.nbytes
-        return kept
+        head = None if weight is None or isinstance(weight, Tensor) or not self._supports(weight) else weight
+        self._counted.quantized += 0 if head is None else head.nbytes
+        return head
 
-    def expand(self, weight: QuantizedWeight) -> Tensor:
-        """Expand a weight that was kept, and count it so."""
-        self._counted.kept -= weight.nbytes
-        return self._expanded(weight)
+    def dequantize(self, weight: QuantizedWeight) -> Tensor:
+        """Dequantize a weight that was returned quantized, and count it as dequantized."""
+        self._counted.quantized -= weight.nbytes
+        return self._dequantized(weight)
 
     def _rows(
-        self, sizes: Mapping[str, int | Axis], in_features: int | Axis, keeps: Callable[[QuantizedWeight], bool]
+        self, sizes: Mapping[str, int | Axis], in_features: int | Axis, supports: Callable[[QuantizedWeight], bool]
     ) -> Tensor | QuantizedWeight:
-        """Weights of one input as one: in their form, where all have one that is kept."""
+        """Return concatenated weights, quantized if all have one format that `supports` accepts."""
         modules = [self._quantized(name, axes_of((size, in_features))) for name, size in sizes.items()]
         known = [each for each in modules if each is not None]
         if len(known) < len(modules):
@@ -193,36 +190,33 @@ class Weights(WeightSource):
         before = self._counted.stored
         parts = [self._weight(*each) for each in known]
         forms = [part for part in parts if not isinstance(part, Tensor)]
-        if len(forms) == len(parts) and keeps(forms[0]):
-            with contextlib.suppress(ModelError):  # they do not merge
+        if len(forms) == len(parts) and supports(forms[0]):
+            with contextlib.suppress(ModelError):  # the formats cannot be concatenated
                 whole = merged(forms)
-                if keeps(whole):
-                    self._counted.kept += self._counted.stored - before
+                if supports(whole):
+                    self._counted.quantized += self._counted.stored - before
                     return whole
         rows = torch.empty(sum(part.shape[0] for part in parts), parts[0].shape[1], dtype=self.dtype, device=self.device)
         row = 0
         for part in parts:
-            rows[row : row + part.shape[0]] = self._expanded(part)
+            rows[row : row + part.shape[0]] = self._dequantized(part)
             row += part.shape[0]
         return rows
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
-        """Read one tensor in another dtype than the model's. Raises as `take`."""
+        """Read one tensor in the given dtype. :raises ModelError: as for `take`."""
         return self._read(name, axes_of(shape)).to(dtype)
 
     def take_number(self, name: str) -> float:
-        """Read a tensor of one element, whatever its shape.
-
-        :raises ModelError: it is missing, or has more elements.
-        """
+        """Read a tensor of one element of any shape. :raises ModelError: if it is missing, or has more elements."""
         return self._files.read_number(name)
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
-        """Check that nothing was left over: a tensor nobody took means a model that computes something else.
+        """Check that every tensor was used: an unused tensor means that the model computes something else.
 
-        ignored: suffixes of tensors of which it does not; modules: what the names of such tensors begin with.
+        ignored: suffixes of tensors that may be unused; modules: prefixes of the names of such tensors.
 
-        :raises ModelError: naming the first few.
+        :raises ModelError: if a tensor was not used; it names the first few.
         """
         left = [name for name in self._files.left if not self._is_bias_of_none(name) and 0 not in self._files.shape(name)]
         self._files.close()
@@ -233,31 +227,31 @@ class Weights(WeightSource):
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
         if self._counted.labels:
-            log.info("weights: %s", self._counted.told(self.dtype))
+            log.info("weights: %s", self._counted.report(self.dtype))
 
     def _read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
         return self._checked(name, axes)()
 
     def _checked(self, name: str, axes: tuple[Axis, ...]) -> Callable[[], Tensor]:
-        """Return what reads a tensor, whose shape is checked by now: a quantised one is expanded then."""
+        """Return a function that reads a tensor, after checking its shape; it dequantizes a quantized tensor."""
         found = self._quantized(name, axes)
         if found is not None:
-            return functools.partial(self._expanded, self._weight(*found), axes)
-        told = "and config.json has no quantization_config that says how"
+            return functools.partial(self._dequantized, self._weight(*found), axes)
+        why = "and config.json has no quantization_config that says how"
         if self.quantization is not None:
-            told = f"and not in {self.quantization.label}, as {self.quantization.place} says"
+            why = f"and not in {self.quantization.label}, as {self.quantization.place} says"
         if (elements := self._files.elements(name)) not in ("", *PLAIN):
-            raise ModelError(f"weights: {name} needs {NEEDED} elements, got {elements}: it is quantised, {told}")
+            raise ModelError(f"weights: {name} needs {NEEDED} elements, got {elements}: it is quantised, {why}")
         other = next((suffix for suffix in _PACKED if name.removesuffix(".weight") + suffix in self._files), None)
         if not elements and other is not None:
             raise ModelError(
-                f"weights: {name} is not there, and {name.removesuffix('.weight')}{other} is: it is quantised, {told}"
+                f"weights: {name} is not there, and {name.removesuffix('.weight')}{other} is: it is quantised, {why}"
             )
         self._files.check(name, axes)
         return functools.partial(self._files.read, name, axes)
 
     def _quantized(self, name: str, axes: tuple[Axis, ...]) -> tuple[StoredFormat, QuantizedModule] | None:
-        """A quantised weight's format and tensors; None: there is no weight by this name, or it is a plain one."""
+        """Return the format and tensors of a quantized weight; None if there is no such weight, or it is plain."""
         if self.quantization is None:
             return None
         module = QuantizedModule(self._files, name.removesuffix(".weight"), axes, self.dtype)
@@ -265,9 +259,9 @@ class Weights(WeightSource):
         return None if found is None else (found, module)
 
     def _weight(self, form: StoredFormat, module: QuantizedModule) -> Tensor | QuantizedWeight:
-        """Read a quantised weight: the rank's part, which may be nothing.
+        """Read this rank's shard of a quantized weight, which may be empty.
 
-        Where that begins or ends within a group, the whole group is read, and the part is cut out of the expanded weight.
+        If it begins or ends within a group, the whole group is read, and the shard is sliced from the dequantized weight.
         """
         axes = module.axes
         module.use(form.suffixes)
@@ -287,17 +281,17 @@ class Weights(WeightSource):
         return whole
 
     def _is_bias_of_none(self, name: str) -> bool:
-        """Whether a tensor that nobody read is a bias of zeros, which some makers of GPTQ add to every quantised module."""
+        """Return whether an unread tensor is a bias of zeros, which some GPTQ tools add to every quantized module."""
         module = name.removesuffix(".bias")
         return module != name and self._quantized(module, ()) is not None and self._files.is_zero(name)
 
-    def _expanded(self, weight: Tensor | QuantizedWeight, axes: tuple[Axis, ...] = ()) -> Tensor:
+    def _dequantized(self, weight: Tensor | QuantizedWeight, axes: tuple[Axis, ...] = ()) -> Tensor:
         whole = self._dense(weight, axes)
-        self._counted.expanded += whole.nbytes
+        self._counted.dequantized += whole.nbytes
         return whole
 
     def _dense(self, weight: Tensor | QuantizedWeight, axes: tuple[Axis, ...]) -> Tensor:
-        """The weight in the model's dtype; axes: three of a stack, [experts, in_features, out_features]."""
+        """Return the weight in the model's dtype. axes: three for a stack, which becomes [experts, in_features, out_features]."""
         if isinstance(weight, Tensor):
             return weight
         stacked = len(axes) == 3
@@ -305,25 +299,25 @@ class Weights(WeightSource):
 
 
 _PACKED = (".qweight", ".weight_packed", "_blocks")
-"""What names of quantised weights have at their end, where it is not `.weight`."""
+"""Suffixes of tensors with quantized values, other than `.weight`."""
 
 
 @dataclass
-class Expansion:
-    """What became of a checkpoint's quantised weights, in bytes."""
+class QuantizedBytes:
+    """Bytes of a checkpoint's quantized weights: stored, kept quantized, and dequantized."""
 
     labels: dict[str, None] = field(default_factory=dict)
-    """Formats that were read."""
+    """Names of the formats that were read."""
     stored: int = 0
-    kept: int = 0
-    expanded: int = 0
+    quantized: int = 0
+    dequantized: int = 0
 
-    def told(self, dtype: torch.dtype) -> str:
-        """The line of the log."""
-        parts = [f"kept as they are: {shown_size(self.kept)}"] if self.kept else []
-        if self.expanded:
-            size, stored = shown_size(self.expanded), shown_size(self.stored - self.kept)
-            parts.append(f"expanded to {str(dtype).removeprefix('torch.')}: {size} instead of {stored}")
+    def report(self, dtype: torch.dtype) -> str:
+        """Return the log line."""
+        parts = [f"kept quantized: {shown_size(self.quantized)}"] if self.quantized else []
+        if self.dequantized:
+            size, stored = shown_size(self.dequantized), shown_size(self.stored - self.quantized)
+            parts.append(f"dequantized to {str(dtype).removeprefix('torch.')}: {size} instead of {stored}")
         return f"{', '.join(self.labels)}, {', '.join(parts)}"
 
 
@@ -332,9 +326,9 @@ STD = 0.02
 
 
 class DummyWeights(WeightSource):
-    """A checkpoint that holds whatever is asked for: normal weights from a fixed seed, norms of one.
+    """Random weights: normal values from a fixed seed, and ones for norms; every name exists.
 
-    Equal on every start on one kind of device, because tensors are drawn in the order in which they are taken.
+    Every start gives the same values on one kind of device, because tensors are drawn in the order in which they are taken.
     """
 
     def __init__(
@@ -345,29 +339,30 @@ class DummyWeights(WeightSource):
         unit: Container[str] = (),
         form: StoredFormat | None = None,
     ) -> None:
-        """unit: tensors drawn with deviation 1, as the embedding before experts, so that a random router tells tokens apart.
+        """unit: tensors drawn with deviation 1, such as the embedding of an MoE model, so that a random router separates tokens.
 
-        form: of products' and experts' weights; what it expands is drawn as plain weights are. None: all are plain.
+        form: quantization format of linear layers and experts; weights that it dequantizes are drawn plain. None means all are
+        plain.
         """
         self._form = form
         self.dtype = dtype
         self.device = device
         self._unit = unit
-        # On torch's device `meta` tensors have shapes and no elements.
+        # On torch's device `meta`, tensors have shapes but no elements.
         self.generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def __contains__(self, name: str) -> bool:
-        return False  # nothing beyond what the configuration implies, so tied embeddings stay tied
+        return False  # so that tied embeddings stay tied
 
     def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Draw one whole tensor."""
+        """Draw one unsharded tensor."""
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         is_norm = len(shape) == 1 and name.endswith(".weight")
         std = 1.0 if name in self._unit else STD
         return tensor.fill_(1) if is_norm else tensor.normal_(0, std, generator=self.generator)
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Draw one tensor whole, so that all ranks draw alike, and cut it."""
+        """Draw the unsharded tensor, so that all ranks draw the same values, and return this rank's shard."""
         return held_part(self.draw(name, whole_sizes(shape)), shape)
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
@@ -401,56 +396,56 @@ class DummyWeights(WeightSource):
         return stacked.mT if transposed else stacked
 
     def _octets(self, *shape: int) -> Tensor:
-        """uint8, each of the 256 values as often as any other: 8 of one number of the generator."""
+        """Draw uniform uint8 values, eight from each 64-bit number of the generator."""
         count = math.prod(shape)
         words = torch.empty(-(-count // 8), dtype=torch.int64, device=self.device)
         words.random_(-(2**63), None, generator=self.generator)
         return words.view(torch.uint8)[:count].view(shape)
 
     def _drawn(self, rows: Axis, columns: Axis) -> Tensor | QuantizedWeight | None:
-        """Draw codes and scales, whole, so that all ranks draw alike; return what is held, or None if there is no form for it."""
+        """Draw an unsharded quantized weight, the same on all ranks, and return this rank's shard; None without a kernel."""
         form = self._form
         whole = None if form is None else form.drawn(self._octets, rows.whole, columns.whole, STD, self.dtype)
         if whole is None:
             return None
-        cut = whole if rows.is_whole else merged([whole.rows(each) for each in rows.held or (range(0),)])
+        shard = whole if rows.is_whole else merged([whole.rows(each) for each in rows.held or (range(0),)])
         if columns.is_whole:
-            return cut
-        narrow = cut.columns(columns.held[0]) if len(columns.held) == 1 else None
-        return held_part(cut.dequantized(self.dtype), (cut.shape[0], columns)) if narrow is None else narrow
+            return shard
+        narrow = shard.columns(columns.held[0]) if len(columns.held) == 1 else None
+        return held_part(shard.dequantized(self.dtype), (shard.shape[0], columns)) if narrow is None else narrow
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
         """Draw one tensor."""
         return self.take(name, shape).to(dtype)
 
     def take_number(self, name: str) -> float:
-        """No scale is drawn."""
+        """Return 1: scales are not drawn."""
         return 1.0
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
-        """Nothing can be left over."""
+        """Do nothing: no tensor can be unused."""
 
 
 class QuantizeOnLoading:
-    """A source whose weights of products and experts get fewer bits; embeddings, the head and routers stay as they are."""
+    """Source that quantizes the weights of linear layers and experts; embeddings, the head and routers stay plain."""
 
     def __init__(
         self,
         inner: WeightSource,
         quantize: Callable[[Tensor], QuantizedWeight | Tensor],
-        keeps: Callable[[QuantizedWeight], bool],
-        keeps_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
-        experts_alone: bool = False,
+        supports: Callable[[QuantizedWeight], bool],
+        supports_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
+        experts_only: bool = False,
     ) -> None:
-        """keeps, keeps_experts: as of `Weights`; another form is expanded again, rounded.
+        """supports, supports_experts: as for `Weights`; weights in formats that they reject are rounded, then dequantized.
 
-        experts_alone: nothing else is rounded.
+        experts_only: True if only experts are quantized.
         """
         self._inner = inner
         self._quantize = quantize
-        self._keeps = keeps
-        self._keeps_experts = keeps_experts
-        self._experts_alone = experts_alone
+        self._supports = supports
+        self._supports_experts = supports_experts
+        self._experts_only = experts_only
         self.dtype = inner.dtype
         self.device = inner.device
         self.take = inner.take
@@ -459,53 +454,53 @@ class QuantizeOnLoading:
         self.take_number = inner.take_number
         self.take_head = inner.take_head
         self._plain = self._bytes = 0
-        """Bytes of the weights that were rounded, before and after."""
+        """Bytes of the quantized weights, before and after quantization."""
         self._forms: dict[str, None] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._inner
 
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """See WeightSource."""
+        """Return the inner source's weight, quantized unless only experts are."""
         plain = self._inner.take_product(sizes, in_features)
-        return plain if self._experts_alone else self._rounded(plain, self._keeps)
+        return plain if self._experts_only else self._rounded(plain, self._supports)
 
     def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """See WeightSource."""
-        return self._rounded(self._inner.take_experts(sizes, in_features), self._keeps_experts)
+        """Return the inner source's experts, quantized."""
+        return self._rounded(self._inner.take_experts(sizes, in_features), self._supports_experts)
 
     def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
-        """See WeightSource."""
+        """Return the inner source's stack of experts, quantized."""
         plain = self._inner.take_stacked(name, shape, transposed)
         rows = (plain.mT if transposed else plain).flatten(0, 1) if isinstance(plain, Tensor) else plain
-        weight = self._rounded(rows, self._keeps_experts)
+        weight = self._rounded(rows, self._supports_experts)
         if not isinstance(weight, Tensor):
             return weight
         stacked = weight.view(axes_of(shape)[0].size, -1, weight.shape[1])
         return stacked.mT if transposed else stacked
 
-    def expand(self, weight: QuantizedWeight) -> Tensor:
-        """See WeightSource."""
+    def dequantize(self, weight: QuantizedWeight) -> Tensor:
+        """Dequantize a weight that was returned quantized."""
         whole = weight.dequantized(self.dtype)
         self._bytes += whole.nbytes - weight.nbytes
         return whole
 
-    def _rounded(self, plain: Tensor | QuantizedWeight, keeps: Callable[[QuantizedWeight], bool]) -> Tensor | QuantizedWeight:
+    def _rounded(self, plain: Tensor | QuantizedWeight, supports: Callable[[QuantizedWeight], bool]) -> Tensor | QuantizedWeight:
         weight = self._quantize(plain) if isinstance(plain, Tensor) else plain
         if isinstance(weight, Tensor):
             return weight
-        kept = weight if keeps(weight) else weight.dequantized(self.dtype)
+        result = weight if supports(weight) else weight.dequantized(self.dtype)
         if isinstance(plain, Tensor):
             self._forms[weight.kind] = None
             self._plain += plain.nbytes
-            self._bytes += kept.nbytes
-        return kept
+            self._bytes += result.nbytes
+        return result
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
-        """See WeightSource; the log says what was rounded."""
+        """Finish the inner source, and log the formats and sizes of the quantized weights."""
         self._inner.finish(ignored, modules)
         if self._forms:
             size, was = shown_size(self._bytes), shown_size(self._plain)
-            expanded = "" if self._bytes < self._plain else f", and expanded again to {str(self.dtype).removeprefix('torch.')}"
-            became = f"{size} instead of {was}" if not expanded else f"{size} as before"
-            log.info("weights: rounded to %s on loading%s: %s", ", ".join(self._forms), expanded, became)
+            dequantized = "" if self._bytes < self._plain else f", then dequantized to {str(self.dtype).removeprefix('torch.')}"
+            became = f"{size} instead of {was}" if not dequantized else f"{size} as before"
+            log.info("weights: quantized to %s while loading%s: %s", ", ".join(self._forms), dequantized, became)

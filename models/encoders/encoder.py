@@ -1,4 +1,4 @@
-"""Encoders: packed tokens, no padding, attention in both directions and no cache. BERT's layers, and ModernBERT's."""
+"""Encoders with packed tokens, bidirectional attention and no KV cache: the layers of BERT and ModernBERT."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from headway.models.layers.decoder import operations_for
 
 @dataclass(frozen=True)
 class EncoderNames:
-    """Modules without `.weight` and `.bias`; a part that is None is not there."""
+    """Module names without `.weight` and `.bias`. None means that the model has no such part."""
 
     embed: str
     embed_norm: str
     layer: str
-    """What the names below begin with; `{}` is the layer's number."""
+    """Prefix of the names below; `{}` is the layer's number."""
     qkv: tuple[str, ...]
-    """One after the other; a single name is all three in one tensor."""
+    """Query, key and value projections, or one name for all three in one tensor."""
     o: str
     attention_norm: str
     up: str
@@ -40,7 +40,7 @@ class EncoderNames:
     positions: str | None = None
     token_types: str | None = None
     norm: str | None = None
-    """A norm behind the last layer."""
+    """Norm after the last layer."""
 
 
 @dataclass(frozen=True)
@@ -54,51 +54,51 @@ class EncoderConfig:
     num_heads: int
     norm_eps: float
     max_position_embeddings: int
-    """Tokens of the longest text."""
+    """Maximum length of a text, in tokens."""
     layers: tuple[LayerConfig, ...]
     names: EncoderNames
     activation: Activation
     ropes: tuple[RopeConfig, ...] = ()
-    """Rotary embeddings; none: positions are learned."""
+    """Rotary embeddings. Empty means learned positions."""
     norm_first: bool = False
-    """Whether norms come before a part (ModernBERT, whose first layer has none before attention) or after the sum (BERT)."""
+    """True for norms before each part (ModernBERT, whose first layer has none before attention), False for norms after (BERT)."""
     gated: bool = False
     qkv_bias: bool = True
     o_bias: bool = True
     mlp_bias: bool = True
     norm_bias: bool = True
     type_vocab_size: int = 0
-    """Kinds of tokens that are told apart; 0 and 1: none are."""
+    """Number of token types with embeddings. 0 or 1 means that types make no difference."""
     position_offset: int = 0
-    """Rows of the table of positions that come before that of position 0 (RoBERTa)."""
+    """Rows of the position table before position 0 (RoBERTa)."""
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head."""
+        """Number of elements of one head."""
         return self.hidden_size // self.num_heads
 
 
 class EncoderTensors:
-    """Takes an encoder's norms and products below a prefix."""
+    """Reader of an encoder's norms and linear layers below a prefix."""
 
     def __init__(
         self, config: EncoderConfig, weights: WeightSource, prefix: str = "", kernels: LinearKernels | None = None
     ) -> None:
-        """prefix: what every name below begins with. kernels: for linear layers; None means Headway's own."""
+        """prefix: prefix of every name below. kernels: for linear layers; None means Headway's own."""
         self.weights = weights
         self.kernels = kernels
         self._config = config
         self._prefix = prefix
 
     def norm(self, module: str) -> Norm:
-        """LayerNorm over the residual stream; without a bias in the checkpoint zeros, for a `Norm` without is an RMSNorm."""
+        """Return a LayerNorm over the residual stream; a missing bias becomes zeros, as a `Norm` without one is an RMSNorm."""
         size = (self._config.hidden_size,)
         weight = self.weights.take(f"{self._prefix}{module}.weight", size)
         bias = self.weights.take(f"{self._prefix}{module}.bias", size) if self._config.norm_bias else torch.zeros_like(weight)
         return Norm(weight, self._config.norm_eps, bias)
 
     def linear(self, sizes: Mapping[str, int], in_features: int, bias: bool) -> Linear:
-        """Products of one input as one. sizes: module -> out_features."""
+        """Return linear layers with the same input, merged into one. sizes: module -> out_features."""
         names = {f"{self._prefix}{module}": size for module, size in sizes.items()}
         weight = self.weights.take_product({f"{name}.weight": size for name, size in names.items()}, in_features)
         biases = self.weights.take_merged({f"{name}.bias": size for name, size in names.items()}) if bias else None
@@ -106,10 +106,10 @@ class EncoderTensors:
 
 
 class Encoder:
-    """An encoder over the packed tokens of all texts of a batch, one row per token; rows meet in attention alone."""
+    """Encoder over the packed tokens of all texts of a batch, one row per token; only attention mixes rows."""
 
     def __init__(self, config: EncoderConfig, weights: WeightSource, kernels: LinearKernels | None = None) -> None:
-        """Take the tensors from `weights`, and leave it to the caller to finish with it. kernels: as in `EncoderTensors`."""
+        """Read the tensors from `weights`; the caller must call its `finish`. kernels: as in `EncoderTensors`."""
         self.config = config
         names = config.names
         hidden = config.hidden_size
@@ -120,7 +120,7 @@ class Encoder:
         if names.token_types is not None:
             kinds = weights.take(f"{names.token_types}.weight", (config.type_vocab_size, hidden))
             assert positions is not None, "families that tell kinds of tokens have a table of positions"
-            positions = positions + kinds[0]  # nearly all tokens are of kind 0; what another adds instead is looked up
+            positions = positions + kinds[0]  # most tokens have type 0; others add the difference
             self._types = kinds - kinds[0] if config.type_vocab_size > 1 else None
         self.embed = Embedding(table, positions=positions)
         self.embed_norm = tensors.norm(names.embed_norm)
@@ -132,11 +132,11 @@ class Encoder:
 
     @property
     def products(self) -> list[tuple[Linear, bool]]:
-        """The products of the layers, and which of them are gated."""
+        """Linear layers of the encoder, and whether each is gated."""
         return [product for layer in self.layers for product in layer.products]
 
     expert_kinds: Sequence[ExpertsKind] = ()
-    """An encoder has no layers of experts."""
+    """Always empty: encoders have no MoE layers."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
         """Return the last hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
@@ -151,7 +151,7 @@ class Encoder:
 
 
 class EncoderLayer:
-    """The tensors of a layer, and its attention and MLP without the norms around them."""
+    """Tensors of a layer, and its attention and MLP without the norms around them."""
 
     def __init__(self, config: EncoderConfig, index: int, weights: WeightSource, kernels: LinearKernels | None = None) -> None:
         names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
@@ -168,7 +168,7 @@ class EncoderLayer:
         self.products = [(self.qkv_proj, False), (self.o_proj, False), gated, (self.down_proj, False)]
         self._gated = config.gated
         self._activation = config.activation
-        without = config.norm_first and index == 0  # the norm of the embedding stands for it
+        without = config.norm_first and index == 0  # the embedding's norm is used
         self.attention_norm = None if without else tensors.norm(names.attention_norm)
         self.mlp_norm = tensors.norm(names.mlp_norm)
         self.spec = AttentionSpec(
@@ -184,32 +184,32 @@ class EncoderLayer:
         )
 
     def attend(self, x: Tensor, norm: Norm | None, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
-        """Attention and its output product, added to x [num_tokens, hidden_size]. norm: before the products, if any."""
+        """Return x [num_tokens, hidden_size] plus projected attention. norm: applied to the input of the projections, if any."""
         rope = None if self._rope is None else ropes[self._rope]
         q, k, v = ops.norm_qkv(x, norm, self.qkv_proj, self.heads, rope)
         return ops.add_product(x, attention(self._index, q, k, v).flatten(1), self.o_proj)
 
     def mlp(self, x: Tensor, norm: Norm | None, ops: Operations) -> Tensor:
-        """The MLP, added to x [num_tokens, hidden_size]. norm: before it, if any."""
+        """Return x [num_tokens, hidden_size] plus the MLP's output. norm: applied to the MLP's input, if any."""
         compute = ops.norm_gated_product if self._gated else ops.norm_product
         return ops.add_product(x, compute(x, norm, self.up_proj, self._activation), self.down_proj)
 
 
 class NormLastLayer(EncoderLayer):
-    """Norms over the sums of the residual stream and what a part adds (BERT)."""
+    """Layer with norms after the residual sums (BERT)."""
 
     def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
-        """x: [num_tokens, hidden_size], used up."""
+        """Return the layer's output. x: [num_tokens, hidden_size], overwritten."""
         assert self.attention_norm is not None
         x = ops.norm(self.attend(x, None, ropes, ops, attention), self.attention_norm)
         return ops.norm(self.mlp(x, None, ops), self.mlp_norm)
 
 
 class NormFirstLayer(EncoderLayer):
-    """Norms before the parts (ModernBERT)."""
+    """Layer with norms before its parts (ModernBERT)."""
 
     def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, used up."""
+        """Return the layer's output. x: [num_tokens, hidden_size], the residual stream, overwritten."""
         return self.mlp(self.attend(x, self.attention_norm, ropes, ops, attention), self.mlp_norm, ops)
 
 

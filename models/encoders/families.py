@@ -1,4 +1,4 @@
-"""The families of encoders: one row each, from transformers' configuration to ours, and what their classifiers are made of."""
+"""Encoder families: the conversion from transformers' configurations, and the modules of their classifiers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from headway.models.families.rope import read_rope
 
 @dataclass(frozen=True)
 class ClassifierNames:
-    """The head of a classifier: a product of the state with an activation, perhaps a norm, and the logits."""
+    """Modules of a classifier's head: an optional linear layer with an activation, an optional norm, and the output layer."""
 
     out: str
-    """Module of the product that gives the logits; always with a bias."""
+    """Module of the output layer, which gives the logits; always with a bias."""
     dense: str | None = None
-    """Module of the product before it, if there is one."""
+    """Module of the linear layer before the output layer, if any."""
     norm: str | None = None
     """Module of the norm between the two."""
 
@@ -31,7 +31,7 @@ class EncoderFamily:
     """One family of encoders."""
 
     base: str
-    """transformers' class without a head; BERT's `BertModel`."""
+    """transformers' class without a head, such as `BertModel`."""
     classifier: str
     read: Callable[[Any], EncoderConfig]
     head: ClassifierNames
@@ -40,10 +40,10 @@ class EncoderFamily:
     head_bias: Callable[[Any], bool] = lambda config: True
     head_pooling: Callable[[Any], Literal["cls", "mean"]] = lambda config: "cls"
     ignored: tuple[str, ...] = ()
-    """Suffixes of tensors that some of the family's checkpoints carry and that pooling does not need."""
+    """Suffixes of tensors in some of the family's checkpoints that pooling does not need."""
 
     def architecture(self, task: PoolingTask) -> str:
-        """transformers' class for a task."""
+        """Return the name of transformers' class for a task."""
         of_tokens = self.classifier.replace("ForSequence", "ForToken")
         return {"embed": self.base, "score": self.classifier, "reward": of_tokens}[task]
 
@@ -69,7 +69,7 @@ def _config_of(config: Any, **options: Any) -> EncoderConfig:
 
 
 def _bert(prefix: str, offset: Callable[[Any], int]) -> Callable[[Any], EncoderConfig]:
-    """Make the reading of BERT and its kin, whose checkpoints differ in a prefix and in the first position."""
+    """Return a reader for configurations of BERT-like models, whose checkpoints differ in a prefix and in the first position."""
 
     def read(config: Any) -> EncoderConfig:
         if config.is_decoder or config.add_cross_attention:
@@ -111,7 +111,7 @@ def _bert_names(prefix: str) -> EncoderNames:
 
 
 def _modernbert(config: Any) -> EncoderConfig:
-    """ModernBERT; `local_attention` keys lie around a query in its windowed layers, half of them on each side."""
+    """Read ModernBERT's configuration; a window has `local_attention` keys around the query, half of them on each side."""
     head_dim = config.hidden_size // config.num_attention_heads
     found = {kind: read_rope(config, head_dim, kind) for kind in dict.fromkeys(config.layer_types)}
     partial = next((rope.rotary_dim for rope in found.values() if rope.rotary_dim != head_dim), None)
@@ -176,4 +176,4 @@ ENCODERS: dict[str, EncoderFamily] = {
         "XLMRobertaModel", "XLMRobertaForSequenceClassification", _roberta, _ROBERTA_HEAD, ignored=_POOLER
     ),
 }
-"""Families by model_type. Headway's `embed`, `score` and `reward` compute them; none generates text."""
+"""Encoder families by model_type, for the tasks `embed`, `score` and `reward`; none generates text."""

@@ -1,1 +1,1 @@
-"""Families of models: from a configuration to a DecoderConfig."""
+"""Model families: conversion of a configuration to a DecoderConfig."""

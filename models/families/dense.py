@@ -1,4 +1,4 @@
-"""Families without experts: where their configurations depart from Llama's, and what their checkpoints call tensors."""
+"""Dense model families: differences from Llama's configuration, and tensor names of their checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headway.models.config import BeyondDecoderError, TensorNames
 
 
 def size_of(config: Any, key: str, least: int = 1) -> int:
-    """:raises ModelError: a size that is no whole number."""
+    """Return an integer size. :raises ModelError: if it is not an integer of at least `least`."""
     value = getattr(config, key, None)
     if type(value) is not int or value < least:
         raise ModelError(f"{key}: needs a whole number of at least {least}, got {value!r}")
@@ -17,18 +17,18 @@ def size_of(config: Any, key: str, least: int = 1) -> int:
 
 
 def biases(config: Any) -> dict[str, Any]:
-    """Biases of all projections, as the configuration says."""
+    """Return the biases of all projections, as the configuration states."""
     bias = bool(getattr(config, "attention_bias", False))
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(getattr(config, "mlp_bias", False))}
 
 
 def gemma(config: Any) -> dict[str, Any]:
-    """What the first Gemma has and all share."""
+    """Return Gemma's options, which later Gemmas share."""
     return {"norm": "rms_plus_one", "embedding_scale": config.hidden_size**0.5, **biases(config)}
 
 
 def gemma2(config: Any) -> dict[str, Any]:
-    """What Gemma 2 and Gemma 3 share."""
+    """Return the options shared by Gemma 2 and Gemma 3."""
     return {
         **gemma(config),
         "activation": config.hidden_activation,
@@ -39,17 +39,17 @@ def gemma2(config: Any) -> dict[str, Any]:
 
 
 def qwen3(config: Any) -> dict[str, Any]:
-    """Norms of heads."""
+    """Return Qwen3's options: QK-norm per head."""
     return {**biases(config), "qk_norm": "head"}
 
 
 def olmo2(config: Any) -> dict[str, Any]:
-    """Norms of all heads as one, and none before a part."""
+    """Return OLMo 2's options: QK-norm over all heads, and no norm before a part."""
     return {**biases(config), "qk_norm": "whole"}
 
 
 def granite(config: Any) -> dict[str, Any]:
-    """Llama's, with a factor in every place (Granite)."""
+    """Return Granite's options: Llama's, with factors for scores, embedding, residual and logits."""
     return {
         **biases(config),
         "scale": float(config.attention_multiplier),
@@ -60,17 +60,17 @@ def granite(config: Any) -> dict[str, Any]:
 
 
 def smollm3(config: Any) -> dict[str, Any]:
-    """Every few layers have no RoPE."""
+    """Return SmolLM3's options: some layers have no RoPE."""
     return {**biases(config), "rotated": [bool(flag) for flag in config.no_rope_layers]}
 
 
 def layer_norm(bias: bool, eps: float) -> dict[str, Any]:
-    """What the models before Llama share: LayerNorm, an MLP that is not gated, and biases everywhere or nowhere."""
+    """Return the options of models before Llama: LayerNorm, an ungated MLP, and biases everywhere or nowhere."""
     return {"norm": "layer", "norm_eps": eps, "gated": False, "qkv_bias": bias, "o_bias": bias, "mlp_bias": bias}
 
 
 def gpt2(config: Any) -> dict[str, Any]:
-    """GPT-2."""
+    """Return GPT-2's options."""
     _refuse(config, scale_attn_by_inverse_layer_idx=True, add_cross_attention=True, scale_attn_weights=False)
     return {
         **layer_norm(True, config.layer_norm_epsilon),
@@ -82,7 +82,7 @@ def gpt2(config: Any) -> dict[str, Any]:
 
 
 def opt(config: Any) -> dict[str, Any]:
-    """OPT, but for its 350M, whose norms come after."""
+    """Return OPT's options; OPT-350M, whose norms come after each part, is unsupported."""
     _refuse(config, do_layer_norm_before=False, _remove_final_layer_norm=True, layer_norm_elementwise_affine=False)
     if config.word_embed_proj_dim != config.hidden_size:
         raise BeyondDecoderError(f"word_embed_proj_dim: needs hidden_size={config.hidden_size}, got {config.word_embed_proj_dim}")
@@ -97,7 +97,7 @@ def opt(config: Any) -> dict[str, Any]:
 
 
 def _refuse(config: Any, **values: object) -> None:
-    """Refuse what a family's rare switches ask for and the decoder does not compute."""
+    """Check that none of these switches has the unsupported value given here. :raises BeyondDecoderError: if one has."""
     for key, value in values.items():
         if getattr(config, key) == value:
             raise BeyondDecoderError(f"{key}: needs {str(not value).lower()}, got {str(value).lower()}")

@@ -1,4 +1,4 @@
-"""What each family's configuration says about its experts and its latent attention, in our terms."""
+"""Configurations of mixture-of-experts layers and latent attention, by family."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ MIXTRAL_NAMES = TensorNames(
     )
 )
 QWEN2_MOE_NAMES = TensorNames(experts=ExpertNames(shared="mlp.shared_expert"), ignored=(".mlp.shared_expert_gate.weight",))
-"""The gate is left where shared experts have no elements."""
+"""The gate is ignored if the shared expert has size 0."""
 GPT_OSS_NAMES = TensorNames(experts=ExpertNames(router="mlp.router", interleaved=True))
 
 
 def mixtral(config: Any) -> dict[str, Any]:
-    """All layers have experts, and no other MLP."""
+    """Return Mixtral's options: experts in every layer."""
     return {"experts": ExpertsConfig(_count(config), config.num_experts_per_tok, config.intermediate_size)}
 
 
 def qwen2_moe(config: Any) -> dict[str, Any]:
-    """A gated shared expert, and biases of q, k and v."""
+    """Return Qwen2-MoE's options: a gated shared expert, and biases of q, k and v."""
     return {**qwen_experts(config), "qkv_bias": bool(config.qkv_bias)}
 
 
 def qwen3_moe(config: Any) -> dict[str, Any]:
-    """No shared expert, and norms of heads."""
+    """Return Qwen3-MoE's options: no shared expert, and QK-norm per head."""
     return {**qwen_experts(config), **qwen3(config)}
 
 
 def qwen_experts(config: Any) -> dict[str, Any]:
-    """What Qwen2-MoE and Qwen3-MoE share: experts in some layers or all."""
+    """Return the options shared by Qwen2-MoE and Qwen3-MoE: experts in some or all layers."""
     experts = qwen_expert_sizes(config, bool(config.norm_topk_prob))
     step, layers = config.decoder_sparse_step, range(config.num_hidden_layers)
     if type(step) is not int or step < 1:
@@ -50,7 +50,7 @@ def qwen_experts(config: Any) -> dict[str, Any]:
 
 
 def qwen_expert_sizes(config: Any, renormalize: bool) -> ExpertsConfig:
-    """Qwen's experts, with a shared one that is gated or without."""
+    """Return the configuration of Qwen's experts, with an optional gated shared expert."""
     shared = getattr(config, "shared_expert_intermediate_size", 0)
     return ExpertsConfig(
         num_experts=_count(config),
@@ -63,7 +63,7 @@ def qwen_expert_sizes(config: Any, renormalize: bool) -> ExpertsConfig:
 
 
 def gpt_oss(config: Any) -> dict[str, Any]:
-    """Biases everywhere, and a gate that is clamped."""
+    """Return gpt-oss's options: biases everywhere, and a clamped gate."""
     experts = ExpertsConfig(
         num_experts=_count(config),
         top_k=config.num_experts_per_tok,
@@ -77,7 +77,7 @@ def gpt_oss(config: Any) -> dict[str, Any]:
 
 
 def deepseek_experts(config: Any) -> dict[str, Any]:
-    """DeepSeek-V2 and V3 (Moonlight): dense layers first, then experts with shared ones beside them."""
+    """Return the options for experts of DeepSeek-V2 and V3 (Moonlight): leading dense layers, then routed and shared experts."""
     third = config.model_type == "deepseek_v3"
     method = getattr(config, "topk_method", "greedy")
     expected = "sigmoid" if third else "softmax"
@@ -99,7 +99,7 @@ def deepseek_experts(config: Any) -> dict[str, Any]:
 
 
 def sigmoid_experts(config: Any, third: bool = True, grouped: bool = True) -> ExpertsConfig:
-    """DeepSeek-V3's experts, as families with other keys for the rest have them too (Kimi-Linear). third: else V2's."""
+    """Return DeepSeek-V3's experts, which other families use too (Kimi-Linear). third: False for V2's experts."""
     return ExpertsConfig(
         num_experts=_count(config),
         top_k=config.num_experts_per_tok,
@@ -116,7 +116,7 @@ def sigmoid_experts(config: Any, third: bool = True, grouped: bool = True) -> Ex
 
 
 def _count(config: Any) -> Any:
-    """The number of routed experts, which releases and families call differently."""
+    """Return the number of routed experts, whose key depends on the release and the family."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     field = next((name for name in reversed(names) if getattr(config, name, None) is not None), names[1])
     found = getattr(config, field, None)
@@ -126,12 +126,12 @@ def _count(config: Any) -> Any:
 
 
 def deepseek(config: Any) -> dict[str, Any]:
-    """DeepSeek-V2 and V3 (Moonlight)."""
+    """Return the options of DeepSeek-V2 and V3 (Moonlight)."""
     return {**deepseek_experts(config), **latent_attention(config)}
 
 
 def latent_attention(config: Any) -> dict[str, Any]:
-    """Sizes, scale and biases of latent attention."""
+    """Return sizes, scale and biases of latent attention."""
     rank = getattr(config, "q_lora_rank", None)
     if rank is not None and (type(rank) is not int or rank < 1):
         raise ModelError(f"q_lora_rank: needs null or a whole number of at least 1, got {rank!r}")
@@ -141,7 +141,7 @@ def latent_attention(config: Any) -> dict[str, Any]:
         qk_rope_head_dim=size_of(config, "qk_rope_head_dim"),
         v_head_dim=size_of(config, "v_head_dim"),
         q_lora_rank=rank,
-        # DeepSeek-V2 is computed on pairs of neighbours; V3's configuration tells.
+        # DeepSeek-V2 rotates pairs of neighbouring elements; V3's configuration states it.
         interleaved=bool(getattr(config, "rope_interleave", True)),
     )
     bias = bool(getattr(config, "attention_bias", False))
@@ -150,7 +150,7 @@ def latent_attention(config: Any) -> dict[str, Any]:
 
 
 def _sharpening(rope: dict[str, Any]) -> float:
-    """What YaRN multiplies the scores by (Peng et al. 2023), where DeepSeek applies it to them and not to cos and sin."""
+    """Return YaRN's factor of the scores (Peng et al. 2023), which DeepSeek applies to the scores instead of cos and sin."""
     whole, factor = rope.get("mscale_all_dim") or 0, rope.get("factor") or 1
     if rope.get("rope_type", "default") == "default" or not whole or factor <= 1:
         return 1.0

@@ -1,4 +1,4 @@
-"""The families of models that the decoder computes: one row each, from transformers' configuration to ours."""
+"""Model families that the decoder supports, and the conversion from transformers' configurations."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from headway.models.families.rope import read_rope
 
 @dataclass(frozen=True)
 class Family:
-    """One family: what its checkpoints call tensors, and where its configuration departs from Llama's."""
+    """A model family: tensor names of its checkpoints, and differences from Llama's configuration."""
 
     architecture: str
-    """transformers' class."""
+    """Name of transformers' class."""
     options: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """Fields of DecoderConfig that the common reading would get wrong."""
+    """Function that returns the DecoderConfig fields which the common conversion would set wrongly."""
     names: TensorNames = LLAMA_NAMES
     windowed: bool = True
-    """Whether the family obeys sliding_window, in the layers of that type where layer_types tells types."""
+    """True if the family uses sliding_window; if there are layer_types, in the layers of that type."""
     partial_rotary: bool = False
 
 
@@ -76,7 +76,7 @@ FAMILIES: dict[str, Family] = {
 """Families by model_type. SmolLM and SmolLM2 are Llama."""
 
 TEXT_PARTS = ("qwen3_5", "qwen3_5_moe")
-"""Types of models that read images too, whose text_config is of a family above: the decoder computes that part alone."""
+"""Multimodal model types whose text_config belongs to a family above; the decoder runs only that text model."""
 
 ACTIVATION_NAMES: dict[str, Activation] = {
     "silu": "silu",
@@ -87,17 +87,20 @@ ACTIVATION_NAMES: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""transformers' names."""
+"""Names of activations in transformers."""
 
 
 def known_architectures() -> str:
-    """What a refusal lists."""
+    """Return the supported architectures, for error messages."""
     return ", ".join(family.architecture for family in FAMILIES.values())
 
 
 def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfig:
-    """Read a PretrainedConfig or a `plain_config`. longest: see `read_rope`. :raises ModelError: an impossible number.
-    :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute."""
+    """Convert a PretrainedConfig or a `plain_config`. longest: see `read_rope`.
+
+    :raises ModelError: if a number is impossible.
+    :raises BeyondDecoderError: if the decoder does not support the architecture, activation or RoPE type.
+    """
     kind = config.model_type
     if kind not in FAMILIES:
         named = ", ".join(config.architectures or [kind])
@@ -160,7 +163,7 @@ def _checked_activation(config: Any, read: Mapping[str, Any], routed: bool) -> A
 
 
 def _field_of(config: Any, names: Sequence[str], value: object) -> str:
-    """Return the first of these fields that has a value, or the last of them, which most families have."""
+    """Return the first of these fields that has the value, else the last, which most families have."""
     return next((name for name in names if getattr(config, name, None) == value), names[-1])
 
 
@@ -169,7 +172,7 @@ _EPSILON_FIELDS = ("norm_epsilon", "layer_norm_epsilon", "norm_eps", "rms_norm_e
 
 
 def _check_convolution(config: Any, state: StateConfig | None) -> None:
-    """Check the convolution's activation, which transformers takes from the MLPs. :raises BeyondDecoderError: not silu."""
+    """Check that the convolution's activation, which transformers takes from the MLPs, is silu."""
     if state is None or not state.spec.conv_channels or state.spec.activation != "silu":
         return
     field = "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act"
@@ -186,26 +189,29 @@ def _layers(
     parts: Sequence[LayerConfig] | None,
     longest: int | None,
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
-    """Return layers with windows and rotary embeddings, and the embeddings. rotated: None for all. parts: if unequal."""
+    """Return layers with windows and RoPE indices, and the rotary embeddings.
+
+    rotated: whether each layer has RoPE; None means all. parts: the parts of each layer, if layers differ.
+    """
     count = config.num_hidden_layers
     if parts is None:
         kinds, parts = getattr(config, "layer_types", None) or [_SLIDING] * count, [LayerConfig()] * count
     else:
         kinds = [_SLIDING if window is not None and layer.attention else "full_attention" for layer in parts]
-        rotated = [layer.attention and turns for layer, turns in zip(parts, rotated or [True] * len(parts), strict=True)]
+        rotated = [layer.attention and rotates for layer, rotates in zip(parts, rotated or [True] * len(parts), strict=True)]
     if len(kinds) != count:
         raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
     unknown = sorted(set(kinds) - {_SLIDING, "full_attention"})
     if unknown:
         raise BeyondDecoderError(f"layer_types: needs {_SLIDING} or full_attention, got {', '.join(map(str, unknown))}")
     rotated = [True] * count if rotated is None else rotated
-    turning = dict.fromkeys(kind for kind, turns in zip(kinds, rotated, strict=True) if turns)
-    by_kind = set(kinds) <= set(config.rope_parameters or ()) if turning else False
-    found = {kind: read_rope(config, head_dim, kind if by_kind else None, longest) for kind in turning}
+    rotated_kinds = dict.fromkeys(kind for kind, rotates in zip(kinds, rotated, strict=True) if rotates)
+    by_kind = set(kinds) <= set(config.rope_parameters or ()) if rotated_kinds else False
+    found = {kind: read_rope(config, head_dim, kind if by_kind else None, longest) for kind in rotated_kinds}
     ropes = tuple(dict.fromkeys(found.values()))
     layers = [
-        replace(layer, sliding_window=window if kind == _SLIDING else None, rope=ropes.index(found[kind]) if turns else None)
-        for layer, kind, turns in zip(parts, kinds, rotated, strict=True)
+        replace(layer, sliding_window=window if kind == _SLIDING else None, rope=ropes.index(found[kind]) if rotates else None)
+        for layer, kind, rotates in zip(parts, kinds, rotated, strict=True)
     ]
     return tuple(layers), ropes
 

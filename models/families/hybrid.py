@@ -1,4 +1,4 @@
-"""Families that mix attention with layers that keep a state: what their configurations say of the latter, in our terms."""
+"""Hybrid families that mix attention with recurrent layers: conversion of their configurations, and tensor names."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from headway.models.families.experts import (
 Known = TypeVar("Known")
 
 STATE = LayerConfig(attention=False, state=True)
-"""A layer with a state in place of attention."""
+"""Layer with a recurrent part instead of attention."""
 LINEAR_OR_FULL = {"linear_attention": STATE, "full_attention": LayerConfig()}
-"""Most families' kinds of layers."""
+"""Kinds of layers in most families."""
 
 _DELTA = StateNames(
     conv=("linear_attn.conv1d",),
@@ -118,7 +118,7 @@ KIMI_NAMES = TensorNames(
 
 
 def qwen3_5(config: Any) -> dict[str, Any]:
-    """Three gated delta layers for one of attention, whose output is gated."""
+    """Return Qwen3.5's options: gated delta layers and gated attention."""
     return {
         **qwen3(config),
         "norm": "rms_plus_one",
@@ -129,17 +129,17 @@ def qwen3_5(config: Any) -> dict[str, Any]:
 
 
 def qwen3_next(config: Any) -> dict[str, Any]:
-    """The same with experts, a gated shared one among them."""
+    """Return Qwen3-Next's options: Qwen3.5's, with experts and a gated shared expert."""
     return {**qwen3_5(config), **qwen_experts(config)}
 
 
 def qwen3_5_moe(config: Any) -> dict[str, Any]:
-    """Experts in every layer, whose weights are always divided by their sum."""
+    """Return the options of Qwen3.5 with experts in every layer, whose routing weights are always normalized."""
     return {**qwen3_5(config), "experts": qwen_expert_sizes(config, renormalize=True)}
 
 
 def olmo_hybrid(config: Any) -> dict[str, Any]:
-    """Gated delta layers, normed before each part, beside OLMo 2's attention, normed after."""
+    """Return OLMo Hybrid's options: gated delta layers with norms before, and OLMo 2's attention with norms after each part."""
     rotated = (config.rope_parameters or {}).get("rope_theta") is not None
     state = gated_delta(config, beta_scale=2.0 if config.linear_allow_neg_eigval else 1.0)
     normed_before = replace(OLMO_HYBRID_NAMES, mlp_norm="feedforward_layer_norm", mlp_post_norm=None)
@@ -153,7 +153,7 @@ def olmo_hybrid(config: Any) -> dict[str, Any]:
 
 
 def lfm2(config: Any) -> dict[str, Any]:
-    """Short convolutions beside attention (LFM2)."""
+    """Return LFM2's options: short convolutions and attention."""
     inner = config.intermediate_size
     if getattr(config, "block_auto_adjust_ff_dim", False):
         factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
@@ -172,7 +172,7 @@ def lfm2(config: Any) -> dict[str, Any]:
 
 
 def lfm2_moe(config: Any) -> dict[str, Any]:
-    """The same with experts behind the first layers."""
+    """Return the options of LFM2 with experts after the leading dense layers."""
     experts = ExpertsConfig(
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
@@ -186,7 +186,7 @@ def lfm2_moe(config: Any) -> dict[str, Any]:
 
 
 def kimi_linear(config: Any) -> dict[str, Any]:
-    """Kimi delta attention beside latent attention without positions; DeepSeek's experts."""
+    """Return Kimi Linear's options: Kimi delta attention, latent attention without positions, and DeepSeek's experts."""
     heads, dim = size_of(config, "linear_num_heads"), size_of(config, "linear_head_dim")
     spec = StateSpec(
         kind=KDA,
@@ -212,7 +212,7 @@ def kimi_linear(config: Any) -> dict[str, Any]:
 
 
 def gated_delta(config: Any, beta_scale: float = 1.0) -> StateConfig:
-    """The gated delta layers of Qwen3-Next and its kin."""
+    """Return the configuration of gated delta layers (Qwen3-Next, Qwen3.5, OLMo Hybrid)."""
     heads, key_heads = size_of(config, "linear_num_value_heads"), size_of(config, "linear_num_key_heads")
     if heads % key_heads:
         raise ModelError(f"linear_num_value_heads: needs a multiple of linear_num_key_heads={key_heads}, got {heads}")
@@ -234,7 +234,7 @@ def gated_delta(config: Any, beta_scale: float = 1.0) -> StateConfig:
 
 
 def parts_of(kinds: Sequence[object] | None, known: Mapping[str, Known], key: str = "layer_types") -> list[Known]:
-    """Return each layer's parts by kind. :raises BeyondDecoderError: no list, or an unsupported kind, with its first layer."""
+    """Return each layer's parts by kind. :raises BeyondDecoderError: if there is no list or a kind is unsupported."""
     if kinds is None:
         raise BeyondDecoderError(f"{key}: needs {' or '.join(known)} for each layer, got none")
     for index, kind in enumerate(kinds):
@@ -244,7 +244,7 @@ def parts_of(kinds: Sequence[object] | None, known: Mapping[str, Known], key: st
 
 
 def state_dtype(config: Any) -> torch.dtype:
-    """The element type of recurrent states: float32 unless the configuration names another; its `auto` is float32 too."""
+    """Return the dtype of recurrent states: float32, unless the configuration names another; `auto` is float32 too."""
     for key in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
         named = getattr(config, key, None)
         if named in (None, "auto"):
@@ -271,14 +271,14 @@ MINIMAX_NAMES = replace(
 
 
 def minimax(config: Any) -> dict[str, Any]:
-    """Slopes fall from layer to layer; the factors of what parts add go into their last products."""
+    """Return MiniMax-01's options: decays that weaken from layer to layer, and factors folded into output projections."""
     heads, count = config.num_attention_heads, config.num_hidden_layers
     dim = config.head_dim or config.hidden_size // heads
     spec = StateSpec(LIGHTNING, heads, heads, dim, dim, state_dtype=state_dtype(config))
     mlp = float(config.mlp_alpha_factor)
     known = {
-        "linear_attention": replace(STATE, kept=(float(config.linear_attn_alpha_factor), mlp)),
-        "full_attention": LayerConfig(kept=(float(config.full_attn_alpha_factor), mlp)),
+        "linear_attention": replace(STATE, normed_scales=(float(config.linear_attn_alpha_factor), mlp)),
+        "full_attention": LayerConfig(normed_scales=(float(config.full_attn_alpha_factor), mlp)),
     }
     layers = parts_of(config.layer_types, known)
     falling = [1 - index / (count - 1 + 1e-5) + 1e-5 for index in range(count)]

@@ -1,4 +1,4 @@
-"""Families with Mamba layers: what their configurations say of these, in our terms, and what their checkpoints call tensors."""
+"""Families with Mamba layers: conversion of their configurations, and tensor names of their checkpoints."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ JAMBA_NAMES = replace(
 
 
 def bamba(config: Any) -> dict[str, Any]:
-    """Mamba 2 beside attention."""
+    """Return Bamba's options: Mamba-2 and attention."""
     return {**biases(config), "state": mamba2(config), "layers": parts_of(config.layer_types, LINEAR_OR_FULL)}
 
 
 def granite_hybrid(config: Any) -> dict[str, Any]:
-    """Granite 4: Mamba 2 beside attention, with Granite's factors, and experts beside a shared MLP or that MLP alone."""
+    """Return Granite 4's options: Mamba-2 and attention with Granite's factors, and a shared MLP with or without experts."""
     options = {
         **granite_factors(config),
         "mlp_bias": False,
@@ -123,7 +123,7 @@ def granite_hybrid(config: Any) -> dict[str, Any]:
 
 
 def falcon_h1(config: Any) -> dict[str, Any]:
-    """Attention and Mamba 2 side by side in every layer, and a factor in every place."""
+    """Return Falcon-H1's options: attention and Mamba-2 side by side in every layer, with factors of many parts."""
     before = float(config.attention_in_multiplier)
     if config.attention_bias and before != 1.0:
         raise BeyondDecoderError(f"attention_in_multiplier: needs 1 with attention_bias, got {before:g}")
@@ -156,7 +156,7 @@ def falcon_h1(config: Any) -> dict[str, Any]:
 
 
 def nemotron_h(config: Any) -> dict[str, Any]:
-    """Nemotron-H: layers that are only Mamba 2, only attention, only an MLP or only experts."""
+    """Return Nemotron-H's options: each layer is only Mamba-2, only attention, only an MLP or only experts."""
     known = {
         "linear_attention": replace(STATE, mlp=None),
         "full_attention": LayerConfig(mlp=None),
@@ -182,7 +182,7 @@ def nemotron_h(config: Any) -> dict[str, Any]:
 
 
 def _nemotron_experts(config: Any) -> ExpertsConfig:
-    """DeepSeek-V3's routing, to experts without a gate. :raises BeyondDecoderError: latent experts, or biases."""
+    """Return ungated experts with DeepSeek-V3's routing. :raises BeyondDecoderError: for latent experts or biases."""
     if config.moe_latent_size is not None:
         layer = config.layer_types.index("moe")
         raise BeyondDecoderError(
@@ -195,7 +195,7 @@ def _nemotron_experts(config: Any) -> ExpertsConfig:
 
 
 def jamba(config: Any) -> dict[str, Any]:
-    """The first Mamba beside attention without positions, and experts in every few layers."""
+    """Return Jamba's options: Mamba 1, attention without positions, and experts in every few layers."""
     channels = size_of(config, "mamba_expand") * config.hidden_size
     spec = StateSpec(
         kind=MAMBA1,
@@ -228,14 +228,16 @@ def jamba(config: Any) -> dict[str, Any]:
 
 
 def mamba2(config: Any) -> StateConfig:
-    """Mamba 2 as Bamba, Granite 4 and Falcon-H1 spell it."""
+    """Return the configuration of Mamba-2 with the keys of Bamba, Granite 4 and Falcon-H1."""
     names = ("n_heads", "d_head", "n_groups", "d_state", "d_conv", "conv_bias", "proj_bias")
     return _normed(config, [f"mamba_{name}" for name in names], config.time_step_limit or (0.0, math.inf))
 
 
 def _normed(config: Any, names: Sequence[str], limits: Sequence[float]) -> StateConfig:
-    """Mamba 2 whose output is gated and then normed, group by group. names: fields of five sizes and of two biases.
-    :raises ModelError: heads that groups do not divide."""
+    """Return Mamba-2 whose output is gated and then normalized by group. names: keys of five sizes and of two biases.
+
+    :raises ModelError: if the groups do not divide the heads.
+    """
     num_heads, head_dim, groups, state = (size_of(config, name) for name in names[:4])
     if num_heads % groups:
         raise ModelError(f"mamba heads: needs a multiple of the {groups} groups, got {num_heads}")

@@ -1,4 +1,4 @@
-"""Reading an ordinary config.json without transformers, whose import takes longer than all else before an engine is ready."""
+"""Reader for common config.json files without transformers, whose import is the slowest step of a start."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _EXPERTS: dict[str, type] = {
     "norm_topk_prob": bool,
     "mlp_only_layers": list,
 }
-"""What a mixture of experts has beside them."""
+"""Additional keys of a mixture of experts, with their types."""
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""What Llama 3.1's RoPE has beside its base."""
-_SWITCHES = {"attention_bias": False, "mlp_bias": False}  # With the default that they have in every architecture
+"""Additional RoPE keys of Llama 3.1."""
+_SWITCHES = {"attention_bias": False, "mlp_bias": False}  # With the default, which is the same in all architectures
 _KNOWN = {
     *_SIZES,
     *_EXPERTS,
@@ -29,24 +29,24 @@ _KNOWN = {
     *("architectures", "model_type", "hidden_act", "head_dim", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype"),
     *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
     *("layer_types", "use_sliding_window", "sliding_window", "max_window_layers"),
-    # What says nothing about inference.
+    # Keys without effect on inference.
     *("_name_or_path", "_model_name_or_path", "attention_dropout", "bos_token_id", "initializer_range", "is_llama_config"),
     *("pad_token_id", "pretraining_tp", "rope_interleaved", "transformers.js_config", "transformers_version", "unk_token_id"),
-    *("quantization_config", "compression_config"),  # read by themselves
+    *("quantization_config", "compression_config"),  # read elsewhere
     *("output_router_logits", "router_aux_loss_coef", "use_cache"),
 }
 
 
 def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
-    """Return a complete and usual config.json as transformers would read it; None for others, left to transformers."""
+    """Return a complete, common config.json as transformers would read it; None for others, which transformers must read."""
     read, kind = dict(config), config.get("model_type")
     if kind not in _KINDS or not set(read) <= _KNOWN or "eos_token_id" not in read:
         return None
     experts = _EXPERTS if kind == "qwen3_moe" else {}
-    if set(read) & set(_EXPERTS) != set(experts) or not all(type(read[name]) is kept for name, kept in experts.items()):
+    if set(read) & set(_EXPERTS) != set(experts) or not all(type(read[name]) is expected for name, expected in experts.items()):
         return None
     sizes = [read.get(name) for name in (*_SIZES, *(["head_dim"] if "head_dim" in read or kind.startswith("qwen3") else []))]
-    sizes += [read[name] for name, kept in experts.items() if kept is int]
+    sizes += [read[name] for name, expected in experts.items() if expected is int]
     if not all(type(size) is int and size > 0 for size in sizes) or read["hidden_size"] % read["num_attention_heads"]:
         return None
     switches = {name: read.get(name, default) for name, default in _SWITCHES.items()}
@@ -72,7 +72,7 @@ def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
 
 
 def _rope_parameters(read: Mapping[str, Any]) -> dict[str, Any] | None:
-    """RoPE parameters: those of unscaled RoPE and of Llama 3.1's, in the spelling of transformers 4 or 5."""
+    """Return RoPE parameters, unscaled or Llama 3.1's, from the keys of transformers 4 or 5; None for others."""
     scaling = read.get("rope_scaling")
     if "rope_parameters" in read:
         parameters = read["rope_parameters"]
@@ -89,7 +89,7 @@ def _rope_parameters(read: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _attends_to_all(kind: str, read: Mapping[str, Any]) -> bool:
-    """Whether every layer attends to the whole context, and the file says so."""
+    """Return whether the file states that every layer attends to the whole context."""
     windows = {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"} & set(read)
     if kind == "llama":
         return not windows

@@ -1,4 +1,4 @@
-"""Rotary embeddings as a configuration tells them: frequencies, scaling included, and the factor of cos and sin."""
+"""Rotary embeddings (RoPE) of a configuration: frequencies with scaling, and the factors of cos and sin."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = logging.getLogger("headway")
 
 
 def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest: int | None = None) -> RopeConfig:
-    """The rotary embedding of a transformers configuration; rare scaled types are computed by transformers.
+    """Return the rotary embedding of a transformers configuration; transformers computes the rare scaled types.
 
-    layer_type: of the layers that it is for, where `rope_parameters` has an entry for each type. longest: tokens of the longest
-    sequence, by which `longrope` takes its short or long factors for all positions; None means max_position_embeddings.
+    layer_type: type of layers to read, if `rope_parameters` has an entry per type. longest: maximum sequence length, which
+    selects `longrope`'s short or long factors for all positions; None means max_position_embeddings.
 
-    :raises ModelError: an impossible base.
-    :raises BeyondDecoderError: a type that changes with the length of the sequence.
+    :raises ModelError: if a parameter is impossible.
+    :raises BeyondDecoderError: if the type depends on the length of the sequence.
     """
     parameters = config.rope_parameters or {}
     parameters = parameters if layer_type is None else parameters[layer_type]
@@ -49,19 +49,19 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest
         compute: Callable[..., tuple[torch.Tensor, float]] = ROPE_INIT_FUNCTIONS[kind]
         nested = {} if layer_type is None else {"layer_type": layer_type}
         inv_freq, factor = compute(config, torch.device("cpu"), seq_len=longest or config.max_position_embeddings, **nested)
-    else:  # `dynamic` changes with the length of the sequence
+    else:  # `dynamic` depends on the length of the sequence
         raise BeyondDecoderError(f"rope_type: needs default, linear, llama3, yarn or longrope, got {kind}")
     still = (head_dim - rotary_dim) // 2
     return RopeConfig((*inv_freq.tolist(), *[0.0] * still), (*[factor] * (rotary_dim // 2), *[1.0] * still), rotary_dim)
 
 
 def original_length(config: Any) -> int | None:
-    """Tokens up to which `longrope` (Phi-3, Phi-4) takes its short factors; None if no layer has RoPE of this type.
+    """Return the maximum sequence length for the short factors of `longrope` (Phi-3, Phi-4); None if no layer has that type.
 
-    A cache holds keys that were rotated by one set of factors, so one set serves all sequences, whatever their length: the short
-    factors if no sequence may be longer than this, else the long ones (as vLLM does).
+    A cache holds keys rotated by one set of factors, so one set serves all sequences: the short factors if no sequence may be
+    longer than this, else the long ones (as in vLLM).
 
-    :raises ModelError: the configuration does not say.
+    :raises ModelError: if the configuration does not state it.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     listed = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
@@ -70,21 +70,21 @@ def original_length(config: Any) -> int | None:
 
 
 def takes_long_factors(config: Any, max_model_len: int | None) -> bool:
-    """Return whether RoPE of type `longrope` takes its long factors; the log names the factors, and how to get the others."""
+    """Return whether RoPE of type `longrope` uses its long factors; the log says which are used and how to select the others."""
     original = original_length(config)
     if original is None:
         return False
     longest: int = max_model_len or config.max_position_embeddings
     long = longest > original
-    kind, where, other = ("long", "above", f"max_model_len={original}") if long else ("short", "within", "a larger one")
-    text = "model: RoPE of type longrope takes its %s factors for sequences of every length, as max_model_len=%d is %s the %d "
-    text += "tokens of the original training; %s takes the others"
+    kind, where, other = ("long", "above", f"max_model_len={original}") if long else ("short", "within", "a larger value")
+    text = "model: RoPE of type longrope uses its %s factors for all sequences, because max_model_len=%d is %s the %d tokens of "
+    text += "the original training; %s selects the others"
     log.info(text, kind, longest, where, original, other)
     return long
 
 
 def _above_zero(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A number of them. :raises ModelError: it is missing, or one with which positions cannot be told apart."""
+    """Return a parameter as a float. :raises ModelError: if it is missing, or outside of a usable range."""
     value = parameters.get(name, default)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-64 <= value <= 2.0**64:
         return float(value)
@@ -93,7 +93,7 @@ def _above_zero(parameters: Mapping[str, Any], name: str, default: float | None 
 
 
 def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    """Apply Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones unchanged, others interpolated."""
     factor, low, high = (_above_zero(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     context = _above_zero(parameters, "original_max_position_embeddings")
     if not high > low:
@@ -106,17 +106,17 @@ def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tens
 
 
 def rope_tables(ropes: tuple[RopeConfig, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Frequencies and factors of all of them, each float32 [ropes, head_dim / 2]."""
+    """Return frequencies and factors of all rotary embeddings, each float32 [ropes, head_dim / 2]."""
     rows = [[rope.inv_freq for rope in ropes], [rope.factors for rope in ropes]]
     inv_freq, factors = torch.tensor(rows, dtype=torch.float32, device=device).reshape(2, len(ropes), -1 if ropes else 0)
     return inv_freq, factors
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
-    """The order of a head's elements in which a rotation of halves of the head rotates halves of its first `rotary_dim` ones.
+    """Return an order of a head's elements with which half-split RoPE over the head rotates its first `rotary_dim` elements.
 
-    Queries and keys that are both put in one order have the same products, so that a head that is rotated in part runs on the
-    kernels of a whole one: what is not rotated lies behind each half, where the frequency is 0.
+    Reordering both q and k does not change their dot products, so partially rotated heads run on the kernels for whole heads:
+    unrotated elements follow each half, where the frequency is 0.
     """
     half, still = rotary_dim // 2, (head_dim - rotary_dim) // 2
     first, second = range(half), range(half, rotary_dim)

@@ -1,1 +1,1 @@
-"""The parts that a decoder layer is put together from: each takes the residual stream and gives the new one back."""
+"""Parts of decoder layers. Each takes the residual stream and returns the new one."""

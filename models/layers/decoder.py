@@ -1,4 +1,4 @@
-"""A decoder and its layers, attention and MLP: packed tokens, no padding, no batch axis, merged projections."""
+"""Decoder and its layers: attention and MLP over packed tokens without padding, with merged projections."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from headway.kernels.step.operations import Embedding, Gate, Heads, Norm, NormSh
 from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import DecoderConfig, LayerConfig, cached_spec
-from headway.models.cut import ModelCut, VocabularyCut
 from headway.models.families.rope import rope_tables, rotary_order
 from headway.models.layers.latent_attention import LatentAttention
 from headway.models.layers.ranked import SumsInOrder, over_ranks
 from headway.models.layers.state_parts import GatedDelta, KimiDelta, Lightning, Mamba1, Mamba2, ShortConvolution, StatePart
 from headway.models.layers.tensors import LayerTensors, read_kv_scales
+from headway.models.shard import ModelShard, VocabularyShard
 
 log = logging.getLogger("headway")
 
 
 class MLP:
-    """Up, activation, down; gated (SwiGLU and its kin, Shazeer 2020) or plain."""
+    """MLP: up projection, activation and down projection; gated (SwiGLU and similar, Shazeer 2020) or plain."""
 
     def __init__(self, config: DecoderConfig, tensors: LayerTensors) -> None:
-        names, hidden, inner = config.names, config.hidden_size, tensors.cut.inner
+        names, hidden, inner = config.names, config.hidden_size, tensors.shard.inner
         self._gated = config.gated
         self._activation = config.activation
         rows = inner + inner if config.gated and len(names.up) == 1 else inner
@@ -57,23 +57,23 @@ class MLP:
 
     @property
     def linears(self) -> list[Linear]:
-        """Products of the layer."""
+        """Linear layers of the part."""
         return [self.up_proj, self.down_proj]
 
     @property
     def gated_product(self) -> Linear | None:
-        """The product whose first half is activated and multiplies the second."""
+        """Merged gate and up projection: its first half is activated and multiplies the second. None if the MLP is not gated."""
         return self.up_proj if self._gated else None
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Let the operations prepare the layer's norm and the product after the norm."""
+        """Let the operations prepare the norm and the linear layer after it."""
         if self.norm is not None and self._gated:
             norm, up_proj = ops.absorb(self.norm, self.up_proj)
             self.norm = norm
             self.up_proj = up_proj
 
     def __call__(self, x: Tensor, ops: Operations) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, used up."""
+        """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
         compute = ops.norm_gated_product if self._gated else ops.norm_product
         inner = compute(x, self.norm, self.up_proj, self._activation)
         if self.post_norm is None:
@@ -82,18 +82,18 @@ class MLP:
 
 
 class ExpertsMLP:
-    """Routing, the experts' products, and their sum."""
+    """Mixture of experts: routing, the experts' grouped GEMMs, and the weighted sum."""
 
-    def __init__(self, config: DecoderConfig, tensors: LayerTensors, kept: float | None = None) -> None:
-        """kept: of the normed stream, which is added to instead; see LayerConfig."""
+    def __init__(self, config: DecoderConfig, tensors: LayerTensors, normed_scale: float | None = None) -> None:
+        """normed_scale: factor of the normed stream that the output is added to; see LayerConfig."""
         assert config.experts is not None
         assert config.activation == config.experts.activation
         names = config.names
         self.norm = tensors.norm(names.mlp_norm or "", config.hidden_size)
-        self._kept = None if kept is None else replace(self.norm, weight=self.norm.weight * kept)
+        self._normed_scaled = None if normed_scale is None else replace(self.norm, weight=self.norm.weight * normed_scale)
         self._config = config.experts
         self._weights: RoutedWeights | None = take_experts(
-            tensors.cut.experts,
+            tensors.shard.experts,
             names.experts,
             config.hidden_size,
             tensors.weights,
@@ -102,15 +102,15 @@ class ExpertsMLP:
         )
         routed = (self._weights.gate_up, self._weights.down)
         self.num_elements = sum(math.prod(each.shape) for each in routed)
-        """How many numbers the routed experts' weights are."""
+        """Number of elements of the routed experts' weights."""
         self.held_bytes = sum(each.nbytes for each in routed)
-        """Bytes that they take, scales included."""
+        """Bytes of these weights, including scales."""
         self.compute: Experts | None = None
-        """What computes the layer, once `absorb_norms` has told."""
+        """Implementation of the layer; None until `absorb_norms` has run."""
 
     @property
     def linears(self) -> list[Linear]:
-        """One of each kind of its products, while the weights are as the checkpoint has them."""
+        """One linear layer of each kind, available until `absorb_norms` has run."""
         weights, config = self._weights, self._config
         if weights is None:
             return []
@@ -120,20 +120,20 @@ class ExpertsMLP:
 
     @property
     def kind(self) -> ExpertsKind | None:
-        """The layers of the same kind, if there are kernels to choose from, or weights that are arranged on a GPU."""
+        """Kind of MoE layer; None if it has only one kernel and its weights are not repacked on a GPU."""
         kind: ExpertsKind | None = getattr(self.compute, "kind", None)
         return kind if kind is not None and (kind.chooses or kind.device.type == "cuda") else None
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Hand the weights to what computes the layer, which may keep them in another form."""
+        """Give the weights to the implementation of the layer, which may repack them."""
         if self._weights is not None:
             self.compute = ops.experts(self._config, self._weights, self.norm)
             self._weights = None
 
     def __call__(self, x: Tensor, ops: Operations) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, used up."""
+        """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
         assert self.compute is not None
-        return self.compute(x, None if self._kept is None else ops.norm(x, self._kept))
+        return self.compute(x, None if self._normed_scaled is None else ops.norm(x, self._normed_scaled))
 
 
 class SelfAttention:
@@ -142,11 +142,11 @@ class SelfAttention:
     def __init__(
         self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, batch_invariant: bool
     ) -> None:
-        """place: index among the model's layers of attention; batch_invariant: what the layer asks of its backend."""
+        """place: index among the model's attention layers; batch_invariant: True if the backend must be batch-invariant."""
         self._place = place
         names = config.names
         hidden, dim = config.hidden_size, config.head_dim
-        heads, kv_heads = tensors.cut.heads, tensors.cut.kv_heads
+        heads, kv_heads = tensors.shard.heads, tensors.shard.kv_heads
         q, kv = heads * (2 * dim if config.output_gate else dim), kv_heads * dim
         order = None if layer.rope is None else _order(config, config.ropes[layer.rope].rotary_dim)
         sizes = {names.qkv[0]: q + kv + kv} if len(names.qkv) == 1 else dict(zip(names.qkv, (q, kv, kv), strict=True))
@@ -167,22 +167,22 @@ class SelfAttention:
 
     @property
     def linears(self) -> list[Linear]:
-        """Products of the layer."""
+        """Linear layers of the part."""
         return [self.qkv_proj, self.out_proj]
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Let the operations prepare the layer's norm and the product after the norm."""
+        """Let the operations prepare the norm and the linear layer after it."""
         if self.norm is not None and self._can_absorb:
             norm, qkv_proj = ops.absorb(self.norm, self.qkv_proj)
             self.norm = norm
             self.qkv_proj = qkv_proj
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`."""
+        """Return the new residual stream. x: [num_tokens, hidden_size], overwritten. rope: from `Operations.embed`."""
         return self.add(x, self.mix(x, rope, ops, attention), ops)
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
+        """Return the input of the output projection, as `StatePart.mix` does."""
         q, k, v = ops.norm_qkv(x, self.norm, self.qkv_proj, self.heads, rope)
         if self.gate is None:
             return attention(self._place, q, k, v).flatten(1)
@@ -190,23 +190,23 @@ class SelfAttention:
         return ops.gate(attention(self._place, q, k, v).flatten(1), by.flatten(1), self.gate)
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """As `StatePart`."""
+        """Return the new residual stream, as `StatePart.add` does."""
         if self.post_norm is None:
             return ops.add_product(x, mixed, self.out_proj)
         return ops.add_norm(x, ops.product(mixed, self.out_proj), self.post_norm)
 
 
 def _order(config: DecoderConfig, rotary_dim: int) -> list[int] | None:
-    """The order of a head's elements; None: the checkpoint's."""
+    """Return the order of a head's elements for RoPE; None means the checkpoint's order."""
     return None if rotary_dim == config.head_dim else rotary_order(config.head_dim, rotary_dim)
 
 
 def _rows(config: DecoderConfig, order: list[int] | None) -> list[int] | None:
-    """The rows of the merged product: heads of q and k in `order`, then v, then the heads' gates."""
+    """Return the rows of the merged projection: heads of q and k in `order`, then v, then the heads' gates."""
     if order is None and not config.output_gate:
         return None
     dim, order = config.head_dim, order or [*range(config.head_dim)]
-    stride = 2 * dim if config.output_gate else dim  # a head's query, and its gate behind it
+    stride = 2 * dim if config.output_gate else dim  # a head's query, followed by its gate
     first_kv = config.num_heads * stride
     queries = [head * stride + element for head in range(config.num_heads) for element in order]
     keys = [first_kv + head * dim + element for head in range(config.num_kv_heads) for element in order]
@@ -216,7 +216,7 @@ def _rows(config: DecoderConfig, order: list[int] | None) -> list[int] | None:
 
 
 def _scales(config: DecoderConfig) -> float | list[float]:
-    """The factors of the merged product's rows."""
+    """Return the factors of the merged projection's rows."""
     q, k, v = config.multipliers.qkv
     if q == k == v == 1.0:
         return 1.0
@@ -229,7 +229,7 @@ def _head_norms(config: DecoderConfig, tensors: LayerTensors, order: list[int] |
     if config.qk_norm is None:
         return None, None
     of_all = config.qk_norm == "whole"
-    counts = (tensors.cut.heads, tensors.cut.kv_heads) if of_all else (Axis.all(1), Axis.all(1))
+    counts = (tensors.shard.heads, tensors.shard.kv_heads) if of_all else (Axis.all(1), Axis.all(1))
     share = None if all(count.is_whole for count in counts) else NormShare(tensors.ranks)
     modules = config.names.q_norm, config.names.k_norm
     norms = [tensors.norm(module, count * config.head_dim) for module, count in zip(modules, counts, strict=True)]
@@ -241,43 +241,43 @@ def _head_norms(config: DecoderConfig, tensors: LayerTensors, order: list[int] |
 
 
 def _ordered(weight: Tensor, count: int, order: list[int] | None) -> Tensor:
-    """A norm's weight with the elements of each of its heads in `order`."""
+    """Return a norm's weight with the elements of each head in `order`."""
     return weight if order is None else weight.view(count, -1)[:, order].flatten()
 
 
 AttentionPart = SelfAttention | LatentAttention
-"""The attention of a layer."""
+"""Attention of a layer."""
 MixerPart = AttentionPart | StatePart
-"""A part in which tokens meet: see `StatePart`, whose methods attention has as well."""
+"""Part that mixes tokens; attention has the methods of `StatePart` too."""
 
 
 class OntoNormed:
-    """Attention or a part with a state that adds to its normed input instead of to the residual stream (MiniMax-01)."""
+    """Attention or a recurrent part that adds to its normed input instead of to the residual stream (MiniMax-01)."""
 
-    def __init__(self, norm: Norm, kept: float, part: MixerPart) -> None:
-        """kept: multiplies the normed input before that; part: without a norm of its own."""
+    def __init__(self, norm: Norm, normed_scale: float, part: MixerPart) -> None:
+        """normed_scale: factor of the normed input in the sum; part: has no norm itself."""
         self.norm = norm
-        self._kept = kept
+        self._normed_scale = normed_scale
         self._part = part
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
+        """Return the new residual stream, as `StatePart` does."""
         normed = ops.norm(x, self.norm)
         mixed = self._part.mix(normed, rope, ops, attention)
-        return self._part.add(normed if self._kept == 1.0 else normed * self._kept, mixed, ops)
+        return self._part.add(normed if self._normed_scale == 1.0 else normed * self._normed_scale, mixed, ops)
 
 
 class SideBySide:
-    """Attention and a part with a state that read one normed input; both outputs are added to the residual stream (Falcon-H1)."""
+    """Attention and a recurrent part with the same normed input; both outputs are added to the residual stream (Falcon-H1)."""
 
     def __init__(self, norm: Norm, attention: AttentionPart, state: StatePart) -> None:
-        """attention, state: without norms of their own, before them or after."""
+        """attention, state: parts without norms."""
         self.norm = norm
         self._attention = attention
         self._state = state
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
+        """Return the new residual stream, as `StatePart` does."""
         normed = ops.norm(x, self.norm)
         attended = self._attention.mix(normed, rope, ops, attention)
         moved = self._state.mix(normed, rope, ops, attention)
@@ -287,10 +287,11 @@ class SideBySide:
 def operations_for(
     inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None, experts: ExpertsOptions | None = None
 ) -> Operations:
-    """Return the fused kernels on a GPU with Triton, our C on a CPU with a compiler, torch's operations elsewhere.
+    """Return the operations of the device: fused kernels on a GPU with Triton, C on a CPU with a compiler, else torch's.
 
-    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, as `rope_tables` makes them. kernels: for linear
-    layers; experts: for layers of experts; None means Headway's own.
+    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, from `rope_tables`. kernels: for linear layers;
+    experts:
+    for MoE layers; None means Headway's own.
     """
     if inv_freq.device.type == "cpu":
         return _on_cpu(inv_freq, factors, experts)
@@ -307,12 +308,12 @@ def _on_cpu(inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None) -
     found = functions()
     if found is not None:
         return NativeOperations(inv_freq, factors, found, experts)
-    log.warning("model: torch computes the steps of a decode, which takes up to twice as long as our C: %s", native_support())
+    log.warning("model: decode steps run on torch, up to twice as slow as Headway's C: %s", native_support())
     return TorchOperations(inv_freq, factors, experts)
 
 
 class Decoder:
-    """A decoder over the packed tokens of all sequences of a step, one row per token; rows meet in attention alone."""
+    """Decoder over the packed tokens of all sequences of a step, one row per token; only attention and recurrence mix rows."""
 
     def __init__(
         self,
@@ -324,33 +325,33 @@ class Decoder:
         kernels: LinearKernels | None = None,
         experts: ExpertsOptions | None = None,
     ) -> None:
-        """Take the layers' tensors from `weights`: of several ranks, each its part (`ModelCut`).
+        """Read the layers' tensors from `weights`; with several ranks, this rank's shard (`ModelShard`).
 
-        batch_invariant: a row's bits do not depend on the other rows; slower. ranks: all of them call the decoder alike; its
-        layers' specs are those of this rank's own heads, and its logits those of its own tokens. slots: for adapters; None: none.
-        kernels: for linear layers; experts: for layers of experts; None means Headway's own.
+        batch_invariant: True if a row's bits must not depend on the other rows; slower. ranks: all of them make the same calls;
+        the layers' specs have this rank's heads, and the logits are of its tokens. slots: for adapters; None means no adapters.
+        kernels: for linear layers; experts: for MoE layers; None means Headway's own.
 
-        :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
-        :raises ConfigError: the model does not divide among so many ranks.
+        :raises ModelError: if batch_invariant is requested, and GEMMs on this machine depend on the batch.
+        :raises ConfigError: if the model does not divide among the ranks.
         """
         self.config = config
         names = config.names
         self._invariant = batch_invariant
         self.device = weights.device
         self.dtype = weights.dtype
-        cut = ModelCut(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
+        shard = ModelShard(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
         ranks = SumsInOrder(ranks) if batch_invariant else ranks
         self._kernels = kernels
-        tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks, kernels=kernels), cut.vocabulary
+        tensors, vocabulary = LayerTensors(shard.own, weights, shard, ranks, kernels=kernels), shard.vocabulary
         table = vocabulary.table(tensors.take(f"{names.embed}.weight", vocabulary.axis, config.hidden_size))
-        positions = cut.once(_positions(config, tensors))
+        positions = shard.once(_positions(config, tensors))
         self.embed = Embedding(table, _rounded(config.embedding_scale, table), positions, vocabulary.tokens)
         self.attention_specs: list[AttentionSpec] = []
         self.state_layers: list[StateLayer] = []
         self.layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
             places = len(self.attention_specs), len(self.state_layers)
-            layer = DecoderLayer(cut.own, index, places, tensors, batch_invariant)
+            layer = DecoderLayer(shard.own, index, places, tensors, batch_invariant)
             self.layers.append(layer)
             self.attention_specs += [] if layer.attention is None else [layer.attention.spec]
             self.state_layers += [] if layer.state is None else layer.state.state_layers
@@ -361,7 +362,7 @@ class Decoder:
         rows = TILE_ROWS[weights.device.type] if batch_invariant else None
         self.operations = self._operations(ranks, experts)
         self.adapters: AdapterBank | None = None
-        """Slots of adapters; None: rows have none."""
+        """Slots of adapters. None means no adapters."""
         if slots is not None:
             operations, adapters = adapted_operations(self.operations, self._linears, slots, weights.dtype, rows)
             self.operations = operations
@@ -374,59 +375,59 @@ class Decoder:
             index: part.layer for index, part in enumerate(parts) if isinstance(part, LatentAttention) and part.layer
         }
         self.kv_scales = [layer.kv_scales for layer in self.layers if layer.attention is not None]
-        """k_scale and v_scale of each attention layer's cache where it is fp8, from the checkpoint or 1."""
+        """k_scale and v_scale of each attention layer's FP8 cache, from the checkpoint or 1."""
 
     @property
     def _linears(self) -> list[Linear]:
         return [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
 
     def _operations(self, ranks: Ranks, experts: ExpertsOptions | None) -> Operations:
-        """Return the operations of this device, and let our C run whole layers if they are its own."""
+        """Return the operations of this device, and prepare Headway's C to run whole layers if it computes them."""
         inv_freq, factors = rope_tables(self.config.ropes, self.device)
         operations = operations_for(inv_freq, factors, self._kernels, experts)
         if self._invariant:
             operations = invariant_operations(operations, self._linears, self.device, experts)
         own = operations if isinstance(operations, NativeOperations) and ranks.size == 1 else None
         self.recorded = None if own is None else RecordedLayers(own.functions)
-        """Runs the layers that our C computes; None: they run one after the other."""
+        """Runner of whole layers in Headway's C. None means one layer after the other."""
         return operations
 
     def part(self, index: int | None) -> object:
-        """A layer, or (None) what stands around the layers."""
+        """Return a layer, or for None the embedding, the last norm and the head."""
         return (self.embed, self.norm, self.lm_head) if index is None else self.layers[index]
 
     def rebuilt(self, index: int | None, weights: WeightSource) -> object:
-        """Build a part anew, of other weights; only of a decoder on one rank. Raises as `__init__`."""
+        """Build a part again from other weights; only on one rank. Raises as `__init__`."""
         if index is None:
             return Decoder(replace(self.config, layers=()), weights, self._invariant, kernels=self._kernels).part(None)
-        cut = ModelCut(self.config, by_expert=weights.device.type == "cpu")
+        shard = ModelShard(self.config, by_expert=weights.device.type == "cpu")
         before = self.layers[:index]
         places = sum(each.attention is not None for each in before), sum(each.num_states for each in before)
-        tensors = LayerTensors(cut.own, weights, cut, ONE_RANK, kernels=self._kernels)
-        layer = DecoderLayer(cut.own, index, places, tensors, self._invariant)
+        tensors = LayerTensors(shard.own, weights, shard, ONE_RANK, kernels=self._kernels)
+        layer = DecoderLayer(shard.own, index, places, tensors, self._invariant)
         layer.absorb_norms(self.operations)
         return layer
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Vocabulary size; token ids are below it."""
         return self.config.vocab_size
 
     @property
     def expert_kinds(self) -> list[ExpertsKind]:
-        """Kinds of layers of experts that have kernels to choose from."""
+        """Kinds of MoE layers that have several kernels."""
         kinds = [layer.mlp.kind for layer in self.layers if isinstance(layer.mlp, ExpertsMLP)]
         return list(dict.fromkeys(kind for kind in kinds if kind is not None))
 
     @property
     def products(self) -> list[tuple[Linear, bool]]:
-        """The products of the layers, and which of them are gated."""
+        """Linear layers of all layers, and whether each is gated."""
         gated = {layer.mlp.gated_product for layer in self.layers if isinstance(layer.mlp, MLP)}
         return [(linear, linear in gated) for layer in self.layers for linear in layer.linears]
 
     @property
     def rounding(self) -> str:
-        """What products round of their activations on this processor, in words; empty: nothing."""
+        """Description of the rounding of activations by this CPU's kernels; empty if there is none."""
         own = functions()
         bits = 0 if own is None else own.x_bits
         if not bits or not any(linear.panels is not None and linear.reads_quantized for linear, _ in self.products):
@@ -435,26 +436,26 @@ class Decoder:
 
     @property
     def linear_choices(self) -> list[LinearChoice]:
-        """Kinds of linear layers, the head among them, whose kernel is chosen by times."""
+        """Kinds of linear layers, including the head, whose kernel is chosen by measurement."""
         return self.operations.linear_choices([*self.products, (self.lm_head, False)])
 
     @property
     def max_position_embeddings(self) -> int:
-        """Positions the model was made for."""
+        """Number of positions that the model supports."""
         return self.config.max_position_embeddings
 
     @property
     def embedding_size(self) -> int:
-        """See core.contract.model.embedding_size."""
+        """Hidden size, which is the size of embedded inputs."""
         return self.config.hidden_size
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, attention: Attention, embedded: Sequence[tuple[int, Tensor]] = ()
     ) -> Tensor:
-        """input_ids, positions: int32 or int64 [num_tokens]. Returns the last hidden states [num_tokens, hidden_size], normed.
+        """Return the last hidden states [num_tokens, hidden_size], normed. input_ids, positions: int32 or int64 [num_tokens].
 
-        embedded: (index of a token, rows [count, hidden_size]), what this token and the next ones have in place of what the
-        embedding gives, scaled where that is; learned positions are added.
+        embedded: (token index, rows [count, hidden_size]), which replace the scaled embedding of this token and the next ones;
+        learned positions are added.
         """
         x, ropes = self.operations.embed(input_ids, positions, self.embed)
         for first, rows in embedded:
@@ -476,8 +477,7 @@ class Decoder:
         return x
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden: [rows, hidden_size], only the rows that will be sampled. Returns logits of the rank's own tokens, see
-        core.contract.Model."""
+        """Return the logits of this rank's tokens, see core.contract.Model. hidden: [rows, hidden_size], only rows to sample."""
         logits, cap = self.operations.product(hidden, self.lm_head, out), self.config.logit_softcap
         logits = logits if cap is None else self.operations.softcap(logits, cap)
         if self._missing:
@@ -486,13 +486,14 @@ class Decoder:
 
 
 class DecoderLayer:
-    """Attention, a part with a state or both, and then an MLP or experts: those that LayerConfig names."""
+    """Decoder layer: attention, a recurrent part or both, then an MLP or experts, as LayerConfig says."""
 
     def __init__(
         self, config: DecoderConfig, index: int, places: tuple[int, int], tensors: LayerTensors, batch_invariant: bool
     ) -> None:
-        """config: of what this rank computes; places: how many layers of attention and how many with a state the model has before
-        this one; tensors: the model's."""
+        """config: configuration of this rank's shard. places: numbers of attention and recurrent layers before this one. tensors:
+        reader of the model's tensors.
+        """
         layer = config.layers[index]
         config = config if layer.names is None else replace(config, names=layer.names)
         tensors = tensors.below(config.names.layer.format(index), config)
@@ -503,7 +504,7 @@ class DecoderLayer:
             attention = SelfAttention if config.latent is None else LatentAttention
             self.attention = attention(config, layer, places[0], tensors, batch_invariant)
             k_scale, v_scale = read_kv_scales(tensors)
-            self.kv_scales = k_scale, v_scale if config.latent is None else k_scale  # a value inside the key has the key's
+            self.kv_scales = k_scale, v_scale if config.latent is None else k_scale  # a value inside the key has the key's scale
         if layer.state:
             assert config.state is not None
             of_layer = replace(config, state=replace(config.state, slopes=layer.slopes))
@@ -513,26 +514,26 @@ class DecoderLayer:
         if self.attention is not None and self.state is not None:
             norm = tensors.norm(config.names.mixer_norm, config.hidden_size)
             self._mixer = SideBySide(norm, self.attention, self.state)
-        elif layer.kept is not None and mixer is not None:
-            self._mixer = OntoNormed(tensors.norm(config.names.mixer_norm, config.hidden_size), layer.kept[0], mixer)
+        elif layer.normed_scales is not None and mixer is not None:
+            self._mixer = OntoNormed(tensors.norm(config.names.mixer_norm, config.hidden_size), layer.normed_scales[0], mixer)
         self.mlp: MLP | ExpertsMLP | None = None
         if layer.mlp is not None:
-            kept = None if layer.kept is None else layer.kept[1]
-            self.mlp = ExpertsMLP(config, tensors, kept) if layer.mlp == "experts" else MLP(config, tensors)
+            scale = None if layer.normed_scales is None else layer.normed_scales[1]
+            self.mlp = ExpertsMLP(config, tensors, scale) if layer.mlp == "experts" else MLP(config, tensors)
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Merge norms into the products that follow them, where the operations can."""
+        """Merge norms into the linear layers after them, if the operations support it."""
         for part in self._parts:
             part.absorb_norms(ops)
 
     @property
     def num_states(self) -> int:
-        """Layers with a state among its parts."""
+        """Number of the layer's recurrent layers."""
         return 0 if self.state is None else len(self.state.state_layers)
 
     @property
     def linears(self) -> list[Linear]:
-        """Products of this part, which absorb norms and are checked for batch invariance."""
+        """Linear layers of the parts, which absorb norms and are checked for batch invariance."""
         return [linear for part in self._parts for linear in part.linears]
 
     @property
@@ -540,7 +541,7 @@ class DecoderLayer:
         return [part for part in (self.attention, self.state, self.mlp) if part is not None]
 
     def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, used up; ropes: of `Operations.embed`."""
+        """Return the new residual stream. x: [num_tokens, hidden_size], overwritten. ropes: from `Operations.embed`."""
         if self._mixer is not None:
             x = self._mixer(x, None if self._rope is None else ropes[self._rope], ops, attention)
         return x if self.mlp is None else self.mlp(x, ops)
@@ -554,25 +555,25 @@ STATE_PARTS: dict[str, type[StatePart]] = {
     LIGHTNING: Lightning,
     CONV: ShortConvolution,
 }
-"""What computes a part with a state, by the kind of its recurrence."""
+"""Class of a recurrent part, by the kind of its recurrence."""
 
 
 def _head(
-    config: DecoderConfig, weights: WeightSource, tensors: LayerTensors, vocabulary: VocabularyCut, table: Tensor
+    config: DecoderConfig, weights: WeightSource, tensors: LayerTensors, vocabulary: VocabularyShard, table: Tensor
 ) -> Linear:
-    """The product that gives logits. table: the embedding's, which may serve as one too."""
+    """Return the output head. table: the embedding, which is the head too if they are tied."""
     names, shape = config.names, (vocabulary.axis, config.hidden_size)
     head = f"{names.head}.weight"
     tied = config.tie_word_embeddings and head not in weights
-    kept = weights.take_head(f"{names.embed}.weight" if tied else head, shape)
-    if kept is not None and kept.shape[0] == len(vocabulary.head(table)):
-        return Linear(kept, dtype=weights.dtype, kernels=tensors.kernels)
+    head_blocks = weights.take_head(f"{names.embed}.weight" if tied else head, shape)
+    if head_blocks is not None and head_blocks.shape[0] == len(vocabulary.head(table)):
+        return Linear(head_blocks, dtype=weights.dtype, kernels=tensors.kernels)
     taken = table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)
     return Linear(vocabulary.head(taken), kernels=tensors.kernels)
 
 
 def _positions(config: DecoderConfig, tensors: LayerTensors) -> Tensor | None:
-    """The rows of learned positions from that of position 0 on."""
+    """Return the rows of learned positions from position 0 on."""
     if config.names.positions is None:
         return None
     rows = config.max_position_embeddings + config.position_offset
@@ -580,12 +581,12 @@ def _positions(config: DecoderConfig, tensors: LayerTensors) -> Tensor | None:
 
 
 def _rounded(scale: float, table: Tensor) -> float:
-    """A factor as the table's dtype holds it: what models that were trained in half precision multiplied by."""
+    """Return a factor rounded to the table's dtype, as models trained in half precision used it."""
     return float(torch.tensor(scale, dtype=table.dtype))
 
 
 def _scaled(norm: Norm, scale: float) -> Norm:
-    """A norm whose result is multiplied: logits that are scaled (Granite) cost no step of their own."""
+    """Return a norm with a scaled result, so that scaled logits (Granite) need no extra operation."""
     if scale == 1.0:
         return norm
     return Norm(norm.weight.float() * scale, norm.eps, None if norm.bias is None else norm.bias.float() * scale)

@@ -1,4 +1,4 @@
-"""Latent attention (MLA, DeepSeek-V2) with its surroundings in a layer: norms, projections, RoPE, residual."""
+"""Latent attention (MLA, DeepSeek-V2) with its norms, projections, RoPE and residual."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from headway.models.config import DecoderConfig, LayerConfig, cached_spec, expan
 from headway.models.layers.tensors import LayerTensors
 
 _EPS = 1e-6
-"""Epsilon of the norms of latents, whatever the model's other norms have: DeepSeek's code and transformers' leave it at this."""
+"""Epsilon of the latents' norms; DeepSeek's code and transformers always use this default."""
 
 
 class LatentAttention:
-    """Queries of heads, and one latent a token that all heads' keys and values are expanded from."""
+    """Attention whose KV cache holds one latent per token, from which the keys and values of all heads are expanded."""
 
     def __init__(
         self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, batch_invariant: bool
     ) -> None:
-        """place: index among the model's layers of attention.
+        """place: index among the model's attention layers.
 
-        :raises ModelError: batch_invariant, or a bias where no checkpoint of these families has one."""
+        :raises ModelError: if batch_invariant is requested, or there is a bias that no checkpoint of these families has.
+        """
         latent, names, hidden = config.latent, config.names.latent, config.hidden_size
         assert latent is not None
         if batch_invariant:
@@ -36,46 +37,46 @@ class LatentAttention:
         self._latent = latent
         heads = config.num_heads
         rank = latent.q_lora_rank
-        q_rows = tensors.cut.heads * latent.q_dim
+        q_rows = tensors.shard.heads * latent.q_dim
         name, first = (names.q, q_rows) if rank is None else (names.q_a, Axis.all(rank))
-        rows = _turned(latent, heads) if rank is None else [*range(rank)]
+        rows = _query_rows(latent, heads) if rank is None else [*range(rank)]
         rows += [first.size + row for row in _order(latent, latent.kv_lora_rank)]
         self.norm = tensors.norm_if_any(config.names.attention_norm, hidden)
         self.first_proj = tensors.linear({name: first, names.kv_a: latent.kv_dim}, hidden, config.qkv_bias, rows)
-        """To queries or to latents of theirs, and to the latents of keys and values."""
+        """Merged projection to the queries (or their latents) and to the KV latents."""
         self._first_size = first.size
         self.q_norm = None
         self.q_proj = None
         if rank is not None:
             self.q_norm = Norm(tensors.take(f"{names.q_a_norm}.weight", rank), _EPS)
-            self.q_proj = tensors.linear({names.q_b: q_rows}, rank, False, _turned(latent, heads))
+            self.q_proj = tensors.linear({names.q_b: q_rows}, rank, False, _query_rows(latent, heads))
         self.kv_norm = Norm(tensors.take(f"{names.kv_a_norm}.weight", latent.kv_lora_rank), _EPS)
-        expanded = tensors.cut.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        expanded = tensors.shard.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self._kv_b: Tensor | None = tensors.take(f"{names.kv_b}.weight", expanded, latent.kv_lora_rank)
-        out = tensors.cut.heads * latent.v_head_dim
+        out = tensors.shard.heads * latent.v_head_dim
         self.out_proj = tensors.linear({config.names.o: hidden}, out, config.o_bias, scale=config.residual_scale)
         self.spec = cached_spec(config, layer, tensors.weights.dtype, tensors.weights.device)
         self._expanded = expanded_spec(config, latent, self.spec)
         self.layer: LatentLayer | None = None
-        """What the engine is handed, once `absorb_norms` has told who computes it."""
+        """Layer given to the engine; None until `absorb_norms` has run."""
 
     @property
     def linears(self) -> list[Linear]:
-        """Products of the layer."""
+        """Linear layers of the part."""
         return [self.first_proj, *([] if self.q_proj is None else [self.q_proj]), self.out_proj]
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Hand the product that expands latents to what computes the layer."""
+        """Give the up-projection of latents to the operations that compute the layer."""
         if self._kv_b is not None:
             self.layer = ops.latent_layer(self._expanded, self._latent, self._kv_b)
             self._kv_b = None
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`."""
+        """Return the new residual stream. x: [num_tokens, hidden_size], overwritten. rope: from `Operations.embed`."""
         return self.add(x, self.mix(x, rope, ops, attention), ops)
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
+        """Return the input of the output projection, as `StatePart.mix` does."""
         both = ops.norm_product(x, self.norm, self.first_proj, None)
         q, latent = both[:, : self._first_size], both[:, self._first_size :]
         if self.q_proj is not None:
@@ -84,19 +85,19 @@ class LatentAttention:
         return attention(self._place, q, latent, latent[..., : self.spec.v_head_dim]).flatten(1)
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """As `StatePart`."""
+        """Return the new residual stream, as `StatePart.add` does."""
         return ops.add_product(x, mixed, self.out_proj)
 
 
 def _order(latent: LatentConfig, still: int) -> list[int]:
-    """The order of a head, or of the latent with the key behind it, in which halves of what is rotated turn with each other.
+    """Return the order of a head's elements, or of the latent followed by its key, for half-split RoPE.
 
-    still: elements before those that are rotated.
+    still: number of elements before the rotated ones.
     """
-    turned = range(still, still + latent.qk_rope_head_dim)
-    return [*range(still), *([*turned[::2], *turned[1::2]] if latent.interleaved else turned)]
+    rotated = range(still, still + latent.qk_rope_head_dim)
+    return [*range(still), *([*rotated[::2], *rotated[1::2]] if latent.interleaved else rotated)]
 
 
-def _turned(latent: LatentConfig, num_heads: int) -> list[int]:
-    """The rows of the queries' product with every head in that order."""
+def _query_rows(latent: LatentConfig, num_heads: int) -> list[int]:
+    """Return the rows of the query projection with every head in that order."""
     return [head * latent.q_dim + row for head in range(num_heads) for row in _order(latent, latent.qk_nope_head_dim)]

@@ -1,4 +1,4 @@
-"""A decoder's operations on one of several ranks: what all ranks have to put together, and nothing else."""
+"""Operations of a decoder's shard on one of several ranks, including the all-reduces."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from headway.kernels.step.operations import Embedding, Norm, Operations, Rope
 
 
 class RankedOperations:
-    """Operations of a rank's own parts, with the sums over ranks behind embedding, last products and experts.
+    """Operations of a rank's shard, with an all-reduce after the embedding, the last linear layers and the experts.
 
-    The residual stream has the same bits on every rank, since a sum over ranks has. It is added after the sum, once.
+    The residual stream has the same bits on every rank, because an all-reduce gives every rank the same bits. The residual is
+    added once, after the sum.
     """
 
     def __init__(self, inner: Operations, ranks: Ranks) -> None:
-        """inner: what computes the rank's own."""
+        """inner: operations of this rank's shard."""
         self._inner = inner
         self._ranks = ranks
         self.absorb = inner.absorb
@@ -42,7 +43,7 @@ class RankedOperations:
         self.activated = inner.activated
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
-        """See Operations. Every token's row is one rank's, and zeros on the others."""
+        """Return hidden states and RoPE tables; the rank that holds a token's row supplies it, through an all-reduce."""
         if embed.tokens is not None:
             own = (input_ids >= embed.tokens.start) & (input_ids < embed.tokens.stop)
             input_ids = torch.where(own, input_ids - embed.tokens.start, len(embed.table) - 1)
@@ -50,64 +51,64 @@ class RankedOperations:
         return self._ranks.all_reduce(x), ropes
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """See Operations. The sum over ranks, where a rank's product is a part of it."""
+        """Return the linear layer's output, summed over ranks if the layer is sharded by columns."""
         if linear.summed:
             return _into(out, self._ranks.all_reduce(self._inner.product(x, linear)))
         return self._inner.product(x, linear, out)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        """See Operations."""
+        """Return the residual plus one linear layer's output, summed over ranks."""
         return self.add_products(residual, [(x, linear)])
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """See Operations. One sum over ranks for all of them."""
+        """Return the residual plus the sum of the linear layers' outputs, with one all-reduce for all of them."""
         assert all(linear.summed for _, linear in terms)
         (x, linear), *more = terms
         own = self._inner.add_products(self._inner.product(x, linear), more)
         return self._ranks.all_reduce(own, onto=residual)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> Experts:
-        """See Operations."""
+        """Return an MoE layer whose outputs are summed over ranks."""
         return RankedExperts(self._inner.experts(config, weights, norm), self._ranks)
 
 
 class RankedExperts:
-    """A layer of experts of which each rank computes a part."""
+    """MoE layer of which each rank computes a shard."""
 
     def __init__(self, inner: Experts, ranks: Ranks) -> None:
-        """inner: the rank's part."""
+        """inner: this rank's shard."""
         self._inner = inner
         self._ranks = ranks
         self.kind: Any = getattr(inner, "kind", None)
-        """What chooses among ways of computing the part; None where there is one."""
+        """Kind of layer with several kernels for the shard; None if there is only one kernel."""
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See Experts."""
+        """Return `onto` (or x) plus the experts' output, summed over ranks."""
         own = self._inner(x, torch.zeros_like(x))
         return self._ranks.all_reduce(own, onto=x if onto is None else onto)
 
 
 class SumsInOrder:
-    """Ranks whose sums are added in the order of ranks wherever an element lies, so that a row's bits do not depend on others.
+    """Ranks that always sum in rank order, so that a row's bits do not depend on other rows.
 
-    A library's own sum begins with another rank in each part of what it sums. Costs `size` times its memory.
+    A library's all-reduce starts with a different rank in each segment of its buffer. This one needs `size` times the memory.
     """
 
     def __init__(self, inner: Ranks) -> None:
-        """inner: what gathers."""
+        """inner: ranks that gather."""
         self.rank = inner.rank
         self.size = inner.size
         self.all_gather = inner.all_gather
         self.broadcast = inner.broadcast
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See `Ranks.all_reduce`."""
+        """Return the sum of x over ranks, added onto `onto` if given."""
         total = functools.reduce(torch.add, self.all_gather(x).unbind())
         return total if onto is None else onto.add_(total)
 
 
 def over_ranks(operations: Operations, ranks: Ranks) -> Operations:
-    """Return operations that put together what ranks compute; those given where there is one rank."""
+    """Return operations that combine the shards of several ranks; the same operations if there is one rank."""
     return operations if ranks.size == 1 else RankedOperations(operations, ranks)
 
 

@@ -1,4 +1,4 @@
-"""Parts with a state, each with its norms, its merged input product, its convolution, its gate, and the product after it."""
+"""Recurrent parts (linear attention, state-space models, convolutions) with their projections, norms and gates."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.operations import Gate, Norm, NormShare, Operations, Rope
 from headway.models.config import DecoderConfig, StateConfig, StateNames, state_spec
-from headway.models.cut import StateCut
 from headway.models.layers.tensors import LayerTensors
+from headway.models.shard import StateShard
 
 
 class StatePart(ABC):
-    """A part with a state. A kind of it says which sections its input product has, and what becomes of them."""
+    """A recurrent part. Subclasses define the sections of the input projection and their use."""
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
-        """place: index of the part's first layer among the model's layers with a state.
+        """place: index of the part's first layer among the model's recurrent layers.
 
-        :raises ModelError: batch_invariant.
+        :raises ModelError: if batch_invariant is requested.
         """
         assert config.state is not None
         if batch_invariant:
@@ -37,29 +37,29 @@ class StatePart(ABC):
         state, names, weights, hidden = config.state, config.names.state, tensors.weights, config.hidden_size
         self._place = place
         self.spec = state_spec(state, weights.dtype, weights.device)
-        cut = tensors.cut.state
-        sizes = self.sections(cut)
+        shard = tensors.shard.state
+        sizes = self.sections(shard)
         self.norm = tensors.norm_if_any(names.norm, hidden)
-        groups, factors = cut.key_heads.whole if names.by_key_head else 1, dict(config.multipliers.sections)
+        groups, factors = shard.key_heads.whole if names.by_key_head else 1, dict(config.multipliers.sections)
         self.in_proj = tensors.sections(names.inputs, sizes, hidden, state.in_bias, groups, factors)
         self._at = _places(sizes)
         out_norm = _out_norm(config, state, tensors) if state.norm_size else None
         self.gate = Gate(state.gate, out_norm, state.norm_size, state.gate_first)
         scale = config.residual_scale * config.multipliers.state
-        self.out_proj = tensors.linear({names.out: hidden}, cut.out, state.out_bias, scale=scale)
+        self.out_proj = tensors.linear({names.out: hidden}, shard.out, state.out_bias, scale=scale)
         self.state_layers = self._layers(state, names, tensors)
 
     @staticmethod
     @abstractmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """Sections of the merged input product and their sizes: in this order, what goes through the convolution first."""
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
+        """Return the sections of the merged input projection with their sizes, in order; inputs of the convolution come first."""
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """What a backend sees of the part."""
-        spec, cut = self.spec, tensors.cut.state
-        heads, weight, bias = cut.heads, None, None
+        """Return the layers that a state backend runs for the part."""
+        spec, shard = self.spec, tensors.shard.state
+        heads, weight, bias = shard.heads, None, None
         if spec.conv_channels:
-            sizes = _convolved(names.conv, [*self.sections(cut).values()], spec.conv_channels)
+            sizes = _convolved(names.conv, [*self.sections(shard).values()], spec.conv_channels)
             weight, bias = tensors.take_conv(sizes, spec.conv_width, state.conv_bias)
         parameters = StateParameters(
             conv_weight=weight,
@@ -72,11 +72,11 @@ class StatePart(ABC):
 
     @property
     def linears(self) -> list[Linear]:
-        """Products of the part."""
+        """Linear layers of the part."""
         return [self.in_proj, self.out_proj]
 
-    def absorb_norms(self, ops: Operations) -> None:  # noqa: B027  (nothing to merge is what most kinds have)
-        """Merge norms into the products that follow them, where the operations can."""
+    def absorb_norms(self, ops: Operations) -> None:  # noqa: B027  (most kinds have nothing to merge)
+        """Merge norms into the linear layers after them, if the operations support it."""
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """Compute the part and return the new residual stream.
@@ -87,29 +87,29 @@ class StatePart(ABC):
 
     @abstractmethod
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return what the part's last product is applied to. x: as above, left as it is."""
+        """Return the input of the output projection. x: as for `__call__`, but not changed."""
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """Return the new residual stream. x: the residual stream, overwritten; mixed: of `mix`."""
+        """Return the new residual stream. x: the residual stream, overwritten; mixed: the result of `mix`."""
         return ops.add_product(x, mixed, self.out_proj)
 
     def _split(self, x: Tensor, ops: Operations) -> tuple[Tensor, dict[str, Tensor]]:
-        """The layer's input [num_tokens, input_channels], and each section of the product. x: [num_tokens, hidden_size]."""
+        """Return the recurrence's input [num_tokens, input_channels], and all sections. x: [num_tokens, hidden_size]."""
         y = ops.norm_product(x, self.norm, self.in_proj, None)
         return y[:, : self.spec.input_channels], {name: y[:, place] for name, place in self._at.items()}
 
 
 def _out_norm(config: DecoderConfig, state: StateConfig, tensors: LayerTensors) -> Norm:
-    """The norm of the recurrence's output, whose weight is the plain one also where the model's other norms add 1 to theirs."""
-    cut = tensors.cut.state
-    all_weights = state.norm_all_weights or cut.norms == 1
-    weight = tensors.take(f"{config.names.state.out_norm}.weight", cut.out if all_weights else state.norm_size)
-    share = NormShare(tensors.ranks, cut.norms) if cut.norms_are_shared else None
+    """Return the norm of the recurrence's output. Its weight is plain even if the model's other norms add 1 to theirs."""
+    shard = tensors.shard.state
+    all_weights = state.norm_all_weights or shard.norms == 1
+    weight = tensors.take(f"{config.names.state.out_norm}.weight", shard.out if all_weights else state.norm_size)
+    share = NormShare(tensors.ranks, shard.norms) if shard.norms_are_shared else None
     return Norm(weight, state.norm_eps or config.norm_eps, share=share)
 
 
 def _convolved(modules: Sequence[str], sections: Sequence[Axis], channels: int) -> Mapping[str, Axis]:
-    """Convolutions and their channels: those of the first sections, as one or each by itself."""
+    """Return convolutions and their channels: one over the first sections together, or one for each of them."""
     ends = itertools.accumulate(section.size for section in sections)
     read = [section for section, end in zip(sections, ends, strict=True) if end <= channels]
     return dict(zip(modules, read if len(modules) > 1 else [functools.reduce(Axis.__add__, read)], strict=True))
@@ -124,51 +124,50 @@ def _places(sizes: Mapping[str, Axis]) -> dict[str, slice]:
 
 
 class GatedDelta(StatePart):
-    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464). One product gives q, k, v, both gates of the recurrence and
-    that of its output."""
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464). One projection gives q, k, v, the two gates of the recurrence
+    and the output's gate.
+    """
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """q, k, v; a, of which the decay is made, and b, of which beta is; z, the gate of the output."""
-        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "a": cut.heads, "b": cut.heads, "z": cut.values}
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
+        """Return the sections: q, k, v; a, the input of the decay; b, the input of beta; z, the output's gate."""
+        return {"q": shard.keys, "k": shard.keys, "v": shard.values, "a": shard.heads, "b": shard.heads, "z": shard.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         qkv, parts = self._split(x, ops)
         out = attention.state(self._place, qkv, [parts["a"], parts["b"]])
         return ops.gate(out, parts["z"], self.gate)
 
 
 class KimiDelta(StatePart):
-    """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692), with a decay for each channel. One product gives q, k, v and
-    beta, and the first halves of two products of low rank: the decay's, the output gate's."""
+    """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692), with a decay per channel. One projection gives q, k, v, beta, and
+    the first halves of two low-rank projections, for the decay and the output gate.
+    """
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
         super().__init__(config, place, tensors, batch_invariant)
-        cut, (decay, gate) = tensors.cut.state, config.names.state.low_rank
-        self.decay_proj = tensors.linear({decay: cut.keys}, cut.low_rank, False)
-        self.gate_proj = tensors.linear({gate: cut.out}, cut.low_rank, False)
+        shard, (decay, gate) = tensors.shard.state, config.names.state.low_rank
+        self.decay_proj = tensors.linear({decay: shard.keys}, shard.low_rank, False)
+        self.gate_proj = tensors.linear({gate: shard.out}, shard.low_rank, False)
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """q, k, v; b, of which beta is made; f and g, of rank value_dim: of the decay and of the gate."""
-        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "b": cut.heads, "f": cut.low_rank, "g": cut.low_rank}
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
+        """Return the sections: q, k, v; b, the input of beta; f and g, of rank value_dim, for the decay and the gate."""
+        return {"q": shard.keys, "k": shard.keys, "v": shard.values, "b": shard.heads, "f": shard.low_rank, "g": shard.low_rank}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """A_log has axes of size 1 in checkpoints, and dt_bias a single one for heads and channels."""
-        cut, channels = tensors.cut.state, self.spec.key_dim
+        """Return the layer; in checkpoints A_log has axes of size 1, and dt_bias has one axis for heads and channels."""
+        shard, channels = tensors.shard.state, self.spec.key_dim
         (layer,) = super()._layers(state, replace(names, A_log="", dt_bias=""), tensors)
-        A_log = tensors.take_float(names.A_log, 1, 1, cut.heads, 1).flatten()
-        dt_bias = tensors.take_float(names.dt_bias, cut.keys).view(-1, channels)
+        A_log = tensors.take_float(names.A_log, 1, 1, shard.heads, 1).flatten()
+        dt_bias = tensors.take_float(names.dt_bias, shard.keys).view(-1, channels)
         return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log, dt_bias=dt_bias))]
 
     @property
     def linears(self) -> list[Linear]:
-        """Products of the part."""
         return [self.in_proj, self.decay_proj, self.gate_proj, self.out_proj]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         qkv, parts = self._split(x, ops)
         a = ops.norm_product(parts["f"], None, self.decay_proj, None).view(len(x), self.spec.num_heads, self.spec.key_dim)
         out = attention.state(self._place, qkv, [a, parts["b"]])
@@ -176,61 +175,64 @@ class KimiDelta(StatePart):
 
 
 class Lightning(StatePart):
-    """Lightning attention (Qin et al. 2024, arXiv 2401.04658). One product gives q, k, v, which are activated, and the
-    gate of the normed output."""
+    """Lightning attention (Qin et al. 2024, arXiv 2401.04658). One projection gives q, k and v, which are activated, and the
+    gate of the normed output.
+    """
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """q, k, v, and z, the gate of the output."""
-        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "z": cut.values}
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
+        """Return the sections: q, k, v; z, the output's gate."""
+        return {"q": shard.keys, "k": shard.keys, "v": shard.values, "z": shard.values}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """The slopes follow from the layer's number."""
+        """Return the layer, whose decays follow from the layer's index."""
         (layer,) = super()._layers(state, names, tensors)
-        A_log = torch.tensor(tensors.cut.state.heads.pick(state.slopes), dtype=torch.float32, device=tensors.weights.device).log()
+        A_log = torch.tensor(
+            tensors.shard.state.heads.pick(state.slopes), dtype=torch.float32, device=tensors.weights.device
+        ).log()
         return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log))]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         qkv, parts = self._split(x, ops)
         return ops.gate(attention.state(self._place, silu(qkv), []), parts["z"], self.gate)
 
 
 class Mamba2(StatePart):
-    """A state space (Dao and Gu 2024, arXiv 2405.21060). One product gives x, B, C, dt and the gate of the output."""
+    """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). One projection gives x, B, C, dt and the output's gate."""
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """x, B and C, which go through the convolution; dt; z, the gate of the output."""
-        return {"x": cut.values, "B": cut.keys, "C": cut.keys, "dt": cut.heads, "z": cut.values}
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
+        """Return the sections: x, B and C, which go through the convolution; dt; z, the output's gate."""
+        return {"x": shard.values, "B": shard.keys, "C": shard.keys, "dt": shard.heads, "z": shard.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         inputs, parts = self._split(x, ops)
         return ops.gate(attention.state(self._place, inputs, [parts["dt"]]), parts["z"], self.gate)
 
 
 class Mamba1(StatePart):
-    """Mamba as Jamba has it (arXiv 2312.00752): a convolution, a product that makes dt, B and C of what it returns, and the
-    recurrence, which are two layers with a state."""
+    """Mamba 1 as in Jamba (arXiv 2312.00752): a convolution, a projection of its output to dt, B and C, and the recurrence.
+
+    Convolution and recurrence are two layers with a state.
+    """
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
         super().__init__(config, place, tensors, batch_invariant)
         assert config.state is not None
-        names, spec, rank, cut = config.names.state, self.spec, config.state.dt_rank, tensors.cut.state
+        names, spec, rank, shard = config.names.state, self.spec, config.state.dt_rank, tensors.shard.state
         self._sizes = [rank, spec.key_dim, spec.key_dim]
-        self.x_proj = tensors.linear({names.from_conv: sum(self._sizes)}, cut.heads, False)
+        self.x_proj = tensors.linear({names.from_conv: sum(self._sizes)}, shard.heads, False)
         self.norms = [tensors.norm(name, size) for name, size in zip(names.from_conv_norms, self._sizes, strict=True)]
-        self.dt_proj = tensors.linear({names.low_rank[0]: cut.heads}, rank, False)
+        self.dt_proj = tensors.linear({names.low_rank[0]: shard.heads}, rank, False)
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """x, which goes through the convolution; z, the gate of the output."""
-        return {"x": cut.heads, "z": cut.heads}
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
+        """Return the sections: x, which goes through the convolution; z, the output's gate."""
+        return {"x": shard.heads, "z": shard.heads}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """The convolution, and the recurrence behind it."""
-        spec, heads = self.spec, tensors.cut.state.heads
+        """Return two layers: the convolution, and the recurrence after it."""
+        spec, heads = self.spec, tensors.shard.state.heads
         weight, bias = tensors.take_conv({names.conv[0]: heads}, spec.conv_width, state.conv_bias)
         recurrence = StateParameters(
             A_log=tensors.take_float(names.A_log, heads, spec.key_dim),
@@ -242,11 +244,9 @@ class Mamba1(StatePart):
 
     @property
     def linears(self) -> list[Linear]:
-        """Products of the part."""
         return [self.in_proj, self.x_proj, self.dt_proj, self.out_proj]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         inputs, parts = self._split(x, ops)
         inputs = attention.state(self._place, inputs, [])
         made = torch.split(ops.product(inputs, self.x_proj), self._sizes, dim=1)
@@ -256,16 +256,14 @@ class Mamba1(StatePart):
 
 
 class ShortConvolution(StatePart):
-    """LFM2's (Liquid AI 2025, arXiv 2511.23404): the input is multiplied by one gate before the convolution, the result by
-    another."""
+    """LFM2's short convolution (Liquid AI 2025, arXiv 2511.23404), with one gate on its input and one on its output."""
 
     @staticmethod
-    def sections(cut: StateCut) -> Mapping[str, Axis]:
-        """x, and its gates before and behind the convolution."""
-        return {"x": cut.out, "B": cut.out, "C": cut.out}
+    def sections(shard: StateShard) -> Mapping[str, Axis]:
+        """Return the sections: x, and the gates before and after the convolution."""
+        return {"x": shard.out, "B": shard.out, "C": shard.out}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """As `StatePart`."""
         inputs, parts = self._split(x, ops)
         out = attention.state(self._place, ops.gate(inputs, parts["B"], _PLAIN), [])
         return ops.gate(out, parts["C"], self.gate)

@@ -1,4 +1,4 @@
-"""One layer's tensors as its parts want them: products merged, transposed and scaled, norms with what their kind adds."""
+"""Reader of one layer's tensors: merges, transposes and scales linear layers, and builds norms."""
 
 from __future__ import annotations
 
@@ -17,45 +17,46 @@ from headway.kernels.linear.linear import Linear, ProductOrigin
 from headway.kernels.step.operations import Norm
 from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import DecoderConfig
-from headway.models.cut import ModelCut
+from headway.models.shard import ModelShard
 
 
 class LayerTensors:
-    """Takes tensors below a prefix, by the conventions of a model's family."""
+    """Reader of tensors below a prefix, by the conventions of a model family."""
 
     def __init__(
         self,
         config: DecoderConfig,
         weights: WeightSource,
-        cut: ModelCut,
+        shard: ModelShard,
         ranks: Ranks,
         prefix: str = "",
         kernels: LinearKernels | None = None,
     ) -> None:
-        """config: the family's conventions. cut: what the rank holds. prefix: what every name below begins with, such as
-        `model.layers.0.`. kernels: for linear layers; None means Headway's own.
+        """config: the family's conventions. shard: this rank's shard. prefix: prefix of every name, such as `model.layers.0.`.
+        kernels:
+        for linear layers; None means Headway's own.
         """
         self.kernels = kernels
         self.weights = weights
-        self.cut = cut
+        self.shard = shard
         self.ranks = ranks
         self.prefix = prefix
         self._config = config
 
     def below(self, prefix: str, config: DecoderConfig) -> LayerTensors:
-        """Return those of another prefix, by the conventions of another configuration."""
-        return LayerTensors(config, self.weights, self.cut, self.ranks, prefix, self.kernels)
+        """Return a reader for the names below `prefix`, by the conventions of `config`."""
+        return LayerTensors(config, self.weights, self.shard, self.ranks, prefix, self.kernels)
 
     def take(self, name: str, *shape: int | Axis) -> Tensor:
-        """One tensor of this shape."""
+        """Return one tensor of this shape."""
         return self.weights.take(self.prefix + name, shape)
 
     def take_float(self, name: str, *shape: int | Axis) -> Tensor:
-        """One tensor of this shape in float32, whatever the model's dtype."""
+        """Return one tensor of this shape in float32, regardless of the model's dtype."""
         return self.weights.take_as(torch.float32, self.prefix + name, shape)
 
     def take_conv(self, sizes: Mapping[str, Axis], width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        """Weight [channels, width] and bias [channels] of depthwise convolutions, one after the other.
+        """Return weight [channels, width] and bias [channels] of depthwise convolutions, concatenated.
 
         sizes: module -> channels.
         """
@@ -65,15 +66,15 @@ class LayerTensors:
         return weight, self.weights.take_merged(of_rows) if bias else None
 
     def norm(self, module: str, size: int | Axis) -> Norm:
-        """A norm of the model's kind over `size` elements."""
+        """Return a norm of the model's kind over `size` elements."""
         config = self._config
         weight = self.take(f"{module}.weight", size)
         if config.norm == "rms_plus_one":
-            weight = weight.float() + 1.0  # rounded to half precision, the sum would lose what the checkpoint stores
+            weight = weight.float() + 1.0  # in half precision the sum would lose bits of the weight
         return Norm(weight, config.norm_eps, self.take(f"{module}.bias", size) if config.norm == "layer" else None)
 
     def norm_if_any(self, module: str | None, size: int) -> Norm | None:
-        """The same, or None where the family has no such norm."""
+        """Return a norm, or None if the family has no such norm."""
         return None if module is None else self.norm(module, size)
 
     def linear(
@@ -84,10 +85,11 @@ class LayerTensors:
         order: Sequence[int] | None = None,
         scale: float | Sequence[float] = 1.0,
     ) -> Linear:
-        """Products of one input as one. Where the input is cut, what ranks get is to be summed, and the bias is the first one's.
+        """Return linear layers with the same input, merged into one.
 
-        sizes: module -> out_features. order: the rows of the result, by their number among those of the checkpoint that are held.
-        scale: multiplies weight and bias, as one factor or as one for each row of the result.
+        If the input is sharded, the ranks' results must be summed, and only rank 0 has the bias. sizes: module -> out_features.
+        order: rows of the result, as indices into this rank's rows of the checkpoint. scale: factor of weight and bias, for all
+        rows or one for each row of the result.
         """
         summed = not Axis.of(in_features).is_whole
         rows_of = {self.prefix + module: Axis.of(size) for module, size in sizes.items()}
@@ -98,9 +100,9 @@ class LayerTensors:
         else:
             names = {f"{self.prefix}{module}.weight": size for module, size in sizes.items()}
             if order is None and scale == 1.0:
-                kept = self.weights.take_product(names, in_features)
+                stored = self.weights.take_product(names, in_features)
                 biases = self._biases(sizes, bias, summed)
-                return Linear(kept, biases, summed, dtype=self.weights.dtype, origin=origin, kernels=self.kernels)
+                return Linear(stored, biases, summed, dtype=self.weights.dtype, origin=origin, kernels=self.kernels)
             weight = self.weights.take_merged(names, in_features)
         biases = self._biases(sizes, bias, summed)
         if order is not None:
@@ -115,10 +117,10 @@ class LayerTensors:
         return Linear(weight, biases, summed, origin=origin, kernels=self.kernels)
 
     def _biases(self, sizes: Mapping[str, int | Axis], bias: bool, summed: bool) -> Tensor | None:
-        """The biases of products of one input, as one; where results are summed over ranks, the first rank's alone."""
+        """Return the merged biases of linear layers with the same input; only rank 0 has them if results are summed."""
         of_rows = {f"{self.prefix}{module}.bias": size for module, size in sizes.items()}
         biases = self.weights.take_merged(of_rows) if bias else None
-        return self.cut.once(biases) if summed else biases
+        return self.shard.once(biases) if summed else biases
 
     def sections(
         self,
@@ -129,11 +131,11 @@ class LayerTensors:
         groups: int = 1,
         scales: Mapping[str, float] | None = None,
     ) -> Linear:
-        """Products of one input as one, whose rows lie section by section.
+        """Return linear layers with the same input, merged into one whose rows are ordered by section.
 
         inputs: modules, and the sections that each holds, in its order. sizes: section -> rows, in the order of the result.
-        groups: pieces that every section of a checkpoint is cut into, where a module holds the first pieces of all its sections
-        first. scales: factors of sections.
+        groups: number of groups in checkpoints whose modules store the first group of all sections, then the second, and so on.
+        scales: factors of sections.
         """
         modules: dict[str, int | Axis] = {}
         rows: dict[str, list[int]] = {section: [] for section in sizes}
@@ -154,13 +156,13 @@ _SUFFIXES = {
     "k": ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale"),
     "v": ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.kv_scale"),
 }
-"""As compressed-tensors, ModelOpt and, both at once, AutoFP8 name them."""
+"""Suffixes of compressed-tensors, ModelOpt and AutoFP8; the last has one scale for both."""
 
 
 def read_kv_scales(tensors: LayerTensors) -> tuple[float, float]:
-    """k_scale and v_scale of a layer: key = cached key * k_scale. 1 where the checkpoint has none.
+    """Return k_scale and v_scale of a layer: key = cached key * k_scale. They are 1 if the checkpoint has none.
 
-    :raises ModelError: one without the other, or a scale that is no number above 0.
+    :raises ModelError: if only one exists, or a scale is not a number above 0.
     """
     k_scale, v_scale = _scale(tensors, "k"), _scale(tensors, "v")
     if (k_scale is None) != (v_scale is None):

@@ -1,1 +1,1 @@
-"""Any decoder of transformers that calls its attention through transformers' attention interface, on Headway's paged cache."""
+"""Adapter for decoders of transformers: their code with Headway's attention and paged KV cache."""

@@ -1,11 +1,11 @@
-"""What attention modules of transformers call in place of their own: Headway's on the paged cache, and before that a probe.
+"""Attention functions that transformers' attention modules call: Headway's on the paged cache, and a probe before that.
 
-transformers finds it by name (`AttentionInterface`), and no mask is built for that name, since none is registered for it. A
-module that takes part carries an `AttentionSite`, which knows its layer and what every call must hand over.
+transformers finds the function by name (`AttentionInterface`). It builds no mask for that name, because none is registered. An
+attention module carries an `AttentionSite`, which knows its layer and the arguments that every call must have.
 
-The probe is a call of a few tokens that finds out how a model attends, before an engine is made for it. Attention gives zeros in
-this call. Then tokens meet nowhere, unless the model mixes them elsewhere (a convolution, a state space, a recurrence), which
-shows when their order is turned round: such a model cannot run on packed sequences and is refused.
+The probe is a call with a few tokens that finds out how a model attends, before an engine is made for it. Attention returns zeros
+in this call, so tokens cannot affect one another, unless the model mixes them elsewhere (convolution, state space, recurrence).
+Reversing their order shows that: such a model cannot run on packed sequences and is refused.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention
 
 NAME = "headway_engine"
-"""The attention implementation that is served."""
+"""Name of Headway's attention implementation."""
 SITE = "headway_site"
-"""The attribute of an attention module that holds its `AttentionSite`."""
+"""Attribute of an attention module that holds its `AttentionSite`."""
 
 
 class Passed(NamedTuple):
-    """What a call hands over beside the tensors' elements; it is the same in every call of a layer."""
+    """Arguments of an attention call other than the tensors' values; they are the same in every call of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,7 +44,7 @@ class Passed(NamedTuple):
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Passed:
-        """query, key, value: [1, heads, num_tokens, head_dim], as the attention interface has them."""
+        """Return the arguments of one call. query, key, value: [1, heads, num_tokens, head_dim]."""
         scaling = options.get("scaling")
         return cls(
             query.shape[1],
@@ -59,7 +59,7 @@ class Passed(NamedTuple):
 
 @dataclass(eq=False)
 class Current:
-    """What all attention modules of a model share: the attention of the call that runs now."""
+    """Attention of the running call, shared by all attention modules of a model."""
 
     attention: Attention | None = None
     handle: int = field(init=False)
@@ -69,7 +69,7 @@ class Current:
         _LIVE[self.handle] = self
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `core.contract.model.Attention`."""
+        """Return the attention of one layer. Arguments as for `core.contract.model.Attention`."""
         assert self.attention is not None, "an attention module runs only inside a call of its model"
         return self.attention(layer, q, k, v)
 
@@ -81,23 +81,20 @@ class AttentionSite:
     name: str
     """Path of the module in the model."""
     layer: int
-    """The number by which the engine knows it: attentions are counted in the order in which the model calls them."""
+    """Index of the layer for the engine: attention modules in the order in which the model calls them."""
     passed: Passed
-    """What the probe saw it hand over, and its spec says."""
+    """Arguments seen by the probe, which determine the layer's spec."""
     sinks: Tensor | None
-    """The parameter that holds its sinks."""
+    """Parameter with its sinks. None means no sinks."""
     current: Current
     place: Tensor = field(init=False)
-    """int64 [2] in host memory: handle and layer. A compiler that sees a tensor makes one kernel of all layers."""
+    """int64 [2] in host memory: handle and layer. As a tensor, it lets a compiler make one kernel for all layers."""
 
     def __post_init__(self) -> None:
         self.place = torch.tensor([self.current.handle, self.layer])
 
     def check(self, passed: Passed, sinks: Tensor | None, mask: object) -> None:
-        """Hold a call against the spec.
-
-        :raises ModelError: it hands over something else.
-        """
+        """Check that a call has the arguments of the layer's spec. :raises ModelError: if one differs."""
         if passed == self.passed and sinks is self.sinks and mask is None:
             return
         differing = [(*pair, name) for name, *pair in zip(Passed._fields, self.passed, passed, strict=True) if pair[0] != pair[1]]
@@ -113,11 +110,11 @@ class AttentionSite:
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
-    """The function that transformers calls. query, key, value: [1, heads, num_tokens, head_dim] of all sequences of a step.
+    """Compute attention for transformers. query, key, value: [1, heads, num_tokens, head_dim] of all sequences of a step.
 
     Returns ([1, num_tokens, num_heads, v_head_dim], None).
 
-    :raises ModelError: what is handed over is not what the layer's spec says.
+    :raises ModelError: if the arguments differ from the layer's spec.
     """
     site: AttentionSite = getattr(module, SITE)
     site.check(Passed.of(query, key, value, options), options.get("s_aux"), attention_mask)
@@ -130,14 +127,14 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attenti
 
 
 def _by_token(tensor: Tensor) -> Tensor:
-    """[1, heads, num_tokens, dim] as [num_tokens, heads, dim]: a view, unless tokens do not lie one after the other in memory."""
+    """Return [1, heads, num_tokens, dim] as [num_tokens, heads, dim]: a view if each token is contiguous, else a copy."""
     tokens = tensor[0].transpose(0, 1)
     heads, dim = tokens.shape[1:]
     whole = tokens.stride(2) == 1 and tokens.stride(0) >= tokens.stride(1) * (heads - 1) + dim
     return tokens if whole else tokens.contiguous()
 
 
-# torch's op registry is global, and an op takes tensors and numbers only: a number finds the live object again.
+# torch's op registry is global, and an op takes only tensors and numbers: the number is used to find the live object.
 _HANDLES = count()
 _LIVE: WeakValueDictionary[int, Current] = WeakValueDictionary()
 
@@ -161,14 +158,14 @@ AttentionInterface.register(NAME, attend)
 
 
 PROBE = "headway_probe"
-"""The attention implementation during the probe."""
+"""Name of the attention implementation during the probe."""
 NUM_TOKENS = 6
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Largest error relative to a row's norm: products may round otherwise in another order of rows."""
+"""Maximum error relative to a row's norm: GEMMs may round differently if rows are in another order."""
 
 _UNDERSTOOD = {
     *("scaling", "sliding_window", "softcap", "s_aux"),
-    # What changes nothing here: nothing is dropped, and positions were applied before.
+    # Without effect here: there is no dropout, and positions were applied before.
     *("dropout", "position_ids", "cache_position", "position_embeddings", "layer_idx", "cu_seq_lens_q", "cu_seq_lens_k"),
     *("max_length_q", "max_length_k", "use_cache", "logits_to_keep", "is_causal", "deterministic", "target_dtype"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "training"),
@@ -177,7 +174,7 @@ _UNDERSTOOD = {
 
 @dataclass(eq=False)
 class Call:
-    """What one attention module handed over."""
+    """Recorded call of one attention module."""
 
     name: str
     module: nn.Module
@@ -198,12 +195,11 @@ _RECORDER: ContextVar[_Recorder] = ContextVar("headway_adapter_probe")
 
 
 def run_probe(model: Any, forward: Callable[[], Tensor], longest: int = 0) -> tuple[Tensor, list[Call]]:
-    """What `forward()` returns, and its attention calls in their order.
+    """Return the result of `forward()`, and its attention calls in order.
 
-    longest: positions that the model is made for; each layer's mask is held against its call as far as that. 0: masks are not
-    looked at.
+    longest: number of positions up to which each layer's mask is checked against its call. 0 means that masks are not checked.
 
-    :raises ModelError: one of them is nothing that an AttentionSpec says.
+    :raises ModelError: if an AttentionSpec cannot describe a call.
     """
     recorder = _Recorder(model, longest)
     token = _RECORDER.set(recorder)
@@ -215,7 +211,7 @@ def run_probe(model: Any, forward: Callable[[], Tensor], longest: int = 0) -> tu
 
 @contextmanager
 def probing(model: Any, name_after: str) -> Iterator[None]:
-    """Inside, the model's attention is the probe's; afterwards that of another name."""
+    """Use the probe as the model's attention inside the context, and `name_after` afterwards."""
     model.set_attn_implementation(PROBE)
     try:
         yield
@@ -224,7 +220,7 @@ def probing(model: Any, name_after: str) -> Iterator[None]:
 
 
 def differ(a: Tensor, b: Tensor) -> bool:
-    """Whether rows [..., size] are more than rounding apart."""
+    """Return whether rows [..., size] differ by more than rounding."""
     apart, size = (a.float() - b.float()).norm(dim=-1), a.float().norm(dim=-1)
     return bool((apart > _TOLERANCE[a.dtype] * size).any())
 
@@ -258,22 +254,22 @@ def _attend_probing(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 
 
 class _Mask(Tensor):
-    """A mask that remembers the rule by which the mask was made."""
+    """Mask that stores the rule by which it was made."""
 
     rule: Callable[..., Tensor]
 
 
 def _mask(q_length: int, kv_length: int, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
-    """Called by transformers for every kind of mask that a model asks for."""
+    """Return a mask that stores its rule; transformers calls this for every kind of mask that a model requests."""
     mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool).as_subclass(_Mask)
     mask.rule = mask_function
     return mask
 
 
 def _check_mask(where: str, mask: Any, window: int | None, options: dict[str, Any], module: nn.Module, longest: int) -> None:
-    """Hold the rule that the layer's mask is made by against what the call itself says.
+    """Check the rule of the layer's mask against the arguments of the call.
 
-    :raises ModelError: they differ, so that attention without the mask would compute something else.
+    :raises ModelError: if they differ, so that attention without the mask would give another result.
     """
     rule = getattr(mask, "rule", None)
     if rule is None:

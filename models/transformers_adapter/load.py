@@ -1,4 +1,4 @@
-"""Make a decoder of transformers, of files or with random weights, and compile its layers; or take its attention specs alone."""
+"""Loading of transformers' decoders from files or with random weights, compilation of their layers, and attention specs."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from headway.models.transformers_adapter.interface import NAME, NUM_TOKENS, prob
 from headway.models.transformers_adapter.model import TransformersModel, spec_of
 
 _NUM_TOKENS = 61
-"""Tokens of the trial: a prime, which is no other size of a model. torch.compile takes equal sizes for one and the same."""
+"""Number of tokens of the trial: a prime that no size of a model equals, since torch.compile unifies equal sizes."""
 _RECOMPILE_LIMIT = 64
-"""Kinds of layers, twice each; and transformers runs the layers of all models of a process through one function."""
+"""Maximum number of recompilations: two per kind of layer, for all models of a process."""
 
 Compiler = Callable[[torch.fx.GraphModule, list[Tensor]], Any]
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-    """torch's own compiler; each graph is announced, for one that a request waits for must be seen."""
+    """Compile with torch's own compiler, after announcing it in the log, because a request may have to wait for it."""
     announce_compilation("layers of the model (torch.compile)")
-    # By this process: another would keep its kernels in Triton's own form, which `KernelCache` takes for damaged.
+    # In this process: a compile worker would store kernels in Triton's own format, which `KernelCache` considers damaged.
     compiler: Any = torch._dynamo.lookup_backend("inductor")
     return compiler(graph, inputs, config_patches={"compile_threads": 1})
 
 
-def _keep_compilations() -> None:
-    """Have torch keep what it compiles in Headway's cache folder, unless the user has named others.
+def _set_compile_cache() -> None:
+    """Set torch's compilation cache to Headway's cache folder, unless the user has set one.
 
-    It would otherwise set TRITON_CACHE_DIR itself, and so move all other kernels of this process.
+    torch would otherwise set TRITON_CACHE_DIR itself, and so move the cache of all other kernels of this process.
     """
     if not obstacle(cache_folder()):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
@@ -55,19 +55,20 @@ def _keep_compilations() -> None:
 
 
 def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> None:
-    """Compile each layer's `forward` for any number of tokens, and show on a few tokens that the result works.
+    """Compile each layer's `forward` for any number of tokens, and check on a few tokens that the result runs.
 
-    Layers of one kind share what is compiled: attention is an op whose layer is a tensor (`interface.AttentionSite.place`), and
-    nothing else tells them apart. No part may fall back to Python, so the pieces of a graph are the same as without.
+    Layers of one kind share the compiled code: attention is an op that takes the layer as a tensor
+    (`interface.AttentionSite.place`), the only difference between them. No part may fall back to Python, so the segments of a
+    CUDA graph are the same as without compilation.
 
-    backend: of torch.compile; tests take one that needs no compiler.
+    backend: backend of torch.compile; tests use one that needs no compiler.
 
-    :raises ModelError: the model's code cannot be compiled; the message names the option that does without.
+    :raises ModelError: if the model's code cannot be compiled; the message names the option that disables compilation.
     """
     began = time.perf_counter()
     device = model.device
     if device.type == "cuda":
-        _keep_compilations()
+        _set_compile_cache()
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=backend)
     ids = torch.zeros(_NUM_TOKENS, dtype=torch.int64, device=device)
@@ -81,7 +82,7 @@ def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> No
                 model(ids[:count], ids[:count], AttentionFunctions(attention))
     except Exception as error:
         for layer in model.layers:
-            del layer.forward  # which uncovers the class's own
+            del layer.forward  # the class's method is used again
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
             f"torch_compile: the layers of {model.name} cannot be compiled ({reason}); torch_compile=False does without"
@@ -91,9 +92,9 @@ def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> No
 
 
 def causal_lm_class(config: Any) -> Any:
-    """The class by which transformers makes text with a model of this configuration (PreTrainedConfig).
+    """Return transformers' causal language model class for a configuration (PreTrainedConfig).
 
-    :raises ModelError: there is none, or it is one that cannot run on Headway's attention, with the reason.
+    :raises ModelError: if there is none, or it cannot run on Headway's attention; the message states the reason.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -110,7 +111,7 @@ def causal_lm_class(config: Any) -> Any:
 
 
 def _state_hint(config: Any) -> str:
-    """The first layer that keeps a state, as far as the configuration tells, and what may serve it."""
+    """Return a hint that names the first recurrent layer, if config.json shows it, and an implementation for it."""
     kinds = getattr(config, "layer_types", None) or []
     found = next(((index, kind) for index, kind in enumerate(kinds) if kind in _STATE_KINDS), None)
     if found is None:
@@ -122,11 +123,11 @@ def _state_hint(config: Any) -> str:
 
 
 _STATE_KINDS = ("linear_attention", "conv", "mamba", "hybrid", "recurrent")
-"""What layer_types calls layers that keep a state."""
+"""Values of layer_types for recurrent layers."""
 
 
 def refusal(model_class: Any, config: Any) -> str:
-    """Why a class of transformers cannot run through the adapter: the end of a sentence that begins with its name; or empty."""
+    """Return why a class of transformers cannot run through the adapter, to follow the class name; empty if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder with a decoder; Headway runs only decoders"
     if config.get_text_config() is not config:
@@ -147,7 +148,7 @@ def refusal(model_class: Any, config: Any) -> str:
 log = logging.getLogger("headway")
 
 EXPERTS = "grouped_mm"
-"""How transformers computes experts: one grouped product of all of them, chosen on the device without waiting for the host."""
+"""transformers' method for experts: one grouped GEMM, with the choice on the device and without a wait on the host."""
 
 
 def load_adapted(
@@ -159,13 +160,13 @@ def load_adapted(
     torch_compile: bool | None,
     longest: int | None = None,
 ) -> TransformersModel:
-    """Load a model by transformers' code, without any code of the model's own.
+    """Load a model with transformers' code, without running the model's own code.
 
-    config: of transformers. dummy: random weights, the same on every start on one kind of device, in place of the folder's.
-    torch_compile: see `compile.compile_layers`; None: if it works, else the log says why not. longest: see `rope.read_rope`.
+    config: from transformers. dummy: True for random weights, the same on every start on one kind of device.
+    torch_compile: see `compile_layers`; None means if it works, else the log says why not. longest: see `rope.read_rope`.
 
-    :raises ModelError: a model that the adapter does not take, or weights that do not fit its configuration. If Headway's decoder
-    computes the family, what that lacks of the model comes first.
+    :raises ModelError: if the adapter does not support the model, or weights do not fit its configuration. If Headway's decoder
+        supports the family, the message first says what it does not support of this model.
     """
     with _lacking_first(config):
         adapted = _of_files(folder, config, dtype, device, dummy, longest)
@@ -175,7 +176,7 @@ def load_adapted(
             except ModelError as error:
                 if torch_compile:
                     raise
-                log.warning("model: its layers run as transformers wrote them, several times slower: %s", error)
+                log.warning("model: running the layers without compilation, several times slower: %s", error)
         return adapted
 
 
@@ -191,7 +192,7 @@ def _lacking_first(config: Any) -> Iterator[None]:
 
 
 def _lacking(config: Any) -> str:
-    """Return what Headway's decoder lacks of a model of its families; empty if nothing, or if it is of another family."""
+    """Return what Headway's decoder does not support of a model of its families; empty if nothing, or for another family."""
     try:
         if config.model_type in FAMILIES:
             read_decoder_config(config)
@@ -224,15 +225,15 @@ def _dummy(config: Any, device: torch.device, options: dict[str, Any]) -> Any:
 
 
 def _from_files(folder: Path, model_class: Any, config: Any, device: torch.device, options: dict[str, Any]) -> Any:
-    slices = plain_slices(folder)  # Headway reads the index: transformers takes a tensor from the last file that has it
-    if device.type != "cpu" and find_spec("accelerate") is not None:  # each tensor goes straight to the device
+    slices = plain_slices(folder)  # Headway reads the index: transformers would use the last file with a tensor
+    if device.type != "cpu" and find_spec("accelerate") is not None:  # copy each tensor directly to the device
         options = {**options, "device_map": {"": device}}
     loaded: Any = model_class.from_pretrained(
         None,
         config=config,
         state_dict=slices,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # so that they are told by name, below
+        ignore_mismatched_sizes=True,  # reported by name below
         **options,
     )
     model, found = loaded
@@ -241,9 +242,9 @@ def _from_files(folder: Path, model_class: Any, config: Any, device: torch.devic
 
 
 def _check(folder: Path, found: dict[str, Any]) -> None:
-    """What transformers would pass over with a warning, and fill with random numbers.
+    """Check for tensors that transformers would only warn about, and replace by random values.
 
-    :raises ModelError: a tensor is missing, left over, or of another shape than the configuration's.
+    :raises ModelError: if a tensor is missing, unused, or has a shape other than the configuration's.
     """
     for each in sorted(found["mismatched_keys"]):
         name, stored, wanted = each
@@ -267,7 +268,7 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and warnings: what matters in them is an error here."""
+    """Silence transformers' progress bars and warnings; the important ones are errors in Headway."""
     theirs: Any = transformers_logging
     level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
     theirs.set_verbosity_error()
@@ -281,9 +282,9 @@ def quiet() -> Iterator[None]:
 
 
 def adapted_specs(config: Any, dtype: torch.dtype, device: torch.device) -> Sequence[AttentionSpec]:
-    """One spec for each layer, as `device` is to run it. config: of transformers. Sinks, which are weights, are 0.
+    """Return one spec per attention layer for `device`. config: from transformers. Sinks, which are weights, are 0.
 
-    :raises ModelError: the adapter does not take the model, or transformers cannot make it without memory for its weights.
+    :raises ModelError: if the adapter does not support the model, or transformers cannot build it without its weights.
     """
     model_class = causal_lm_class(config)
     try:

@@ -1,4 +1,4 @@
-"""A decoder of transformers behind the engine's `Model` protocol: its own code, Headway's attention and cache."""
+"""A decoder of transformers with the engine's `Model` protocol, on Headway's attention and KV cache."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from headway.models.transformers_adapter.interface import (
 
 
 class TransformersModel:
-    """All tokens of a step in one row of transformers' batch: no padding, no mask, positions that restart with each sequence.
+    """Decoder of transformers that gets all tokens of a step in one row of its batch, without padding or mask.
 
-    The layers run as transformers wrote them; each attention module calls Headway's attention (`interface`). Hidden states come
-    from the decoder inside the causal language model, and logits from what the latter does after it, so that only sampled rows
-    pay for them.
+    Positions restart with each sequence. The layers run transformers' code; each attention module calls Headway's attention
+    (`interface`). Hidden states come from the decoder inside the causal language model, and logits from the modules after it, so
+    that they are computed only for sampled rows.
     """
 
     kv_scales: None = None
-    """An fp8 cache has scales of 1: transformers reads none from a checkpoint."""
+    """An FP8 cache has scales of 1: transformers reads none from a checkpoint."""
     expert_kinds: tuple[()] = ()
-    """None of its layers chooses among ways of computing experts: transformers has one."""
+    """Always empty: transformers has one method for experts."""
     linear_choices: tuple[()] = ()
-    """Nor among ways of multiplying."""
+    """Always empty: transformers has one method for linear layers."""
 
     def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, longest: int | None = None) -> None:
         """model: a causal language model of transformers (PreTrainedModel), in `dtype` on `device`.
 
         longest: see `rope.read_rope`.
 
-        :raises ModelError: it cannot run on packed sequences and a paged cache; the message names layer and reason.
+        :raises ModelError: if it cannot run on packed sequences and a paged cache; the message names layer and reason.
         """
         model.requires_grad_(False).eval()
         text = model.config.get_text_config()
         self.model = model
         self.name = type(model).__name__
         self.implementation = f"transformers {transformers.__version__} ({self.name})"
-        """What computes it, in words."""
+        """Name of the implementation, for messages."""
         self.vocab_size: int = text.vocab_size
         self.max_position_embeddings = size_of(text, "max_position_embeddings")
         fix_rope(model, longest or self.max_position_embeddings)
@@ -68,7 +68,7 @@ class TransformersModel:
             setattr(call.module, SITE, AttentionSite(call.name, layer, call.passed, call.sinks, self._current))
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """input_ids, positions: int32 or int64 [num_tokens]. Returns the last hidden states [num_tokens, hidden_size], normed."""
+        """Return the last hidden states [num_tokens, hidden_size], normed. input_ids, positions: int32 or int64 [num_tokens]."""
         self._current.attention = attention
         try:
             return self._hidden(input_ids, positions)
@@ -76,7 +76,7 @@ class TransformersModel:
             self._current.attention = None
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden: [rows, hidden_size], only the rows that will be sampled. Returns [rows, vocab_size], see core.model.Model."""
+        """Return logits [rows, vocab_size], see core.contract.Model. hidden: [rows, hidden_size], only rows to sample."""
         found: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0]
         return found.to(hidden.dtype) if out is None else out.copy_(found)
 
@@ -88,9 +88,10 @@ class TransformersModel:
         return hidden
 
     def _probe(self) -> list[Call]:
-        """Find the decoder inside the model and its attention calls, and show that the halves of the model make the whole.
+        """Return the model's attention calls, after finding the decoder inside it and checking that decoder plus head give its
+        logits.
 
-        :raises ModelError: they do not, or tokens meet outside attention.
+        :raises ModelError: if they do not, or tokens affect one another outside attention.
         """
         model, order = self.model, torch.arange(NUM_TOKENS)
         ids = ((order * 7 + 3) % self.vocab_size).to(self.device)
@@ -113,9 +114,9 @@ class TransformersModel:
             raise ModelError(f"{self.name}: its logits are no function of what {path} returns alone")
         if logits.shape[1] != self.vocab_size:
             raise ModelError(f"{self.name}: vocab_size={self.vocab_size} in config.json, and {logits.shape[1]} logits")
-        turned, turned_calls = run_probe(model, lambda: self._hidden(ids.flip(0), places.flip(0)))
-        meet = differ(hidden, turned.flip(0))
-        for call, other in zip(calls, turned_calls, strict=True):
+        flipped, flipped_calls = run_probe(model, lambda: self._hidden(ids.flip(0), places.flip(0)))
+        meet = differ(hidden, flipped.flip(0))
+        for call, other in zip(calls, flipped_calls, strict=True):
             meet |= any(differ(a, b.flip(2)) for a, b in zip(call.tensors, other.tensors, strict=True))
         if meet:
             raise ModelError(
@@ -126,15 +127,15 @@ class TransformersModel:
 
 
 class _Given(nn.Module):
-    """Stands for a decoder: returns as hidden states the embeddings that the caller gives."""
+    """Replacement for a decoder that returns given embeddings as hidden states."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Hidden:
-        """inputs_embeds: [1, rows, hidden_size]."""
+        """Return the embeddings as hidden states. inputs_embeds: [1, rows, hidden_size]."""
         return _Hidden(inputs_embeds)
 
 
 class _Hidden:
-    """What a decoder returns, as far as the language model around it reads: the last hidden states, and nothing else."""
+    """Output of a decoder with only the last hidden states, which is all that the language model around it reads."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -147,9 +148,9 @@ class _Hidden:
 
 
 def _layers_path(model: nn.Module, names: list[str]) -> str:
-    """The path of the list of layers in which all attention modules of these names are; what holds it is the decoder.
+    """Return the path of the list of layers with all attention modules of these names; its parent is the decoder.
 
-    :raises ModelError: there is no such list.
+    :raises ModelError: if there is no such list.
     """
     parts = names[0].split(".")
     for depth in range(1, len(parts)):
@@ -160,7 +161,7 @@ def _layers_path(model: nn.Module, names: list[str]) -> str:
 
 
 def _with(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
-    """A module that shares everything with `module` but the submodule at `path`, where `other` stands."""
+    """Return a copy of `module` that shares everything except the submodule at `path`, which is `other`."""
     first, _, rest = path.partition(".")
     twin = copy.copy(module)
     below = _with(module.get_submodule(first), rest, other) if rest else other
@@ -169,10 +170,7 @@ def _with(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
 
 
 def spec_of(call: Call, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
-    """What a layer's call says, in the engine's words.
-
-    :raises ModelError: its element types are not the model's.
-    """
+    """Return the attention spec of a layer's call. :raises ModelError: if its dtypes are not the model's."""
     dtypes = {tensor.dtype for tensor in call.tensors}
     if dtypes != {dtype}:
         named = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
@@ -195,17 +193,17 @@ def spec_of(call: Call, dtype: torch.dtype, device: torch.device) -> AttentionSp
 
 
 def _sinks(given: Tensor | None) -> tuple[float, ...] | None:
-    """One logit a query head; 0 where there are shapes alone."""
+    """Return one logit per query head; 0 on torch's device `meta`."""
     if given is None or given.is_meta:
         return None if given is None else (0.0,) * len(given)
     return tuple(given.float().tolist())
 
 
 def fix_rope(model: Any, longest: int) -> None:
-    """Fix frequencies that change with the length of the longest sequence in a batch, for sequences of up to `longest` tokens.
+    """Fix frequencies that depend on the longest sequence in a batch, for sequences of up to `longest` tokens.
 
-    A cache holds keys that were rotated by them, and one sequence would change the others. `longrope` takes its short or long
-    factors, see `original_length`. `dynamic` changes past max_position_embeddings, which no sequence is longer than.
+    A cache holds keys rotated by them, so one sequence would affect the others. `longrope` uses its short or long factors, see
+    `original_length`. `dynamic` changes past max_position_embeddings, which no sequence exceeds.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

@@ -104,7 +104,7 @@ def test_a_converted_model_that_was_cut_short_is_made_again(
     os.truncate(folder / file, kept)
     assert gguf.convert(model) == folder
     assert len(conversions) == 2
-    assert "is not whole" in caplog.text
+    assert "is incomplete" in caplog.text
     assert gguf.convert(model) == folder
     assert len(conversions) == 2
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")

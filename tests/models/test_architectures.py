@@ -1,4 +1,4 @@
-"""Tiny models of every family: logits are those of transformers, over paged caches, states and windows, whatever the layout."""
+"""Tests that tiny models of every family give transformers' logits, with paged caches, states and windows, in every layout."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tiny_engine import generate, made_engine, tokens_of
 from transformers_release import needs
 
 BATCHED_TOKENS = 24
-"""Most tokens of a step: less than the longest prompt, which so goes in chunks beside sequences that decode."""
+"""Maximum number of tokens per step: less than the longest prompt, so that it runs in chunks together with decodes."""
 PROMPT_LENS = (13, 41, 5)
 MAX_TOKENS = 24
 
@@ -118,7 +118,7 @@ STEPS = 20
 WHOLE, CUT = 29, 37
 """Tokens of two prompts."""
 CHUNKS = (2, 16, 1, 18)
-"""How the second is cut: a chunk of fewer tokens than a convolution remembers, and one of a single token."""
+"""Chunks of the second prompt: one is shorter than a convolution's window, and one is a single token."""
 
 
 @pytest.mark.sampled(4)
@@ -137,7 +137,7 @@ def test_logits_of_hybrids_equal_transformers(tmp_path: Path, name: str) -> None
 
 
 def packed(model: Any, texts: list[Tensor]) -> Any:
-    """Logits of both texts, step by step: the first prompt whole beside chunks of the second, then single tokens of both."""
+    """Logits of both texts, step by step: the first prompt with chunks of the second, then single tokens of both."""
     attention, done = DenseAttention(model), [0, 0]
     lengths = [(WHOLE, CHUNKS[0]), *((1, chunk) for chunk in CHUNKS[1:])]
     lengths += [(1, 1)] * (STEPS - len(CHUNKS) + 1) + [(0, 1)] * (len(CHUNKS) - 1)
@@ -254,7 +254,7 @@ CONFIG = EngineConfig(attn_backend="sdpa", block_size=8, max_model_len=320, max_
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: Path, registry: Registry, name: str) -> None:
-    """In chunks, beside each other, after a prefix hit, and after preemption."""
+    """In chunks, in one batch, after a prefix cache hit, and after preemption."""
     reference = save_random(CONFIGS[name], tmp_path)
     decoder = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
     random = Random(1)

@@ -1,4 +1,4 @@
-"""Products and steps by our C on a CPU, beside float64 and torch's operations; and what serves where there is no compiler."""
+"""Tests of linear layers and steps in C on a CPU against float64 and torch's operations, and of CPUs without a compiler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def as_read(x: Tensor) -> Tensor:
-    """x as products over codes read it: float64, rounded in groups of 32 where the CPU multiplies whole numbers."""
+    """x as the kernels for quantized weights read it: float64, rounded in groups of 32 if the CPU multiplies integers."""
     found = functions()
     if not found.x_bits:
         return x.double()
@@ -124,7 +124,7 @@ def test_rows_of_several_types_are_one_product() -> None:
 @pytest.mark.parametrize("head_norms", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 17])
 def test_steps_are_those_of_torch(dtype: torch.dtype, head_norms: bool, count: int) -> None:
-    """Large enough weights that layers arrange them in panels; the reference is torch's in float32."""
+    """The weights are large enough to be stored as packed blocks; the reference is torch's operations in float32."""
     found, dim, hidden = functions(), 64, 512
     assert found is not None
     native, plain = NativeOperations(*ropes(dim), found), TorchOperations(*ropes(dim))
@@ -182,7 +182,7 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
     [("", "0"), ("", "1"), ("avx512vnni", "1"), ("avx512vnni", ""), ("avx512bf16", ""), ("avx512f", ""), ("avx", "")],
 )
 def test_other_instructions_of_the_cpu_are_right_too(without: str, rounds: str, tmp_path: Path) -> None:
-    """The products above by C that rounds x to 8 bits, or not at all, and as for a CPU without some instructions."""
+    """The linear layers above with C that rounds x to 8 bits or not at all, and for CPUs without some instructions."""
     found, _ = library.find_compiler()
     script = tmp_path / "cc"
     script.write_text(f'#!/bin/sh\nexec {found.path} "$@"{without and f" -mno-{without}"}\n')

@@ -1,4 +1,4 @@
-"""What a family's configuration may not ask for is refused by its key, in one line."""
+"""Tests that unsupported settings of a family are refused in one line that names the key."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ SAMPLE: tuple[tuple[str, str, Any, str], ...] = (
     ("mixtral", "hidden_act", "gelu", "refused"),
     ("gemma2", "final_logit_softcapping", 2.0, "equal"),
 )
-"""Row, field and value, and what becomes of it: one of each kind, for every day."""
+"""Family, field, value and result: one of each kind, for fast tests."""
 
 Pair = Callable[[PretrainedConfig, Path], tuple[Tensor, Callable[[], Tensor]]]
-"""What transformers computes with a model of random weights, which is saved in a folder, and what makes Headway compute it."""
+"""Function that returns the results of transformers and of Headway for a random model saved in a folder."""
 
 
 def decoders(config: PretrainedConfig, folder: Path) -> tuple[Tensor, Callable[[], Tensor]]:

@@ -87,7 +87,7 @@ def test_it_computes_what_the_plain_decoder_computes(folder: tuple[str, Path]) -
 
 
 class Misplaced(Linear):
-    """Of a library in which a row's place in a tile matters."""
+    """Weight of a library in which a row's place in a tile changes its result."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return super().__call__(x, out) * torch.where(torch.arange(len(x)) == 5, 1 + 2**-20, 1.0)[:, None]

@@ -15,7 +15,7 @@ from gguf_block_models import save_block_model
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
 PROMPTS = [[3, 4, 5], [7] * 20, list(range(30, 90))]
-"""Of unlike lengths, and they end at unlike steps: batches of three, two and one."""
+"""Prompts of different lengths, which end at different steps: batches of three, two and one."""
 
 pytestmark = pytest.mark.skipif(functions() is None, reason=f"our C is not built here: {native_support()}")
 
@@ -50,7 +50,7 @@ def test_repeated_steps_write_what_steps_in_python_write(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("products", "backend"), [(PRODUCTS[1:], "prefill=sdpa,decode=native"), (PRODUCTS, "sdpa")])
 def test_steps_with_torch_operations_are_not_repeated(products: tuple[str, ...], backend: str, tmp_path: Path) -> None:
-    """A product that is too small for our C, and an attention that is torch's."""
+    """A linear layer too small for Headway's C, and torch's attention."""
     save_block_model(tmp_path, dict.fromkeys(products, "Q8_0"))
     found, count = written(tmp_path, repeats=True, backend=backend)
     assert count == 0

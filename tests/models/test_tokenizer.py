@@ -30,7 +30,7 @@ def change(path: Path, **values: object) -> None:
 
 
 def outcome(load: Any, folder: Path) -> object:
-    """What there is to compare of a tokenizer; None: it cannot be loaded."""
+    """Return the comparable results of a tokenizer; None if it cannot be loaded."""
     try:
         tokenizer = load(folder)
     except Exception:
@@ -148,8 +148,8 @@ def test_a_kept_one_is_read_anew_when_its_files_change(tmp_path: Path) -> None:
     assert not isinstance(read_tokenizer(folder), PlainTokenizer)
     assert read_tokenizer(folder).pad_token == "<pad>"
     for damage in (lambda content: content[:100], lambda content: content.replace(b"eos", b"sos")):
-        for kept in (cache_folder() / "tokenizers").glob(f"{folder.name}-*"):
-            kept.write_bytes(damage(kept.read_bytes()))
+        for cached in (cache_folder() / "tokenizers").glob(f"{folder.name}-*"):
+            cached.write_bytes(damage(cached.read_bytes()))
         assert not isinstance(read_tokenizer(folder), PlainTokenizer)
         assert isinstance(read_tokenizer(folder), PlainTokenizer)
 

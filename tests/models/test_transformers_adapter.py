@@ -33,7 +33,7 @@ NEW_TOKENS = 21
 VOCABULARY = 97
 WINDOW = 6
 PROMPT_LENS = (13, 10, 31)
-"""Of prompts that pass the window; the last is cut into chunks, which run beside the decodes of the others."""
+"""Lengths of prompts beyond the window; the last is split into chunks, which run with the decodes of the others."""
 
 # Large weights, so that attention is far from uniform and a wrong key shows.
 SIZES = sizes(

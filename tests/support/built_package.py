@@ -1,4 +1,4 @@
-"""What a test of the published files hands around."""
+"""Paths and results that tests of the published files share."""
 
 from __future__ import annotations
 

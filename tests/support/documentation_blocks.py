@@ -33,9 +33,9 @@ class Block:
     """As the fence says; "commands" for an indented block."""
     text: str
     reason: str = ""
-    """Why it is not run."""
+    """Reason why the block is not run."""
     compared: bool = True
-    """Whether the output that it shows is what any machine prints, but for numbers."""
+    """True if any machine prints the shown output, except for numbers."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -64,7 +64,7 @@ class Block:
 
 
 def _joined(text: str) -> list[str]:
-    """Lines, of which those that end with a backslash go on in the next."""
+    """Return lines, joining a line that ends with a backslash with the next."""
     return text.replace("\\\n", " ").splitlines()
 
 
@@ -113,7 +113,7 @@ def headway_arguments(command: str) -> list[str] | None:
 
 
 def pattern(shown: str) -> re.Pattern[str] | None:
-    """What a line of output must look like: numbers and lengths of blanks may differ; None for "..." and for blank lines."""
+    """Return the pattern for a line of output, with any numbers and runs of blanks; None for "..." and for blank lines."""
     if not shown.strip() or shown.strip() == "...":
         return None
     words = [

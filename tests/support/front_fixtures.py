@@ -43,7 +43,7 @@ def model_copy(tiny_model_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def headway(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """What `python -m headway` runs, in this process: (arguments) -> exit code and output."""
+    """Run `python -m headway` in this process: (arguments) -> exit code and output."""
 
     def run(*arguments: str, columns: int = 80) -> Result:
         monkeypatch.setattr(sys, "argv", ["headway", *arguments])

@@ -1,4 +1,4 @@
-"""What a fault test does to a process of its own: another user, files of a limited size, a signal at some moment."""
+"""Restrictions of child processes in fault tests: another user, limited file sizes, a signal at some moment."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def killed_after(arguments: Sequence[str], seconds: float, cwd: Path, **environm
 
 
 def left_behind(folder: Path) -> list[Path]:
-    """What was begun in a folder and is not complete."""
+    """Return incomplete files in a folder."""
     return [path for path in folder.rglob("*") if path.name.endswith(".headway-part")]

@@ -1,4 +1,4 @@
-"""Throw-away models and plugins, and the command line in a process of its own."""
+"""Throw-away models and plugins, and the command line in a child process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Result:
-    """What a command left behind."""
+    """Result of a command: exit code and output."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""The syntax trees of our own source files, and who imports whom, for tests of the code's structure."""
+"""Syntax trees of Headway's source files, and their imports, for tests of the code's structure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    """Every node of a file's tree, walked once likewise."""
+    """Every node of a file's tree, walked once."""
     return tuple(ast.walk(tree_of(path)))
 
 
@@ -33,7 +33,7 @@ SOURCES = {module_of(path): path for folder in FOLDERS for path in sorted((ROOT 
 
 
 def imported(path: Path) -> set[str]:
-    """The files of Headway that a file imports, wherever in it the import stands."""
+    """Headway's files that a file imports anywhere."""
     found = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
@@ -59,5 +59,5 @@ def all_imports() -> dict[str, set[str]]:
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether Triton compiles a function: a kernel is one piece of work, which calls make no shorter."""
+    """Return whether Triton compiles a function; a kernel is a unit, which calls do not shorten."""
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)

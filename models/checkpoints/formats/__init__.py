@@ -1,1 +1,1 @@
-"""Weights as they are published: how each format keeps them, and the few forms that products read."""
+"""Quantized weights of checkpoints: their storage formats and their conversion for Headway's kernels."""

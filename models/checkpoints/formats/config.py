@@ -1,7 +1,7 @@
-"""What a checkpoint says of the quantisation of its weights, and the formats that its modules have by that.
+"""Quantization settings of a checkpoint, and the storage formats of its modules that follow from them.
 
-Which modules are left as they are is told by their tensors: such a module has a plain `weight` and no scales. The lists that name
-them (modules_to_not_convert, ignore, ignored_layers) are matched in another way by each reader, and are not needed.
+A module is unquantized if its tensors are a plain `weight` without scales. The lists that name such modules
+(modules_to_not_convert, ignore, ignored_layers) are not needed, and every reader matches them differently.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from headway.models.checkpoints.formats.stored import (
 )
 
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json, and the method of one that names none."""
+"""Files with quantization settings outside of config.json (AutoGPTQ, AWQ, ModelOpt), and the default method of each."""
 Item = TypeVar("Item")
 _GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization | None:
-    """Read how the weights are quantised; None: they are not. stated: config.json.
+    """Return the quantization of the weights, or None if they are unquantized. stated: config.json.
 
-    :raises ModelError: in a way that Headway does not read, or a cache that has other scales than one for each layer.
+    :raises ModelError: if Headway does not support the method, or the KV cache has scales other than one per layer.
     """
     text = stated.get("text_config")
     inner = text if isinstance(text, Mapping) else {}
@@ -52,39 +52,39 @@ def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization |
     if not isinstance(found, Mapping):
         raise ModelError(f"model {folder}: {place} needs an object, got {shown(found)}")
     nested = found.get("quantization")  # ModelOpt's own file
-    said = _Said(folder, place, nested if isinstance(nested, Mapping) else found)
-    of_modelopt = {"quant_algo", "kv_cache_quant_algo"} & set(said.values)
-    method = str(said.get("quant_method") or ("modelopt" if of_modelopt else usual)).lower()
+    settings = _Settings(folder, place, nested if isinstance(nested, Mapping) else found)
+    of_modelopt = {"quant_algo", "kv_cache_quant_algo"} & set(settings.values)
+    method = str(settings.get("quant_method") or ("modelopt" if of_modelopt else usual)).lower()
     if method not in METHODS:
-        said.refuse_method(method)
-    _check_cache(said)
-    rules = METHODS[method](said)
+        settings.refuse_method(method)
+    _check_cache(settings)
+    rules = METHODS[method](settings)
     return Quantization(place, rules, method) if rules else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What a file says, or a part of it."""
+class _Settings:
+    """Settings of a file, or a nested part of them."""
 
     folder: Path
     place: str
     values: Mapping[str, Any]
 
     def get(self, *keys: str) -> Any:
-        """The value of the first key that is there."""
+        """Return the value of the first key that is present."""
         return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
 
-    def part(self, key: str) -> _Said:
+    def part(self, key: str) -> _Settings:
         value = self.values.get(key)
         if not isinstance(value, Mapping):
             self.refuse(key, "an object", value)
-        return _Said(self.folder, f"{self.place}, {key}", value)
+        return _Settings(self.folder, f"{self.place}, {key}", value)
 
     def refuse(self, key: str, need: str, got: object) -> NoReturn:
         raise ModelError(f"model {self.folder}: {self.place}: {key} needs {need}, got {shown(got)}")
 
     def expect(self, key: str, *allowed: object, absent: object = None) -> Any:
-        """The value of a key, which is to be one of several. absent: what stands for none."""
+        """Return the value of a key after checking that it is one of `allowed`. absent: value if the key is missing."""
         value = self.values.get(key)
         value = absent if value is None else value
         if not any(value == each and type(value) is type(each) for each in allowed):
@@ -92,13 +92,13 @@ class _Said:
         return value
 
     def one_of(self, key: str, value: object, known: Mapping[str, Item]) -> Item:
-        """What a text stands for. value: that of the key."""
+        """Return the entry of `known` that a key's value names. value: the value of the key."""
         if not isinstance(value, str) or value not in known:
             self.refuse(key, " or ".join(known), value)
         return known[value]
 
     def refuse_method(self, method: str) -> NoReturn:
-        """The error of a method that Headway does not read."""
+        """Raise the error for a method that Headway does not support."""
         bits = 4 if self.get("load_in_4bit") else 8 if self.get("load_in_8bit") else self.get("bits", "w_bit")
         named = method or ("bitsandbytes" if bits else "an unnamed method")
         raise ModelError(
@@ -108,60 +108,64 @@ class _Said:
         )
 
 
-def _check_cache(said: _Said) -> None:
-    """Check that a cache is quantised by a scale for each layer, which the checkpoint brings, if at all.
+def _check_cache(settings: _Settings) -> None:
+    """Check that the KV cache, if quantized, is FP8 with one scale per layer stored in the checkpoint.
 
-    :raises ModelError: it is not.
+    :raises ModelError: if it is quantized otherwise.
     """
-    way = said.get("kv_cache_quant_algo", "kv_cache_scheme")
+    scheme = settings.get("kv_cache_quant_algo", "kv_cache_scheme")
     usual = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     known = (
-        all(way.get(key, value) == value for key, value in usual.items()) if isinstance(way, Mapping) else way in (None, "FP8")
+        all(scheme.get(key, value) == value for key, value in usual.items())
+        if isinstance(scheme, Mapping)
+        else scheme in (None, "FP8")
     )
     if not known:
-        raise ModelError(f"model {said.folder}: needs an fp8 cache with a scale for each layer, got {shown(way)} for its cache")
+        raise ModelError(
+            f"model {settings.folder}: needs an fp8 cache with a scale for each layer, got {shown(scheme)} for its cache"
+        )
 
 
-def _fp8(said: _Said) -> tuple[FormatRule, ...]:
-    said.expect("fmt", "e4m3", absent="e4m3")
-    said.expect("expert_dtype", "fp8", absent="fp8")
-    blocks = said.get("weight_block_size")
-    scales: Literal["tensor"] | tuple[int, int] = "tensor" if blocks is None else _block(said, "weight_block_size", blocks)
+def _fp8(settings: _Settings) -> tuple[FormatRule, ...]:
+    settings.expect("fmt", "e4m3", absent="e4m3")
+    settings.expect("expert_dtype", "fp8", absent="fp8")
+    blocks = settings.get("weight_block_size")
+    scales: Literal["tensor"] | tuple[int, int] = "tensor" if blocks is None else _block(settings, "weight_block_size", blocks)
     return (FormatRule((), Float8Format(scales, inverse_name=blocks is not None)),)
 
 
-def _awq(said: _Said) -> tuple[FormatRule, ...]:
-    bits = said.get("bits", "w_bit")
+def _awq(settings: _Settings) -> tuple[FormatRule, ...]:
+    bits = settings.get("bits", "w_bit")
     if bits != 4:
-        said.refuse("bits", "4", bits)
-    version = str(said.get("version") or "gemm")
+        settings.refuse("bits", "4", bits)
+    version = str(settings.get("version") or "gemm")
     if version.lower() != "gemm":
-        said.refuse("version", '"gemm"', version)
-    said.expect("zero_point", True, absent=True)
-    return (FormatRule((), Awq(4, _group_size(said, said.get("group_size", "q_group_size")))),)
+        settings.refuse("version", '"gemm"', version)
+    settings.expect("zero_point", True, absent=True)
+    return (FormatRule((), Awq(4, _group_size(settings, settings.get("group_size", "q_group_size")))),)
 
 
-def _gptq(said: _Said) -> tuple[FormatRule, ...]:
-    bits = said.expect("bits", 4, 8)
-    version = said.expect("checkpoint_format", "gptq", "gptq_v2", absent="gptq")
-    changed = said.get("dynamic") or {}
+def _gptq(settings: _Settings) -> tuple[FormatRule, ...]:
+    bits = settings.expect("bits", 4, 8)
+    version = settings.expect("checkpoint_format", "gptq", "gptq_v2", absent="gptq")
+    changed = settings.get("dynamic") or {}
     if not isinstance(changed, Mapping):
-        said.refuse("dynamic", "an object", changed)
+        settings.refuse("dynamic", "an object", changed)
     odd = next((name for name, values in changed.items() if not name.startswith("-:") and values), None)
     if odd is not None:
-        said.refuse("dynamic", "modules that are left out alone (-:), since all others have one form", {odd: changed[odd]})
-    return (FormatRule((), Gptq(bits, _group_size(said, said.get("group_size")), version == "gptq")),)
+        settings.refuse("dynamic", "modules that are left out alone (-:), since all others have one form", {odd: changed[odd]})
+    return (FormatRule((), Gptq(bits, _group_size(settings, settings.get("group_size")), version == "gptq")),)
 
 
-def _mxfp4(said: _Said) -> tuple[FormatRule, ...]:
+def _mxfp4(settings: _Settings) -> tuple[FormatRule, ...]:
     return (FormatRule((), ExpertsMxfp4()),)
 
 
-def _modelopt(said: _Said) -> tuple[FormatRule, ...]:
-    way = said.get("quant_algo")
-    if way is None and said.get("kv_cache_quant_algo", "kv_cache_scheme"):
+def _modelopt(settings: _Settings) -> tuple[FormatRule, ...]:
+    scheme = settings.get("quant_algo")
+    if scheme is None and settings.get("kv_cache_quant_algo", "kv_cache_scheme"):
         return ()
-    return (FormatRule((), said.one_of("quant_algo", way, _MODELOPT)),)
+    return (FormatRule((), settings.one_of("quant_algo", scheme, _MODELOPT)),)
 
 
 _MODELOPT: Mapping[str, StoredFormat] = {
@@ -170,18 +174,18 @@ _MODELOPT: Mapping[str, StoredFormat] = {
 }
 
 
-def _compressed_tensors(said: _Said) -> tuple[FormatRule, ...]:
+def _compressed_tensors(settings: _Settings) -> tuple[FormatRule, ...]:
     for key in ("transform_config", "sparsity_config"):
-        value = said.get(key)
+        value = settings.get(key)
         if value and (not isinstance(value, Mapping) or value.get("format", "") != "dense"):
-            said.refuse(key, "nothing", value)
-    if not said.get("config_groups"):
+            settings.refuse(key, "nothing", value)
+    if not settings.get("config_groups"):
         return ()
-    groups, rules = said.part("config_groups"), []
+    groups, rules = settings.part("config_groups"), []
     for name in groups.values:
         group = groups.part(name)
-        kind = group.get("format") or said.get("format")
-        read = said.one_of("format", kind, _COMPRESSED)
+        kind = group.get("format") or settings.get("format")
+        read = settings.one_of("format", kind, _COMPRESSED)
         targets = group.get("targets") or []
         if not isinstance(targets, list):
             group.refuse("targets", "a list", targets)
@@ -189,39 +193,39 @@ def _compressed_tensors(said: _Said) -> tuple[FormatRule, ...]:
     return tuple(rules)
 
 
-def _compressed_float8(said: _Said) -> StoredFormat:
-    said.expect("num_bits", 8)
-    said.expect("type", "float")
-    strategy = said.expect("strategy", "channel", "tensor", "block")
-    return Float8Format(_block(said, "block_structure", said.get("block_structure")) if strategy == "block" else strategy)
+def _compressed_float8(settings: _Settings) -> StoredFormat:
+    settings.expect("num_bits", 8)
+    settings.expect("type", "float")
+    strategy = settings.expect("strategy", "channel", "tensor", "block")
+    return Float8Format(_block(settings, "block_structure", settings.get("block_structure")) if strategy == "block" else strategy)
 
 
-def _compressed_int8(said: _Said) -> StoredFormat:
-    said.expect("num_bits", 8)
-    said.expect("type", "int")
-    return Int8Format(said.expect("strategy", "channel", "tensor"))
+def _compressed_int8(settings: _Settings) -> StoredFormat:
+    settings.expect("num_bits", 8)
+    settings.expect("type", "int")
+    return Int8Format(settings.expect("strategy", "channel", "tensor"))
 
 
-def _compressed_naive(said: _Said) -> StoredFormat:
-    return _compressed_float8(said) if said.get("type") == "float" else _compressed_int8(said)
+def _compressed_naive(settings: _Settings) -> StoredFormat:
+    return _compressed_float8(settings) if settings.get("type") == "float" else _compressed_int8(settings)
 
 
-def _compressed_packed(said: _Said) -> StoredFormat:
-    bits = said.expect("num_bits", 4, 8)
-    said.expect("type", "int")
-    strategy = said.expect("strategy", "group", "channel")
-    size = _group_size(said, said.get("group_size")) if strategy == "group" else -1
-    return PackQuantized(bits, size, said.expect("symmetric", True, False, absent=True))
+def _compressed_packed(settings: _Settings) -> StoredFormat:
+    bits = settings.expect("num_bits", 4, 8)
+    settings.expect("type", "int")
+    strategy = settings.expect("strategy", "group", "channel")
+    size = _group_size(settings, settings.get("group_size")) if strategy == "group" else -1
+    return PackQuantized(bits, size, settings.expect("symmetric", True, False, absent=True))
 
 
-def _compressed_nvfp4(said: _Said) -> StoredFormat:
-    said.expect("num_bits", 4)
-    said.expect("type", "float")
-    said.expect("group_size", 16, absent=16)
+def _compressed_nvfp4(settings: _Settings) -> StoredFormat:
+    settings.expect("num_bits", 4)
+    settings.expect("type", "float")
+    settings.expect("group_size", 16, absent=16)
     return Nvfp4(".weight_packed", ".weight_global_scale", divides=True)
 
 
-_COMPRESSED: Mapping[str, Callable[[_Said], StoredFormat]] = {
+_COMPRESSED: Mapping[str, Callable[[_Settings], StoredFormat]] = {
     "float-quantized": _compressed_float8,
     "int-quantized": _compressed_int8,
     "naive-quantized": _compressed_naive,
@@ -229,7 +233,7 @@ _COMPRESSED: Mapping[str, Callable[[_Said], StoredFormat]] = {
     "nvfp4-pack-quantized": _compressed_nvfp4,
 }
 
-METHODS: Mapping[str, Callable[[_Said], tuple[FormatRule, ...]]] = {
+METHODS: Mapping[str, Callable[[_Settings], tuple[FormatRule, ...]]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,
@@ -237,20 +241,20 @@ METHODS: Mapping[str, Callable[[_Said], tuple[FormatRule, ...]]] = {
     "mxfp4": _mxfp4,
     "modelopt": _modelopt,
 }
-"""What reads each method's settings."""
+"""Reader of each method's settings, by the method's name."""
 
 
-def _group_size(said: _Said, size: object) -> int:
+def _group_size(settings: _Settings, size: object) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size not in _GROUP_SIZES:
-        said.refuse("group_size", " or ".join(map(str, _GROUP_SIZES)), size)
+        settings.refuse("group_size", " or ".join(map(str, _GROUP_SIZES)), size)
     return size
 
 
-def _block(said: _Said, key: str, sizes: object) -> tuple[int, int]:
+def _block(settings: _Settings, key: str, sizes: object) -> tuple[int, int]:
     match sizes:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
-    said.refuse(key, "two numbers above 0", sizes)
+    settings.refuse(key, "two numbers above 0", sizes)
 
 
 def _read(path: Path) -> object:

@@ -1,6 +1,6 @@
-"""Plain weights in a form of fewer bits, rounded to nearest: `--quantization`, and random weights in a checkpoint's format.
+"""Round-to-nearest quantization of plain weights (`--quantization`), and random quantized weights in a checkpoint's format.
 
-Codes and scales of random weights are drawn: to round random floats takes a minute a layer.
+Quantized values and scales of random weights are drawn directly: rounding random floats takes a minute per layer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch.nn.functional import pad
 from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight, packed
 
 _LARGEST: Final = 448.0
-"""The largest float of 8 bits (e4m3)."""
+"""Largest FP8 (e4m3) value."""
 _LEAST: Final = 1e-12
-"""A scale of rows of zeros."""
+"""Scale of rows of zeros."""
 
 
 def float8(weight: Tensor, block: tuple[int, int] | None = None) -> Float8Weight:
-    """Give each block a scale that makes its largest magnitude 448. weight: [N, K]; block: rows, columns; None: a whole row."""
+    """Quantize to FP8, with a scale per block that makes its largest magnitude 448. weight: [N, K]. block: rows and columns of a
+    block; None means one row.
+    """
     rows, columns = weight.shape
     high, wide = block or (1, columns)
     padded = pad(weight, (0, -columns % wide, 0, -rows % high)).float()
@@ -32,13 +34,13 @@ def float8(weight: Tensor, block: tuple[int, int] | None = None) -> Float8Weight
 
 
 def int8(weight: Tensor) -> Int8Weight:
-    """Give each row a scale that makes its largest magnitude 127. weight: [N, K]."""
+    """Quantize to int8, with a scale per row that makes its largest magnitude 127. weight: [N, K]."""
     scales = (weight.float().abs().amax(1) / 127).clamp(min=_LEAST)
     return Int8Weight((weight.float() / scales[:, None]).round().to(torch.int8), scales)
 
 
 def int4(weight: Tensor, group_size: int) -> Int4Weight:
-    """Give each group of columns a scale that makes its largest magnitude 7. weight: [N, K], K a multiple of group_size."""
+    """Quantize to int4, with a scale per group that makes its largest magnitude 7. weight: [N, K], K a multiple of group_size."""
     groups = weight.float().view(len(weight), -1, group_size)
     scales = (groups.abs().amax(2) / 7).clamp(min=_LEAST).to(weight.dtype)
     codes = ((groups / scales.float()[:, :, None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
@@ -46,9 +48,9 @@ def int4(weight: Tensor, group_size: int) -> Int4Weight:
 
 
 def float4(weight: Tensor) -> Float4Weight:
-    """Give each 32 columns the power of two that makes their largest magnitude 4 to 8, above 6 rounded down to it.
+    """Quantize to MXFP4: a power of two per 32 columns makes the largest magnitude 4 to 8, and values above 6 become 6.
 
-    weight: [N, K], K a multiple of 32. The rule of the Open Compute Project's specification of MX formats, 6.3.
+    weight: [N, K], K a multiple of 32. The rule is 6.3 in the Open Compute Project's specification of MX formats.
     """
     groups = weight.float().view(len(weight), -1, MX_GROUP)
     largest = groups.abs().amax(2).clamp(min=2.0**-120)
@@ -63,11 +65,11 @@ def float4(weight: Tensor) -> Float4Weight:
 
 
 Octets = Callable[..., Tensor]
-"""Draws uint8 of a shape, each of the 256 values as often as any other."""
+"""Function that draws uint8 values of a shape from a uniform distribution."""
 
 
 _NO_NUMBER: Final = 0x7F
-"""Bits of a float8_e4m3fn below its sign that stand for no number."""
+"""Bits of a NaN in float8_e4m3fn, without the sign."""
 
 
 def _deviation(values: Tensor) -> float:
@@ -75,7 +77,7 @@ def _deviation(values: Tensor) -> float:
 
 
 def drawn_float8(octets: Octets, rows: int, columns: int, std: float, block: tuple[int, int] | None = None) -> Float8Weight:
-    """Draw codes of 8 bits, each as likely. block: rows and columns under one scale; None: a whole row."""
+    """Draw uniform FP8 bit patterns. block: rows and columns that share a scale; None means one row."""
     high, wide = block or (1, columns)
     codes = octets(rows, columns)
     codes.masked_fill_((codes & _NO_NUMBER) == _NO_NUMBER, 0)
@@ -85,7 +87,7 @@ def drawn_float8(octets: Octets, rows: int, columns: int, std: float, block: tup
 
 
 def drawn_int8(octets: Octets, rows: int, columns: int, std: float) -> Int8Weight:
-    """Draw numbers from -127 to 127; 0 is twice as likely."""
+    """Draw integers from -127 to 127; 0 is twice as likely as others."""
     values = octets(rows, columns).view(torch.int8)
     values.masked_fill_(values == -128, 0)
     scale = std / _deviation(torch.arange(-127, 128))
@@ -93,7 +95,7 @@ def drawn_int8(octets: Octets, rows: int, columns: int, std: float) -> Int8Weigh
 
 
 def drawn_int4(octets: Octets, rows: int, columns: int, std: float, group_size: int, dtype: torch.dtype) -> Int4Weight:
-    """Draw numbers from -7 to 7; 0 is twice as likely. dtype: of the scales; columns: a multiple of group_size."""
+    """Draw integers from -7 to 7; 0 is twice as likely as others. dtype: dtype of the scales. columns: multiple of group_size."""
     packed = octets(rows, columns // 2)
     for least, zero in ((0x0F, 0x08), (0xF0, 0x80)):
         packed |= ((packed & least) == 0).to(torch.uint8) * zero
@@ -103,7 +105,7 @@ def drawn_int4(octets: Octets, rows: int, columns: int, std: float, group_size: 
 
 
 def drawn_float4(octets: Octets, rows: int, columns: int, std: float) -> Float4Weight:
-    """Draw codes of 4 bits, each as likely; the exponent of a group is one of two, so often that the deviation is right."""
+    """Draw uniform FP4 values; each group has one of two exponents, with frequencies that give the deviation `std`."""
     square = (std / _deviation(torch.tensor(FP4_VALUES))) ** 2
     low = int(torch.frexp(torch.tensor(square**0.5, dtype=torch.float64)).exponent) - 1  # 4 ** low <= square < 4 ** (low + 1)
     larger = round(256 * (square / 4.0**low - 1) / 3)
@@ -113,4 +115,4 @@ def drawn_float4(octets: Octets, rows: int, columns: int, std: float) -> Float4W
 
 
 ON_LOADING: Final[Mapping[str, Callable[[Tensor], Weight]]] = {"fp8": float8}
-"""What `--quantization` makes of plain weights, by name."""
+"""Quantization functions of `--quantization`, by its values."""

@@ -1,7 +1,7 @@
-"""How each format keeps the weights of a module, and the formats of a checkpoint.
+"""Storage formats of quantized weights: FP8, int8, FP4 and groups of integers.
 
-Floats of 8 bits (DeepSeek, compressed-tensors, ModelOpt), whole numbers of 8 (W8A8), floats of 4 (MXFP4, NVFP4), and groups of
-integers (AWQ, GPTQ, pack-quantized).
+FP8 is stored by DeepSeek, compressed-tensors and ModelOpt; int8 is W8A8; FP4 is MXFP4 and NVFP4; groups of integers are AWQ, GPTQ
+and pack-quantized. Formats without a kernel are dequantized while loading.
 """
 
 from __future__ import annotations
@@ -32,51 +32,51 @@ from headway.models.checkpoints.tensor_files import PLAIN, TensorFiles
 
 
 class QuantizedModule:
-    """The tensors of one module, by what their names add to its name, and the axes of the weight that they stand for."""
+    """The tensors of one module, by the suffixes of their names, and the axes of the weight that they encode."""
 
     def __init__(self, files: TensorFiles, name: str, axes: tuple[Axis, ...], dtype: torch.dtype) -> None:
-        """name: without `.weight`; axes: out_features and in_features, or those of a tensor of experts; dtype: the model's."""
+        """name: without `.weight`; axes: out_features and in_features, or a tensor of experts'; dtype: the model's."""
         self.name = name
         self.axes = axes
         self.dtype = dtype
         self.num_bytes = 0
-        """What was read of it."""
+        """Bytes read so far."""
         self._files = files
 
     @property
     def rows(self) -> Axis:
-        """out_features."""
+        """Axis of out_features."""
         return self.axes[0]
 
     @property
     def columns(self) -> Axis:
-        """in_features."""
+        """Axis of in_features."""
         return self.axes[1]
 
     def elements(self, suffix: str) -> str:
-        """Return torch's name of a tensor's elements; "" where the module has no such tensor."""
+        """Return torch's name of a tensor's dtype; "" if the module has no such tensor."""
         return self._files.elements(self.name + suffix)
 
     def suffix_of(self, suffixes: Sequence[str]) -> str:
-        """Return the suffix of the tensor that the module has; else the one that other modules have, else the first."""
+        """Return the first suffix that the module has a tensor for, else the first that other modules have, else the first."""
         found = [suffix for suffix in suffixes if self.elements(suffix)]
         return next(iter(found or [suffix for suffix in suffixes if self._files.has_any(suffix)] or suffixes))
 
     def shape(self, suffix: str) -> list[int]:
-        """The shape of a tensor that is there, whole."""
+        """Return the unsharded shape of a tensor that exists."""
         return self._files.shape(self.name + suffix)
 
     def use(self, suffixes: tuple[str, ...]) -> None:
-        """Count tensors as read that belong to the module, whether or not its weight is made of them."""
+        """Count the module's tensors as read, whether or not its weight is made of them."""
         for suffix in suffixes:
             self._files.use(self.name + suffix)
 
     def take(self, suffix: str, elements: tuple[str, ...], shape: Sequence[int | Axis]) -> Tensor:
-        """Read one tensor.
+        """Read this rank's shard of one tensor.
 
-        elements: what it may hold.
+        elements: allowed dtypes, by torch's names.
 
-        :raises ModelError: it is missing, of other elements, or its shape is not that.
+        :raises ModelError: if the tensor is missing, has another dtype, or another shape.
         """
         name = self.name + suffix
         if name not in self._files:
@@ -93,11 +93,11 @@ class QuantizedModule:
     def take_scales(
         self, suffix: str, shape: Sequence[int | Axis], signed: bool = False, elements: tuple[str, ...] = PLAIN
     ) -> Tensor:
-        """Read scales, as they are stored.
+        """Read scales in the stored dtype.
 
-        signed: whether they may be below 0, as some makers of groups of integers write them.
+        signed: True if scales may be negative, as some tools write them for groups of integers.
 
-        :raises ModelError: also for one that is 0 or no number, or below 0.
+        :raises ModelError: also if a scale is 0, not finite, or negative while `signed` is false.
         """
         scales = self.take(suffix, elements, shape)
         values = scales.float()
@@ -108,14 +108,14 @@ class QuantizedModule:
         return scales
 
     def error(self, suffix: str, need: str, got: str) -> ModelError:
-        """Make the error of a tensor, with its file."""
+        """Return an error that names a tensor and its file."""
         name = self.name + suffix
         return ModelError(f"weights: {name} ({self._files.file_of(name)}) {need}, got {got}")
 
     def divided(self, size: int) -> int:
-        """Count the groups of columns. size: columns of each.
+        """Return the number of groups of columns. size: columns per group.
 
-        :raises ModelError: they do not divide in_features.
+        :raises ModelError: if `size` does not divide in_features.
         """
         if self.columns.whole % size:
             raise ModelError(
@@ -125,48 +125,48 @@ class QuantizedModule:
 
 
 class StoredFormat(ABC):
-    """How a format keeps the weight of a module."""
+    """Storage format of a module's quantized weight."""
 
     suffixes: ClassVar[tuple[str, ...]]
-    """What the names of the tensors add that a module of the format may have, activations' scales among them."""
+    """Suffixes of all tensor names that a module of the format may have, including activation scales."""
     codes_in: ClassVar[tuple[str, tuple[str, ...]]] = ("", ())
-    """What the name of the codes adds, and torch's names of the elements by which they are told; none: any."""
+    """Suffix of the tensor of quantized values, and the dtypes that identify the format; () means any dtype."""
     of_experts: ClassVar[bool] = False
-    """Whether it keeps tensors of all experts of a layer alone, and leaves other products plain."""
+    """True if the format applies only to tensors with all experts of a layer, and leaves other linear layers plain."""
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """The format in words, for the log and for errors."""
+        """Name of the format, for the log and for errors."""
 
     def holds(self, module: QuantizedModule) -> bool:
-        """Whether the module's tensors are of this format, as far as their names and elements tell."""
+        """Return whether the module's tensors have this format, judged by their names and dtypes."""
         suffix, known = self.codes_in
         found = module.elements(suffix)
         return found in known if known else bool(found)
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
-        """Elements of each axis that lie together and are read together: whatever a rank holds is widened to whole ones."""
+        """Return the elements of each axis that must be read together; a rank's shard is widened to multiples of them."""
         return 1, 1
 
     @abstractmethod
     def read(self, module: QuantizedModule) -> QuantizedWeight | Tensor:
-        """Read the module's weight: in the form that products read, or, where there is none, expanded to the model's dtype.
+        """Return the module's weight, quantized if a kernel supports the format, else dequantized to the model's dtype.
 
-        :raises ModelError: a tensor is missing, of a wrong shape, or has impossible scales.
+        :raises ModelError: if a tensor is missing, has a wrong shape, or has impossible scales.
         """
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> QuantizedWeight | None:
-        """Draw a random weight [rows, columns] of deviation `std` in the form that `read` gives; None where that is expanded.
+        """Draw a random weight [rows, columns] of deviation `std` in the result format of `read`; None if `read` dequantizes.
 
-        octets: draws the codes; dtype: the model's.
+        octets: draws the quantized values; dtype: the model's.
         """
         return None
 
 
 _FLOAT8, _INT8 = ("float8_e4m3fn",), ("int8",)
 _POWERS = "float8_e8m0fnu"
-"""Scales that are powers of two alone."""
+"""torch's name of the dtype of scales that are powers of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +174,9 @@ class Float8Format(StoredFormat):
     """`weight` float8_e4m3fn [N, K] times `weight_scale` (or `weight_scale_inv`, which multiplies too)."""
 
     scales: Literal["tensor", "channel"] | tuple[int, int]
-    """What has a scale: the whole tensor, each row, or blocks of so many rows and columns."""
+    """Scope of a scale: the tensor, a row, or a block of this many rows and columns."""
     inverse_name: bool = False
-    """Whether the method's own name for scales is `weight_scale_inv`."""
+    """True if the method names scales `weight_scale_inv`."""
     codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".weight", _FLOAT8)
     suffixes: ClassVar[tuple[str, ...]] = (
         *(".weight", ".weight_scale", ".weight_scale_inv"),
@@ -185,7 +185,6 @@ class Float8Format(StoredFormat):
 
     @property
     def label(self) -> str:
-        """The format in words."""
         if isinstance(self.scales, tuple):
             return f"fp8 (blocks of {self.scales[0]} x {self.scales[1]})"
         return f"fp8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
@@ -215,7 +214,7 @@ class Float8Format(StoredFormat):
 
 @dataclass(frozen=True, slots=True)
 class Int8Format(StoredFormat):
-    """`weight` int8 [N, K] times `weight_scale`: one for each row, or for all."""
+    """`weight` int8 [N, K] times `weight_scale`, one per row or one per tensor."""
 
     scales: Literal["tensor", "channel"]
     codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".weight", _INT8)
@@ -223,7 +222,6 @@ class Int8Format(StoredFormat):
 
     @property
     def label(self) -> str:
-        """The format in words."""
         return f"int8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
 
     def read(self, module: QuantizedModule) -> Int8Weight:
@@ -239,7 +237,7 @@ class Int8Format(StoredFormat):
 
 
 def _row_scales(module: QuantizedModule, suffix: str, scales: Literal["tensor", "channel"]) -> Tensor:
-    """float32 [N]: a scale for each row that is held, also of a tensor that has one scale."""
+    """Return float32 [N]: a scale per row of this rank's shard; a single scale is repeated."""
     stored = module.shape(suffix) if module.elements(suffix) else [1]
     if scales == "tensor":
         shape = stored if stored in ([], [1], [1, 1]) else [1]
@@ -248,7 +246,7 @@ def _row_scales(module: QuantizedModule, suffix: str, scales: Literal["tensor", 
 
 
 def _is_cut_within(module: QuantizedModule, rows: int) -> bool:
-    """Whether what is held begins or ends within a block of so many rows."""
+    """Return whether this rank's shard begins or ends within a block of `rows` rows."""
     ends = [end for each in module.rows.held for end in (each.start, each.stop)]
     return any(end % rows and end != module.rows.whole for end in ends)
 
@@ -257,12 +255,12 @@ _OCTETS = ("uint8",)
 _NV_GROUP = 16
 """Elements of a row that share a scale in NVFP4."""
 _NAN = 255
-"""The exponent that stands for no number."""
+"""Exponent that encodes NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMxfp4(StoredFormat):
-    """`_blocks` uint8 [E, N, K / 32, 16] and `_scales` uint8 [E, N, K / 32] in place of a tensor [E, K, N] of all experts."""
+    """MXFP4 of all experts: `_blocks` uint8 [E, N, K / 32, 16] and `_scales` uint8 [E, N, K / 32] for a tensor [E, K, N]."""
 
     codes_in: ClassVar[tuple[str, tuple[str, ...]]] = ("_blocks", ())
     suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
@@ -270,14 +268,13 @@ class ExpertsMxfp4(StoredFormat):
 
     @property
     def label(self) -> str:
-        """The format in words."""
         return "MXFP4"
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
         return 1, MX_GROUP, 1
 
     def read(self, module: QuantizedModule) -> Float4Weight:
-        """See StoredFormat. The result has the rows of all experts: [E N, K]."""
+        """Return the weight with the rows of all experts: [E * N, K]."""
         experts, columns, rows = module.axes
         groups = columns.units(MX_GROUP)
         blocks = module.take("_blocks", _OCTETS, (experts, rows, groups, MX_GROUP // 2))
@@ -285,7 +282,7 @@ class ExpertsMxfp4(StoredFormat):
         if bool((exponents == _NAN).any()):
             raise module.error("_scales", f"needs exponents below {_NAN}", f"{_NAN}, which is no number")
         octets = torch.empty(experts.size, rows.size, columns.size // 2, dtype=torch.uint8, device=blocks.device)
-        for target, block in zip(octets, blocks, strict=True):  # one at a time: codes take more memory than they do packed
+        for target, block in zip(octets, blocks, strict=True):  # one at a time: unpacked values need more memory
             target.copy_(packed(_codes(block.flatten(1)), MX_GROUP))
         return Float4Weight(octets.flatten(0, 1), exponents.flatten(0, 1))
 
@@ -295,14 +292,14 @@ class ExpertsMxfp4(StoredFormat):
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4(StoredFormat):
-    """Codes uint8 [N, K / 2], `weight_scale` float8 [N, K / 16], and one more scale of the whole tensor."""
+    """NVFP4: values uint8 [N, K / 2], `weight_scale` float8 [N, K / 16], and a scale of the whole tensor."""
 
     codes: str
-    """What the codes' name adds."""
+    """Suffix of the tensor of quantized values."""
     scale: str
-    """The same of the whole tensor's scale."""
+    """Suffix of the scale of the whole tensor."""
     divides: bool
-    """Whether that divides instead of multiplying."""
+    """True if the scale of the whole tensor divides instead of multiplying."""
     suffixes: ClassVar[tuple[str, ...]] = (
         *(".weight", ".weight_packed", ".weight_scale", ".weight_scale_2", ".weight_global_scale"),
         *(".input_scale", ".input_global_scale"),
@@ -310,7 +307,6 @@ class Nvfp4(StoredFormat):
 
     @property
     def label(self) -> str:
-        """The format in words."""
         return "NVFP4"
 
     def holds(self, module: QuantizedModule) -> bool:
@@ -334,7 +330,7 @@ class Nvfp4(StoredFormat):
 
 
 def _codes(octets: Tensor) -> Tensor:
-    """Two codes of a byte, the lower bits' first: uint8 [R, C] to [R, 2 C]."""
+    """Unpack two 4-bit values per byte, the lower bits first: uint8 [R, C] to [R, 2 * C]."""
     return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(1)
 
 
@@ -342,21 +338,21 @@ _WORD = 32
 """Bits of a word."""
 _WORDS, _INDICES = ("int32",), ("int32", "int64")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word AWQ keeps each of 8 columns that follow one another."""
+"""Positions in a word at which AWQ stores 8 consecutive columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerGroups(StoredFormat):
-    """What the three have in common."""
+    """Base of AWQ, GPTQ and pack-quantized: integers with a scale per group of columns."""
 
     name: ClassVar[str]
     bits: int
     group_size: int
-    """Columns of a row that share a scale; -1: all."""
+    """Columns of a row that share a scale; -1 means all."""
 
     @property
     def codes(self) -> int:
-        """Numbers in a word."""
+        """Quantized values per word."""
         return _WORD // self.bits
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
@@ -364,22 +360,21 @@ class IntegerGroups(StoredFormat):
         return self.codes, self.codes if count == 1 else size
 
     def group(self, module: QuantizedModule) -> tuple[int, int]:
-        """Columns of a group, and how many groups the whole weight has."""
+        """Return the columns per group and the number of groups of the unsharded weight."""
         size = module.columns.whole if self.group_size == -1 else self.group_size
         return size, module.divided(size)
 
     @property
     def label(self) -> str:
-        """The format in words."""
         return f"{self.name} ({self.bits} bits, {'rows' if self.group_size == -1 else f'groups of {self.group_size}'})"
 
     def weight(
         self, module: QuantizedModule, codes: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None = None
     ) -> Int4Weight | Tensor:
-        """Bring what was read into the form of products, or expand it.
+        """Return an `Int4Weight` for the kernels if the values have 4 bits and fit it, else the dequantized weight.
 
-        codes: uint8 [N, K]; scales: [N, groups]; zeros: uint8 [N, groups], what is subtracted first, None: the middle.
-        group_of: the group of each column, int64 [K]; None: columns lie group by group.
+        codes: uint8 [N, K]; scales: [N, groups]; zeros: uint8 [N, groups], zero points; None means the middle of the range.
+        group_of: int64 [K], the group of each column; None means that groups are consecutive columns.
         """
         size = codes.shape[1] // scales.shape[1] if group_of is None else self.group(module)[0]
         order = None
@@ -390,8 +385,10 @@ class IntegerGroups(StoredFormat):
         if self.bits == 4 and (group_of is None or fits):
             codes = codes if order is None else codes[:, order]
             plain = zeros is None or bool((zeros == 8).all())
-            kept = None if zeros is None or plain else zeros.contiguous()
-            return Int4Weight(packed(codes, size), scales.contiguous(), kept, size, None if order is None else order.int())
+            stored_zeros = None if zeros is None or plain else zeros.contiguous()
+            return Int4Weight(
+                packed(codes, size), scales.contiguous(), stored_zeros, size, None if order is None else order.int()
+            )
         groups = group_of if group_of is not None else torch.arange(codes.shape[1], device=codes.device) // size
         middle = float(2 ** (self.bits - 1))
         values = codes.float() - (middle if zeros is None else zeros.float()[:, groups])
@@ -425,7 +422,7 @@ class Gptq(IntegerGroups):
     """`qweight` int32 [K / 8, N], `qzeros` [groups, N / 8], `scales` [groups, N], `g_idx` [K], the group of each column."""
 
     less_one: bool
-    """Whether zeros are stored less 1, as the first version of the format has them."""
+    """True if zero points are stored less 1, as in the first version of the format."""
     name: ClassVar[str] = "GPTQ"
     codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".qweight", ())
     suffixes: ClassVar[tuple[str, ...]] = (".weight", ".qweight", ".qzeros", ".scales", ".g_idx")
@@ -472,27 +469,27 @@ class PackQuantized(IntegerGroups):
 
 
 def unpacked_words(words: Tensor, bits: int) -> Tensor:
-    """Numbers that lie in words of 32 bits, the first in the lowest bits. words: int32 [R, C]; uint8 [R, C * 32 / bits]."""
+    """Unpack the integers of 32-bit words, lowest bits first. words: int32 [R, C]. Returns uint8 [R, C * 32 / bits]."""
     octets = words.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], dim=-1).flatten(1)
 
 
 def _awq_columns(words: Tensor) -> Tensor:
-    """The numbers of AWQ's words, in the order of the columns."""
+    """Return the values of AWQ's words in the order of the columns."""
     octets = unpacked_words(words, 4)
     codes = octets.view(len(octets), -1, 8)
     return codes[:, :, torch.tensor(_AWQ_PLACES, device=codes.device)].flatten(1)
 
 
 def _groups(module: QuantizedModule, size: int, count: int) -> Axis:
-    """The groups that a rank holds; a row of one group may be cut anywhere."""
+    """Return the axis of this rank's groups; a row with a single group may be split anywhere."""
     return Axis.all(1) if count == 1 else module.columns.units(size)
 
 
 def _group_of(module: QuantizedModule, suffix: str, size: int, count: int) -> Tensor | None:
-    """The group of each column that is held; None where columns lie group by group, or nothing else is said.
+    """Return the group of each column of this rank's shard; None if groups are consecutive columns, or no order is stored.
 
-    :raises ModelError: there is no such group.
+    :raises ModelError: if a group number is out of range.
     """
     if not module.elements(suffix):
         return None
@@ -508,19 +505,19 @@ def _group_of(module: QuantizedModule, suffix: str, size: int, count: int) -> Te
 
 @dataclass(frozen=True, slots=True)
 class FormatRule:
-    """A format, and the modules that it is for."""
+    """A format and the modules that it applies to."""
 
     targets: tuple[str, ...]
-    """Names of modules, patterns after `re:`, or classes such as Linear, which are all modules; none: all as well."""
+    """Names of modules, patterns after `re:`, or classes such as Linear, which mean all modules; empty also means all."""
     format: StoredFormat
 
     def names(self, module: str) -> bool:
-        """Whether a name or a pattern among the targets is the module's: what names it goes before what names its class."""
+        """Return whether a name or a pattern among the targets matches the module. Such a rule precedes one for a class."""
         return any(_matches(target, module) for target in self.targets)
 
     @property
     def is_general(self) -> bool:
-        """Whether all modules are its targets."""
+        """True if the rule applies to all modules."""
         return not self.targets or any("." not in target and not target.startswith("re:") for target in self.targets)
 
 
@@ -529,28 +526,28 @@ class Quantization:
     """The formats of a checkpoint's quantised weights."""
 
     place: str
-    """Where it is said, in words."""
+    """Description of the place that states the quantization, for messages."""
     rules: tuple[FormatRule, ...]
     method: str = ""
-    """The name of the method, one of METHODS."""
-    beside: str | None = None
-    """Folder, inside of the model's, of quantised weights that lie beside the plain ones."""
+    """Name of the method, one of METHODS."""
+    extra_folder: str | None = None
+    """Subfolder of the model's folder with additional quantized weights; None if there is none."""
 
     @property
     def label(self) -> str:
-        """The formats in words."""
+        """Names of the formats."""
         return ", ".join(dict.fromkeys(rule.format.label for rule in self.rules))
 
     def format_of(self, module: QuantizedModule) -> StoredFormat | None:
-        """The format of a module's weight; None: it is a plain tensor."""
+        """Return the format of a module's weight, or None if it is a plain tensor."""
         found = [rule for rule in self.rules if rule.format.holds(module)]
-        if len(found) > 1:  # formats that look alike
+        if len(found) > 1:  # several formats have the same tensors
             found.sort(key=lambda rule: (not rule.names(module.name), not rule.is_general))
         return found[0].format if found else None
 
 
 def _matches(target: str, module: str) -> bool:
-    """Whether a target of compressed-tensors names a module: the pattern is matched at the beginning of the name."""
+    """Return whether a target of compressed-tensors matches a module. A pattern is matched at the beginning of the name."""
     if not target.startswith("re:"):
         return module == target
     try:

@@ -1,4 +1,4 @@
-"""The blocks of a .gguf file, kept beside the plain weights made of them, for a CPU that multiplies them as they are."""
+"""Quantized blocks of a .gguf file, stored in addition to the dequantized weights, for CPU kernels that read the blocks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from headway.kernels.linear.forms import BLOCK_TYPES, GgufWeight
 from headway.models.checkpoints.formats.stored import FormatRule, Quantization, QuantizedModule, StoredFormat
 
 PREFIX = ".gguf_"
-"""What stands between a module's name and a type, in the name of the tensor of its blocks."""
+"""Separator between a module's name and a block type in the name of a tensor of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufBlocks(StoredFormat):
-    """A tensor uint8 [N, blocks, num_bytes] of blocks beside the plain weight that was made of them."""
+    """A tensor uint8 [N, blocks, num_bytes] of blocks, stored in addition to the dequantized weight."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".weight", *(PREFIX + name for name in BLOCK_TYPES))
 
@@ -48,11 +48,14 @@ class GgufBlocks(StoredFormat):
 
 
 FOLDER = "gguf_blocks"
-"""Folder of the blocks, inside that of the converted model: transformers does not look there."""
+"""Folder of the blocks inside the converted model's folder, where transformers does not look."""
 
 
 def write_blocks(path: Path, folder: Path) -> None:
-    """Write tensors of a .gguf file that the converted folder has as plain weights, in any row order (llama.cpp's of q, k)."""
+    """Save the blocks of the .gguf tensors whose dequantized weights are in the converted folder, in its order of rows.
+
+    llama.cpp permutes the rows of q and k; the blocks are stored in the order of the plain weight.
+    """
     from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 
     reader = GGUFReader(path)
@@ -76,13 +79,13 @@ def write_blocks(path: Path, folder: Path) -> None:
 def _plain_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+            for name in file.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
                 if name.endswith(".weight") and len(file.get_slice(name).get_shape()) == 2:
                     yield name.removesuffix(".weight"), file.get_tensor(name)
 
 
 def _blocks_of(stored: Any, plain: Tensor, reader: Any, architecture: str) -> Tensor | None:
-    """The blocks of a tensor in the order of the plain weight's rows; None where that has other numbers."""
+    """Return the blocks of a tensor in the order of the plain weight's rows; None if the values differ."""
     kind = BLOCK_TYPES[stored.tensor_type.name]
     blocks = torch.from_numpy(numpy.array(stored.data)).view(len(plain), -1, kind.num_bytes)
     weight = GgufWeight((stored.tensor_type.name,), (blocks,)).dequantized(torch.float32)
@@ -95,7 +98,7 @@ def _blocks_of(stored: Any, plain: Tensor, reader: Any, architecture: str) -> Te
 
 
 def _orders(rows: int, reader: Any, architecture: str) -> Iterator[Tensor]:
-    """Orders in which a weight's rows may lie in the file: as they are, and halves of each head interleaved."""
+    """Yield the possible orders of a weight's rows in the file: unchanged, and with the halves of each head interleaved."""
     yield torch.arange(rows)
     for key in ("head_count", "head_count_kv"):
         field = reader.fields.get(f"{architecture}.attention.{key}")
@@ -104,8 +107,8 @@ def _orders(rows: int, reader: Any, architecture: str) -> Iterator[Tensor]:
             yield torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
-def kept_blocks(folder: Path) -> Quantization | None:
-    """The format of the blocks beside a converted model's weights; None where there are none."""
+def stored_blocks(folder: Path) -> Quantization | None:
+    """Return the format of the blocks next to a converted model's weights; None if there are none."""
     if not (folder / FOLDER).is_dir():
         return None
-    return Quantization("its .gguf file", (FormatRule((), GgufBlocks()),), beside=FOLDER)
+    return Quantization("its .gguf file", (FormatRule((), GgufBlocks()),), extra_folder=FOLDER)

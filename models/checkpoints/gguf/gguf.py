@@ -1,4 +1,4 @@
-""".gguf files, dequantised once into a safetensors folder: with states by the `hybrid_*` modules, others by transformers."""
+"""Conversion of .gguf files to safetensors: hybrid models by the `hybrid_*` modules, others by transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headway.core.system.files import cache_folder, new_folder
 from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.terminal import Terminal, progress_bar
 from headway.models.checkpoints.checkpoint import check_bounds, check_sizes
-from headway.models.checkpoints.end_tokens import keep_gguf_ends
+from headway.models.checkpoints.end_tokens import save_gguf_ends
 from headway.models.checkpoints.gguf.blocks import write_blocks
 from headway.models.checkpoints.gguf.header import Header, refuse_part, refuse_unread_tensors, require_keys, take_rope_scaling
 from headway.models.checkpoints.gguf.hybrid_architectures import ARCHITECTURES, architecture_of
@@ -37,28 +37,27 @@ from headway.models.families.families import read_decoder_config
 
 log = logging.getLogger("headway")
 _MEMMAP: Any = numpy.memmap
-_READING = Lock()  # Held while functions of gguf and transformers are replaced: one conversion at a time in a process
-_ABANDONED = 3600.0  # Seconds after which nobody goes on with a conversion
-_UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))  # Errors of writing, not of the file that is read
-_TEXTS = ([8], [9, 8])  # Types of a key in a .gguf file that is a text, or an array of texts
+_READING = Lock()  # Held while functions of gguf and transformers are replaced: one conversion per process
+_ABANDONED = 3600.0  # Seconds after which a conversion counts as abandoned
+_UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))  # Errors of writing, not of reading
+_TEXTS = ([8], [9, 8])  # .gguf types of a string and of an array of strings
 _FORM = "with blocks, scaled positions and ends"
-"""What a converted folder holds: before 2026-11-25 plain weights alone, before 2026-11-27 no scaling of positions, before
-2026-11-28 no ends of turns and messages."""
+"""Contents of a converted folder. A change makes every file be converted again."""
 
 
 def missing_readers() -> list[str]:
-    """Packages of the extra `gguf`, without which transformers reads no .gguf file, that are not installed."""
+    """Return the packages of the extra `gguf`, needed by transformers to read .gguf files, that are not installed."""
     return [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
 
 
 def convert(path: Path) -> Path:
-    """Folder with the model's float32 weights and tokenizer; made if it is not there yet (SmolLM2-135M: about 20 s).
+    """Return the folder with the model's float32 weights and tokenizer, converting the file if needed (SmolLM2-135M: about 20 s).
 
-    The folder appears whole or not at all, so two first starts at once do no harm. One whose files were cut short since is made
-    again, and what a killed conversion has left is removed. Each release of transformers has a folder of its own: 5.4 and
-    5.5 wrote tokenizers that cut texts in other places.
+    The folder appears complete or not at all, so concurrent first starts are safe. A folder with truncated files is made again,
+    and leftovers of killed conversions are removed. Each release of transformers has a separate folder: the tokenizers that 5.4
+    and 5.5 wrote split texts differently.
 
-    :raises ModelError: no such file, no gguf reader, or a file transformers cannot read.
+    :raises ModelError: if there is no such file, no gguf reader is installed, or transformers cannot read the file.
     """
     if not path.is_file():
         raise ModelError(f"model {path}: no such file")
@@ -70,12 +69,12 @@ def convert(path: Path) -> Path:
         damage = _damage(target)
         if not damage:
             return target
-        log.warning("model %s: %s is not whole (%s), and is made again", path.name, target, damage)
+        log.warning("model %s: %s is incomplete (%s); converting again", path.name, target, damage)
         shutil.rmtree(target)
     missing = missing_readers()
     if missing:
         raise ModelError(f"model {path}: needs {' and '.join(missing)} to read .gguf files; pip install 'headway[gguf]'")
-    for left in target.parent.glob(".converting-*"):  # by releases of before 2026-11-22
+    for left in target.parent.glob(".converting-*"):  # left by older releases
         if time.time() - left.stat().st_mtime > _ABANDONED:
             shutil.rmtree(left, ignore_errors=True)
     with new_folder(target) as scratch:
@@ -85,7 +84,7 @@ def convert(path: Path) -> Path:
 
 
 def _damage(folder: Path) -> str:
-    """What is wrong with the files of a converted model, as far as their ends tell; empty if nothing is."""
+    """Return what is wrong with the files of a converted model, judged by their ends; empty if nothing is."""
     for path in (folder / "config.json", *folder.glob("*.json")):
         try:
             with path.open("rb") as file:
@@ -117,18 +116,18 @@ def _convert(path: Path, target: Path) -> None:
         architecture = architecture_of(header)
         if architecture is not None:
             write_folder(header, architecture, target)
-            keep_gguf_ends(header, target)
+            save_gguf_ends(header, target)
             return
     with _read_by("transformers", path, header.architecture):
         _convert_by_transformers(header, target)
     with _read_by("gguf", path):
         write_blocks(path, target)
-        keep_gguf_ends(header, target)
+        save_gguf_ends(header, target)
 
 
 @contextmanager
 def _read_once(path: Path) -> Iterator[None]:
-    """Parse the header once, and show one progress bar: transformers parses it four times, seconds each, and shows three bars."""
+    """Parse the header once and show one progress bar: transformers parses it four times, seconds each, and shows three."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
     from transformers.utils import logging
@@ -149,8 +148,8 @@ def _read_once(path: Path) -> Iterator[None]:
         values: dict[int, Any] = {}
 
         def value(part: Any, types: Any) -> Any:
-            """Return what transformers makes of a part of the header, which it asks for three times."""
-            if id(part) not in values:  # a text without a Python number for each byte
+            """Return transformers' value of a part of the header, cached because transformers requests it three times."""
+            if id(part) not in values:  # decode a text without a Python int per byte
                 values[id(part)] = part.tobytes().decode() if types in _TEXTS else parse_value(part, types)
             return values[id(part)]
 
@@ -168,7 +167,7 @@ def _read_once(path: Path) -> Iterator[None]:
 
 
 def _mapped(path: Path, mode: str) -> numpy.ndarray[Any, Any]:
-    """Map a file as a plain array: taking parts of a `memmap`, a hundred thousand strings, takes several times as long."""
+    """Map a file as a plain array: slicing a `memmap` 100,000 times, for strings, takes several times as long."""
     mapped: numpy.ndarray[Any, Any] = _MEMMAP(path, mode=mode).view(numpy.ndarray)
     return mapped
 
@@ -186,7 +185,7 @@ def _replaced(module: Any, **functions: Any) -> Iterator[None]:
 
 @contextmanager
 def _read_by(reader: str, path: Path, architecture: str = "") -> Iterator[None]:
-    """Errors of a library that reads a file, told as the file's. :raises ModelError: whatever went wrong."""
+    """Turn errors of a library that reads a file into errors that name the file. :raises ModelError: if reading fails."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -212,7 +211,10 @@ def _read_by(reader: str, path: Path, architecture: str = "") -> Iterator[None]:
 
 
 def _convert_by_transformers(header: Header, target: Path) -> None:
-    """:raises ModelError: tensors are missing, or transformers leaves unread what makes another model of it."""
+    """Convert a file that transformers can read.
+
+    :raises ModelError: if tensors are missing, or transformers ignores a setting or a tensor that changes the model.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     path = header.path
@@ -220,12 +222,12 @@ def _convert_by_transformers(header: Header, target: Path) -> None:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except Exception as error:
         if "not supported yet" not in str(error):
-            require_keys(header)  # whose words name a key
+            require_keys(header)  # its error names the key
         raise
     require_keys(header)
     check_sizes(path, config.to_dict(), "its header")
     take_rope_scaling(header, config)
-    read_decoder_config(config)  # before what takes long
+    read_decoder_config(config)  # before the slow steps
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     made: Any = AutoModelForCausalLM.from_pretrained(
         path.parent,
@@ -237,15 +239,15 @@ def _convert_by_transformers(header: Header, target: Path) -> None:
     )
     model, found = made
     missing = sorted(found["missing_keys"])
-    if missing:  # transformers would go on with random numbers
+    if missing:  # transformers would use random values
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"model {path}: it has no tensor {missing[0]}{more}, which its header implies")
-    for name, got, need in sorted(found["mismatched_keys"]):  # here it would go on with random numbers as well
+    for name, got, need in sorted(found["mismatched_keys"]):  # transformers would use random values here too
         raise ModelError(f"model {path}: {name} needs shape {list(need)} by its header, got {list(got)}")
     refuse_unread_tensors(header, model.state_dict())
-    if hasattr(config, "rope_parameters"):  # transformers has read the file once more, without them
+    if hasattr(config, "rope_parameters"):  # transformers has read the file again, without the scaling
         model.config.rope_parameters = config.rope_parameters
-    # The weights are plain float32 by now, but transformers still calls the model quantised and would refuse to save it.
+    # The weights are plain float32 by now, but transformers still calls the model quantized and would refuse to save it.
     for name, value in (("hf_quantizer", None), ("is_quantized", False)):
         setattr(model, name, value)
     if hasattr(model.config, "quantization_config"):

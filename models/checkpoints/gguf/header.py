@@ -1,4 +1,4 @@
-"""A .gguf file's model and its tensors by name; what transformers leaves unread goes into the configuration, or is refused."""
+"""Header and tensors of a .gguf file. What transformers ignores goes into the configuration, or is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.models.families.rope import read_rope
 
 
 class Header:
-    """A .gguf file: keys and dequantised tensors, read on request. :raises ModelError: it names no architecture."""
+    """Keys and dequantized tensors of a .gguf file, read on request. :raises ModelError: if it names no architecture."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -31,25 +31,25 @@ class Header:
         self.architecture = architecture
 
     def general(self, key: str, default: Any = None) -> Any:
-        """The value of a key by its full name."""
+        """Return the value of a key by its full name."""
         return self._fields[key].contents() if key in self._fields else default
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key of the architecture's."""
+        """Return the value of an architecture's key, by its name without the architecture."""
         return self.general(f"{self.architecture}.{key}", default)
 
     def keys_below(self, key: str) -> list[str]:
-        """What stands behind `key.` in the names of all keys, by their full names."""
+        """Return the rest of each full key name that begins with `key.`."""
         return [name.removeprefix(f"{key}.") for name in self._fields if name.startswith(f"{key}.")]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Whole numbers among the architecture's keys, by their full names."""
+        """Integers among the architecture's keys, by their full names."""
         values = {name: self.general(name) for name in self._fields if name.startswith(f"{self.architecture}.")}
         return {name: value for name, value in values.items() if type(value) is int}
 
     def size(self, key: str, default: int | None = None, least: int = 0) -> int:
-        """Return a whole number, or the largest of one per layer (0: no such part). :raises ModelError: none, and no default."""
+        """Return an integer, or the maximum of a list with one per layer. :raises ModelError: if missing without a default."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             value = max(value)
@@ -59,14 +59,14 @@ class Header:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """:raises ModelError: there is none, and no default."""
+        """Return a number as a float. :raises ModelError: if the key is missing without a default, or not a number."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refuse(f"{self.architecture}.{key}", "a number", "no such key" if value is None else shown(value))
         return float(value)
 
     def per_layer(self, key: str) -> list[int]:
-        """A whole number for each layer; a single one counts for all. :raises ModelError: there is none, or there are too few."""
+        """Return an integer per layer; a single one is repeated. :raises ModelError: if the key is missing or too short."""
         value, layers = self.get(key), self.num_layers
         if type(value) is int:
             value = [value] * layers
@@ -77,14 +77,14 @@ class Header:
 
     @property
     def num_layers(self) -> int:
-        """Layers, without those that propose drafts, which come last. :raises ModelError: none, or more than the tensors have."""
+        """Number of layers without the draft (MTP) layers at the end. :raises ModelError: if 0 or above the number of tensors."""
         count, most = self.size("block_count") - self.size("nextn_predict_layers", 0), len(self._tensors)
         if not 1 <= count <= most:
             raise self.refuse(f"{self.architecture}.block_count", f"1 to {most} layers (the file's tensors)", str(count))
         return count
 
     def refuse(self, what: str, need: str, got: str) -> ModelError:
-        """An error about something that the file says."""
+        """Return an error about a key or tensor of the file."""
         return ModelError(f"model {self.path}: {what} needs {need}, got {got}")
 
     @property
@@ -96,19 +96,19 @@ class Header:
         return self.stored(name) in self._tensors
 
     def has_in_a_layer(self, name: str) -> bool:
-        """Whether some layer has a tensor of this name, below `blk.N.`."""
+        """Return whether any layer has a tensor of this name below `blk.N.`."""
         return any(stored.endswith(f".{name}") for stored in self._tensors)
 
     def stored(self, name: str) -> str:
-        """The file's own name of a tensor: some converters leave out `.weight` where a name ends in `norm`."""
+        """Return the file's name of a tensor: some converters omit `.weight` after `norm`."""
         return name if name in self._tensors else name.removesuffix(".weight")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape as PyTorch has it: the axis that lies close in memory last."""
+        """Return the shape in PyTorch's order, the contiguous axis last."""
         return tuple(int(size) for size in reversed(self._tensors[self.stored(name)].shape))
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor in float32."""
+        """Return one tensor, dequantized to float32."""
         from gguf import dequantize
 
         stored = self._tensors[self.stored(name)]
@@ -117,20 +117,20 @@ class Header:
         )
 
 
-_ROPE_KEYS = frozenset(("type", "factor", "original_context_length", "finetuned"))  # Keys below `rope.scaling` that are read
+_ROPE_KEYS = frozenset(("type", "factor", "original_context_length", "finetuned"))  # Supported keys below `rope.scaling`
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The settings of every published Llama 3; a file has but the divisors that follow from them and from `factor`."""
-_READS_ITS_OWN = ("gpt-oss", "gemma4")  # Architectures whose scaling transformers reads or has in its code
+"""Settings of every published Llama 3: a file stores only the divisors that follow from these and `factor`."""
+_READS_ITS_OWN = ("gpt-oss", "gemma4")  # Architectures whose scaling transformers handles
 
 
 def refuse_part(header: Header) -> None:
-    """:raises ModelError: the file is one part of several."""
+    """Refuse a file that is one part of a split model. :raises ModelError: if it is."""
     if (parts := header.general("split.count", 1)) > 1:
         raise header.refuse("split.count", "one file (llama-gguf-split --merge makes it)", f"one of {parts}")
 
 
 def require_keys(header: Header) -> None:
-    """Check that no key is missing that transformers would invent. :raises ModelError: naming the first missing key."""
+    """Check for the keys that transformers would replace by invented defaults. :raises ModelError: if a key is missing."""
     _ = header.num_layers
     for key in ("context_length", "embedding_length", "attention.head_count"):
         header.size(key, least=1)
@@ -144,7 +144,7 @@ def require_keys(header: Header) -> None:
 
 
 def take_rope_scaling(header: Header, config: Any) -> None:
-    """Put the file's RoPE scaling into transformers' configuration. :raises ModelError: a scaling that the file leaves open."""
+    """Copy the file's RoPE scaling into transformers' configuration. :raises ModelError: if the scaling is unsupported."""
     if header.architecture in _READS_ITS_OWN:
         return
     for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
@@ -155,13 +155,13 @@ def take_rope_scaling(header: Header, config: Any) -> None:
     scaling = _scaling(header, config, nested)
     if not scaling:
         return
-    # Windowed layers of a model with an embedding for each type of layers (Gemma 3) are not scaled.
+    # Sliding-window layers of a model with separate RoPE settings per layer type (Gemma 3) are not scaled.
     changed = {"full_attention": {**parameters["full_attention"], **scaling}} if nested else scaling
     config.rope_parameters = {**parameters, **changed}
 
 
 def _scaling(header: Header, config: Any, nested: bool) -> dict[str, Any]:
-    """Entries of `rope_parameters`; none: positions are not scaled. nested: each type of layers has its own."""
+    """Return entries of `rope_parameters`; empty if positions are not scaled. nested: True if each layer type has its own."""
     kind, key = header.get("rope.scaling.type", "none"), f"{header.architecture}.rope.scaling"
     if kind == "none":
         return _by_divisors(header, config, nested) if "rope_freqs.weight" in header else {}
@@ -177,7 +177,7 @@ def _scaling(header: Header, config: Any, nested: bool) -> dict[str, Any]:
 
 
 def _by_divisors(header: Header, config: Any, nested: bool) -> dict[str, Any]:
-    """Llama 3's scaling, where the divisors of the frequencies, float32 [rotated elements / 2], are those that follow from it."""
+    """Return Llama 3's scaling if the frequency divisors, float32 [rotated elements / 2], match that scaling."""
     divisors = header.tensor("rope_freqs.weight").flatten()
     factor = float(divisors.max())
     scaling = {**_LLAMA3, "factor": factor}
@@ -195,8 +195,11 @@ def _by_divisors(header: Header, config: Any, nested: bool) -> dict[str, Any]:
 
 
 def refuse_unread_tensors(header: Header, state: Mapping[str, Tensor]) -> None:
-    """Check that each tensor is the model's, except for experts, which transformers merges. state: its tensors by name.
-    :raises ModelError: naming the first that is none."""
+    """Check that transformers reads every tensor. Experts, which transformers merges, are skipped. state: the model's tensors by
+    name.
+
+    :raises ModelError: if a tensor is not read; it names the first one.
+    """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
@@ -213,7 +216,7 @@ def refuse_unread_tensors(header: Header, state: Mapping[str, Tensor]) -> None:
 
 
 def _ends(module: str) -> Iterable[str]:
-    """A module's name in the model, and in each module around it: some converters leave the outermost names out."""
+    """Return a module's name with none, one, two ... leading parts removed: some converters omit the outermost names."""
     parts = module.split(".")
     return (".".join(parts[first:]) for first in range(len(parts)))
 

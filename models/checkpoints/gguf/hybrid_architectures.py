@@ -1,7 +1,7 @@
-"""The architectures of .gguf files that Headway reads by itself: those that mix attention with layers that keep a state.
+"""Hybrid architectures in .gguf files that Headway reads itself: models with attention and recurrent layers.
 
-transformers reads these in part or not at all. llama.cpp's converter writes tensors under names and in layouts of its own: each
-architecture's rules undo that.
+transformers reads these in part or not at all. llama.cpp's converter changes the names and layouts of tensors; the rules of each
+architecture undo that.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from headway.models.checkpoints.gguf.hybrid_rules import (
 
 
 def lfm2_config(header: Header) -> dict[str, Any]:
-    """Short convolutions where a layer has no heads of keys."""
+    """Return LFM2's configuration: a layer without KV heads is a short convolution."""
     return {
         **_lfm2_config(header),
-        "block_auto_adjust_ff_dim": False,  # the file has the size that comes of it
+        "block_auto_adjust_ff_dim": False,  # the file has the adjusted size
     }
 
 
 def lfm2_moe_config(header: Header) -> dict[str, Any]:
-    """With experts behind the first layers."""
+    """Return LFM2-MoE's configuration: LFM2 with experts after the leading dense layers."""
     return {
         **_lfm2_config(header),
         "moe_intermediate_size": header.size("expert_feed_forward_length"),
@@ -69,7 +69,7 @@ def _lfm2_config(header: Header) -> dict[str, Any]:
 
 
 def lfm2_rules(header: Header) -> list[Rule]:
-    """Both families' tensors."""
+    """Return the rules for LFM2 and LFM2-MoE."""
     del header
     norms = {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
     norms |= {"attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}
@@ -97,12 +97,12 @@ _ROUTED = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}
 
 
 def qwen3_next_config(header: Header) -> dict[str, Any]:
-    """Three gated delta layers for one of attention, with experts."""
+    """Return Qwen3-Next's configuration: experts, and by default three gated delta layers per attention layer."""
     return {**_qwen_config(header), **_expert_sizes(header), "norm_topk_prob": True}
 
 
 def qwen3_5_config(header: Header) -> dict[str, Any]:
-    """The same, its value heads in another order; positions of text alone."""
+    """Return Qwen3.5's configuration, for text positions only."""
     values = _qwen_config(header)
     sections = [size for size in header.get("rope.dimension_sections", []) if size]
     if sections:
@@ -111,7 +111,7 @@ def qwen3_5_config(header: Header) -> dict[str, Any]:
 
 
 def qwen3_5_moe_config(header: Header) -> dict[str, Any]:
-    """With experts."""
+    """Return the configuration of Qwen3.5 with experts."""
     return {**qwen3_5_config(header), **_expert_sizes(header)}
 
 
@@ -150,7 +150,7 @@ def _expert_sizes(header: Header) -> dict[str, Any]:
 
 
 def qwen3_next_rules(header: Header) -> list[Rule]:
-    """Sections of one product for q, k, v and the gate, one key head after the other; older files have it so already."""
+    """Return Qwen3-Next's rules: one GEMM gives q, k, v and the gate, grouped by key head, as in older files."""
     sizes = header.size("ssm.group_count"), header.size("ssm.state_size")
     product = "linear_attn.in_proj_qkvz.weight"
     return [
@@ -165,25 +165,25 @@ def qwen3_next_rules(header: Header) -> list[Rule]:
 
 
 def qwen3_5_rules(header: Header) -> list[Rule]:
-    """Value heads of all key heads in turn, on every tensor that has them."""
+    """Return Qwen3.5's rules: value heads are reordered, from interleaved over the key heads to grouped by key head."""
     keys, heads = header.size("ssm.group_count"), max(header.size("ssm.time_step_rank"), 1)
     key_rows, value_dim = 2 * keys * header.size("ssm.state_size"), header.size("ssm.inner_size") // heads
     of_head, of_value = partial(grouped, keys, 1, 0), partial(grouped, keys, value_dim, 0)
-    behind_keys = partial(grouped, keys, value_dim, key_rows)
+    after_keys = partial(grouped, keys, value_dim, key_rows)
     return [
         *_gated_delta(header),
-        *renamed({"attn_qkv": "linear_attn.in_proj_qkv"}, behind_keys),
+        *renamed({"attn_qkv": "linear_attn.in_proj_qkv"}, after_keys),
         *renamed({"attn_gate": "linear_attn.in_proj_z"}, of_value),
         *renamed({"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}, of_head),
         *renamed({"ssm_out": "linear_attn.out_proj"}, partial(grouped_columns, keys, value_dim)),
-        Rule(("ssm_conv1d.weight",), "linear_attn.conv1d.weight", lambda kernel: behind_keys(convolution(kernel))),
+        Rule(("ssm_conv1d.weight",), "linear_attn.conv1d.weight", lambda kernel: after_keys(convolution(kernel))),
         Rule(("ssm_a",), "linear_attn.A_log", lambda a: of_head(flat_log_of_decay(a))),
         Rule(("ssm_dt.bias",), "linear_attn.dt_bias", of_head),
     ]
 
 
 def _gated_delta(header: Header) -> list[Rule]:
-    """What both families have alike: all norms but the state's are written with the 1 that they are added to."""
+    """Return the rules shared by Qwen3-Next and Qwen3.5: the file's norm weights include the added 1, except the state's norm."""
     shared = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
     return [
         *renamed(_NORMS, without_one),
@@ -195,7 +195,7 @@ def _gated_delta(header: Header) -> list[Rule]:
 
 
 def kimi_config(header: Header) -> dict[str, Any]:
-    """Kimi delta attention beside latent attention without positions."""
+    """Return Kimi Linear's configuration: Kimi delta attention, and latent attention without positions."""
     rope, layers = header.size("rope.dimension_count"), header.num_layers
     heads = header.size("attention.head_count")
     dense = header.size("leading_dense_block_count", 0)
@@ -225,7 +225,7 @@ def kimi_config(header: Header) -> dict[str, Any]:
 
 
 def kimi_rules(header: Header) -> list[Rule]:
-    """The latent's product to keys and values is cut in two, its half for keys transposed."""
+    """Return Kimi Linear's rules: the up-projection from the latent is stored as two tensors, the one for keys transposed."""
     del header
     convolutions = [
         Rule((f"ssm_conv1d_{part}.weight",), f"self_attn.{part}_conv1d.weight", convolution) for part in ("q", "k", "v")
@@ -254,7 +254,7 @@ _MLP = {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "d
 
 
 def granite_config(header: Header) -> dict[str, Any]:
-    """Granite 4 H: without positions where the file turns RoPE off (`rope.scaling.finetuned`)."""
+    """Return Granite 4 H's configuration. It has no positions if the file turns RoPE off (`rope.scaling.finetuned`)."""
     count = header.size("expert_count", 0)
     shared = header.size("expert_shared_feed_forward_length", header.size("feed_forward_length"))
     head_dim = header.size("embedding_length") // header.size("attention.head_count")
@@ -274,7 +274,7 @@ def granite_config(header: Header) -> dict[str, Any]:
 
 
 def bamba_config(header: Header) -> dict[str, Any]:
-    """Bamba shares Granite's name in .gguf files; heads are rotated in part."""
+    """Return Bamba's configuration: files name the architecture as Granite's, and RoPE rotates a part of each head."""
     head_dim = header.size("embedding_length") // header.size("attention.head_count")
     values = _mamba2_sizes(header)
     values["rope_parameters"]["partial_rotary_factor"] = header.size("rope.dimension_count", head_dim) / head_dim
@@ -283,7 +283,7 @@ def bamba_config(header: Header) -> dict[str, Any]:
 
 
 def granite_rules(header: Header) -> list[Rule]:
-    """Gate and up are cut apart, queries and keys lie as Llama's do."""
+    """Return Granite 4 H's rules: gate and up are separate tensors, and q and k have Llama's row order."""
     gate_up = {
         "shared_mlp.input_linear": ("ffn_gate", "ffn_up"),
         "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
@@ -302,7 +302,7 @@ def granite_rules(header: Header) -> list[Rule]:
 
 
 def bamba_rules(header: Header) -> list[Rule]:
-    """The same with an MLP of the usual products."""
+    """Return Bamba's rules: Granite's, with a plain MLP."""
     return [
         *renamed({"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}),
         *renamed(_MLP, kinds=("weight", "bias")),
@@ -312,7 +312,10 @@ def bamba_rules(header: Header) -> list[Rule]:
 
 
 def falcon_h1_config(header: Header) -> dict[str, Any]:
-    """Factors are in the weights, so a tied embedding would give other logits. :raises ModelError: no head of its own."""
+    """Return Falcon-H1's configuration. :raises ModelError: if there is no output head.
+
+    Multipliers are folded into the weights, so a tied embedding would give wrong logits.
+    """
     if "output.weight" not in header:
         raise header.refuse("falcon-h1", "a tensor output.weight (token_embd.weight has the embedding's factor in it)", "none")
     return {
@@ -321,7 +324,7 @@ def falcon_h1_config(header: Header) -> dict[str, Any]:
         "intermediate_size": header.size("feed_forward_length"),
         "mamba_d_ssm": header.size("ssm.inner_size"),
         "mamba_rms_norm": header.has_in_a_layer("ssm_norm.weight"),
-        "mamba_norm_before_gate": False,  # llama.cpp knows no other order
+        "mamba_norm_before_gate": False,  # llama.cpp supports no other order
         "projectors_bias": header.has_in_a_layer("ssm_out.bias"),
     }
 
@@ -334,7 +337,7 @@ def falcon_h1_rules(header: Header) -> list[Rule]:
 
 
 def nemotron_h_config(header: Header) -> dict[str, Any]:
-    """Kinds of layers by what each has heads of keys and rows of an MLP for; experts where the file has a router."""
+    """Return Nemotron-H's configuration. A layer's kind follows from its KV heads and MLP rows, and from a router for experts."""
     kv, inner = header.per_layer("attention.head_count_kv"), header.per_layer("feed_forward_length")
     routed = [f"blk.{layer}.ffn_gate_inp.weight" in header for layer in range(header.num_layers)]
     ups = [f"blk.{layer}.ffn_up.weight" for layer in range(header.num_layers)]
@@ -342,7 +345,7 @@ def nemotron_h_config(header: Header) -> dict[str, Any]:
         "full_attention" if heads else "moe" if moe else "mlp" if rows or up in header else "linear_attention"
         for heads, rows, moe, up in zip(kv, inner, routed, ups, strict=True)
     ]
-    of_mlp = [header.shape(up)[0] for up in ups if up in header]  # beside experts the keys tell their size alone
+    of_mlp = [header.shape(up)[0] for up in ups if up in header]  # in a model with experts the keys give only the experts' size
     heads = max(header.size("ssm.time_step_rank"), 1)
     values = {
         "num_key_value_heads": header.size("attention.head_count_kv"),
@@ -379,7 +382,7 @@ def _nemotron_experts(header: Header) -> dict[str, Any]:
 
 
 def nemotron_h_rules(header: Header) -> list[Rule]:
-    """Every layer's part is its `mixer`."""
+    """Return Nemotron-H's rules: every layer's module is named `mixer`."""
     shared = {f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")}
     single = {f"ffn_{part}": f"mixer.{part}_proj" for part in ("up", "down")}
     routed = {f"ffn_{part}_exps": f"mixer.experts.{{}}.{part}_proj" for part in ("up", "down")}
@@ -393,7 +396,7 @@ def nemotron_h_rules(header: Header) -> list[Rule]:
 
 
 def jamba_config(header: Header) -> dict[str, Any]:
-    """The first Mamba beside attention without positions; experts in every few layers."""
+    """Return Jamba's configuration: Mamba 1, attention without positions, and experts in every few layers."""
     attending = [bool(kv) for kv in header.per_layer("attention.head_count_kv")]
     routed = [f"blk.{layer}.ffn_gate_inp.weight" in header for layer in range(header.num_layers)]
     period, offset = _every(header, "attention.head_count_kv", attending)
@@ -419,7 +422,7 @@ def jamba_config(header: Header) -> dict[str, Any]:
 
 
 def _every(header: Header, what: str, kinds: list[bool]) -> tuple[int, int]:
-    """Return period and offset of a kind of layer, as JambaConfig has them. :raises ModelError: the distances differ."""
+    """Return period and offset of a kind of layer, as JambaConfig has them. :raises ModelError: if the distances differ."""
     places = [layer for layer, kind in enumerate(kinds) if kind]
     period = places[1] - places[0] if len(places) > 1 else len(kinds) + 1
     offset = places[0] if places else len(kinds)
@@ -429,7 +432,7 @@ def _every(header: Header, what: str, kinds: list[bool]) -> tuple[int, int]:
 
 
 def jamba_rules(header: Header) -> list[Rule]:
-    """A matrix of decays, and norms of what the convolution's output gives."""
+    """Return Jamba's rules: Mamba 1 has a matrix of decays, and norms of dt, B and C."""
     del header
     norms = {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}
     norms |= {f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")}
@@ -474,14 +477,16 @@ def _plain_attention() -> list[Rule]:
 
 
 def _rotated_attention(header: Header, target: str = "self_attn") -> list[Rule]:
-    """The converter puts the elements of queries and keys in Llama's order, whether they are rotated or not."""
+    """Return attention rules that undo Llama's order of q and k rows, which the converter applies even without RoPE."""
     heads = {"q": header.size("attention.head_count"), "k": header.size("attention.head_count_kv")}
-    turned = {f"{target}.{part}_proj": partial(from_pairs, count) for part, count in heads.items()}
-    return [Rule(rule.sources, rule.target, turned.get(rule.target.rpartition(".")[0], rule.make)) for rule in attention(target)]
+    reordered = {f"{target}.{part}_proj": partial(from_pairs, count) for part, count in heads.items()}
+    return [
+        Rule(rule.sources, rule.target, reordered.get(rule.target.rpartition(".")[0], rule.make)) for rule in attention(target)
+    ]
 
 
 def _mamba2(target: str) -> list[Rule]:
-    """Numbers for each head have a second axis in the file, norms lie by group."""
+    """Return Mamba-2 rules: the file has per-head values with a second axis, and norms by group."""
     return [
         *renamed({"ssm_in": f"{target}.in_proj", "ssm_out": f"{target}.out_proj"}, kinds=("weight", "bias")),
         *renamed({"ssm_norm": f"{target}.norm"}, flat),
@@ -495,23 +500,23 @@ def _mamba2(target: str) -> list[Rule]:
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """What becomes of a file: transformers' configuration, and the checkpoint's tensors."""
+    """Conversion of one architecture: transformers' configuration, and the rules for the checkpoint's tensors."""
 
     model_type: str
-    """transformers'."""
+    """Name of the model type in transformers."""
     config: Callable[[Header], dict[str, Any]]
-    """What a configuration has beside what all have."""
+    """Function that returns the configuration entries of this architecture, in addition to the common ones."""
     rules: Callable[[Header], list[Rule]]
     norm: str = "output_norm"
     make_norm: Callable[[Tensor], Tensor] = as_it_is
     scoring: int = 1
-    """How experts are scored, if there are any, as `expert_gating_func` has it: 1 by a softmax, 2 by a sigmoid."""
+    """Scoring of experts, as in `expert_gating_func`: 1 is softmax, 2 is sigmoid."""
 
 
 _GRANITE = GgufArchitecture("granitemoehybrid", granite_config, granite_rules)
 _BAMBA = GgufArchitecture("bamba", bamba_config, bamba_rules)
 _NEMOTRON = GgufArchitecture("nemotron_h", nemotron_h_config, nemotron_h_rules, scoring=2)
-_SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")  # What every Granite states and no Bamba
+_SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")  # Keys of every Granite and of no Bamba
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "falcon-h1": GgufArchitecture("falcon_h1", falcon_h1_config, falcon_h1_rules),
@@ -526,11 +531,11 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen35moe": GgufArchitecture("qwen3_5_moe_text", qwen3_5_moe_config, qwen3_5_rules, make_norm=without_one),
     "qwen3next": GgufArchitecture("qwen3_next", qwen3_next_config, qwen3_next_rules, make_norm=without_one),
 }
-"""What general.architecture may be -> what becomes of it."""
+"""Conversion of each supported value of general.architecture."""
 
 
 def architecture_of(header: Header) -> GgufArchitecture | None:
-    """The file's architecture; None where it is not one of these."""
+    """Return the conversion of the file's architecture, or None if transformers reads it."""
     found = ARCHITECTURES.get(header.architecture)
     if found is _GRANITE and all(header.get(key) is None for key in _SCALES):
         return _BAMBA

@@ -1,4 +1,4 @@
-"""Writing a .gguf file's model as a folder: the weights that its configuration asks for, and its tokenizer."""
+"""Conversion of a hybrid model's .gguf file to a folder with the weights that its configuration needs, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _KIMI = (
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_ENDS}"
 )
 _WHOLE_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
-"""Words that are tokens are taken whole, whatever merges would make of them; and texts begin with BOS unless the file says no."""
+"""Pre-tokenizers for which a word that is a token is taken whole, without merges; BOS is added unless the file disables it."""
 _SPLITS = {
     **dict.fromkeys((*_WHOLE_FIRST, "dbrx", "smaug-bpe"), _LLAMA3),
     "qwen2": _QWEN2,
@@ -50,14 +50,14 @@ _SPLITS = {
     "kimi-k2": _KIMI,
     "gpt-2": None,
 }
-"""How a text is cut into words before they are merged; None: as GPT-2 does."""
+"""Regular expression that splits a text into words before merging, by pre-tokenizer; None means GPT-2's."""
 _CONTROL, _USER_DEFINED = 3, 4
-"""Kinds of tokens that a text is searched for before all else."""
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # What stands for a space in a sentencepiece vocabulary
+"""Types of tokens that are matched in a text before it is split."""
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # Space in a sentencepiece vocabulary
 
 
 def build_tokenizer(header: Header) -> Any:
-    """Return transformers' tokenizer, or None without a vocabulary. :raises ModelError: an unsupported kind of tokenizer."""
+    """Return transformers' tokenizer, or None without a vocabulary. :raises ModelError: if its kind is unsupported."""
     import transformers
     from tokenizers import AddedToken
 
@@ -84,7 +84,7 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 def _byte_level(header: Header, tokens: list[str]) -> Any:
-    """:raises ModelError: words that are cut in a way which is not known here: the ids would be others in silence."""
+    """Return a byte-level BPE tokenizer. :raises ModelError: if its pre-tokenizer is unknown, since ids could be wrong."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = header.general("tokenizer.ggml.pre", "default")
@@ -109,10 +109,10 @@ def _sentencepiece(header: Header, tokens: list[str]) -> Any:
     scores = header.general("tokenizer.ggml.scores", [])
     known = {token: number for number, token in enumerate(tokens)}
     pairs = [
-        (scores[number], token[:cut], token[cut:])
+        (scores[number], token[:end], token[end:])
         for token, number in known.items()
-        for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
+        for end in range(1, len(token))
+        if token[:end] in known and token[end:] in known
     ]
     pairs.sort(key=lambda pair: (pair[0], len(pair[1]), len(pair[2])), reverse=True)
     unknown = header.general("tokenizer.ggml.unknown_token_id", 0)
@@ -127,7 +127,7 @@ def _sentencepiece(header: Header, tokens: list[str]) -> Any:
 
 
 def _set_ends(header: Header, built: Any, roles: dict[str, str], default: bool) -> None:
-    """Put BOS before a text and EOS behind it, where the file says so."""
+    """Add BOS before and EOS after a text if the file requests it."""
     from tokenizers import processors
 
     wanted = {"bos_token": default, "eos_token": False}
@@ -143,19 +143,19 @@ def _set_ends(header: Header, built: Any, roles: dict[str, str], default: bool) 
         )
 
 
-_SHARD = 4 << 30  # Bytes of a safetensors file, beyond which another is begun
+_SHARD = 4 << 30  # Maximum bytes of one safetensors file, except for its last tensor
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Recipe:
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
-    expert: int | None = None  # The expert's number along the first axis of what is made; None: all of it
+    expert: int | None = None  # Index of the expert along the first axis; None means the whole tensor
 
 
 def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -> None:
-    """Write configuration, tokenizer and float32 weights. :raises ModelError: anything that would make it another model."""
+    """Write configuration, tokenizer and float32 weights. :raises ModelError: if the result would be another model."""
     from transformers import AutoConfig
 
     _check(header, architecture)
@@ -163,16 +163,16 @@ def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -
     check_sizes(header.path, config.to_dict(), "its header")
     read = read_decoder_config(config)
     _check_experts(header, read)
-    asked = _asked(header, architecture, read)
+    needed = _needed(header, architecture, read)
     tokenizer = build_tokenizer(header)
     config.save_pretrained(target)
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
-    _write_tensors(header, asked, target)
+    _write_tensors(header, needed, target)
 
 
 def _check(header: Header, architecture: GgufArchitecture) -> None:
-    """:raises ModelError: something that changes what the model computes, and that Headway does not read."""
+    """Check the header. :raises ModelError: if it has a setting that changes the model and that Headway does not support."""
     for key in ("embedding_length", "attention.head_count"):
         header.size(key, least=1)
     scaling = header.get("rope.scaling.type", "none")
@@ -190,7 +190,7 @@ def _check(header: Header, architecture: GgufArchitecture) -> None:
 
 
 def _check_experts(header: Header, config: DecoderConfig) -> None:
-    """:raises ModelError: another number of experts than the tensors have."""
+    """Check the number of experts. :raises ModelError: if it differs from the tensors' number of experts."""
     stacks = {name: header.shape(name)[0] for name in header.names if name.endswith("_exps.weight")}
     count = config.experts.num_experts if config.experts is not None else 0
     name, found = next(((name, found) for name, found in stacks.items() if found != count), ("", 0))
@@ -214,9 +214,9 @@ def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:
 
 
 class _Names(WeightSource):
-    """A source of weights that only notes what a decoder asks for. See WeightSource."""
+    """Weight source that only records the names and shapes of the tensors that a decoder takes."""
 
-    def __init__(self, known: Mapping[str, _Piece]) -> None:
+    def __init__(self, known: Mapping[str, _Recipe]) -> None:
         self.dtype = torch.float32
         self.device = torch.device("meta")
         self._known = known
@@ -236,17 +236,17 @@ class _Names(WeightSource):
         return self.take(name, shape).to(dtype)
 
     def take_number(self, name: str) -> float:
-        """Note a number, which no family of this table has."""
+        """Record a number, which no architecture of this table has."""
         return float(self.take(name, (1,)).numel())
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
-        """See WeightSource."""
+        """Do nothing: nothing was read."""
 
 
-def _asked(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, tuple[_Piece, tuple[int, ...]]]:
-    """Return the decoder's tensors, with shapes and sources. :raises ModelError: the file lacks one, or has one too many."""
-    possible = _pieces(header, architecture, config)
-    known = {name: piece for name, piece in possible.items() if all(source in header for source in piece.sources)}
+def _needed(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, tuple[_Recipe, tuple[int, ...]]]:
+    """Return shape and source of the decoder's tensors. :raises ModelError: if the file lacks a tensor, or has an unknown one."""
+    possible = _recipes(header, architecture, config)
+    known = {name: recipe for name, recipe in possible.items() if all(source in header for source in recipe.sources)}
     names = _Names(known)
     with torch.inference_mode():
         Decoder(config, names, batch_invariant=False)
@@ -267,12 +267,12 @@ def _asked(header: Header, architecture: GgufArchitecture, config: DecoderConfig
     return {name: (known[name], shape) for name, shape in names.shapes.items()}
 
 
-def _pieces(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, _Piece]:
-    """Every tensor of a checkpoint that the rules tell of; where two do, the one whose sources the file has."""
-    names, pieces = config.names, {}
-    pieces[f"{names.embed}.weight"] = _Piece(("token_embd.weight",), torch.Tensor.contiguous)
-    pieces[f"{names.norm}.weight"] = _Piece((f"{architecture.norm}.weight",), architecture.make_norm)
-    pieces[f"{names.head}.weight"] = _Piece(("output.weight",), torch.Tensor.contiguous)
+def _recipes(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, _Recipe]:
+    """Return every checkpoint tensor that the rules can make; of two rules for one, the rule whose sources the file has."""
+    names, recipes = config.names, {}
+    recipes[f"{names.embed}.weight"] = _Recipe(("token_embd.weight",), torch.Tensor.contiguous)
+    recipes[f"{names.norm}.weight"] = _Recipe((f"{architecture.norm}.weight",), architecture.make_norm)
+    recipes[f"{names.head}.weight"] = _Recipe(("output.weight",), torch.Tensor.contiguous)
     count = 0 if config.experts is None else config.experts.num_experts
     rules = architecture.rules(header)
     for layer in range(header.num_layers):
@@ -282,30 +282,30 @@ def _pieces(header: Header, architecture: GgufArchitecture, config: DecoderConfi
             numbers = range(count) if "{}" in rule.target else [None]
             for number in numbers:
                 name = target if number is None else target.format(number)
-                if name not in pieces or all(source in header for source in sources):
-                    pieces[name] = _Piece(sources, rule.make, number)
-    return pieces
+                if name not in recipes or all(source in header for source in sources):
+                    recipes[name] = _Recipe(sources, rule.make, number)
+    return recipes
 
 
-def _write_tensors(header: Header, asked: Mapping[str, tuple[_Piece, tuple[int, ...]]], target: Path) -> None:
-    """Make them one by one, and write them by files of some gigabytes, so that no more than that lies in memory."""
+def _write_tensors(header: Header, needed: Mapping[str, tuple[_Recipe, tuple[int, ...]]], target: Path) -> None:
+    """Make the tensors one by one, and write files of some gigabytes to limit memory use."""
     from safetensors.torch import save_file
 
     place: dict[str, str] = {}
     made: dict[str, Tensor] = {}
     last: tuple[object, Tensor] | None = None
-    for name, (piece, shape) in asked.items():
-        key = piece.sources, piece.make
-        if last is None or last[0] != key:  # experts follow one another
-            last = key, piece.make(*map(header.tensor, piece.sources))
-        tensor = last[1] if piece.expert is None else last[1][piece.expert]
+    for name, (recipe, shape) in needed.items():
+        key = recipe.sources, recipe.make
+        if last is None or last[0] != key:  # experts of one tensor are consecutive
+            last = key, recipe.make(*map(header.tensor, recipe.sources))
+        tensor = last[1] if recipe.expert is None else last[1][recipe.expert]
         if tuple(tensor.shape) != shape:
             raise ModelError(
-                f"model {header.path}: {' and '.join(piece.sources)} (in the checkpoint {name}) needs shape {list(shape)} by its "
-                f"header, got {list(tensor.shape)}"
+                f"model {header.path}: {' and '.join(recipe.sources)} (in the checkpoint {name}) needs shape {list(shape)} by "
+                f"its header, got {list(tensor.shape)}"
             )
         made[name] = tensor.clone()
-        if sum(tensor.nbytes for tensor in made.values()) >= _SHARD or len(place) + len(made) == len(asked):
+        if sum(tensor.nbytes for tensor in made.values()) >= _SHARD or len(place) + len(made) == len(needed):
             file = f"model-{len(set(place.values())) + 1:05}.safetensors"
             save_file(made, target / file, metadata={"format": "pt"})
             place |= dict.fromkeys(made, file)

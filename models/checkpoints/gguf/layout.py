@@ -1,4 +1,4 @@
-"""Where the parts of a .gguf file lie: every count, length and offset is checked before a library reads the file by them."""
+"""Validation of a .gguf file's layout: every count, length and offset is checked before a library reads the file."""
 
 from __future__ import annotations
 
@@ -16,20 +16,32 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 _MAGIC = b"GGUF"
-_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # Bytes of a value of each scalar type's number
+_SCALARS = {
+    0: 1,
+    1: 1,
+    2: 2,
+    3: 2,
+    4: 4,
+    5: 4,
+    6: 4,
+    7: 1,
+    10: 8,
+    11: 8,
+    12: 8,
+}  # Bytes of a value, by the number of its scalar type
 _UINT32, _STRING, _ARRAY = 4, 8, 9
-_LEAST = {**_SCALARS, _STRING: 8}  # Fewest bytes of an element of an array: a string has at least its length
+_LEAST = {**_SCALARS, _STRING: 8}  # Minimum bytes of an array element: a string stores its length
 _LEAST_KEY, _LEAST_TENSOR = 13, 24
-"""Fewest bytes that describe one key, and one tensor."""
+"""Minimum number of bytes that describe one key, and one tensor."""
 _MOST_AXES = 4
 
 
 def check_layout(path: Path) -> None:
     """Check that the header of a .gguf file fits the file, and that each tensor has the bytes that its type and shape need.
 
-    Reads the header only: what it claims is compared with the bytes that are left before anything is made of it.
+    Only the header is read. Its sizes are compared with the remaining bytes before anything is allocated for them.
 
-    :raises ModelError: it does not; the message names the key or the tensor, with needed and found bytes.
+    :raises ModelError: if something does not fit; the message names the key or the tensor, with needed and found bytes.
     """
     with path.open("rb") as file:
         size = path.stat().st_size
@@ -45,13 +57,13 @@ class _Place:
 
     name: str
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]  # The axis that lies close in memory first, as the file has it
-    offset: int  # Bytes after the beginning of the data
+    shape: tuple[int, ...]  # In the file's order: the contiguous axis first
+    offset: int  # Bytes from the start of the data
     num_bytes: int
 
 
 class _Layout:
-    """A header that is read from its beginning to its end."""
+    """Reader of a header, from its beginning to its end."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self._path = path
@@ -61,7 +73,7 @@ class _Layout:
         self._order = "<" if version & 0xFFFF else ">"
 
     def check(self) -> None:
-        """:raises ModelError: see `check_layout`."""
+        """Check the whole header. :raises ModelError: as for `check_layout`."""
         self._number("I", "the version")
         tensors = self._count("the number of tensors", _LEAST_TENSOR)
         keys = self._count("the number of keys", _LEAST_KEY)
@@ -80,7 +92,7 @@ class _Layout:
         return len(self._content) - self._at
 
     def _skip(self, count: int, what: str) -> int:
-        """Go past this many bytes, and return where they begin."""
+        """Skip this many bytes, and return the position where they begin."""
         if count > self._left:
             raise self._refuse(what, f"{count} bytes", f"{self._left} up to the file's end")
         self._at += count
@@ -92,7 +104,7 @@ class _Layout:
         return number
 
     def _count(self, what: str, least: int) -> int:
-        """Read how many there are of something. least: fewest bytes of each."""
+        """Read the number of elements that follow. least: minimum bytes of each."""
         count = self._number("Q", what)
         if count * least > self._left:
             raise self._refuse(what, f"at most {self._left // least}, for which the file has bytes", str(count))
@@ -107,7 +119,7 @@ class _Layout:
             raise self._refuse(what, "UTF-8 text", shown(self._content[start : start + length])) from None
 
     def _key(self, alignment: int) -> int:
-        """Read one key with its value, and return the alignment: the one before, or the value."""
+        """Read one key with its value, and return the alignment: the value of general.alignment, else the argument."""
         name = self._text("the name of a key")
         what, kind = f"key {shown(name)}", self._number("I", f"the type of key {shown(name)}")
         if name == "general.alignment":
@@ -162,7 +174,7 @@ class _Layout:
         return _Place(name, kind, shape, offset, math.prod(shape) // columns * block)
 
     def _check_places(self, places: list[_Place], start: int, alignment: int) -> None:
-        """Compare each tensor with the next one, and the last with the file's end. start: where the data begin."""
+        """Compare each tensor's end with the next one's start, and the last with the file's end. start: position of the data."""
         first = places[0]
         if first.offset:
             raise self._refuse(f"tensor {shown(first.name)}", "offset 0, as no tensor comes before it", str(first.offset))

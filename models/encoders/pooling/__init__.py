@@ -1,1 +1,1 @@
-"""Models that turn texts into vectors or scores: how they are told, loaded, and pooled."""
+"""Embedding, reranking and reward models: detection, loading and pooling."""

@@ -1,4 +1,4 @@
-"""What a model folder is for, by its small JSON files alone: nothing here imports torch, so that a command knows at once."""
+"""Detection of a model folder's task from its small JSON files, without importing torch, so that commands start fast."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
 
 PoolingTask = Literal["embed", "score", "reward"]
-"""embed: a text to a vector; score: a query and a document to a number; reward: each token to a number, or to those of labels."""
+"""Result for a text: embed, a vector; score, a number for a query and a document; reward, a number or label scores per token."""
 RUNNERS: Final = ("auto", "generate", "pooling")
 TASKS: Final = ("auto", "generate", "embed", "score", "reward")
 ENCODER_TYPES: Final = ("bert", "modernbert", "roberta", "xlm-roberta")
-"""The model types of `models.encoder_families`."""
+"""The model types of `models.encoders.families`."""
 _REWARDING: Final = ("ForTokenClassification", "ForRewardModel", "ForProcessRewardModel")
-"""Ends of the names of architectures that say something of each token."""
+"""Suffixes of architectures that give a result per token."""
 
 
 def pooling_task(folder: Path, runner: str = "auto", task: str = "auto") -> PoolingTask | None:
-    """Tell for what a model is pooled; None: it generates text.
+    """Return the pooling task of a model; None if it generates text.
 
-    runner, task: what the user asked for, of RUNNERS and TASKS. auto: a sequence classifier scores; reward models and
-    classifiers of tokens reward; an encoder, attention in both directions and the files of sentence-transformers embed;
-    everything else generates.
+    runner, task: the user's choices from RUNNERS and TASKS. With auto, a sequence classifier scores; reward models and token
+    classifiers reward; encoders, models with bidirectional attention and folders of sentence-transformers embed; others generate.
 
-    :raises ConfigError: runner and task contradict each other.
+    :raises ConfigError: if runner and task contradict each other.
     """
     pools, generates = runner == "pooling", runner == "generate"
     if (generates and task in ("embed", "score", "reward")) or (pools and task == "generate"):
@@ -47,7 +46,7 @@ def pooling_task(folder: Path, runner: str = "auto", task: str = "auto") -> Pool
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one where there is none that can be read: whoever needs the file says so later."""
+    """Read a JSON object; an empty one if the file is unreadable, which is an error when the file is needed later."""
     try:
         read = parse_json(read_text(path), path.name, any_number=True)
     except (OSError, ValueError, RecursionError):

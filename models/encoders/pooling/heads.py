@@ -1,4 +1,4 @@
-"""A model that is pooled: from hidden states to a row for each text or token, what sentence-transformers' files say."""
+"""Pooling models: pooling of hidden states to a row per text or token, and sentence-transformers' settings for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headway.models.encoders.encoder import Encoder
 from headway.models.layers.decoder import Decoder
 
 PoolingType = Literal["cls", "mean", "last"]
-"""The state of a text's first token, the mean of all, or that of the last."""
+"""Pooled hidden state of a text: the first token's, the mean of all, or the last token's."""
 
 _MODES: dict[str, PoolingType] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 _OLD_MODES = {
@@ -35,34 +35,34 @@ _OLD_MODES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-"""Switches of 1_Pooling/config.json -> the name that sentence-transformers gives each today."""
+"""sentence-transformers' current name for each switch of 1_Pooling/config.json."""
 
 
 @dataclass(frozen=True)
 class DenseModule:
-    """A product behind the pooling."""
+    """Linear layer after the pooling."""
 
     folder: Path
     in_features: int
     out_features: int
     bias: bool
     activation: str
-    """The name of a class of torch.nn, such as Identity or Tanh."""
+    """Name of a class of torch.nn, such as Identity or Tanh."""
 
 
 @dataclass(frozen=True)
 class SentenceModules:
-    """The modules behind the transformer."""
+    """Modules after the transformer."""
 
     pooling: PoolingType
     dense: tuple[DenseModule, ...]
     normalize: bool
     max_seq_length: int | None
-    """Tokens of the longest text; None: the files do not say."""
+    """Maximum length of a text in tokens. None if the files do not state it."""
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
-    """Read modules.json and its files; None if absent. :raises ModelError: an unreadable file, or an unsupported module."""
+    """Read modules.json and its files; None if absent. :raises ModelError: if a file is unreadable or a module unsupported."""
     if not (folder / "modules.json").is_file():
         return None
     listed = _read(folder / "modules.json", list)
@@ -139,7 +139,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def same(x: Tensor) -> Tensor:
-    """The argument, as it is."""
+    """Return the argument unchanged."""
     return x
 
 
@@ -151,12 +151,14 @@ TORCH_ACTIVATIONS: dict[str, Activation] = {
     "GELU": gelu,
     "SiLU": silu,
 }
-"""Activations by the name of torch's class, as sentence-transformers writes them into its files."""
+"""Activations by the name of torch's class, as in sentence-transformers' files."""
 
 
 def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType | Literal["all"]) -> Tensor:
-    """Pool texts: float32 [texts, hidden_size], or [num_tokens, hidden_size] for `all`. hidden: [num_tokens, hidden_size];
-    starts: int64 [texts + 1], each text's first token and the end of the last."""
+    """Pool texts: float32 [texts, hidden_size], or [num_tokens, hidden_size] for `all`.
+
+    hidden: [num_tokens, hidden_size]. starts: int64 [texts + 1], the first token of each text and the end of the last.
+    """
     if kind == "all":
         return hidden.float()
     if kind == "cls":
@@ -168,7 +170,7 @@ def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType | Literal["all"]) -
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A product in float32 with its activation; few rows take part, so precision costs nothing."""
+    """Linear layer in float32 with its activation. It has few rows, so the precision costs no time."""
 
     weight: Tensor
     """float32 [out_features, in_features]"""
@@ -176,13 +178,13 @@ class DenseLayer:
     activation: Activation = same
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: float32 [rows, in_features]."""
+        """Return float32 [rows, out_features]. x: float32 [rows, in_features]."""
         return self.activation(linear(x, self.weight, self.bias))
 
 
 @dataclass(frozen=True)
 class EmbeddingHead:
-    """Pooling, products if any, and the norm."""
+    """Head of embedding models: pooling, optional linear layers, and optional normalization."""
 
     pooling: PoolingType
     hidden_size: int
@@ -191,11 +193,11 @@ class EmbeddingHead:
 
     @property
     def size(self) -> int:
-        """Elements of an embedding."""
+        """Number of elements of an embedding."""
         return int(self.layers[-1].weight.shape[0]) if self.layers else self.hidden_size
 
     def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row. Others as those of `pooled`."""
+        """Return float32 [texts, size], or [num_tokens, size] if `each_token`. hidden, starts: as for `pooled`."""
         x = pooled(hidden, starts, "all" if each_token else self.pooling)
         for layer in self.layers:
             x = layer(x)
@@ -204,23 +206,23 @@ class EmbeddingHead:
 
 @dataclass(frozen=True)
 class ScoringHead:
-    """Pooling, products if any, and a logit for each label with their activation."""
+    """Head of scoring models: pooling, an optional linear layer, and one activated logit per label."""
 
     pooling: PoolingType | Literal["all"]
-    """all: each token is classified."""
+    """Kind of pooling; `all` classifies each token."""
     out: DenseLayer
-    """To the logits, and the activation that makes scores or probabilities of them."""
+    """Output layer to the logits, with the activation that gives scores or probabilities."""
     dense: DenseLayer | None = None
     norm: Norm | None = None
-    """Behind `dense`."""
+    """Norm after `dense`."""
 
     @property
     def size(self) -> int:
-        """Labels: 1 where a pair of texts is scored."""
+        """Number of labels; 1 for scoring pairs of texts."""
         return int(self.out.weight.shape[0])
 
     def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """As `EmbeddingHead`; `pooling` says whether each token gets a row."""
+        """Return float32 [rows, size], a row per text, or per token if `pooling` is `all`. hidden, starts: as for `pooled`."""
         x = pooled(hidden, starts, self.pooling)
         if self.dense is not None:
             x = self.dense(x)
@@ -231,7 +233,7 @@ class ScoringHead:
 
 
 class YesNoHead:
-    """The probability of "yes" beside "no" as the next token (Qwen3-Reranker)."""
+    """Head of Qwen3-Reranker: the probability of "yes" against "no" as the next token."""
 
     size = 1
 
@@ -240,19 +242,19 @@ class YesNoHead:
         self._difference = (rows[0].float() - rows[1].float())[None]
 
     def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """As `EmbeddingHead`: softmax over two logits is the sigmoid of their difference. A text has one row."""
+        """Return float32 [texts, 1]. The softmax over two logits is the sigmoid of their difference."""
         return torch.sigmoid(linear(pooled(hidden, starts, "last"), self._difference))
 
 
 PoolingHead = EmbeddingHead | ScoringHead | YesNoHead
-"""What makes rows of hidden states."""
+"""Head that turns hidden states into rows of results."""
 
 
 class PooledModel:
-    """See `core.pooling.engine.PooledNetwork`."""
+    """A network with a pooling head; implements `core.pooling.engine.PooledNetwork`."""
 
     def __init__(self, body: Encoder | Decoder, head: PoolingHead, causal: bool) -> None:
-        """causal: whether a query sees no later key; an encoder's sees all."""
+        """causal: True for causal attention; encoders' attention is bidirectional."""
         self._body = body
         self.head = head
         self.attention_specs: Sequence[AttentionSpec] = [
@@ -261,22 +263,22 @@ class PooledModel:
 
     @property
     def size(self) -> int:
-        """Numbers that a text becomes, or each of its tokens."""
+        """Number of elements per text or token."""
         return self.head.size
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Vocabulary size; token ids are below it."""
         return self._body.config.vocab_size
 
     @property
     def linear_choices(self) -> list[LinearChoice]:
-        """Kinds of linear layers whose kernel is chosen by times. The heads' few rows in float32 are torch's."""
+        """Kinds of linear layers whose kernel is chosen by measurement. The heads' float32 layers always use torch."""
         return self._body.operations.linear_choices(self._body.products)
 
     @property
     def expert_kinds(self) -> Sequence[ExpertsKind]:
-        """Kinds of layers of experts that have kernels to choose from."""
+        """Kinds of MoE layers that have several kernels."""
         return self._body.expert_kinds
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
@@ -286,5 +288,5 @@ class PooledModel:
         return self._body(input_ids, positions, attention)
 
     def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """See `PooledNetwork.pool`."""
+        """Return the head's float32 rows for hidden states. Arguments as for `PooledNetwork.pool`."""
         return self.head(hidden, starts, each_token)

@@ -1,4 +1,4 @@
-"""Load a model for pooling: its network with its head, its tokenizer, and how long its texts may be."""
+"""Loading of pooling models: network, head, tokenizer and maximum text length."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ log = logging.getLogger("headway")
 
 @dataclass(frozen=True)
 class ScorePrompt:
-    """A prompt in three parts, tokenised apart, as the model's authors do."""
+    """Prompt in three parts, tokenized separately as in the reference code of the model."""
 
     prefix: str
     body: str
-    """With {instruction}, {query} and {document}."""
+    """Template with {instruction}, {query} and {document}."""
     suffix: str
     instruction: str
-    """The one that the model's authors take where none is given."""
+    """Default instruction of the model's authors."""
 
     def encode(self, tokenizer: Any, query: str, document: str, most: int | None) -> list[int]:
-        """Tokens of the prompt. most: tokens at most, for which the body is cut; None: it is not."""
+        """Return the token ids of the prompt. most: maximum number of tokens; the body is truncated. None means no limit."""
         body = _filled(self.body.replace("{instruction}", self.instruction), query, document)
         ends = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (self.prefix, self.suffix)]
         ids = list(tokenizer(body, add_special_tokens=False)["input_ids"])
@@ -73,7 +73,7 @@ class ScorePrompt:
 
 
 def _filled(body: str, query: str, document: str) -> str:
-    """Put both texts into their places, whatever braces they hold."""
+    """Insert both texts into the template; braces in them are kept."""
     before, _, rest = body.partition("{query}")
     between, _, after = rest.partition("{document}")
     return f"{before}{query}{between}{document}{after}"
@@ -88,16 +88,16 @@ QWEN3_RERANKER = ScorePrompt(
     suffix="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
     instruction="Given a web search query, retrieve relevant passages that answer the query",
 )
-"""As the card of Qwen/Qwen3-Reranker-0.6B has it."""
+"""Prompt from the model card of Qwen/Qwen3-Reranker-0.6B."""
 
 
-_STEP = "<extra_0>"  # What ends a step, as the card of Qwen/Qwen2.5-Math-PRM-7B has it
-_NO_HEAD = "no language-model head"  # A name that no checkpoint has: a decoder then ties its head to its embedding
+_STEP = "<extra_0>"  # End of a step, from the model card of Qwen/Qwen2.5-Math-PRM-7B
+_NO_HEAD = "no language-model head"  # Not in any checkpoint, so that the head is tied to the embedding
 
 
 @dataclass(frozen=True)
 class LoadedPoolingModel:
-    """Everything that a folder gives for pooling."""
+    """A model loaded for pooling: its network, tokenizer and limits."""
 
     name: str
     folder: Path
@@ -105,21 +105,21 @@ class LoadedPoolingModel:
     network: PooledModel
     implementation: str
     tokenizer: Any
-    """transformers' tokenizer; None where it was not wanted: token ids in."""
+    """transformers' tokenizer. None if skipped: inputs are token ids."""
     max_length: int
     dimensions: Sequence[int] | None
-    """Lengths to which an embedding may be cut (Kusupati et al. 2022); none: any; None: it may not be."""
+    """Lengths to which an embedding may be truncated (Kusupati et al. 2022). Empty means any; None means that it may not be."""
     score_prompt: ScorePrompt | None = None
-    """What is put around a query and a document; None: the tokenizer joins them as a pair."""
+    """Template around a query and a document. None means that the tokenizer joins them as a pair."""
     labels: Sequence[str] = ()
-    """Names of a classifier's labels, as far as config.json has them."""
+    """Names of a classifier's labels that config.json states."""
     step_token_id: int | None = None
-    """The token that ends a step, where steps are rewarded; None: each token is."""
+    """Token that ends a step, for models that reward steps. None means that each token is rewarded."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A folder, and how its tensors are read."""
+    """A model folder with the options for reading its tensors."""
 
     folder: Path
     dtype: torch.dtype
@@ -129,15 +129,15 @@ class _Source:
     options: LoadOptions
 
     def weights(self, folder: Path | None = None) -> WeightSource:
-        """The tensors of the folder, or of one below it, whose weights are plain."""
+        """Return the source of the model's tensors, or of a subfolder's unquantized ones."""
         if self.dummy:
             return DummyWeights(self.dtype, self.device)
         if folder is not None:
             return Weights(folder, self.dtype, self.device)
         kernels = self.options.kernels or builtin_kernels(self.device)
-        keeps = partial(kernels.reads, dtype=self.dtype)
-        keeps_experts = partial(reads_expert_weight, dtype=self.dtype, device=self.device, options=self.options.experts)
-        return Weights(self.folder, self.dtype, self.device, (), self.quantization, keeps, keeps_experts)
+        supports = partial(kernels.reads, dtype=self.dtype)
+        supports_experts = partial(reads_expert_weight, dtype=self.dtype, device=self.device, options=self.options.experts)
+        return Weights(self.folder, self.dtype, self.device, (), self.quantization, supports, supports_experts)
 
 
 def load_pooling_model(
@@ -151,9 +151,10 @@ def load_pooling_model(
     skip_tokenizer_init: bool = False,
     options: LoadOptions | None = None,
 ) -> LoadedPoolingModel:
-    """Load a model from a located folder; options as `load_model`'s, out of `options` the kernels.
+    """Load a pooling model from its folder. Options are as for `load_model`; of `options` only kernels and experts are used.
 
-    :raises ModelError, ConfigError: unsupported, or a kernel that the user names serves none of its layers.
+    :raises ModelError: if the model is unsupported.
+    :raises ConfigError: if an option is invalid, or a kernel that the user names supports no layer.
     """
     options = options or LoadOptions()
     check_load_options(dtype, load_format)
@@ -189,7 +190,7 @@ def load_pooling_model(
 
 
 def _step_token(stated: Mapping[str, Any], tokenizer: Any) -> int | None:
-    """The token behind which a process reward model judges a step; None where a model judges each token."""
+    """Return the token after which a process reward model rates a step; None if the model rates each token."""
     if not any(name.endswith("ForProcessRewardModel") for name in architectures_of(stated)):
         return None
     if tokenizer is None:
@@ -198,7 +199,7 @@ def _step_token(stated: Mapping[str, Any], tokenizer: Any) -> int | None:
         )
     token = tokenizer.convert_tokens_to_ids(_STEP)
     if token is None or token == tokenizer.unk_token_id:
-        log.info("reward: the tokenizer has no %s, which would end a step, so that each token is rewarded", _STEP)
+        log.info("reward: rewarding each token, because the tokenizer has no end-of-step token %s", _STEP)
         return None
     return int(token)
 
@@ -232,7 +233,7 @@ def _read_encoder(
 def _read_decoder(
     config: Any, stated: Any, task: PoolingTask, modules: SentenceModules | None, source: _Source, tokenizer: Any
 ) -> _Read:
-    """Decoders whose texts are pooled (Qwen3-Embedding, EmbeddingGemma), and those that score by their next token."""
+    """Return a decoder that pools texts (Qwen3-Embedding, EmbeddingGemma) or scores them, with its text length and prompt."""
     family = FAMILIES.get(config.model_type)
     if family is None:
         known = ", ".join(each.base for each in ENCODERS.values())
@@ -276,7 +277,7 @@ def _check_architecture(stated: Any, wanted: str, task: PoolingTask, others: Col
 
 
 def _embedding_head(modules: SentenceModules | None, default: Any, hidden_size: int, source: _Source) -> EmbeddingHead:
-    """What the files of sentence-transformers say; without them the pooling that the kind of model has in vLLM, normed."""
+    """Return the head that sentence-transformers' files define; without them, vLLM's default pooling with normalization."""
     if modules is None:
         return EmbeddingHead(default, hidden_size)
     layers, size = [], hidden_size
@@ -317,7 +318,7 @@ def _classifier(
 
 
 def _token_head(config: Any, stated: Any, read: DecoderConfig, weights: WeightSource) -> ScoringHead:
-    """Return the head of a decoder that rewards tokens: two products (reward models, or probabilities of steps), or one."""
+    """Return the head of a decoder that rewards tokens: two linear layers (reward models, step probabilities), or one."""
     named, size = architectures_of(stated), read.hidden_size
     if any(name.endswith("ForTokenClassification") for name in named):
         return ScoringHead("all", _score_layer(config, "score", size, True, weights))
@@ -327,26 +328,26 @@ def _token_head(config: Any, stated: Any, read: DecoderConfig, weights: WeightSo
 
 
 def _product(module: str, shape: tuple[int, int], bias: bool, activation: Activation, weights: WeightSource) -> DenseLayer:
-    """A product in float32. shape: (out_features, in_features)."""
+    """Return a linear layer in float32. shape: (out_features, in_features)."""
     weight = weights.take(f"{module}.weight", shape).float()
     return DenseLayer(weight, weights.take(f"{module}.bias", shape[:1]).float() if bias else None, activation)
 
 
 def _score_layer(config: Any, module: str, size: int, bias: bool, weights: WeightSource) -> DenseLayer:
-    """The product to the logits, one for each label, with what makes a score or probabilities of them."""
+    """Return the output layer, one logit per label, with the activation that gives scores or probabilities."""
     labels = config.num_labels
     activation = _score_activation(config) if labels == 1 else _label_activation(config)
     return _product(module, (labels, size), bias, activation, weights)
 
 
 def _label_activation(config: Any) -> Activation:
-    """What makes probabilities of several labels: the softmax, unless config.json says that they exclude one another not."""
+    """Return the activation for several labels: softmax, unless problem_type in config.json says otherwise."""
     kinds: dict[str | None, Activation] = {"regression": same, "multi_label_classification": torch.sigmoid}
     return kinds.get(getattr(config, "problem_type", None), partial(torch.softmax, dim=-1))
 
 
 def _score_activation(config: Any) -> Activation:
-    """What sentence-transformers' CrossEncoder wrote into config.json, else the sigmoid."""
+    """Return the activation that sentence-transformers' CrossEncoder wrote into config.json, else the sigmoid."""
     stated = getattr(config, "sentence_transformers", None)
     name = stated.get("activation_fn") if isinstance(stated, dict) else None
     name = name or getattr(config, "sbert_ce_default_activation_function", None)
@@ -356,7 +357,7 @@ def _score_activation(config: Any) -> Activation:
 def _decoder_scores(
     config: Any, read: DecoderConfig, classifies: bool, weights: WeightSource, tokenizer: Any
 ) -> tuple[PoolingHead | None, ScorePrompt | None]:
-    """The head of a decoder that scores, and its prompt; the head is None where it is made of rows of the embedding."""
+    """Return the head and the prompt of a decoder that scores. The head is None if it is made from rows of the embedding."""
     if classifies:
         return ScoringHead("last", _score_layer(config, "score", read.hidden_size, False, weights)), None
     if config.model_type != "qwen3":
@@ -371,7 +372,7 @@ def _decoder_scores(
 
 
 def _yes_no(rows: Tensor, tokenizer: Any) -> YesNoHead:
-    """rows: [vocab_size, hidden_size] of the language-model head."""
+    """Return the head made from rows for yes and no. rows: [vocab_size, hidden_size] of the language-model head."""
     ids = tokenizer.convert_tokens_to_ids(["yes", "no"])
     if None in ids or tokenizer.unk_token_id in ids or max(ids) >= len(rows):
         raise ModelError("score: the tokenizer needs the tokens yes and no, and has not both")
@@ -379,7 +380,7 @@ def _yes_no(rows: Tensor, tokenizer: Any) -> YesNoHead:
 
 
 def _dimensions(stated: Any) -> Sequence[int] | None:
-    """What config.json says of shorter embeddings, in the keys that vLLM reads."""
+    """Return the shorter embedding lengths that config.json allows, from the keys that vLLM reads."""
     listed = stated.get("matryoshka_dimensions")
     if isinstance(listed, list) and all(isinstance(each, int) and each > 0 for each in listed) and listed:
         return listed

@@ -1,4 +1,4 @@
-"""Which model folders are refused before a weight is read, each with its cause in one line; and the tokens that end a text."""
+"""Tests that unusable model folders are refused before a weight is read, with a one-line cause; and of end-of-text tokens."""
 
 from __future__ import annotations
 
@@ -257,14 +257,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A model whose files name no end yet; a change of one of its files is one of its own."""
+    """A model whose files name no end-of-text token yet; each change of a file starts from this model."""
     for path in made.iterdir():
         (tmp_path / path.name).symlink_to(path)
     return write_model(tmp_path, config={"eos_token_id": None}, generation_config={}, tokenizer_config={"eos_token": None})
 
 
 def write_model(folder: Path, **files: dict[str, Any] | None) -> Path:
-    """Change values of files; None: remove the file."""
+    """Change values of files; None removes the file."""
     for name, values in files.items():
         path = folder / f"{name}.json"
         kept = json.loads(path.read_text()) if name != "generation_config" else {}
@@ -286,7 +286,7 @@ def test_all_sources_are_united_and_told_in_one_line(folder: Path, caplog: pytes
     (folder / "chat_template.jinja").write_text(CHATML)
     with caplog.at_level(logging.INFO, "headway"):
         assert load_llm(folder).eos_token_ids == {0, 2, 8, 9}
-    (line,) = [record.getMessage() for record in caplog.records if "end an answer" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "end-of-text tokens" in record.getMessage()]
     for told in ("0 '<eos>' (tokenizer)", "2 '<|im_end|>' (chat template)", "8 ", "(generation_config.json)", "(config.json)"):
         assert told in line
     assert load_llm(folder, skip_tokenizer_init=True).eos_token_ids == {8, 9}
@@ -342,7 +342,7 @@ def test_the_default_of_a_class_counts_only_where_nothing_is_named(folder: Path)
 
 
 def test_an_answer_ends_at_the_token_after_a_turn(folder: Path) -> None:
-    """Also with guesses and after a form; and it does not where ends are ignored."""
+    """Also with draft tokens and after structured output; with ignore_eos the response goes on."""
     write_model(folder, config={"eos_token_id": 8}, tokenizer_config={"eos_token": "<eos>"})
     (folder / "chat_template.jinja").write_text(CHATML)
     llm = LLM(str(folder), kv_cache_memory="8MiB", num_threads=1, speculate="suffix")

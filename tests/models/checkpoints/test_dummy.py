@@ -27,7 +27,7 @@ SMALL = sizes(97, 48, 80, 2, max_position_embeddings=64)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A configuration alone."""
+    """A folder with only a config.json."""
     Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True).save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     return tmp_path
@@ -149,7 +149,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_weights_in_a_format_are_drawn_as_large_as_plain_ones_and_cut_as_they_are(form: StoredFormat) -> None:
-    """Of two ranks, each holds its part of the weight that one alone would hold: rows of experts, and columns."""
+    """Each of two ranks holds its shard of the unsharded weight: rows of experts, or columns."""
 
     source = partial(DummyWeights, torch.float32, CPU, form=form)
     rows, columns, half = Axis.all(384), Axis.all(256), Axis(256, (range(128, 256),))

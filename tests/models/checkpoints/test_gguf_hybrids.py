@@ -46,7 +46,7 @@ NAMES = [
     "qwen3_5_moe",
     "qwen3_next",
 ]
-"""Without what the converter leaves out: RoPE beside Mamba in Granite, LFM2's biases, Qwen3-Next's layers without experts."""
+"""Models without what the converter omits: RoPE with Mamba in Granite, LFM2's biases, Qwen3-Next's dense layers."""
 
 
 def config_of(name: str) -> PretrainedConfig:
@@ -115,7 +115,7 @@ def test_each_rank_takes_its_part_of_a_file(cache: Path, tmp_path: Path) -> None
 
 
 def in_the_older_layout(keys: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Qwen3-Next with one product for q, k, v and z, as the checkpoint has it, and without a list of layers with a state."""
+    """Qwen3-Next with one projection for q, k, v and z, as in the checkpoint, and without a list of recurrent layers."""
     del keys["attention.recurrent_layers"]
     keys["full_attention_interval"] = 2
     for layer in (0, 2):
@@ -126,7 +126,7 @@ def in_the_older_layout(keys: dict[str, Any], tensors: dict[str, Tensor]) -> Non
 
 
 def with_fused_experts(keys: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """As `--fuse-gate-up-exps` writes them."""
+    """Experts with merged gate and up, as `--fuse-gate-up-exps` writes them."""
     for layer in range(4):
         halves = [tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight") for part in ("gate", "up")]
         tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = torch.cat(halves, dim=1)
@@ -257,7 +257,7 @@ def nothing(keys: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def written_plain(tmp_path: Path, change: Change = nothing, **rope: Any) -> tuple[Path, Any]:
-    """A file of a tiny random Llama, changed before it is written, and transformers' model. rope: of `rope_parameters`."""
+    """Return a changed .gguf file of a tiny random Llama, and transformers' model. rope: entries of `rope_parameters`."""
     parameters = {"rope_type": "default", "rope_theta": 500000.0, **rope}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 256}
     folder = tmp_path / "checkpoint"

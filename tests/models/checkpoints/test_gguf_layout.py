@@ -189,7 +189,7 @@ def byte_level(split: str, whole_first: bool) -> Tokenizer:
 
 
 def keys_of(made: Tokenizer, **more: Any) -> dict[str, Any]:
-    """What llama.cpp's converter writes: tokens by id, their kinds, and merges in order."""
+    """Tokenizer keys as llama.cpp's converter writes them: tokens by id, their types, and merges in order."""
     vocabulary = sorted(made.get_vocab().items(), key=lambda item: item[1])
     added = made.get_added_tokens_decoder()
     kinds = [1 if number not in added else 3 if added[number].special else 4 for _, number in vocabulary]

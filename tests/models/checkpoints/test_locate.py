@@ -1,4 +1,4 @@
-"""From the name of a model to a folder, without a network: every kind of name, and every way it can be wrong."""
+"""Tests of `locate` without a network: every kind of model name, and every error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ find = locate.locate
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """A package that an alias "small" stands for, with the given files."""
+    """A package with the given files for an alias "small"."""
 
     def make(*files: str) -> Path:
         folder = tmp_path / "site" / "weights_of_a_test"

@@ -1,4 +1,4 @@
-"""Safetensors folders: what is read, and how one can be incomplete or wrong; and products over weights that stay quantised."""
+"""Tests of safetensors folders, complete and damaged, and of linear layers with quantized weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_tensors_are_taken_by_name_and_merged_along_their_rows_in_the_wanted_dty
 
 
 def folder(path: Path, files: dict[str, str], named: dict[str, str] | None = None) -> Path:
-    """Files of tensors with names of one letter, and an index where one is given."""
+    """Files of tensors with one-letter names, and an index if one is given."""
     for name, letters in files.items():
         save(path, f"{name}.safetensors", **{letter: tensor(1 + place) for place, letter in enumerate(letters)})
     if named is not None:
@@ -250,8 +250,8 @@ def test_every_element_is_held_by_equally_many_ranks() -> None:
 def test_what_is_rounded_on_loading_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headway")
     for keeps, told in (
-        (True, "weights: rounded to fp8 on loading: 12.6 MB instead of 25.2 MB"),
-        (False, "weights: rounded to fp8 on loading, and expanded again to bfloat16: 25.2 MB as before"),
+        (True, "weights: quantized to fp8 while loading: 12.6 MB instead of 25.2 MB"),
+        (False, "weights: quantized to fp8 while loading, then dequantized to bfloat16: 25.2 MB as before"),
     ):
         drawn = DummyWeights(torch.bfloat16, torch.device("cpu"))
         source = QuantizeOnLoading(drawn, float8, lambda weight, keeps=keeps: keeps)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Experts keep the form in which a checkpoint has them, where that is wanted, and stand for the plain ones whatever is kept."""
+"""Tests that experts stay in the checkpoint's quantization format if requested, and match the dequantized ones otherwise."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING, float4, float8, int4, int8
 from headway.models.checkpoints.weights import DummyWeights, QuantizeOnLoading, Weights
-from headway.models.cut import ModelCut
 from headway.models.families.families import read_decoder_config
 from headway.models.loader import load_model, read_config
+from headway.models.shard import ModelShard
 from quantized_models import FORMATS, GPT_OSS, QWEN3, QWEN3_MOE, SIZES, compressed, edit, save_both, save_mxfp4, write_config
 
 CPU = torch.device("cpu")
@@ -48,15 +48,15 @@ def take(folder: Path, rank: int = 0, size: int = 1) -> RoutedWeights:
     """The experts of the second layer, as a rank reads them."""
     config = read_decoder_config(read_config(folder))
     quantization = read_quantization(folder, json.loads((folder / "config.json").read_text()))
-    weights = Weights(folder, torch.float32, CPU, config.names.aliases, quantization, keeps_experts=lambda weight: True)
-    cut = ModelCut(config, rank, size, by_expert=False)
+    weights = Weights(folder, torch.float32, CPU, config.names.aliases, quantization, supports_experts=lambda weight: True)
+    cut = ModelShard(config, rank, size, by_expert=False)
     found = take_experts(cut.experts, config.names.experts, config.hidden_size, weights, "model.layers.1.")
     weights.finish(modules=("model.embed", "model.norm", "lm_head", "model.layers.0", "model.layers.1.self", *NORMS))
     return found
 
 
 def check(found: RoutedWeights, plain: RoutedWeights) -> None:
-    """A form stands for the numbers of the plain layer, also expert by expert."""
+    """Check that a format gives the numbers of the plain layer, also expert by expert."""
     for form, expected in ((found.gate_up, plain.gate_up), (found.down, plain.down)):
         assert isinstance(expected, Tensor)
         for one, other in zip(each_expert(form, len(expected)), expected, strict=True):
@@ -90,7 +90,7 @@ def test_experts_keep_their_form_and_are_cut_in_it(tmp_path: Path, name: str, si
 
 
 def test_what_ends_within_a_block_is_expanded_and_rows_are_not(tmp_path: Path) -> None:
-    """A quarter of 128 columns is half a block: the down product's; gate and up have a scale for each row there."""
+    """A quarter of the down projection's 128 columns is half a block; gate and up have a scale per row there."""
     quantized, dense = save_both(tmp_path, FORMATS["fp8 blocks"], QWEN3_MOE, plain=is_router)
     for rank in range(4):
         found = take(quantized, rank, 4)
@@ -103,7 +103,7 @@ def test_what_ends_within_a_block_is_expanded_and_rows_are_not(tmp_path: Path) -
     [(768, 128, {1: True, 2: True, 3: True, 4: False, 6: True}), (2880, 32, {2: True, 4: False, 5: True})],
 )
 def test_which_numbers_of_ranks_divide_the_blocks_of_published_experts(inner: int, unit: int, whole: dict[int, bool]) -> None:
-    """Qwen3-30B-A3B-FP8's in blocks of 128, gpt-oss's in groups of 32: a rank holds whole ones, or what it holds is expanded."""
+    """Blocks of 128 (Qwen3-30B-A3B-FP8) and groups of 32 (gpt-oss): a rank holds whole ones, or its shard is dequantized."""
     for size, expected in whole.items():
         axes = [Division(rank, size).even(inner) for rank in range(size)]
         assert all(axis.rounded(unit) == axis for axis in axes) == expected
@@ -136,7 +136,7 @@ def test_plain_shared_experts_expand_the_others_which_is_told(tmp_path: Path, ca
     assert forms_of(found) == ("", "")
     check(found, take(dense))
     (line,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("weights:")]
-    assert "expanded to float32: 0.8 MB instead of 0.1 MB" in line
+    assert "dequantized to float32: 0.8 MB instead of 0.1 MB" in line
     assert "kept" not in line
 
 
@@ -156,7 +156,7 @@ def test_a_cpu_and_what_kernels_do_not_read_expand_them() -> None:
 def test_experts_are_rounded_on_loading_and_drawn_in_a_form() -> None:
     def source(quantize: Callable[[Tensor], QuantizedWeight | Tensor], keeps: bool, alone: bool = False) -> QuantizeOnLoading:
         drawn = DummyWeights(torch.bfloat16, CPU)
-        return QuantizeOnLoading(drawn, quantize, lambda weight: True, lambda weight: keeps, experts_alone=alone)
+        return QuantizeOnLoading(drawn, quantize, lambda weight: True, lambda weight: keeps, experts_only=alone)
 
     rows = {"gate": 64, "up": 64}
     plain = DummyWeights(torch.bfloat16, CPU).take_experts(rows, 96)

@@ -1,4 +1,4 @@
-"""Every format is read as what it stands for: weight by weight, and in the logits of a model beside the plain one."""
+"""Tests that every quantization format is read correctly: weight by weight, and by logits compared with the plain model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 def open_weights(folder: Path, keep: bool = False, dtype: torch.dtype = torch.float32) -> Weights:
     quantization = read_quantization(folder, json.loads((folder / "config.json").read_text()))
-    return Weights(folder, dtype, CPU, quantization=quantization, keeps=lambda weight: keep)
+    return Weights(folder, dtype, CPU, quantization=quantization, supports=lambda weight: keep)
 
 
 def logits_of(folder: Path, ranks: Ranks = ONE_RANK, **options: Any) -> Tensor:
@@ -89,7 +89,7 @@ def test_what_is_expanded_is_told_with_its_size(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.INFO, "headway"):
         load_model(str(quantized), str(dtype).removeprefix("torch."), skip_tokenizer_init=True)
     (line,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("weights:")]
-    assert line == f"weights: fp8 (blocks of 64 x 64), expanded to {str(dtype)[6:]}: 0.6 MB instead of 0.3 MB"
+    assert line == f"weights: fp8 (blocks of 64 x 64), dequantized to {str(dtype)[6:]}: 0.6 MB instead of 0.3 MB"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -195,7 +195,7 @@ def test_biases_of_zeros_that_gptq_adds_are_passed_over_and_others_are_not(tmp_p
 
 
 def test_groups_of_modules_may_have_formats_of_their_own(tmp_path: Path) -> None:
-    """Both formats have the same tensors, so that the configuration alone tells them apart."""
+    """Both formats have the same tensors, so only the configuration distinguishes them."""
     four, eight = FORMATS["compressed int4"], {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}
     turn = {256: pack_quantized(bits=8), 128: four.draw, 64: four.draw}
     config = json.loads(json.dumps(four.config))
@@ -273,7 +273,7 @@ def test_a_model_rounded_on_loading_is_the_model_of_the_rounded_weights(tmp_path
 
 
 def test_ranks_round_their_parts_as_well_as_one_rounds_all(tmp_path: Path) -> None:
-    """A row that is cut has a scale on each rank, so that no bits are those of one rank."""
+    """A sharded row has a scale on each rank, so the bits differ from one rank's."""
     _, dense = save_both(tmp_path, FORMATS["fp8"])
 
     def logits(ranks: Ranks, quantization: str | None = "fp8") -> Tensor:

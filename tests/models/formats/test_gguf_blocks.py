@@ -1,4 +1,4 @@
-"""Whole models whose products read the blocks of .gguf files, beside the same models expanded."""
+"""Tests of models whose kernels read the blocks of .gguf files, compared with the same models dequantized."""
 
 from __future__ import annotations
 
@@ -77,10 +77,11 @@ def test_a_float32_that_is_named_rounds_nothing(tmp_path: Path) -> None:
 def test_blocks_that_rounding_on_loading_leaves_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_block_model(tmp_path, MIXED)
     load_model(str(tmp_path), "auto", skip_tokenizer_init=True)
-    assert "not kept" not in caplog.text
+    assert "not used" not in caplog.text
     load_model(str(tmp_path), "auto", skip_tokenizer_init=True, options=LoadOptions(quantization="fp8"))
     assert (
-        "the blocks of the .gguf file are not kept, since quantization=fp8 rounds the expanded weights once more" in caplog.text
+        "the blocks of the .gguf file are not used, because quantization=fp8 quantizes the dequantized weights again"
+        in caplog.text
     )
 
 

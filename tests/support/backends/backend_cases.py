@@ -1,4 +1,4 @@
-"""The cases every backend is held to: shapes, features, layouts."""
+"""Cases that every backend must pass: shapes, features, layouts."""
 
 from __future__ import annotations
 

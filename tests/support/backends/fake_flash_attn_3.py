@@ -50,7 +50,7 @@ _NUMBERS = count()
 
 
 class FlashAttn3:
-    """One home's operators in a namespace of their own; `calls` holds the named arguments of each call."""
+    """One package's operators in a separate namespace; `calls` holds the named arguments of each call."""
 
     def __init__(self, home: str = "vllm", leave_out: str = "") -> None:
         """leave_out: an argument that the forward operator of this build does not have."""
@@ -83,7 +83,7 @@ class FlashAttn3:
         self._library.impl(name, call, "CompositeExplicitAutograd")
 
     def _schedule(self, given: dict[str, Any]) -> Tensor:
-        """The lengths at the time of the call, so that a stale plan is told."""
+        """The lengths at the time of the call, so that a stale plan is detected."""
         assert given["seqused_k"].dtype == torch.int32
         assert given["seqused_k"].shape == (given["batch_size"],)
         return torch.cat([given["seqused_k"], _common(given)])
@@ -122,7 +122,7 @@ class FlashAttn3:
 
 
 def _common(given: dict[str, Any]) -> Tensor:
-    """What a plan was made for, and must be used for."""
+    """Arguments that a plan was made with, and must be used with."""
     softcap = given["has_softcap"] if "has_softcap" in given else given["softcap"] > 0
     names = ("max_seqlen_q", "max_seqlen_k", "page_size", "is_causal", "window_size_left", "window_size_right", "num_splits")
     return torch.tensor([*(int(given[name]) for name in names), int(softcap)], dtype=torch.int32)

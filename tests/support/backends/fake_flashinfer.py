@@ -1,4 +1,4 @@
-"""Stand-ins for FlashInfer's wrappers: plain attention behind the parameters of release 0.6.4, with its checks."""
+"""Stand-ins for FlashInfer's wrappers: plain attention with the parameters of release 0.6.4 and its checks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Wrapper:
         self.lens = [(end - first - 1) * page_size + rest for (first, end), rest in zip(bounds, last.tolist(), strict=True)]
 
     def _attend(self, q: Tensor, row: int, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """k: [length, kv_heads, head_dim]; q and out are those of the step."""
+        """k: [length, kv_heads, head_dim]; q and out: the step's."""
         tokens = slice(self.starts[row], self.starts[row + 1])
         k, v = (each.double().repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[tokens].double(), k) * self.scale
@@ -110,7 +110,7 @@ class BatchMLAPagedAttentionWrapper(_Wrapper):
 
 
 def modules() -> dict[str, ModuleType]:
-    """What stands in sys.modules; `modules()["flashinfer"].made` lists the wrappers as they are made."""
+    """Entries for sys.modules; `modules()["flashinfer"].made` lists the wrappers as they are made."""
     library, mla = ModuleType("flashinfer"), ModuleType("flashinfer.mla")
     made: list[_Wrapper] = []
     for each in (BatchPrefillWithRaggedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):

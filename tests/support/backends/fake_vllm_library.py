@@ -33,7 +33,7 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class FakeVllmLibrary:
-    """One release's operators in a namespace of their own."""
+    """One release's operators in a separate namespace."""
 
     def __init__(self, release: str = "0.24", capability: int = 0) -> None:
         """capability: what `cutlass_scaled_mm` was built for, as 10 times major plus minor; the CPU has 0."""
@@ -57,7 +57,7 @@ class FakeVllmLibrary:
 
 
 def _order(num_bits: int) -> list[int]:
-    """Where the codes of 16 x 64 of [K, N] lie among four tiles of 16 x 16, in the order in which words hold them."""
+    """Positions of 16 x 64 quantized values of [K, N] in four tiles of 16 x 16, in the order of the words."""
     found = []
     for lane in range(32):
         for tile in range(4):
@@ -103,12 +103,12 @@ def _codes(words: Tensor, bits: int, k: int, n: int) -> Tensor:
 
 
 def _grouped(values: Tensor) -> Tensor:
-    """Undo the order of scales that change along k: blocks of 64 were read as 8 x 8 and turned."""
+    """Undo the order of scales that change along k: blocks of 64 were read as 8 x 8 and transposed."""
     return values.reshape(-1, 8, 8).transpose(1, 2).reshape(values.shape)
 
 
 def _whole(values: Tensor) -> Tensor:
-    """Undo the order of scales that do not: blocks of 32 are four eights of four pairs, which were turned."""
+    """Undo the order of scales that do not change along k: blocks of 32 are four groups of four pairs, which were transposed."""
     return values.reshape(-1, 4, 4, 2).transpose(1, 2).reshape(values.shape)
 
 

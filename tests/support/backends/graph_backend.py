@@ -19,7 +19,7 @@ from headway.core.engine.execution.captured_step import DecodeGraph
 
 
 class Again(Tape):
-    """Records a step by running it again: what a graph does, where there is none."""
+    """Stand-in for graphs on a CPU: replays a recorded step by running it again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Walk(AttentionBackend):
 
 
 class Wide(Walk):
-    """Several query tokens a sequence, read from the static tensors."""
+    """Several query tokens per sequence, read from the static tensors."""
 
     name = "wide"
     graph_level = GraphLevel.UNIFORM

@@ -147,7 +147,7 @@ LATE: dict[str, tuple[str, str, str]] = {
     "os-exits-at-a-shape": ("prefill", f"{_LARGE}os._exit(3)", "exited with code 3"),
     "exits-at-a-shape": ("prefill", f"{_LARGE}sys.exit(3)", "asked the program to end"),
 }
-"""What passes a trial, and misbehaves with more than 40 query tokens."""
+"""Plugins that pass a trial, and misbehave with more than 40 query tokens."""
 
 HARMLESS: dict[str, tuple[str, str, str]] = {
     "raises-in-its-order": ("rank", "raise ZeroDivisionError('no measurements')", "headway_rank_backends raises"),
@@ -155,7 +155,7 @@ HARMLESS: dict[str, tuple[str, str, str]] = {
     "warns-on-import": ("top", "print('a warning', file=sys.stderr)", ""),
     "well-behaved": ("top", "pass", ""),
 }
-"""What is let in; the last word is of the remark that is made."""
+"""Plugins that are accepted; the last item is a word of the remark about them."""
 
 
 def source(name: str) -> str:

@@ -73,7 +73,7 @@ def quick(**changes: object) -> CrossoverOptions:
 
 
 def a_page_table() -> CrossoverTable:
-    """For the tiny model that tests save: sdpa.math is faster where sequences are short, sdpa where they are long."""
+    """Table for the tests' tiny model: sdpa.math is faster for short sequences, sdpa for long ones."""
     spec = AttentionSpec(4, 2, 8, 8**-0.5)
     times = {16: {"sdpa": 30.0, "sdpa.math": 10.0}, 256: {"sdpa": 100.0, "sdpa.math": 200.0}}
     cells = []

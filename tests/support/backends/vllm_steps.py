@@ -51,8 +51,9 @@ class VllmStep:
     def of(
         cls, lens: list[tuple[int, int]], memory: str = "0.24", padding: int = 0, extra: int = 0, spec: AttentionSpec = SPEC
     ) -> VllmStep:
-        """padding: sequences of length 0 behind the others, with a token each, as in a CUDA graph. extra: rows of the tensors
-        behind the step's tokens."""
+        """padding: sequences of length 0 after the others, with a token each, as in a CUDA graph. extra: rows of the tensors
+        after the step's tokens.
+        """
         generator = torch.Generator().manual_seed(0)
         shape, order, views = MEMORY[memory]
         kv_cache = torch.full(shape, torch.nan)
@@ -93,5 +94,5 @@ class VllmStep:
         return out
 
     def without_host_lengths(self) -> VllmStep:
-        """The same where vLLM tells no lengths on the host."""
+        """Return the step as vLLM passes it without lengths on the host."""
         return dataclasses.replace(self, common=dataclasses.replace(self.common, seq_lens_cpu_upper_bound=None))

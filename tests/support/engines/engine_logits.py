@@ -1,4 +1,4 @@
-"""Logits that a real engine computes or samples from, beside those of transformers for the same tokens."""
+"""Logits that a real engine computes or samples from, compared with transformers' for the same tokens."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def observed(engine: EngineLoop, prompts: Sequence[Sequence[int]], max_tokens: i
 
 
 def logits_by_transformers(model: transformers.PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """What transformers computes in one pass for the places from which `tokens` were chosen."""
+    """Return transformers' logits, from one pass, for the positions at which `tokens` were chosen."""
     with torch.inference_mode():
         return model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
 
 
 def watched(engine: EngineLoop) -> Callable[[], dict[tuple[int, ...], Tensor]]:
-    """Have the logits of an engine's greedy requests kept.
+    """Record the logits of an engine's greedy requests.
 
-    What is returned gives them, [tokens, vocabulary], by the tokens that they chose, and begins anew. Fewer requests than
+    The returned function gives them, [tokens, vocabulary], by the tokens that were chosen, and starts again. Fewer requests than
     max_num_seqs must run meanwhile, so that no row has two of them.
     """
     seen: dict[int, list[Tensor]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""An executor without a model: it keeps what was written to every slot of the cache, and looks at all that a step reads."""
+"""An executor without a model: it stores what was written to every cache slot, and checks everything that a step reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from page_copier_stub import Moving, demand
 Words = NDArray[numpy.uint64]
 
 WORDS = 3
-"""Tokens that are drawn: few, so that prompts agree by chance and guesses hold by chance."""
+"""Number of token ids: few, so that prompts share prefixes and drafts are accepted by chance."""
 STOP = WORDS
 """The token that ends a text."""
 VOCABULARY = WORDS + 1
@@ -59,7 +59,7 @@ class Flight:
     sampled: Sampled
     faulty: bool
     spoiled: bool
-    """Whether it ran after a faulty one, on what that has left."""
+    """True if the step ran after a faulty one, on its data."""
     backends: tuple[str, ...] = ()
     graph: bool = False
     piecewise: bool = False
@@ -71,7 +71,7 @@ class Flight:
     gathers: None = None
     first_nan: str | None = None
     interrupted: bool = False
-    """Whether Ctrl-C breaks the first wait."""
+    """True to interrupt the first wait, as Ctrl-C does."""
 
     def wait(self) -> Sampled:
         if self.interrupted:
@@ -174,7 +174,7 @@ class FakeDevice:
             self.tables[group][row, start : start + len(pages)] = pages
 
     def _check_inputs(self, step: StepInput, spoiled: bool) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
-        """Row and position of every new token; each is the sequence's own, or a guess."""
+        """Check row and position of every new token; each must be the sequence's own token, or a draft token."""
         rows = numpy.repeat(step.rows, step.query_lens).astype(numpy.int64)
         starts = numpy.cumsum(step.query_lens, dtype=numpy.int64) - step.query_lens
         positions = numpy.arange(step.num_tokens) + numpy.repeat(step.context_lens - starts, step.query_lens)
@@ -239,7 +239,7 @@ class FakeDevice:
                 demand(False, f"step {self.num_steps}, group {number}: {seed} reads another's cache at {position}")
 
     def _sample(self, step: StepInput) -> Sampled:
-        """The tokens that the histories say, after the guesses that hold."""
+        """Return the tokens that follow from the histories, after the accepted draft tokens."""
         found: list[list[int]] = []
         starts = numpy.cumsum(step.query_lens) - step.query_lens
         for index in numpy.flatnonzero(step.samples).tolist():

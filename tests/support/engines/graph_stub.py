@@ -58,7 +58,7 @@ class PiecesTape(Tape):
 
 
 class AsItIs(Tape):
-    """Decodes and prompts are run again in place of a replay, over the static inputs; pieces are taped."""
+    """Stand-in for graphs that runs decodes and prompts again on the static inputs; segments are recorded and replayed."""
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
         def replay() -> None:

@@ -28,7 +28,7 @@ class PageMemory(Protocol):
     """The pool's memory, by the page."""
 
     def read_page(self, page: int) -> Any:
-        """What a page holds now."""
+        """Return the current content of a page."""
 
     def write_page(self, page: int, content: Any) -> None:
         """Make it hold that."""
@@ -81,9 +81,9 @@ class Moving:
         self._stale: set[int] = set()
         """Slots that hold what they held before a copy that failed."""
         self._queue: deque[OnDisk] = deque()
-        """What the disk has yet to do, in order."""
+        """Queued operations of the disk, in order."""
         self._busy: dict[int, OnDisk] = {}
-        """What the disk did last with a slot."""
+        """Last operation of the disk on each slot."""
         self._fetched: dict[int, OnDisk] = {}
         self.moved_out = self.moved_back = self.num_broken = self.num_not_out = 0
 

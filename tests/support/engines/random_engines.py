@@ -1,4 +1,4 @@
-"""Engines with options of their own, a device that looks at every slot that is read, and people who send random requests."""
+"""Engines with random options, a device that checks every slot that is read, and clients that send random requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAULTS = "not copied out", "not copied back", "not read from disk", "not written
 
 @dataclass
 class Guesser:
-    """Guesses at random: each guess holds about once in three."""
+    """Proposer of random draft tokens; about a third are accepted."""
 
     draw: Random
 
@@ -79,7 +79,7 @@ class Expected:
     ended: str = ""
 
     def check(self, clean: bool) -> None:
-        """Whether it ended as it should. clean: no step failed."""
+        """Check that the run ended as it should. clean: True if no step failed."""
         own = self.history.tokens[self.history.prompt_len :].tolist()[: len(self.tokens)]
         assert self.tokens == own, "tokens of another"
         stops = [not self.ignore_eos and token == STOP for token in own]
@@ -100,7 +100,7 @@ class Expected:
 
 
 class World:
-    """An engine with options of its own, its device, and people who send requests and change their minds."""
+    """An engine with random options, its device, and clients that send requests and abort some."""
 
     def __init__(self, seed: int) -> None:
         draw = self.draw = Random(seed)
@@ -133,7 +133,7 @@ class World:
         self.ticks = Ticks(Random(seed), draw.choice([1e-7, 1e-5, 1e-3]))
         self.stems = [[draw.randrange(WORDS) for _ in range(draw.randint(4, 70))] for _ in range(4)]
         self.counts: Counter[str] = Counter()
-        """What has happened, so that a test can tell whether what it is about has."""
+        """Counts of events, so that a test can check that its subject occurred."""
         self.told = f"seed {seed}: {len(groups)} groups of {size}, {pool.num_pages} pages, {self.failing=}, {self.config}"
 
     def beyond_the_pool(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class World:
         self.live: dict[str, set[int]] = {}
 
     def run(self, num_requests: int) -> None:
-        """Send requests, to two engines one after the other where there is a disk."""
+        """Send requests, to two engines one after the other if there is a disk."""
         starts = 2 if self.config.kv_offload_dir else 1
         for _ in range(starts):
             self.start()

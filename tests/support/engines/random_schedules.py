@@ -16,12 +16,12 @@ from headway.core.sampling.params import SamplingParams
 
 
 def next_token(length: int) -> int:
-    """What follows a sequence of so many tokens."""
+    """Return the token after a sequence of this length."""
     return length % 2
 
 
 def verified(scheduled: ScheduledSequence) -> list[int]:
-    """What a step samples for a sequence: the drafts that are right, and the token after them."""
+    """Return the sampled tokens of a step for a sequence: the accepted draft tokens, and the token after them."""
     first = scheduled.context_len + scheduled.num_new_tokens - scheduled.num_draft_tokens
     tokens = [next_token(first)]
     for guess in scheduled.seq.draft_token_ids[: scheduled.num_draft_tokens]:
@@ -66,7 +66,7 @@ class Cache:
     def __init__(self, blocks: BlockManager, failing: bool) -> None:
         self.blocks, self.failing = blocks, failing
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
-        """What each slot (page, place) holds, whatever the group that wrote it: the group, and the prefix."""
+        """Content of each slot (page, place), for any group that wrote it: the group, and the prefix."""
 
     def read_page(self, page: int) -> dict[int, tuple[int, ...]]:
         return {place: held for (number, place), held in self.slots.items() if number == page}
@@ -90,7 +90,7 @@ class Cache:
                 self.run_one(scheduled, number)
 
     def run_one(self, scheduled: ScheduledSequence, number: int) -> None:
-        """Check that what the new tokens see is there, then write them, each as the whole prefix it stands for."""
+        """Check that everything visible to the new tokens is present, then write each token as its whole prefix."""
         seq, count = scheduled.seq, scheduled.num_new_tokens
         group, pages, first = self.blocks.groups[number], seq.tables[number].pages, scheduled.context_len
         assert first == seq.num_computed
@@ -147,11 +147,11 @@ class Traffic:
     aborted: set[int] = field(default_factory=set)
     """Numbers of the arrivals that are aborted at the eighth step."""
     overlapped: bool = False
-    """Whether a step is launched before the one before it is read."""
+    """True if a step is launched before the previous one is read."""
     drafts: int = 0
     """Guesses after each token, of which some are wrong."""
     failing: bool = False
-    """Whether every fifth step does not run, and the next one tries again."""
+    """True if every fifth step fails, and the next one retries."""
     stop: frozenset[int] = frozenset()
     priorities: int = 0
     """Others than 0."""

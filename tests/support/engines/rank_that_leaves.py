@@ -1,4 +1,4 @@
-"""The process of a rank that is killed where it is about to meet the others: after it has said that it joins them."""
+"""Process of a rank that is killed before the rendezvous, after it has announced that it joins."""
 
 from __future__ import annotations
 

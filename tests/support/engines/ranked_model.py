@@ -1,4 +1,4 @@
-"""A model of a few lines cut over ranks, which attends for real and sums over ranks, and engines that run it on several."""
+"""A small model sharded over ranks, with real attention and all-reduces, and engines that run it on several ranks."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from headway.registry import Registry, create_registry
 from headway.tuning.measure.all_reduce import choose_all_reduce
 
 MODULE = "headway.hosting.rank_child"
-"""What the process of a rank runs."""
+"""Module that a rank's process runs."""
 MEASURED = 5.0
 """Seconds in which GPUs may measure their sums."""
 HEADS, HEAD_DIM, LAYERS, HIDDEN = 4, 16, 2, 32
 
 
 class RankedModel:
-    """Two attention layers over random embeddings, cut by heads, and the head by vocabulary."""
+    """Two attention layers over random embeddings, sharded by heads, and an output head sharded by vocabulary."""
 
     vocab_size = 512
     max_position_embeddings = 256
@@ -127,7 +127,9 @@ def ranked_engine(
     compile_ahead: CompileAhead | None = None,
     device: str = "cpu",
 ) -> EngineLoop:
-    """An engine of `size` ranks over the model; 1: in this process alone. compile_ahead: runs every kind of step at the start."""
+    """Return an engine with `size` ranks for the model; 1 means only this process. compile_ahead: runs every kind of step at
+    the start.
+    """
     options = {
         "source": registry(),
         "config": config,
@@ -187,7 +189,7 @@ def assert_ended(pids: Sequence[int]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and whose parent has not asked how does not."""
+    """Return whether a process runs; False for one that ended and has not been waited for."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -34,9 +34,9 @@ def chooser(
     hosts: HostRows | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> tuple[Chosen, TokenSampler]:
-    """What is chosen, one row a sequence, and what has chosen it.
+    """Return the sampled tokens, one row per sequence, and the sampler.
 
-    tokens: those before, of which the first are the prompt. ranks: each takes its part of the logits.
+    tokens: earlier tokens, of which the first are the prompt. ranks: each gets its shard of the logits.
     """
     sampler = TokenSampler(ops, len(params), logits.shape[1], logits.device, hosts, ranks)
     before = tokens or [()] * len(params)
@@ -68,5 +68,5 @@ def choose_each(logits: torch.Tensor, scales: torch.Tensor, keys: torch.Tensor) 
 
 
 DRAWS_INSIDE = SamplingOps(choose=choose_each)
-"""Draws in graphs, as a GPU does without kernels that filter."""
+"""Sampling in graphs, as on a GPU without filter kernels."""
 FILTERS_INSIDE = SamplingOps(choose=choose_each, filter=torch_filter)

@@ -34,7 +34,7 @@ from server_thread import Running, running
 FAULTS = 0.002
 """Share of steps in which the device fails."""
 LEAST_ROUNDS = 4
-"""Of each engine, however busy the machine is."""
+"""Minimum number of rounds per engine, however busy the machine is."""
 MAX_MODEL_LEN = 256
 OPTIONS: dict[str, Any] = {
     "num_threads": 1,
@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
     "speculate": "ngram",
     "scheduling_policy": "priority",
 }
-"""Of an engine that has to do all that an engine can."""
+"""Options of an engine that uses every feature."""
 
 BAD_BODIES: tuple[tuple[dict[str, Any], int], ...] = (
     ({"prompt": [1, 2], "temperature": -1}, 400),
@@ -102,7 +102,7 @@ class MixedWork:
         self.counts["HTTP, refused"] += len(BAD_BODIES) + 1
 
     async def _streams(self, llm: LLM, served: Running) -> None:
-        """Streams of AsyncLLM: long prompts with equal beginnings, several completions, guesses, some closed half-way."""
+        """AsyncLLM streams: long prompts with common prefixes, several completions, draft tokens, some closed early."""
         await asyncio.gather(*(self._stream(served.llm) for _ in range(self._draw.randint(6, 18))))
 
     async def _stream(self, llm: AsyncLLM) -> None:
@@ -130,7 +130,7 @@ class MixedWork:
         self.counts["stream, ended by a fault" if "error" in reasons else f"stream, n={params.n}"] += 1
 
     async def _ending(self, llm: LLM, served: Running) -> None:
-        """What ends by a fault of its own beside what does not."""
+        """Requests that end by their own fault, together with requests that do not."""
         for form in BAD_FORMS:
             await self._fails(served.llm, SamplingParams(structured_outputs=form))
         await self._fails(served.llm, SamplingParams(logits_processors=[raising], max_tokens=8, ignore_eos=True))
@@ -148,7 +148,7 @@ class MixedWork:
         self.counts["failed for its own parameters"] += 1
 
     def compare(self, llm: LLM) -> None:
-        """Whether the engine still writes what it wrote first."""
+        """Check that the engine still gives its first outputs."""
         prompts = [[number, *range(3, 3 + 7 * number)] for number in range(1, 13)]
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):

@@ -1,4 +1,4 @@
-"""A model of a few lines whose layers attend or keep a state by turns: enough for the engine, with the answer to compare with."""
+"""A small model with alternating attention and recurrent layers: enough for the engine, with the expected outputs."""
 
 from __future__ import annotations
 
@@ -125,4 +125,4 @@ MODELS = {
     "lightning": Stateful(LIGHTNING, None),
 }
 NO_ATTENTION = Stateful(MAMBA2, CONV)
-"""Not among MODELS, for it has no keys and values to be kept in the host's memory."""
+"""Not in MODELS, because it has no keys and values to offload to host memory."""

@@ -37,10 +37,10 @@ def answer(name: str, index: int) -> list[int]:
 
 
 def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000, crowded: bool = False) -> Counter[str]:
-    """Live one life, and hold every completion to the lone text. Returns what has happened.
+    """Run one random schedule, and check every completion against the text without other requests. Returns counts of events.
 
-    most_prompts: prompts that may be asked for, which are computed by the plain way first. crowded: the cache has little more
-    room than for one sequence, and the host's memory is behind it.
+    most_prompts: number of possible prompts, whose texts are computed first. crowded: True if the cache has little more room than
+    for one sequence, with host memory for offloading.
     """
     random = Random(seed)
     offloads, rows, drafts = crowded or random.random() < 0.2, random.randrange(1, 6), random.choice((0, 0, 1, 4, 7))
@@ -110,12 +110,12 @@ def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000
 
 
 def live(registry: Registry, name: str, seeds: range, most_prompts: int, crowded: bool = False) -> Counter[str]:
-    """What has happened in several lives, see `run_world`."""
+    """Return counts of events in several random schedules; see `run_world`."""
     return sum((run_world(registry, name, seed, most_prompts, crowded) for seed in seeds), Counter[str]())
 
 
 def _delay(mover: Any, random: Random, broken: float) -> None:
-    """Let copies take as long as may be, and fail. broken: share of those that do, half way or at their end."""
+    """Make copies as slow as allowed, and let some fail. broken: share of copies that fail, half way or at their end."""
 
     def delayed(move: Callable[..., object]) -> Callable[..., Later[None]]:
         def begin(moves: list[tuple[int, int]], states: list[tuple[int, int]]) -> Later[None]:

@@ -33,7 +33,9 @@ class ThreadRanks:
     """One thread's view of all of them. Counts its sums, which begin with another rank in each part, as a ring's do."""
 
     def __init__(self, rank: int, given: list[Tensor], barrier: threading.Barrier, turn: threading.Lock) -> None:
-        """given: room for every rank's tensor; turn: held by the one that computes, for Triton's interpreter is one thread's."""
+        """given: storage for every rank's tensor; turn: lock of the rank that computes, since Triton's interpreter is
+        single-threaded.
+        """
         self.rank, self.size, self.sums = rank, len(given), 0
         self.gathered = 0
         """Bytes that the thread has given to the others."""
@@ -81,7 +83,7 @@ def alone(rank: int, size: int) -> Ranks:
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Result]) -> list[Result]:
-    """Do the same work on each of so many ranks, at once, without gradients; the results by rank."""
+    """Run a function on each of several ranks at once, without gradients; return the results by rank."""
     barrier, given, turn = threading.Barrier(size, timeout=WAIT), [torch.empty(0)] * size, threading.Lock()
 
     def of_rank(rank: int) -> Result:

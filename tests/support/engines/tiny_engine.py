@@ -20,7 +20,7 @@ from headway.registry import Registry, create_registry, hookimpl
 
 
 class TextModel:
-    """What models of a few lines share: logits from the embeddings, and the tokens without a cache to compare with."""
+    """Base of small models: logits from the embeddings, and the tokens without a cache for comparison."""
 
     vocab_size = 50
     embed: Tensor
@@ -134,7 +134,7 @@ def tokens_of(written: Sequence[Written]) -> list[list[int]]:
 
 
 class Told:
-    """propose: all tokens of a sequence -> guesses of those that follow."""
+    """propose: function from all tokens of a sequence to draft tokens."""
 
     def __init__(self, propose: Callable[[list[int]], Sequence[int]]) -> None:
         self._propose = propose

@@ -37,11 +37,11 @@ SHARED_MEMORY = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232
 
 @dataclass
 class Compilations:
-    """What was compiled for one GPU."""
+    """Record of kernels compiled for one GPU."""
 
     capability: Capability
     variants: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    """What Triton makes of each kernel and all that it is compiled for; None where that is not machine code."""
+    """Compiled code of each kernel variant and Triton's metadata; None if the result is not machine code."""
     faults: list[str] = field(default_factory=list)
     """A line each: the kernel, the capability, its constants, and the compiler's last line."""
     too_large: dict[str, list[str]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Compilations:
 
     @property
     def constants(self) -> list[dict[str, str]]:
-        """Of each launch, options among them."""
+        """Constants of each launch, including options."""
         return [dict(variant[1]) for variant in self.variants]  # type: ignore[call-overload]
 
     def compile(self, warmup: Any, kernel: Any, arguments: Any, constants: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 _AS_IT_IS = torch.Tensor.pin_memory, torch.Tensor.addmm_
-"""What gives its own tensor back. (torch's way of computing addmm_ without numbers begins with an import of seconds.)"""
+"""Methods that return their own tensor. (torch's decomposition of addmm_ for meta tensors starts with an import of seconds.)"""
 
 
 def _there(value: Any) -> Any:
@@ -182,7 +182,7 @@ def _read(file: IO[str]) -> str:
 _REGCOUNT = b"\x04\x2f\x08\x00"
 """EIATTR_REGCOUNT of a section .nv.info, with a value of eight bytes: the kernel's symbol and its registers."""
 _FRAME_SIZE = b"\x04\x11\x08\x00"
-"""EIATTR_FRAME_SIZE, likewise: a function and the bytes of local memory of a thread of it."""
+"""EIATTR_FRAME_SIZE entry: a function and the bytes of local memory per thread."""
 _MOST = 255
 """Registers that a thread may have."""
 _MOST_LOCAL = 512 * 1024
@@ -210,6 +210,6 @@ def _values(cubin: bytes, attribute: bytes) -> list[int]:
 
 
 def blocks_that_fit(cubin: bytes, threads: int) -> int:
-    """Blocks of so many threads for which a multiprocessor has registers, as cuda_occupancy.h of CUDA 13.0 reckons."""
+    """Return the number of thread blocks for which an SM has registers, as in cuda_occupancy.h of CUDA 13.0."""
     of_warp = -(-most_registers(cubin) * 32 // 256) * 256
     return _PART // of_warp * _PARTS // -(-threads // 32)

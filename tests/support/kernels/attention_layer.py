@@ -34,7 +34,7 @@ def variant_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, An
 
 
 class AttentionLayer:
-    """Its backend, its writer, and a step's tensors with the strides of a merged product."""
+    """An attention layer: its backend, its writer, and a step's tensors with the strides of a merged projection."""
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, limits: StepLimits) -> None:
         self.spec, self.block_size, self.limits = spec, block_size, limits

@@ -1,4 +1,4 @@
-"""Decode that writes its new tokens itself, held to float64 and to the cache that the layout's writer would have left."""
+"""Decode that writes its new tokens itself, checked against float64 and the cache of the layout's writer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error
 
 LENGTHS = "1q1_1q1s2_1q1s15_1q1s16_1q1s17_1q1s18_1q1s47_1q1s48_1q1s49_1q1s300"
-"""One token alone, then contexts around the edges of blocks of 16 and 48, and one long enough for several splits."""
+"""A single token, then contexts around the edges of blocks of 16 and 48, and one long enough for several splits."""
 
 
 def new_token_case(lengths: str, layer: AttentionSpec, layout: CacheLayout, block_size: int, padding_rows: int = 2) -> Case:
-    """Sequences of one new token each, all of them decoded; q, k, v are slices of one tensor, as a merged product leaves them."""
+    """A decode batch with one new token per sequence; q, k, v are slices of one tensor, as from a merged projection."""
     case = make_case(
         parse_case(lengths), layer, layout, block_size, layouts.write_rows, poison=math.nan, padding_rows=padding_rows
     )

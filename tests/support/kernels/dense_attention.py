@@ -74,9 +74,9 @@ def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -
 
 
 def run_tokens(layer: StateLayer, x: Tensor, gates: Sequence[Tensor], kept: dict[str, Tensor]) -> Tensor:
-    """The tokens of one sequence in float64, one after the other, by the formulas of `StateBackend.scan`.
+    """Return the outputs for one sequence in float64, token by token, by the formulas of `StateBackend.scan`.
 
-    kept: the sequence's state, empty before its first token, moved on.
+    kept: the sequence's state, empty before its first token; updated.
     """
     spec, weights = layer
     if spec.conv_channels:

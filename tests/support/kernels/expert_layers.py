@@ -1,4 +1,4 @@
-"""Random layers of experts, and what a way of computing them gives: for comparing ways with the plain one in float64."""
+"""Random MoE layers, and functions to compare kernels with a plain float64 implementation."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ class Layer:
         return RoutedWeights(**{name: put(name) for name in self.tensors})  # type: ignore[arg-type]
 
     def quantized(self, form: str, device: str = "cpu") -> RoutedWeights:
-        """Its tensors with the experts' rounded to a form of FORMS; from then on `reference` is over the rounded ones."""
+        """Return the tensors with the experts' weights quantized to a format of FORMS; `reference` then uses the quantized
+        ones.
+        """
         stacked: dict[str, QuantizedWeight] = {}
         for name in ("gate_up", "down"):
             plain = self.tensors[name]
@@ -120,20 +122,20 @@ class Layer:
         return x + plain_experts(self.config, self.weights(torch.float64), self.normed(x), routing or self.routing(x))
 
     def routing(self, x: Tensor) -> Routing:
-        """Which experts, and with what weights, in float64."""
+        """Return the chosen experts and their weights, in float64."""
         weights = self.weights(torch.float64)
         bias = 0 if weights.router_bias is None else weights.router_bias
         return route(self.normed(x) @ weights.router.T + bias, self.config, weights.correction_bias)
 
     def normed(self, x: Tensor) -> Tensor:
-        """What the experts see, as far as the layer's type holds it. x: float64 [num_tokens, hidden_size]."""
+        """Return the experts' input, rounded to the layer's dtype. x: float64 [num_tokens, hidden_size]."""
         return torch.nn.functional.rms_norm(x, self.norm.shape, self.norm, 1e-5).to(self.dtype).double()
 
 
 def plain_experts(
     config: ExpertsConfig, weights: RoutedWeights, x: Tensor, routing: Routing | None = None, product: Product | None = None
 ) -> Tensor:
-    """What the experts of normed rows give, one expert after the other. routing: None: as the router chooses."""
+    """Return the experts' outputs for normed rows, one expert after another. routing: None means the router's choice."""
     if routing is None:
         logits = torch.nn.functional.linear(x, weights.router, weights.router_bias)
         routing = route(logits, config, weights.correction_bias)

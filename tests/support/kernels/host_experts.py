@@ -1,4 +1,4 @@
-"""Layers of quantised experts for kernels in CUDA C++ without a GPU: shapes, forms, and what the host computes beside float64."""
+"""Layers of quantized experts for CUDA C++ kernels without a GPU: shapes, formats, and float64 references."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = {
     "int4, zeros": (PLAIN, 160),
     "int8": (PLAIN, 336),
 }
-"""For each form, experts and hidden size: rows that end within a slice, where the form allows it."""
+"""Experts and hidden size for each format: rows end within a slice, if the format allows it."""
 QWEN3 = ExpertsConfig(128, 8, 768)
 GPT_OSS = ExpertsConfig(32, 4, 2880, biases=True, swiglu_alpha=1.702, swiglu_limit=7.0)
 PUBLISHED = {"qwen3": (QWEN3, 2048), "gpt_oss": (GPT_OSS, 2880), "rank": (dataclasses.replace(QWEN3, intermediate_size=96), 2048)}
@@ -39,7 +39,7 @@ Add = Callable[[Tensor, Routed, RoutedWeights, ExpertsConfig], None]
 
 
 def described(form: str, columns: int) -> tuple[WeightBytes, torch.dtype]:
-    """How the kernel reads a form, and the type of its scales."""
+    """Return the kernel's description of a format, and the dtype of its scales."""
     if form == "fp8 blocks":
         return WeightBytes("fp8", columns, 0, -(-columns // 128), 128, 128, False, 64), torch.float32
     if form == "fp8 rows":
@@ -59,7 +59,7 @@ def check(
     alike: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Compute one layer of fresh random weights and rows. alike: all tokens go to the same experts."""
+    """Compute one layer with new random weights and rows. alike: True routes every token to the same experts."""
     monkeypatch.setitem(FORMS, "fp8 blocks", BLOCKS["fp8 blocks"])
     seed = torch.seed() % 2**32
     layer = Layer(config, dtype, seed, hidden)
@@ -75,5 +75,5 @@ def check(
 
 
 def routed_of(layer: Layer, x: Tensor, experts: Tensor, weights: Tensor) -> Routed:
-    """What a router hands on for x, float64 [tokens, hidden]."""
+    """Return the router's output for x, float64 [tokens, hidden]."""
     return Routed(layer.normed(x).to(layer.dtype), experts.int().contiguous(), weights.float().contiguous(), None, block_t=0)

@@ -1,4 +1,4 @@
-"""The backends `hopper_decode` and `hopper_mla` with their kernels run by the host; Triton's interpreter cuts and merges."""
+"""Backends `hopper_decode` and `hopper_mla` with their kernels run on the host; Triton's interpreter splits and merges."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAP = Struct("=4Q10I")
 
 
 def host_tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> bytes:
-    """What `tensor_map` encodes, as the host's stand-in reads it: four axes from the innermost."""
+    """Fields that `tensor_map` encodes, as the host's stand-in reads them: four axes from the innermost."""
     size = tensor.element_size()
     strides = [stride * size for stride in reversed(tensor.stride()[:-1])]
     assert tensor.stride(3) == 1
@@ -37,10 +37,10 @@ def host_tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) ->
 
 
 class HostKernel:
-    """A kernel of the host in place of one that the driver launches; order: in which threads run, see host.h."""
+    """Host kernel that replaces one launched by the driver; order: order in which threads run, see host.h."""
 
     known: Sequence[Tensor] = ()
-    """What the kernel may read by instructions of its own."""
+    """Tensors that the kernel may read by its own instructions."""
 
     def __init__(self, variant: Variant, order: int) -> None:
         self._variant, self._order = variant, order
@@ -48,13 +48,13 @@ class HostKernel:
         """Grids so far."""
 
     def allow_shared(self, shared_bytes: int) -> None:
-        """As much as a block of threads may have."""
+        """Check the requested bytes against the shared memory of a thread block."""
         assert shared_bytes <= 227 * 1024
 
 
 class LatentKernel(HostKernel):
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
-        """Run all blocks of threads, cluster by cluster."""
+        """Run all thread blocks, cluster by cluster."""
         queries, keys, packed = arguments.values
         clusters, blocks, _ = launch.grid
         assert launch.cluster == (1, blocks, 1)
@@ -71,7 +71,7 @@ class HostLatent(HopperLatent):
 
 
 def latent_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors: int = MULTIPROCESSORS) -> list[HostKernel]:
-    """Have `HostLatent` find a GPU of 9.0, and kernels that the host runs; returns those that are made from now on."""
+    """Make `HostLatent` find a 9.0 GPU and host kernels; return a list that collects the kernels made from now on."""
     monkeypatch.setattr(latent, "tensor_map", host_tensor_map)
     return _by_the_host(monkeypatch, latent, LatentKernel, order, multiprocessors)
 
@@ -86,7 +86,7 @@ def find_hopper(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
 
 class DecodeKernel(HostKernel):
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
-        """Run all blocks of threads, one after the other."""
+        """Run all thread blocks, one after the other."""
         (packed,) = arguments.values
         assert isinstance(packed, bytes)
         self.launches.append(launch.grid)
@@ -102,7 +102,7 @@ class HostDecode(HopperDecoding):
     made: Sequence[HostKernel] = ()
 
     def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """The same, with all that the kernel may read told to the host."""
+        """Run decode on the host, after declaring all tensors that the kernel may read."""
         self._tell(cache, plan)
         super().decode(q, cache, plan, out, lse)
 
@@ -116,7 +116,7 @@ class HostDecode(HopperDecoding):
 
 
 def decode_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors: int = MULTIPROCESSORS) -> list[HostKernel]:
-    """As `latent_by_the_host`, for `HostDecode`."""
+    """Run `HostDecode` on the host, as `latent_by_the_host` does for latent attention."""
     made = _by_the_host(monkeypatch, decode, DecodeKernel, order, multiprocessors)
     monkeypatch.setattr(HostDecode, "made", made)
     return made

@@ -1,6 +1,6 @@
-"""Kernels in CUDA C++ on the host: their own sources by a C++ compiler, over stand-ins for the instructions that they name.
+"""CUDA C++ kernels on the host: their sources compiled by a C++ compiler with stand-ins for GPU instructions.
 
-What a GPU alone can show, races between multiprocessors and the time, is not seen here; indices, rings, barriers and numbers are.
+Races between SMs and timings cannot be seen here; indices, rings, barriers and numbers can.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from headway.kernels.step.operations import Norm
 
 HOST = Path(__file__).parent / "host_cuda"
 MULTIPROCESSORS = 4
-"""Of the GPU for which work is cut."""
+"""Number of SMs of the GPU for which work is split."""
 _OPTIONS = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", "-Wl,-Bsymbolic")
 _MONTH = 30 * 24 * 3600
 _SHARED_ARRAY = re.compile(r"extern __shared__ __align__\(\d+\) char dynamic\[\];")
@@ -51,9 +51,9 @@ SAID = "see what the kernel wrote to stderr"
 
 @cache
 def compiled(source: Variant) -> ctypes.CDLL:
-    """What the stand-ins for the kernel's backend make of it: a file of HOST and a folder named as the kernel's owner.
+    """Return the compiled host version of a kernel: a file of HOST and a folder named as the kernel's owner.
 
-    Built once for what it is made of, whatever process asks: in the folder `host-kernels` of the cache, under a hash of all that.
+    Built once per content, for all processes: in the folder `host-kernels` of the cache, under a hash of its inputs.
     """
     compiler = shutil.which("g++")
     if compiler is None:
@@ -92,7 +92,7 @@ def _build(library: Path, files: Mapping[str, str], command: Sequence[str]) -> N
 
 
 def places(tensors: Tensors) -> tuple[object, object, int]:
-    """Where tensors lie and how long they are: a kernel that reads elsewhere fails."""
+    """Return addresses and lengths of tensors: a kernel that reads elsewhere fails."""
     given = [each for each in tensors if each is not None]
     starts = (ctypes.c_void_p * len(given))(*[each.data_ptr() for each in given])
     return starts, (ctypes.c_long * len(given))(*[each.nbytes for each in given]), len(given)
@@ -104,7 +104,7 @@ def _pointers(tensors: Tensors) -> bytes:
 
 @dataclass(frozen=True)
 class HostRotation:
-    """What follows a product that gives queries, keys and values: QK-norm of their heads, and RoPE."""
+    """Operations after a QKV projection: QK-norm of the heads, and RoPE (rotary)."""
 
     heads: tuple[int, int, int]
     """num_heads, num_kv_heads and head_dim."""
@@ -120,7 +120,7 @@ class HostRotation:
 
 @dataclass(frozen=True)
 class HostProduct:
-    """One product, as CudaKernel launches it."""
+    """One GEMM, as CudaKernel launches it."""
 
     x: Tensor
     weight: QuantizedWeight
@@ -161,7 +161,7 @@ class HostProduct:
 
 
 def multiply(product: HostProduct) -> None:
-    """Compute a product by few_rows.cu or shared_rows.cu."""
+    """Compute a GEMM with few_rows.cu (GEMV) or shared_rows.cu (split-K)."""
     read, (rows, columns) = arranged(product.weight), product.x.shape
     variant = product.variant(CudaVariant, read)
     library, tiles, blocks, x = compiled(variant.source), -(-variant.out_features // variant.tile_rows), 1, product.x
@@ -179,7 +179,7 @@ def multiply(product: HostProduct) -> None:
 
 
 def multiply_float8(product: HostProduct) -> tuple[Tensor, Tensor]:
-    """Compute a product by w8a8.cu. Returns x as it was rounded, [rows, K], and its scales, [groups, rows]."""
+    """Compute a GEMM with w8a8.cu. Returns x as it was rounded, [rows, K], and its scales, [groups, rows]."""
     read, (rows, columns) = arranged(product.weight), product.x.shape
     variant = product.variant(Float8Variant, read)
     assert isinstance(variant, Float8Variant)
@@ -199,7 +199,7 @@ def multiply_float8(product: HostProduct) -> tuple[Tensor, Tensor]:
 
 
 def _launch_rows(kernel: Callable[..., int], tensors: Tensors, product: HostProduct) -> None:
-    """A launch that brings rows of x into the form that a product reads."""
+    """Launch the kernel that quantizes rows of x for a GEMM."""
     pointers = [ctypes.c_void_p(0 if each is None else each.data_ptr()) for each in tensors]
     assert not kernel(*pointers, product.eps, len(product.x), *places(tensors)), SAID
 
@@ -207,7 +207,7 @@ def _launch_rows(kernel: Callable[..., int], tensors: Tensors, product: HostProd
 def add_experts(
     residual: Tensor, routed: Routed, weights: RoutedWeights, config: ExpertsConfig, lot: int, blocks: int, order: int
 ) -> None:
-    """Do what CudaRows does, with so many blocks of threads. order: in which their threads run; see host.h."""
+    """Run CudaRows with this many thread blocks. order: order in which their threads run; see host.h."""
     pairs, lot = routed.experts.numel(), 1 if len(residual) == 1 else lot
     between = residual.new_full((pairs, config.intermediate_size), torch.nan)
     for first, x, weight, bias, y in (
@@ -237,7 +237,7 @@ def add_lots(
     order: int,
     rule: ExpertCutRule = expert_lots_cut,
 ) -> None:
-    """Do what CudaLots does, with so many blocks of threads. order: in which their threads run; see host.h."""
+    """Run CudaLots with this many thread blocks. order: order in which their threads run; see host.h."""
     assert not isinstance(weights.gate_up, Tensor)
     assert not isinstance(weights.down, Tensor)
     up, down, (tokens, hidden) = arranged(weights.gate_up), arranged(weights.down), residual.shape
@@ -266,12 +266,12 @@ def _launch_lots(variant: LotsVariant, tensors: Tensors, table: Tensor, blocks: 
 
 
 _MAP = Struct("=QQ3q88x")
-"""Address, rows, rows and bytes of a box, and the swizzle, in place of the driver's form of a tensor map."""
+"""Address, rows, rows and bytes of a box, and the swizzle, instead of the driver's format of a tensor map."""
 _ARRANGING = {"arrange_rows": "arrange", "round_rows": "round_x"}
 
 
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the launchers of products made from now on launch on the host."""
+    """Make the launchers of linear layers created from now on launch on the host."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(cuda_products, "load", lambda source, name, *_: HostKernel(source, name))
     monkeypatch.setattr(cuda_products, "tensor_map", _tensor_map)
@@ -292,7 +292,7 @@ class HostKernel:
         self._allowed = max(self._allowed, shared_bytes)
 
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
-        """See CompiledKernel. Reads are not held to tensors here: those of host_kernels.py are."""
+        """Launch the kernel. Reads are not checked against tensors here, unlike the kernels above."""
         assert launch.shared_bytes <= self._allowed
         everywhere = (ctypes.c_void_p * 1)(0), (ctypes.c_long * 1)(2**62), 1
         if self._name in _ARRANGING:

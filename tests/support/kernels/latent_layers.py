@@ -55,7 +55,7 @@ def assert_small(errors: tuple[float, float], most: float = 2e-6) -> None:
 
 
 def dense_errors(backend: type[AttentionBackend], layout: CacheLayout, **changes: object) -> tuple[float, float]:
-    """As `errors_of`, of prompts of a layer without a cache: the one that is handed in holds nothing but NaN."""
+    """Return errors as `errors_of` does, for prompts of a layer without a cache: the given cache holds only NaN."""
     case = case_of("prefill", spec(head_dim=48, v_head_dim=32, num_kv_heads=4, dense=True, **changes), layout)
     expected, sums = reference_with_lse(case)
     for tensor in case.cache.tensors.values():
@@ -69,7 +69,7 @@ def dense_errors(backend: type[AttentionBackend], layout: CacheLayout, **changes
 
 
 def strided(case: Case) -> Case:
-    """The same step over a cache whose keys and values share one tensor [block, head, slot, key + value], as vLLM packs them."""
+    """Return the step with a cache whose keys and values share one tensor [block, head, slot, key + value], as in vLLM."""
     cache, spec = case.cache, case.spec
     blocks, size = cache.geometry.num_blocks, cache.block_size
     packed = torch.full((blocks, spec.num_kv_heads, size, spec.head_dim + spec.v_head_dim), math.nan, dtype=spec.dtype)
@@ -87,7 +87,7 @@ ODD = LatentConfig(kv_lora_rank=48, qk_nope_head_dim=20, qk_rope_head_dim=12, v_
 def latent_steps(
     ops: Operations, config: LatentConfig, heads: int, rows: int, dtype: torch.dtype, device: str
 ) -> dict[str, Tensor]:
-    """Each step's result in float64 on the CPU. Inputs depend on the sizes alone, and lie as the merged product leaves them."""
+    """Each step's result in float64 on the CPU. Inputs depend only on the sizes, and have a merged projection's strides."""
     generator = torch.Generator().manual_seed(rows)
 
     def draw(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a GPU is asked for in life: steps of models of real sizes, attention of every kind, and the choice of tokens."""
+"""Kernels launched in real use: steps of models with real sizes, attention of every kind, and sampling."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ GPU = torch.device("cuda", 0)
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LIMITS = StepLimits(max_num_tokens=2100, max_num_seqs=70, max_model_len=9000, max_decode_len=4)
 ROWS = (1, 5, 16, 40, 100, 300, 3000)
-"""Tokens of a step: one for each way in which products, norms and experts are computed."""
+"""Numbers of tokens per step: one for each kernel of linear layers, norms and experts."""
 FEW_ROWS = (1, 5, 16, 40, 100)
 """Without those from which on the choice among 256 experts takes the compiler minutes (route_tiles)."""
 
 
 class EmptyWeights(DummyWeights):
-    """Tensors with shapes and no numbers; those that the host reads are zeros."""
+    """Tensors with shapes but no values; tensors that the host reads are zeros."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, GPU
@@ -92,7 +92,7 @@ def with_latents() -> DecoderConfig:
 
 
 def run_model(config: DecoderConfig, dtype: torch.dtype, rows: Sequence[int] = ROWS, every: int = 1) -> None:
-    """Run all that stands between a model's attentions. every: of the ways to compute experts, each so manieth."""
+    """Run everything between a model's attention layers. every: step between the MoE kernels that run."""
     run_decoder(Decoder(config, EmptyWeights(dtype)), rows, every)
 
 
@@ -122,14 +122,14 @@ def run_decoder(model: Decoder, rows: Sequence[int], every: int = 1) -> None:
 
 
 def compute_experts(layer: BoundExperts, x: Tensor, every: int) -> None:
-    """A layer by the kernels in Triton that serve so many tokens. every: of them, each so manieth."""
+    """Run an MoE layer with the Triton kernels for this number of tokens. every: step between the kernels that run."""
     for kernel in [each for each in layer.kind.kernels.values() if not each.name.startswith("cuda")][::every]:
         if kernel.runs(len(x)):
             layer.add(kernel, layer.routed(x, kernel), x)
 
 
 def run_adapted(config: DecoderConfig, dtype: torch.dtype, slots: int, rank: int, rows: Sequence[int] = (3, 300)) -> None:
-    """What adapters add to the products between a model's attentions."""
+    """Run the kernels that adapters add to linear layers."""
     model = Decoder(config, EmptyWeights(dtype), slots=AdapterSlots(slots, rank))
     attention = AttentionFunctions(lambda layer, q, k, v: q.new_empty((*q.shape[:2], v.shape[2])))
     for count in rows:
@@ -139,7 +139,7 @@ def run_adapted(config: DecoderConfig, dtype: torch.dtype, slots: int, rank: int
 
 
 def gate_outputs(dtype: torch.dtype) -> None:
-    """Gates behind attention, and norms with one behind layers with a state."""
+    """Run the gates after attention, and the gated norms after recurrent layers."""
     rotated = torch.empty(1, 64, device=GPU)
     x, by = torch.empty(2, 8192, dtype=dtype, device=GPU), torch.empty(2, 12288, dtype=dtype, device=GPU)[:, 4096:]
     norms = {size: Norm(torch.empty(size, dtype=FP32, device=GPU), 1e-6) for size in (128, 8192)}
@@ -153,14 +153,14 @@ def gate_outputs(dtype: torch.dtype) -> None:
 
 
 def sum_over_two_ranks(dtype: torch.dtype) -> None:
-    """A sum over ranks, alone and added to a residual stream."""
+    """Run an all-reduce, alone and added to a residual stream."""
     ranks, x = OneShotAllReduce(0, GPU, [0, 0], None), torch.empty(4096, dtype=dtype, device=GPU)
     ranks(x)
     ranks(x, torch.empty_like(x))
 
 
 def compute_quantized_experts(dtype: torch.dtype, counts: Iterable[int], every: int = 1) -> None:
-    """Experts of gpt-oss-20b's sizes in MXFP4, and of Qwen3-30B-A3B's in blocks of FP8. every: so manieth of the ways."""
+    """Run experts with the sizes of gpt-oss-20b in MXFP4, and of Qwen3-30B-A3B in FP8 blocks. every: step between the kernels."""
     config = shipped("qwen3-30b-a3b").experts
     assert config is not None
 
@@ -185,7 +185,7 @@ def compute_quantized_experts(dtype: torch.dtype, counts: Iterable[int], every: 
 
 
 def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterable[int]) -> None:
-    """Products over a quantised weight of each form, by each way that computes them."""
+    """Run linear layers with a quantized weight of each format, with each kernel that supports it."""
     dequantize, rounding = Dequantizer(GPU), RowRounding(GPU)
     heads, rope = Heads(4, 2, 128), tuple(torch.empty(2, 64, 64, dtype=FP32, device=GPU))
     norm = Norm(torch.empty(shape[1], dtype=dtype, device=GPU), 1e-6)
@@ -207,7 +207,7 @@ def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterabl
 
 
 def quantized_weights(shape: tuple[int, int]) -> Iterable[tuple[bool, QuantizedWeight]]:
-    """One of each form, without numbers, and whether all that surrounds a product is tried with it."""
+    """Quantized weights of each format, without values, and whether all operations around the linear layer run with it."""
     rows, columns = shape
 
     def empty(*size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -224,7 +224,7 @@ def quantized_weights(shape: tuple[int, int]) -> Iterable[tuple[bool, QuantizedW
 
 
 def choose_tokens(vocab_size: int, dtype: torch.dtype, rows: int = 4) -> None:
-    """The most likely, drawn, drawn from what top_k, top_p and min_p keep, by one of several ranks, and held against drafts."""
+    """Sampling: greedy, random, with top_k, top_p and min_p, on one of several ranks, and verification of drafts."""
     logits = torch.empty(rows, vocab_size, dtype=dtype, device=GPU)
     keys, scales = torch.zeros(rows, dtype=torch.int64, device=GPU), torch.ones(rows, device=GPU)
     sampling = FusedSampling(GPU)

@@ -1,4 +1,4 @@
-"""Weights brought into each form that products read, simply: the nearest codes under scales that hold the largest element."""
+"""Simple quantization to each format that kernels read: nearest values, with scales for the largest element."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def int8(weight: Tensor) -> Int8Weight:
 
 
 def int4(weight: Tensor, group: int, zeros: bool = False, order: bool = False) -> Int4Weight:
-    """Zeros of random height and columns in random order, where they are asked for."""
+    """Random zero points and columns in random order, if requested."""
     generator = torch.Generator().manual_seed(len(weight))
     inputs = torch.randperm(weight.shape[1], generator=generator) if order else torch.arange(weight.shape[1])
     groups = weight.float()[:, inputs].view(len(weight), -1, group)

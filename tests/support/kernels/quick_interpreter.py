@@ -1,6 +1,6 @@
-"""Triton's interpreter without what it does again and again for nothing, two thirds of its time. Kernels compute the same.
+"""Triton's interpreter without repeated work that takes two thirds of its time. Kernels compute the same.
 
-`tests/conftest.py` has this done in processes whose interpreter is on. A release of Triton with other parts keeps its own pace.
+`tests/conftest.py` applies this in processes whose interpreter is on. Other releases of Triton run at their own speed.
 """
 
 from __future__ import annotations

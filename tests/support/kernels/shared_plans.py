@@ -1,4 +1,4 @@
-"""Layers that differ in sinks and scales of the cache alone: each right over plans that the first of them made."""
+"""Layers that differ only in sinks and cache scales: each must be right with plans that the first layer made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.core.oracle.cases import reference, relative_error
 
 
 def of_a_kind(spec: AttentionSpec) -> list[AttentionSpec]:
-    """Three layers of a spec's kind, with sinks of their own, and scales where the cache's element type has them."""
+    """Three layers with a spec's sizes and different sinks, and different scales if the cache's dtype has them."""
     draw, layers = torch.Generator().manual_seed(8), []
     for number in range(3):
         layer = replace(spec, sinks=tuple((3 * torch.rand(spec.num_heads, generator=draw)).tolist()))

@@ -1,4 +1,4 @@
-"""Runs test files under Triton's interpreter, which must be on before triton is imported: hence in a process of their own."""
+"""Runs test files in a child process with Triton's interpreter, which must be enabled before triton is imported."""
 
 from __future__ import annotations
 

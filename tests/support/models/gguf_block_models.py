@@ -1,4 +1,4 @@
-"""Random blocks of .gguf files' types, and a tiny converted model that has them beside its plain weights."""
+"""Random blocks of .gguf types, and a tiny converted model that has them in addition to its plain weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.models.checkpoints.gguf.blocks import FOLDER, PREFIX
 from plain_models import sizes
 
 SCALES_AT = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
-"""Where the float16 of a type's blocks lie; of the others at 0."""
+"""Offsets of the float16 scales in a type's blocks; 0 for other types."""
 CONFIG = LlamaConfig(**sizes(160, 256, 512, 3, max_position_embeddings=256, tie_word_embeddings=True))
 
 
@@ -31,9 +31,9 @@ def blocks_of(name: str, rows: int, columns: int, seed: int, scale: float = 0.1)
 
 
 def save_block_model(folder: Path, types: Mapping[str, str], seed: int = 0) -> None:
-    """Write a model of `CONFIG`, as one that was converted from a .gguf file.
+    """Save a model of `CONFIG`, as if converted from a .gguf file.
 
-    types: from the last name of a product (q_proj, down_proj, ...) or embed_tokens to the type of its blocks; others are plain.
+    types: the block type by the last name of a linear layer (q_proj, down_proj, ...) or embed_tokens; others are plain.
     """
     shapes, dim = {"model.embed_tokens": (CONFIG.vocab_size, CONFIG.hidden_size)}, CONFIG.hidden_size
     for layer in range(CONFIG.num_hidden_layers):

@@ -1,14 +1,15 @@
-"""Writing .gguf files of tiny models in the layouts of llama.cpp's converter, as its published source has them (`conversion/`).
+"""Writer of .gguf files of tiny models in the layouts of llama.cpp's converter, after its published source (`conversion/`).
 
-What it does to a checkpoint, apart from names:
+Changes to a checkpoint, apart from names:
 
-- A_log is written as -exp(A_log); those of Mamba 2, and D, with an axis of one behind; Mamba 2's norm by group.
-- Kernels of convolutions lose their middle axis; Kimi's get one in front.
-- Qwen3-Next and Qwen3.5: norms but the linear attention's are written with their 1. Qwen3-Next's product for q, k, v and z is cut
-  into q, k, v of all heads and z; Qwen3.5's value heads are put in turn: the first of each key head, then the second of each.
-- Granite, Bamba, Nemotron-H: rows of queries and keys in Llama's order, the halves of a head in turn.
-- Granite's gate and up are cut apart. Experts are stacked. Falcon-H1's factors are multiplied into the products.
-- Kimi's product from the latent is cut into keys, transposed, and values.
+- A_log is written as -exp(A_log); Mamba-2's A_log and D have a trailing axis of size 1; Mamba-2's norm is by group.
+- Convolution kernels lose their middle axis; Kimi's get a leading one.
+- Qwen3-Next and Qwen3.5: norm weights include the added 1, except the linear attention's norm. Qwen3-Next's projection for q, k,
+v
+  and z is split into q, k, v of all heads and z; Qwen3.5's value heads are interleaved over the key heads.
+- Granite, Bamba, Nemotron-H: rows of queries and keys in Llama's order, the halves of a head interleaved.
+- Granite's gate and up are split. Experts are stacked. Falcon-H1's factors are multiplied into the weights.
+- Kimi's up-projection from the latent is split into keys, transposed, and values.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _top(config: Any, module: str, tensor: Tensor) -> Tensor:
 
 
 def _changed(config: Any, below: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What becomes of a tensor below a layer."""
+    """Return a layer's tensor as the converter writes it."""
     kind, module = config.model_type, below.removesuffix(".weight").removesuffix(".bias")
     suffix = below[len(module) :]
     special = {
@@ -166,7 +167,7 @@ def _numbers(config: Any, module: str, tensor: Tensor) -> Tensor:
 
 
 def _product(config: Any, module: str, name: str, tensor: Tensor) -> Tensor:
-    """A product, a kernel or a norm."""
+    """Return a random weight of a linear layer, a kernel or a norm."""
     kind = config.model_type
     if name.startswith("ssm_conv1d") or name == "shortconv.conv":
         if tensor.dim() == 3:
@@ -194,7 +195,7 @@ def _qwen3_5(config: Any, name: str, tensor: Tensor) -> Tensor:
 
 
 def _in_turn(config: Any, tensor: Tensor, rows: int, start: int) -> Tensor:
-    """Value heads of `rows` rows, from the row `start` on: of each key head the first, then the second."""
+    """Return value heads of `rows` rows, from row `start` on, interleaved over the key heads."""
     heads = tensor[start:].unflatten(0, (config.linear_num_key_heads, -1, rows))
     return torch.cat([tensor[:start], heads.transpose(0, 1).flatten(0, 2)])
 

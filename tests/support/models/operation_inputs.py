@@ -1,4 +1,4 @@
-"""Random inputs for every step of `Operations`, and what one way of computing them gives: for comparing two ways."""
+"""Random inputs for every step of `Operations`, and the results of an implementation, to compare two of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ropes(head_dim: int, *thetas: float, factor: float = 1.3) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model's steps."""
+    """Sizes of a model's steps."""
 
     rows: int
     hidden: int = 48
@@ -37,13 +37,13 @@ class Sizes:
     head_dim: int = 12
     qk_norm: bool = False
     whole_norm: bool = False
-    """Whether qk_norm is over all heads of q, and of k, as one."""
+    """True if qk_norm is over all heads of q, and of k, together."""
     bias: bool = False
     layer_norm: bool = False
     learned_positions: bool = False
     rotated: bool = True
     gate_heads: int = 0
-    """Heads of the merged product behind those of v."""
+    """Number of gate heads in the merged projection, after the heads of v."""
     activation: Activation = "silu"
 
 
@@ -53,7 +53,7 @@ class Inputs:
     def __init__(
         self, sizes: Sizes, dtype: torch.dtype, seed: int = 0, quantize: Callable[[Tensor], QuantizedWeight] | None = None
     ) -> None:
-        """quantize: what products read instead of a weight; the reference reads the same, dequantised."""
+        """quantize: returns the quantized weight of a linear layer; the reference uses the same weight, dequantized."""
         self.sizes, self.dtype = sizes, dtype
         self._generator = torch.Generator().manual_seed(seed)
         q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
@@ -79,7 +79,7 @@ class Inputs:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(self.dtype).double()
 
     def first(self, rows: int) -> Inputs:
-        """The first rows alone, of the same model."""
+        """Only the first rows, of the same model."""
         few = copy.copy(self)
         few.sizes = replace(self.sizes, rows=rows)
         few.ids, few.positions, few.x = self.ids[:rows], self.positions[:rows], self.x[:rows]
@@ -87,7 +87,7 @@ class Inputs:
         return few
 
     def _gates(self, put: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Gate]]:
-        """Gates of hybrids: attention's, and those of layers with a state, whose norm is of a head, of a group or of a row."""
+        """Gates of hybrid models: attention's, and recurrent layers' with a norm per head, group or row."""
         dim, whole = self.sizes.head_dim, Norm(put(self.gate_norm), 1e-5)
         yield "of attention", Gate("sigmoid")
         yield "none", Gate("none")
@@ -96,7 +96,7 @@ class Inputs:
         yield "after the norm of a row", Gate("sigmoid", whole, len(self.gate_norm))
 
     def results(self, ops: Operations, dtype: torch.dtype, device: str) -> Iterator[tuple[str, Tensor]]:
-        """What each step gives, by its name, in float64 on the CPU."""
+        """Return the result of each step by its name, in float64 on the CPU."""
 
         def put(x: Tensor) -> Tensor:
             return x.to(dtype).to(device, copy=True)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, drawn at random and packed by the letter of each format, and the plain ones that they stand for."""
+"""Random quantized checkpoints, packed as each format specifies, and the equivalent plain ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QWEN3_MOE = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_in
 
 
 def gpt_oss(inner: int) -> GptOssConfig:
-    """A tiny gpt-oss whose experts have so many hidden elements."""
+    """A tiny gpt-oss whose experts have this hidden size."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     return GptOssConfig(**sizes(VOCAB, 64, inner, 2, head_dim=16, max_position_embeddings=64, initializer_range=0.2, **experts))
 
@@ -39,7 +39,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 
 @dataclass(frozen=True)
 class Format:
-    """A format: what config.json says, and how a module of so many rows and columns is drawn."""
+    """A quantization format: its entry in config.json, and the function that draws a module of the given rows and columns."""
 
     config: Mapping[str, Any]
     draw: Callable[[int, int], Packed]
@@ -226,13 +226,13 @@ FORMATS = {
     ),
     "modelopt fp8": Format({"quant_method": "modelopt", "quant_algo": "FP8"}, float8_named(".weight_scale", static=True)),
 }
-"""Every format of products, with groups and blocks that fit a tiny model."""
+"""Every format of linear layers, with groups and blocks that fit a tiny model."""
 
 
 def save_both(
     folder: Path, form: Format, config: PretrainedConfig = QWEN3, plain: Callable[[str], bool] = lambda name: False
 ) -> tuple[Path, Path]:
-    """A checkpoint in a format, and the plain one that it stands for. plain: modules that are left as they are."""
+    """Save a checkpoint in a format, and the equivalent plain one. plain: modules that stay unquantized."""
     dense, quantized = folder / "dense", folder / "quantized"
     save_random(config, dense)
     tensors = load_file(dense / "model.safetensors")
@@ -252,7 +252,7 @@ def save_both(
 
 
 def save_mxfp4(folder: Path, config: PretrainedConfig) -> tuple[Path, Path]:
-    """The same of gpt-oss, whose experts alone are quantised."""
+    """Save gpt-oss with only its experts quantized, and the equivalent plain checkpoint."""
     dense, quantized = folder / "dense", folder / "quantized"
     save_random(config, dense)
     tensors = load_file(dense / "model.safetensors")
@@ -273,7 +273,7 @@ def save_mxfp4(folder: Path, config: PretrainedConfig) -> tuple[Path, Path]:
 
 
 def write_config(folder: Path, stated: Mapping[str, Any] | None = None, **changes: Any) -> None:
-    """Write config.json. stated: what is changed; None: what is there."""
+    """Write config.json. stated: changed values; None removes a value."""
     path = folder / "config.json"
     path.write_text(json.dumps({**(json.loads(path.read_text()) if stated is None else stated), **changes}))
 

@@ -21,7 +21,7 @@ CONFIG = EngineConfig(block_size=8, kv_cache_memory=2**21, max_model_len=64, max
 
 
 def decoder_engine(folder: Path, size: int) -> EngineLoop:
-    """An engine of `size` ranks over gloo, in float32; 1: in this process alone."""
+    """Return an engine with `size` ranks over gloo, in float32; 1 means only this process."""
     options: Any = {"source": create_registry(policy="none"), "config": CONFIG, "measured": False}
     if size == 1:
         return make_engine(EngineParts(model=_decoder(folder, ONE_RANK), **options))

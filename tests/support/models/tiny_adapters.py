@@ -1,4 +1,4 @@
-"""Folders of adapters (LoRA) as peft writes them, with random numbers, for tiny models; and slots beside one product."""
+"""Random adapter (LoRA) folders for tiny models, as peft writes them; and adapter slots for one linear layer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ OPTIONS: dict[str, Any] = {
     "enable_lora": True,
     "max_lora_rank": 8,
 }
-"""Of an engine of a tiny model."""
+"""Options of an engine of a tiny model."""
 LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def sizes_of(config: Any) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the products of a Llama's layer, by the end of the module's name."""
+    """Rows and columns of the linear layers of a Llama layer, by the end of the module's name."""
     hidden, inner = config.hidden_size, config.intermediate_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -69,7 +69,7 @@ def save_adapter(
     tensors: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> Path:
-    """An adapter for a tiny Llama. options: of adapter_config.json. tensors: in place of random ones."""
+    """Save an adapter for a tiny Llama. options: entries of adapter_config.json. tensors: replacements for random ones."""
     from transformers import AutoConfig
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def save_adapter(
 def made_bank(
     modules: dict[str, int], columns: int, slots: int, rank: int, dtype: torch.dtype, device: str = "cpu", joins: bool = False
 ) -> tuple[AdapterBank, AdaptedProduct]:
-    """A bank beside one product, with random adapters in all of its slots."""
+    """An adapter bank for one linear layer, with random adapters in all slots."""
     origin = ProductOrigin({name: Axis.all(rows) for name, rows in modules.items()}, Axis.all(columns), None, 1.0)
     linear = Linear(torch.zeros(sum(modules.values()), columns, dtype=dtype, device=device), origin=origin)
     bank = AdapterBank([linear], AdapterSlots(slots, rank), dtype, RANK_MULTIPLE, joins)

@@ -93,7 +93,7 @@ def save(kind: Any, config: Any, folder: Path, decoder: bool = False) -> Any:
 
 
 def save_tokenizer(folder: Path, decoder: bool) -> None:
-    """Pairs of texts are told apart by token types; a decoder's ends a text with its end token alone."""
+    """Token types distinguish pairs of texts; a decoder ends a text only with its end token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -173,7 +173,7 @@ _ROPE = {"num_key_value_heads": 2}
 
 
 class Qwen2ForRewardModel(transformers.Qwen2PreTrainedModel):
-    """The architecture of Qwen2.5-Math-RM, whose code comes with its checkpoint: two products behind each state."""
+    """The architecture of Qwen2.5-Math-RM, whose code is in its checkpoint: two linear layers after each hidden state."""
 
     labels = 1
 

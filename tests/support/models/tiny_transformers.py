@@ -1,4 +1,4 @@
-"""Tiny models of transformers, and their `generate` with Headway's attention beside their own."""
+"""Tiny models of transformers, and their `generate` with Headway's attention and with their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test asks of transformers, and the first release that has it; with an older one the test is skipped, and says so."""
+"""Features of transformers that tests need, with the first release that has them; tests are skipped on older ones."""
 
 from __future__ import annotations
 

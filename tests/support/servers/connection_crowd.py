@@ -1,4 +1,4 @@
-"""Many connections to one server at once, in a process of their own: python connection_crowd.py PORT CONNECTIONS IDLE.
+"""Many connections to one server at once, in a child process: python connection_crowd.py PORT CONNECTIONS IDLE.
 
 All stay open until every one but the first IDLE has asked and has been answered; meanwhile /health is asked every 20 ms. Prints
 JSON: `statuses` (status, or "none" -> connections), `odd` (answers that are neither 200 nor an error in OpenAI's shape with

@@ -22,7 +22,7 @@ PLANS = ("read", "read", "whole", "whole", "close", "cancel")
 
 
 class ServerError(Exception):
-    """What the server answers that has met a fault."""
+    """Response of a server that has met a fault."""
 
 
 async def ask(http: httpx.AsyncClient, plan: str, body: dict[str, Any], draw: random.Random) -> tuple[list[list[int]], bool]:
@@ -106,7 +106,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def always_read(monkeypatch: pytest.MonkeyPatch, pieces: list[ChatPiece]) -> None:
-    """Stand for a parser that finds these pieces, and calls, in every answer."""
+    """Replace the parser by one that finds these text segments and calls in every response."""
 
     def read(answer: ChatAnswer, index: int, new: CompletionOutput) -> tuple[list[ChatPiece], str | None]:
         return (pieces, "tool_calls") if new.finish_reason else ([], None)

@@ -25,7 +25,7 @@ class Running:
 
     @property
     def service(self) -> Service:
-        """What its requests share."""
+        """Objects that its requests share."""
         app = self.server.config.app
         return app.state.service  # type: ignore[union-attr]
 
@@ -33,7 +33,7 @@ class Running:
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=10)
 
     def wait_idle(self, seconds: float = 10.0) -> None:
-        """Wait until no request is left, and check that none left anything behind."""
+        """Wait until no request is left, and check that no request left any state."""
         ends = time.monotonic() + seconds
         engine = self.llm.engine
         while self.llm.num_unfinished_requests or engine.has_unfinished or self.service.num_queued:

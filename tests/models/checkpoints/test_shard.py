@@ -1,4 +1,4 @@
-"""A decoder that is divided among ranks: every family gives the logits of one rank, and reads its part of the weights alone."""
+"""Tests of sharded decoders: every family gives the logits of one rank, and each rank reads only its shard of the weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.models.checkpoints import tensor_files as files_module
-from headway.models.cut import ModelCut
 from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.loader import LoadOptions, load_model
+from headway.models.shard import ModelShard
 from plain_models import ROWS as PLAIN
 from plain_models import SMALL, VOCAB
 from quantized_models import FORMATS, GPT_OSS, QWEN3_MOE, save_both, save_mxfp4
@@ -69,7 +69,7 @@ def test_logits_equal_those_of_one_rank(tmp_path: Path, name: str) -> None:
 
 
 def logits_of(folder: Path, ranks: Ranks, **options: Any) -> Tensor:
-    """Logits of two prompts at once, and then of a token behind each."""
+    """Logits of two prompts at once, and then of one more token of each."""
     model = load_model(str(folder), "float32", skip_tokenizer_init=True, ranks=ranks, **options).decoder
     ids = torch.randint(0, model.vocab_size, (20,), generator=torch.Generator().manual_seed(1))
     attention, logits = DenseAttention(model), []
@@ -214,7 +214,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "values", "size", "words"), REFUSED)
 def test_sizes_that_do_not_divide_are_named_with_what_does(name: str, values: dict[str, Any], size: int, words: str) -> None:
     with pytest.raises(ConfigError, match=f"^tensor_parallel_size: .*{words}"):
-        ModelCut(read_decoder_config(changed(name, **values)), 0, size)
+        ModelShard(read_decoder_config(changed(name, **values)), 0, size)
 
 
 def test_they_are_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_transformers_code_is_refused_with_more_than_one_rank(tmp_path: Path) ->
 
 WRITING = {**plain_models.ROWS, **hybrid_models.ROWS}
 OFTEN_WRITTEN = {"qwen3_next"}
-"""With experts, and a state beside attention."""
+"""Families with experts, and with attention and a state."""
 OFTEN = {
     2: {
         "qwen3_moe",
@@ -249,8 +249,9 @@ OFTEN = {
     },
     4: {"llama", "deepseek_v3", "nemotron_h, experts", "qwen3_next"},
 }
-"""Those of the slow tests, by the number of ranks: each is divided in another way. Logits of all are compared in test_cut.py, and
-the others' tokens in `make soak`."""
+"""Families of the slow tests, by the number of ranks: each is sharded differently. Logits of all are compared in test_shard.py,
+and the others' tokens in `make soak`.
+"""
 
 
 def _marks(name: str, size: int) -> tuple[pytest.MarkDecorator, ...]:
@@ -298,7 +299,7 @@ def test_two_processes_read_their_parts_of_quantised_experts(tmp_path: Path, nam
 
 
 def write(folder: Path, size: int) -> dict[tuple[str, int], Written]:
-    """What an engine of so many ranks writes after prompts of which some are longer than a step."""
+    """Return the outputs of an engine with `size` ranks for prompts of which some are longer than a step."""
     engine = decoder_engine(folder, size)
     try:
         vocab_size = engine.limits.vocab_size

@@ -1,7 +1,7 @@
-"""How a decoder is divided among ranks (tensor parallelism; Shoeybi et al. 2019, arXiv 1909.08053).
+"""Sharding of a decoder over ranks (tensor parallelism; Shoeybi et al. 2019, arXiv 1909.08053).
 
-First products of a part are cut by rows: heads of queries, keys and values, columns of an MLP, heads and channels of a state. The
-last is cut by columns, and its results are summed over ranks, once a part. The residual stream and its norms are every rank's.
+A part's first linear layers are sharded by rows: query and KV heads, MLP columns, heads and channels of a state. The last is
+sharded by columns, with one all-reduce per part. The residual stream and its norms are replicated.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from headway.kernels.linear.axes import Axis, Division
 from headway.models.config import DecoderConfig, StateConfig
 
 
-class ModelCut:
-    """The axes of a model's tensors as one rank holds them, and the configuration of what it computes."""
+class ModelShard:
+    """Axes of a model's tensors as one rank holds them, and the configuration of this rank's shard."""
 
     def __init__(self, config: DecoderConfig, rank: int = 0, size: int = 1, by_expert: bool = True) -> None:
-        """Take sizes alone: nothing is read before they are known to divide. by_expert: see `check_divides`.
+        """Check that the sizes divide; no tensors are read. by_expert: see `check_divides`.
 
-        :raises ConfigError: they do not, with the numbers of ranks nearest to this one that would suit them.
+        :raises ConfigError: if they do not divide; the error names the nearest numbers of ranks that do.
         """
         check_divides(config, size, by_expert)
         self._config = config
@@ -35,39 +35,39 @@ class ModelCut:
 
     @cached_property
     def heads(self) -> Axis:
-        """Heads of queries."""
+        """Query heads."""
         return self._division.even(self._config.num_heads)
 
     @cached_property
     def kv_heads(self) -> Axis:
-        """Heads of keys and values: one lies on several ranks where these outnumber them."""
+        """KV heads; with more ranks than KV heads, several ranks hold the same head."""
         return self._division.repeated(self._config.num_kv_heads)
 
     @cached_property
     def inner(self) -> Axis:
-        """Columns of a dense MLP's last product."""
+        """Columns of a dense MLP's down projection."""
         return self._division.even(self._config.intermediate_size)
 
     @cached_property
-    def vocabulary(self) -> VocabularyCut:
+    def vocabulary(self) -> VocabularyShard:
         """Rows of the embedding and of the output head."""
-        return VocabularyCut(self._config.vocab_size, self._division)
+        return VocabularyShard(self._config.vocab_size, self._division)
 
     @cached_property
     def experts(self) -> ExpertsCut:
-        """The layers of experts."""
+        """Shard of the MoE layers."""
         assert self._config.experts is not None
         return ExpertsCut(self._config.experts, self._division)
 
     @cached_property
-    def state(self) -> StateCut:
-        """The parts with a state."""
+    def state(self) -> StateShard:
+        """Shard of the recurrent parts."""
         assert self._config.state is not None
-        return StateCut(self._config.state, self._division)
+        return StateShard(self._config.state, self._division)
 
     @cached_property
     def own(self) -> DecoderConfig:
-        """The configuration of what the rank computes; hidden size and vocabulary are the model's."""
+        """Configuration of this rank's shard; hidden size and vocabulary size are the model's."""
         config, dense = self._config, any(layer.mlp == "dense" for layer in self._config.layers)
         attends = any(layer.attention for layer in config.layers)
         return replace(
@@ -80,65 +80,65 @@ class ModelCut:
         )
 
     def once(self, tensor: Tensor | None) -> Tensor | None:
-        """Return what is added to a sum over ranks: rank 0's, and None on the others."""
+        """Return the tensor on rank 0 and None on others, for a term that an all-reduce must include once."""
         return tensor if self._division.rank == 0 else None
 
 
-class VocabularyCut:
-    """Tokens of one rank: equally many on each, but for the last ones."""
+class VocabularyShard:
+    """Tokens of one rank: the same number on each rank, except for the last ones."""
 
     def __init__(self, size: int, division: Division) -> None:
-        """size: tokens of the model."""
+        """size: vocabulary size of the model."""
         self.axis = division.uneven(size)
-        """Rows that the rank reads."""
+        """Rows that the rank reads from the checkpoint."""
         self._rows = -(-size // division.size)
         self._divided = division.size > 1
 
     @property
     def tokens(self) -> range | None:
-        """Ids of the rank's tokens; None: it has all."""
+        """Token ids of this rank. None means all."""
         held = self.axis.held[0] if self.axis.held else range(0)
         return held if self._divided else None
 
     @property
     def missing(self) -> int:
-        """Rows of the rank's head that are no token's."""
+        """Padding rows of this rank's output head."""
         return self._rows - self.axis.size
 
     def table(self, own: Tensor) -> Tensor:
-        """Return the rank's embedding with rows of zeros behind it, of which the last stands for the tokens of other ranks."""
+        """Return this rank's embedding padded with zeros; with several ranks, the last row stands for other ranks' tokens."""
         return _with_rows(own, self._rows + 1 if self._divided else self._rows)
 
     def head(self, own: Tensor) -> Tensor:
-        """Return the rank's output head, or its embedding as one, with as many rows as every other rank's."""
+        """Return this rank's output head, or its embedding used as one, padded to the number of rows of every rank."""
         return _with_rows(own, self._rows)
 
 
 def _with_rows(tensor: Tensor, rows: int) -> Tensor:
-    """A matrix of so many rows, those that it lacks being zeros; itself where it has as many."""
+    """Return the matrix padded with zeros or truncated to this number of rows."""
     missing = rows - len(tensor)
     return tensor if missing == 0 else tensor[:rows] if missing < 0 else pad(tensor, (0, 0, 0, missing))
 
 
-class StateCut:
-    """Heads or channels of the parts with a state; q and k (B and C of `mamba2`) lie on all ranks that share their heads."""
+class StateShard:
+    """Heads or channels of recurrent parts. Ranks whose heads share q and k (B and C of `mamba2`) all hold them."""
 
     def __init__(self, config: StateConfig, division: Division) -> None:
         self._spec = config.spec
         spec = config.spec
         self.heads = division.even(spec.num_heads)
-        """Heads of the state; `mamba1` has a channel in their place."""
+        """Heads of the state; channels for `mamba1`."""
         self.key_heads = division.repeated(spec.num_key_heads) if spec.recurrent else Axis.all(0)
         self.out = self.values if spec.recurrent else division.even(spec.conv_channels)
         """Channels of the output."""
         heads, key_heads = self.heads.size, self.key_heads.size
         own = replace(spec, num_heads=heads, num_key_heads=key_heads, conv_channels=self._conv_channels)
         self.own = replace(config, spec=own, norm_size=min(config.norm_size, self.out.size))
-        """The rank's part."""
+        """Configuration of this rank's shard."""
         self.norms = self.out.whole // (config.norm_size or self.out.whole)
-        """Groups of the output that are normed by themselves."""
+        """Number of groups of the whole output that are normalized separately."""
         self.norms_are_shared = config.norm_size > self.out.size
-        """Whether each of them lies on several ranks."""
+        """True if such a group spans several ranks."""
 
     @property
     def keys(self) -> Axis:
@@ -152,27 +152,27 @@ class StateCut:
 
     @property
     def low_rank(self) -> Axis:
-        """Elements between two products of low rank (`kda`), which every rank has."""
+        """Inner axis of low-rank projections (`kda`), replicated on every rank."""
         return Axis.all(self._spec.value_dim)
 
     @property
     def _conv_channels(self) -> int:
-        """Channels of the rank's convolution: of a recurrence, what that reads."""
+        """Channels of this rank's convolution: the inputs of the recurrence, if there is one."""
         if not self._spec.conv_channels or self._spec.kind in (CONV, MAMBA1):
             return self.out.size if self._spec.conv_channels else 0
         return 2 * self.keys.size + self.values.size
 
 
 _MOST = 1024
-"""Ranks up to which numbers of them are proposed."""
+"""Largest number of ranks that an error proposes."""
 
 
 def check_divides(config: DecoderConfig, size: int, by_expert: bool = True) -> None:
-    """Check that a model's sizes divide among so many ranks.
+    """Check that a model's sizes divide among `size` ranks.
 
-    by_expert: whether experts may be divided by expert, which the kernels of a GPU do not compute.
+    by_expert: True if experts may be sharded by expert, which GPU kernels do not support.
 
-    :raises ConfigError: they do not; the error has all of their numbers, and which numbers of ranks would do.
+    :raises ConfigError: if they do not divide; the error lists the sizes and the nearest numbers of ranks that work.
     """
     needs = [*_needs(config, size, by_expert)]
     if needs:
@@ -183,7 +183,7 @@ def check_divides(config: DecoderConfig, size: int, by_expert: bool = True) -> N
 
 
 def _needs(config: DecoderConfig, size: int, by_expert: bool) -> Iterator[str]:
-    """What a number of ranks would have to be, where it is not."""
+    """Yield the requirements that this number of ranks does not meet."""
     even, either = {}, {}
     if any(layer.attention for layer in config.layers):
         even["attention heads"] = config.num_heads
