@@ -37,7 +37,7 @@ class FlashAttention4(VarlenAttention):
     """Varlen prefill with Hopper's and Blackwell's tensor-core instructions; extend and decode over a paged cache.
 
     Calls the forward function below `flash_attn_varlen_func`, because it accepts `out`; the public function allocates. A kernel
-    is compiled at its first call, so run a step before capturing it. There is no split-KV on Hopper: decode with few sequences
+    is compiled at its first call, so run a step before capturing it. The library does not support split-KV on Hopper: decode with few sequences
     and long contexts leaves most of the GPU idle.
     """
 

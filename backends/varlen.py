@@ -87,7 +87,7 @@ HINT = "pip install 'torch>=2.13': the first release whose varlen_attn takes a b
 
 
 class TorchVarlen(VarlenAttention):
-    """PyTorch's built-in copy of FlashAttention 2, for varlen prefill and extend, paged split-KV decode. CUDA graphs have not been tested."""
+    """Copy of FlashAttention 2 in PyTorch: prefill, extend and paged split-KV decode. CUDA graphs have not been tested."""
 
     name = "torch_varlen"
     capabilities = Capabilities(
