@@ -37,8 +37,8 @@ class FlashAttention4(VarlenAttention):
     """Varlen prefill with Hopper's and Blackwell's tensor-core instructions; extend and decode over a paged cache.
 
     Calls the forward function below `flash_attn_varlen_func`, because it accepts `out`; the public function allocates. A kernel
-    is compiled at its first call, so run a step before capturing it. The library does not support split-KV on Hopper: decode with few sequences
-    and long contexts leaves most of the GPU idle.
+    is compiled at its first call, so run a step before capturing it. The library has no split-KV on Hopper: decode with few
+    sequences and long contexts leaves most of the GPU idle.
     """
 
     name = "flash_attn_4"
