@@ -1,1 +1,1 @@
-"""Built-in attention backends and cache writers; each is registered through the same hooks as anybody else's."""
+"""Built-in attention backends and cache writers, registered through the same hooks as plugins."""

@@ -1,4 +1,4 @@
-"""`flash_attn`: FlashAttention 2 (Dao 2023) from the package flash-attn."""
+"""The attention backend `flash_attn`: FlashAttention 2 (Dao 2023) from the package flash-attn."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from headway.kernels.runtime.probe import HALF_DTYPES, at_least, find, has_gpu
 
 MODULE = "flash_attn.flash_attn_interface"
 ENTRY = "flash_attn_gpu"
-"""The name under which flash-attn's own Python reaches its compiled module."""
+"""Name under which flash-attn's Python code imports its compiled module."""
 ARITY = {"varlen_fwd": 21, "fwd_kvcache": 20}
-"""Arguments of the compiled functions we call, since flash-attn 2.7. They are positional, so a count is what can be probed."""
+"""Number of arguments of the compiled functions since flash-attn 2.7. They are positional, so only their number can be probed."""
 HINT = (
     "take the prebuilt wheel for your torch, CUDA and Python from https://github.com/Dao-AILab/flash-attention/releases; "
     "else pip install flash-attn --no-build-isolation, which compiles: minutes for one GPU architecture on 16 cores, hours on few"
@@ -30,10 +30,11 @@ HINT = (
 
 
 class FlashAttention2(VarlenAttention):
-    """Varlen prefill and extend, paged split-KV decode.
+    """Varlen prefill and extend, and paged split-KV decode.
 
-    It calls the compiled functions under `flash_attn_varlen_func` and `flash_attn_with_kvcache`: those two allocate their output
-    and pass through autograd, the compiled ones write `out` in place and read the keys' true lengths (`seqused_k`) on the device.
+    Calls the compiled functions below `flash_attn_varlen_func` and `flash_attn_with_kvcache`. Those Python functions allocate
+    their output and use autograd; the compiled functions write `out` in place and read the key lengths (`seqused_k`) on the
+    device.
     """
 
     name = "flash_attn"
@@ -47,8 +48,9 @@ class FlashAttention2(VarlenAttention):
         dense_prefill=True,
         non_causal=True,
     )
-    # Decode allocates its split buffers from the caching allocator, which a graph's pool serves; splits are fixed at capture
-    # from the block table's width, and lengths are read on the device.
+    # Decode allocates split buffers from the caching allocator, that is from the graph's pool during capture. The number of
+    # splits
+    # is fixed at capture from the block table's width; lengths are read on the device.
     graph_level = GraphLevel.UNIFORM
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
@@ -57,7 +59,7 @@ class FlashAttention2(VarlenAttention):
         self._slopes = None
         if spec.alibi_slopes is not None:
             self._slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=spec.device)
-        # A window of w keys ends at the query itself; FA counts the keys to its left. -1 is no bound; causal sets the right one.
+        # A window of w keys includes the query's own key; the library takes the number of keys to its left. -1 means unbounded.
         self._left = -1 if spec.sliding_window is None else spec.sliding_window - 1
         self._right = self._left if spec.sliding_window is None or not spec.causal else 0
         self._softcap = spec.softcap or 0.0
@@ -82,7 +84,7 @@ class FlashAttention2(VarlenAttention):
         return f"flash_fwd_splitkv_kernel (flash-attn 2, {'fwd_kvcache' if phase is Phase.DECODE else 'varlen_fwd'})"
 
     def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
-        """Split-KV where all sequences have the same number of new tokens; ragged verification goes through varlen."""
+        """Run split-KV decode if all sequences have equally many new tokens, otherwise varlen attention (ragged verification)."""
         assert lse is None, "not declared"
         if not plan.uniform:
             self.attend(q, cache.key, cache.value, plan, out)
@@ -91,15 +93,15 @@ class FlashAttention2(VarlenAttention):
         shape: tuple[int, ...] = (plan.num_seqs, plan.max_query_len, spec.num_heads, spec.head_dim)
         queries, result = q.view(shape), out.view(shape)
         if self._folds and plan.max_query_len == 1:
-            # The query heads of a kv head as query rows, so that keys are read once. The library does this swap by itself, but
-            # then wants `out` in the swapped shape: doing it here keeps `out` in place, whatever the release.
+            # Use the query heads of a kv head as query rows, so that keys are read once. The library also does this, but then
+            # expects `out` in the swapped shape. Doing it here writes `out` in place with every release.
             shape = (plan.num_seqs, spec.num_kv_heads, spec.group_size, spec.head_dim)
             queries, result, causal = q.view(shape).transpose(1, 2), out.view(shape).transpose(1, 2), False
         self._library.fwd_kvcache(
             queries,
             cache.key,
             cache.value,
-            None,  # k, v to append: the writer has done that
+            None,  # k, v to append: already written by the cache writer
             None,
             plan.kv_lens,
             None,  # rotary cos, sin
@@ -126,7 +128,7 @@ class FlashAttention2(VarlenAttention):
             v,
             out,
             plan.starts,
-            plan.starts,  # cu_seqlens_k: of a paged call only its shape is looked at, seqused_k rules
+            plan.starts,  # cu_seqlens_k: in a paged call only its shape matters; lengths come from seqused_k
             plan.kv_lens if paged else None,
             None,  # leftpad_k
             plan.block_table if paged else None,
@@ -144,16 +146,17 @@ class FlashAttention2(VarlenAttention):
             None,  # generator
         )[0]
         if plan.max_query_len == 1 and written.data_ptr() != out.data_ptr():
-            # One token a sequence: the library swaps heads and rows itself, and its varlen form answers in a copy.
+            # With one token per sequence, the library swaps heads and rows, and its varlen call returns a copy.
             out.copy_(written)
 
 
 def _takes(library: Any, name: str, arity: int) -> Support:
-    """Whether a compiled function exists and takes so many arguments, as pybind11 writes its signature into the docstring."""
+    """Return whether a compiled function exists and has `arity` arguments, according to the signature in its pybind11
+    docstring."""
     function = getattr(library, name, None)
     if function is None:
         return Support.no(f"flash_attn_2_cuda.{name}", "to exist", "a build without it", HINT)
     found = len(re.findall(r"\barg\d+:", function.__doc__ or ""))
-    if found in (0, arity):  # 0: no signature to read
+    if found in (0, arity):  # 0 means that there is no signature
         return YES
     return Support.no(f"flash_attn_2_cuda.{name}", f"{arity} arguments", found, "pip install 'flash-attn>=2.7'")

@@ -1,4 +1,4 @@
-"""The backend `flash_attn_3`."""
+"""The attention backend `flash_attn_3`: FlashAttention 3, for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from headway.core.contract.support import YES, Support
 from headway.kernels.runtime.probe import HALF_DTYPES, capability
 
 LATENT_HEAD = (576, 512)
-"""head_dim and v_head_dim of DeepSeek's absorbed latent attention: the key is the value's 512 elements and 64 with positions."""
+"""head_dim and v_head_dim of DeepSeek's absorbed MLA: the key is the value's 512 elements plus 64 with RoPE."""
 MOST_HEADS_WITH_SINKS = 64
 WORKSPACE = 256 * 2**20
-"""Bytes that the partial results of split keys may take. The library sizes them for the longest sequence and allocates them for
-every query token, which for many extensions at once would be gigabytes; those fill the GPU without a split."""
+"""Maximum size of split-KV partial results in bytes. The library sizes them for the longest sequence and allocates them for every
+query token, which could be gigabytes for many extends; such steps fill the GPU without splits."""
 TILE = 128
-"""Most query rows (tokens times heads of a group) that one program of the library takes."""
+"""Maximum number of query rows (tokens x heads of a group) per program of the library."""
 MOST_PAIRS = 2**24
-"""Query tokens times context tokens of a warm-up: longer steps take the kernels of shorter ones."""
+"""Maximum of query tokens x context tokens in a warm-up step. Larger steps use the same kernels as shorter ones."""
 ALIGNMENT = 16
-"""Bytes: rows must begin at multiples of this, or TMA does not load them."""
+"""Alignment in bytes that TMA requires of rows."""
 
 
 @dataclass
 class FlashStep:
-    """One view of a step: the arguments of its calls but for the tensors of a layer."""
+    """Arguments of the library's calls for one view of a step, without a layer's tensors."""
 
     paged: bool
-    """Whether keys come from the cache; else this step's k and v are all the keys there are."""
+    """True if keys are read from the cache. False means that all keys are this step's k and v."""
     arguments: list[Any]
     schedule: list[Any] | None = None
-    """Arguments of the operator that plans the split. Kept by a captured step alone: its lengths change from replay to replay, so
-    the plan is made in the graph, once, before the layer that comes first."""
+    """Arguments of the operator that plans the split. Only captured steps keep them: lengths change between replays, so the
+    operator runs inside the graph, before the first layer."""
     first: LayerCache | None = None
-    """The cache of that layer."""
+    """Cache of the first layer."""
 
 
 class FlashAttention3(AttentionBackend):
     """FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608): warp-specialised varlen prefill, paged extend and split-KV decode.
 
-    The operators are called directly, by the argument names of their schema, so that the builds of upstream, vLLM and SGLang all
-    serve. An fp8 cache is not declared: the library then wants the query in e4m3 and rounds the softmax's weights to it, to three
-    bits of mantissa. Against float64 over the same cache that is a relative error of 0.036, where this contract accepts 0.008.
+    Operators are called directly, with the argument names of their schema, so that builds of upstream, vLLM and SGLang all work.
+    FP8 caches are not supported: the library would need an e4m3 query and round the softmax weights to 3 mantissa bits. The
+    relative error against float64 over the same cache is then 0.036; this contract accepts 0.008.
     """
 
     name = "flash_attn_3"
@@ -92,7 +92,7 @@ class FlashAttention3(AttentionBackend):
         self._metadata = place["scheduler_metadata"]
         self._latent = spec.v_head_dim if spec.value_in_key else 0
         window = spec.sliding_window
-        # A window of w keys ends at the query itself; the library counts the keys to its left. -1: no bound.
+        # A window of w keys includes the query's own key; the library takes the number of keys to its left. -1 means unbounded.
         self._mask: dict[str, Any] = {"is_causal": spec.causal}
         if window is not None:
             self._mask |= {"window_size_left": window - 1, "window_size_right": 0 if spec.causal else window - 1}
@@ -139,7 +139,8 @@ class FlashAttention3(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Strides are followed if heads are contiguous and TMA can load rows; foreign layouts: only prompts without context."""
+        """Return whether the cache's strides allow TMA loads. Caches in other layouts are accepted for prompts without context
+        only."""
         if cls.capabilities.layouts is not None and cache.layout not in cls.capabilities.layouts:
             return YES
         for name, rows in (("key", cache.logical_key), ("value", cache.logical_value)):
@@ -159,7 +160,8 @@ class FlashAttention3(AttentionBackend):
         return min(WORKSPACE, self._most_splits(1) * self._bytes_per_split(max_num_tokens))
 
     def warmup_steps(self, phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
-        """Steps that warm up the library's compiled kernels: query rows around half a tile and a tile, keys split or not."""
+        """Yield steps that reach the library's compiled kernels: query rows around a half and a full tile, with and without
+        splits."""
         rows = TILE // self.spec.group_size
         longest = limits.max_decode_len if phase is Phase.DECODE else min(limits.max_num_tokens, limits.max_model_len)
         fewest = 2 if phase is Phase.EXTEND else 1
@@ -173,7 +175,7 @@ class FlashAttention3(AttentionBackend):
                 yield step
 
     def plan(self, metadata: AttentionMetadata) -> FlashStep:
-        """Fix the arguments of all layers' calls; over the cache the library's plan of the split is made here, once."""
+        """Return the arguments for all layers' calls. For a paged step, this runs the library's split planning once."""
         step = self._step(metadata, lengths_hold=True)
         if step.schedule is not None:
             self._make_schedule(step)
@@ -181,7 +183,7 @@ class FlashAttention3(AttentionBackend):
         return step
 
     def plan_for_capture(self, metadata: AttentionMetadata) -> FlashStep:
-        """As `plan`; the plan of the split is made in the graph, from the lengths that the device has then."""
+        """Return a plan whose split planning is captured in the graph, and so uses the lengths on the device."""
         return self._step(metadata, lengths_hold=False)
 
     def prefill(
@@ -237,12 +239,18 @@ class FlashAttention3(AttentionBackend):
         step.arguments[self._metadata] = self.operators.schedule.call(*step.schedule)
 
     def num_splits(self, metadata: AttentionMetadata, lengths_hold: bool) -> int:
-        """What to ask the library for: 0, its own rule; 1 where it would split no sequence; the most that WORKSPACE holds.
+        """Return the num_splits argument: 0 for the library's rule, 1 if it would split no sequence, or the maximum for
+        WORKSPACE.
 
-        Its plan cuts a sequence that takes one multiprocessor longer than all work takes all of them. Where there is none, the
-        merge of partial results would be launched in vain. lengths_hold: whether the host knows this step's lengths.
+        The library's rule splits a sequence that takes one SM longer than all SMs need for all work. If there is none, splits
+        would only add the launch that merges partial results.
+
+        lengths_hold: True if the host knows this step's lengths.
         """
-        kv_lens, starts = metadata.seq_lens_cpu.long().numpy(), metadata.query_start_loc_cpu.numpy()  # products beyond 2**31
+        kv_lens, starts = (
+            metadata.seq_lens_cpu.long().numpy(),
+            metadata.query_start_loc_cpu.numpy(),
+        )  # int64: the sums may exceed 2**31
         tiles = -(-(starts[1:] - starts[:-1]) * self.spec.group_size // TILE)
         if lengths_hold and metadata.max_seq_len * self._multiprocessors <= int(tiles @ kv_lens) * self.spec.num_kv_heads:
             return 1
@@ -250,14 +258,15 @@ class FlashAttention3(AttentionBackend):
         return 0 if self._most_splits(int(tiles.max())) * each <= WORKSPACE else max(1, WORKSPACE // each)
 
     def _most_splits(self, tiles: int) -> int:
-        """What the library's rule comes to at most: enough programs for every multiprocessor, were there one sequence only."""
+        """Return the maximum number of splits by the library's rule: enough programs for all SMs if there is only one
+        sequence."""
         return min(128, max(1, self._multiprocessors // (self.spec.num_kv_heads * tiles)))
 
     def _bytes_per_split(self, num_tokens: int) -> int:
         return num_tokens * self.spec.num_heads * (self.spec.v_head_dim + 1) * 4
 
     def _rows(self, cache: LayerCache) -> tuple[Tensor, Tensor]:
-        """Key and value as [num_blocks, block_size, num_kv_heads, elements], by strides."""
+        """Return key and value as views [num_blocks, block_size, num_kv_heads, elements]."""
         if self._latent:
             return cache.key[..., self._latent :], cache.value
         if cache.layout == NHD:

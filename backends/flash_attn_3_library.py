@@ -1,7 +1,7 @@
-"""FlashAttention 3 out of other packages: found, tried in a process of its own, loaded, and its operators bound by argument name.
+"""FlashAttention 3 libraries of other packages: find one, test it in a child process, load it, and bind its operators by name.
 
 A library built for another torch may crash the process that loads it. `python -m headway.backends.flash_attn_3_library PATH`
-loads one, calls it once, and says in one line of JSON what it found.
+loads one, calls it once, and prints the result as one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NEEDED: Final = frozenset(
         *("softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap", "scheduler_metadata", "num_splits"),
     )
 )
-"""Arguments of the forward operator without which this backend cannot work."""
+"""Arguments that the forward operator must have."""
 GIVEN: Final = NEEDED | {"batch_size", "num_heads", "num_heads_k", "headdim", "headdim_v", "qkv_dtype"}
-"""Arguments that this backend always gives to the operator that has them."""
+"""Arguments that this backend always passes if the operator has them."""
 OTHER_NAMES: Final = {"qv": "q_v", "sinks": "s_aux", "learnable_sink": "s_aux", "causal": "is_causal"}
-"""What some homes call an argument -> what this backend calls it."""
+"""Name of an argument in some packages -> its name in this backend."""
 AT_REST: Final = {
     "attention_chunk": 0,
     "cp_rank": 0,
@@ -49,20 +49,20 @@ AT_REST: Final = {
     "window_size_left": -1,
     "window_size_right": -1,
 }
-"""Values that leave out what an argument is for, where the operator declares no default. An optional one is left out by None."""
+"""Neutral values for arguments without a default in the operator's schema. Optional arguments get None."""
 
 
 @dataclass(frozen=True)
 class Operators:
-    """The operators of one library."""
+    """Operators of one library."""
 
     forward: BoundOperator
     schedule: BoundOperator | None
-    """Plans the split of a step once for all layers; None where the library keeps it to itself."""
+    """Operator that plans a step's split once for all layers, or None if the library does not expose it."""
 
     @classmethod
     def of(cls, namespace: str) -> Operators:
-        """Bind the operators of a torch namespace. :raises BackendError: the forward operator has another signature."""
+        """Bind the operators of a torch namespace. :raises BackendError: if the forward operator has an unsupported signature."""
         space = getattr(torch.ops, namespace)
         schedule = getattr(space, SCHEDULE, None)
         return cls(
@@ -72,12 +72,12 @@ class Operators:
 
     @property
     def sinks(self) -> bool:
-        """Whether the forward operator takes a logit for each head that joins the softmax's denominator."""
+        """True if the forward operator supports attention sinks."""
         return "s_aux" in self.forward.place
 
     @property
     def latent(self) -> bool:
-        """Whether the forward operator takes the part of the query that meets the value's half of a latent key."""
+        """True if the forward operator supports absorbed MLA: an argument q_v for the query's part that matches the value."""
         return "q_v" in self.forward.place
 
 
@@ -86,7 +86,7 @@ def _bound(overload: Any, needed: frozenset[str]) -> BoundOperator:
 
 
 def registered(before: frozenset[str] = frozenset()) -> list[str]:
-    """Namespaces whose `fwd` reads a page table, without those of `before`."""
+    """Return namespaces that are not in `before` and whose `fwd` reads a page table."""
     schemas = torch._C._jit_get_all_schemas()
     suffix = f"::{FORWARD}"
     found = {
@@ -98,11 +98,11 @@ def registered(before: frozenset[str] = frozenset()) -> list[str]:
 
 
 TOLERANCE = 2e-2
-"""Largest accepted ||out - right|| / ||right|| of the trial call, whose numbers are bfloat16."""
+"""Maximum accepted ||out - reference|| / ||reference|| of the trial call, in bfloat16."""
 
 
 def examine(path: str) -> dict[str, str]:
-    """{"namespace": ...} of a library that loads and computes right, else {"error": why not}."""
+    """Load and test a library. Return {"namespace": ...} if its results are right, otherwise {"error": reason}."""
     before = frozenset(registered())
     try:
         torch.ops.load_library(path)
@@ -121,7 +121,7 @@ def examine(path: str) -> dict[str, str]:
 
 
 def trial(operators: Operators, device: torch.device) -> float:
-    """Relative error of one small extension over a paged cache: 5 queries after 40 cached tokens, blocks of 16."""
+    """Return the relative error of a small extend over a paged cache: 5 queries after 40 cached tokens, blocks of 16."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -156,7 +156,7 @@ def trial(operators: Operators, device: torch.device) -> float:
 
 if __name__ == "__main__":
     reply(open_replies(), examine(sys.argv[1]))
-    os._exit(0)  # what crashes while the process ends has nothing to say about the library
+    os._exit(0)  # a crash at process exit does not count against the library
 
 
 SEARCH = LibrarySearch(
@@ -169,24 +169,24 @@ SEARCH = LibrarySearch(
     ),
     "headway.backends.flash_attn_3_library",
 )
-"""torch is not among the homes: its `activate_flash_attention_impl("FA3")` imports the first."""
+"""torch is not listed, because its `activate_flash_attention_impl("FA3")` imports the first."""
 GENERATION = 9
-"""Major compute capability of the GPUs that it was written for."""
+"""Major compute capability of the supported GPUs."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library that loads here and computes right."""
+    """A library that works on this machine."""
 
     home: str
-    """Who brought it."""
+    """Package that contains the library."""
     path: Path
     operators: Operators
 
 
 @cache
 def find_library() -> tuple[Library | None, Support]:
-    """The first library that works, loaded into this process; (None, why not), with a reason for each that was found."""
+    """Load the first library that works into this process, and return it; or (None, reasons) with a reason for each candidate."""
     here = has_gpu()
     if here:
         major, minor = torch.cuda.get_device_capability()
@@ -198,7 +198,8 @@ def find_library() -> tuple[Library | None, Support]:
 
 
 def load(candidate: LibraryCandidate, namespace: str) -> Library:
-    """Load a library that the child has tried, unless it is loaded. :raises OSError or BackendError: it does not work here."""
+    """Load a library that the child process has tested, if not yet loaded. :raises OSError or BackendError: if it does not
+    work."""
     if namespace not in registered():
         torch.ops.load_library(str(candidate.path))
     return Library(candidate.home, candidate.path, Operators.of(namespace))

@@ -1,4 +1,4 @@
-"""`flash_attn_4`: FlashAttention 4 in the CuTe DSL, from the package flash-attn-4 (module flash_attn.cute)."""
+"""The attention backend `flash_attn_4`: FlashAttention 4 in the CuTe DSL, from the package flash-attn-4 (flash_attn.cute)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ PARAMETERS = frozenset(
 )
 HINT = "pip install --pre flash-attn-4 (no compiler needed; unpack it after flash-attn 2, whose folder holds an old copy)"
 MAJORS = (9, 10)
-"""Compute capabilities (first number) whose forward pass reads a paged cache and was written for their tensor cores."""
+"""Major compute capabilities whose forward pass uses their tensor cores and supports a paged cache."""
 TILE = 128
-"""Keys a tile holds for heads up to 128: a block of this size is loaded whole, by TMA."""
+"""Number of keys per tile for heads up to 128. A block of this size is loaded by TMA."""
 
 
 class FlashAttention4(VarlenAttention):
-    """Varlen prefill on Hopper's and Blackwell's own tensor-core instructions; it reads a paged cache in extend and decode.
+    """Varlen prefill with Hopper's and Blackwell's tensor-core instructions; extend and decode over a paged cache.
 
-    It calls the forward function under `flash_attn_varlen_func`, which takes `out`; the public one allocates. The kernel is
-    compiled at the first call of each kind, so run a step before capturing one. On Hopper it has no split-KV: decode with few
+    Calls the forward function below `flash_attn_varlen_func`, because it accepts `out`; the public function allocates. A kernel
+    is compiled at its first call, so run a step before capturing it. The library has no split-KV on Hopper: decode with few
     sequences and long contexts leaves most of the GPU idle.
     """
 
@@ -58,15 +58,17 @@ class FlashAttention4(VarlenAttention):
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._forward = find(MODULE, ENTRY, HINT)[0]
-        self._left = None if spec.sliding_window is None else spec.sliding_window - 1  # keys left of the query itself
-        # Made once: the library hashes a new function's source at each call that only names a soft-cap.
+        self._left = None if spec.sliding_window is None else spec.sliding_window - 1  # number of keys to the left of the query
+        # Made once, because the library otherwise makes a function per call with a soft cap, and hashes its source.
         utilities = import_module("flash_attn.cute.utils") if spec.softcap is not None else None
         self._score_mod = utilities and utilities.create_softcap_scoremod(spec.softcap)
         self._sinks = None
         if spec.sinks is not None:
             self._sinks = torch.tensor(spec.sinks, dtype=torch.float32, device=spec.device)
         found = capability(spec.device)
-        self._splits = 0 if found is not None and found[0] == 10 else 1  # 0: the library's heuristic; Hopper refuses to split
+        self._splits = (
+            0 if found is not None and found[0] == 10 else 1
+        )  # 0 means the library's heuristic; Hopper does not support splits
 
     @classmethod
     def available(cls) -> Support:
@@ -94,12 +96,12 @@ class FlashAttention4(VarlenAttention):
         return f"FlashAttentionForward{generation} (flash-attn-4, {'varlen' if phase is Phase.PREFILL else 'paged'})"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
-        """As `VarlenAttention.attend`; over the cache batched where all sequences have the same number of new tokens."""
+        """Call the forward function. Paged calls are batched if all sequences have equally many new tokens."""
         starts: Tensor | None = plan.starts
         keys: dict[str, Any] = {"cu_seqlens_k": plan.starts}
         if plan.paged:
             keys = {"seqused_k": plan.kv_lens, "page_table": plan.block_table, "num_splits": self._splits}
-        if plan.paged and plan.uniform:  # [num_seqs, query_len, heads, dim] spares the kernel its search for a tile's sequence
+        if plan.paged and plan.uniform:  # [num_seqs, query_len, heads, dim]: the kernel need not search for a tile's sequence
             shape = (plan.num_seqs, plan.max_query_len, self.spec.num_heads, self.spec.head_dim)
             q, out, starts = q.view(shape), out.view(shape), None
         self._forward(

@@ -1,4 +1,4 @@
-"""The backend `native`: decode over the paged cache on a CPU, by our C."""
+"""The attention backend `native`: decode over the paged cache on a CPU, in Headway's C code."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _MOST_DIM = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativePlan:
-    """What a step's decode reads, for all layers."""
+    """Plan of one decode step, for all layers."""
 
     step: StepStruct
     held: tuple[object, ...]
-    """What the structure points to."""
+    """Objects that own the memory to which the structure points."""
 
 
 class NativeAttention(AttentionBackend):
-    """Each key-value head of each token is a task of its own; a long context is several tasks, whose results are merged."""
+    """CPU decode with one task per token and kv head. A long context is split into several tasks whose results are merged."""
 
     name = "native"
     capabilities = Capabilities(
@@ -61,7 +61,7 @@ class NativeAttention(AttentionBackend):
         self._functions = found
         self.decode_writes = True
         self._newest: NativePlan | None = None
-        self._step = StepStruct()  # The step that was planned last, where recorded calls look for it
+        self._step = StepStruct()  # The most recently planned step, which recorded calls read
 
     @classmethod
     def available(cls) -> Support:
@@ -90,7 +90,7 @@ class NativeAttention(AttentionBackend):
         return "paged decode (our C)"
 
     def plan(self, metadata: AttentionMetadata) -> NativePlan:
-        """The keys that each token sees, and the row of its sequence: a sequence's last token sees all keys."""
+        """Return the number of keys that each token sees, and its sequence. A sequence's last token sees all of its keys."""
         starts = metadata.query_start_loc_cpu.numpy()
         counts = numpy.diff(starts)
         sequences = numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
@@ -122,11 +122,11 @@ class NativeAttention(AttentionBackend):
         self._run(q, None, None, cache, plan, out)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: NativePlan, out: Tensor) -> None:
-        """One call for the writes and for the attention over them."""
+        """Write k and v and compute attention over the cache in one call of the library."""
         self._run(q, _by_head(k), _by_head(v), cache, plan, out)
 
     def _run(self, q: Tensor, k: Tensor | None, v: Tensor | None, cache: LayerCache, plan: NativePlan, out: Tensor) -> None:
-        """k, v: to be written first, if any."""
+        """Run decode. k, v: rows to write first, or None."""
         q, target = _by_head(q), out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         call = DecodeStruct(
             step=ctypes.pointer(self._step if is_recording() and plan is self._newest else plan.step),
@@ -145,7 +145,7 @@ class NativeAttention(AttentionBackend):
 
 
 def _by_head(rows: Tensor) -> Tensor:
-    """Rows [tokens, heads, dim] whose heads follow one another."""
+    """Return rows [tokens, heads, dim] with contiguous heads."""
     return rows if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] else rows.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Options of backends: what `--attn-opt` gives one, and those that are numbers."""
+"""Options of backends from `--attn-opt`, and conversion of numeric ones."""
 
 from __future__ import annotations
 

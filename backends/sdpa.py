@@ -1,4 +1,7 @@
-"""`sdpa` and `sdpa.math`: gather cached rows, then torch's scaled_dot_product_attention. They serve everything, everywhere."""
+"""The attention backends `sdpa` and `sdpa.math`: gather cached rows, then call torch's scaled_dot_product_attention.
+
+They support every layer on every device.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,21 @@ _ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 @dataclass(frozen=True, slots=True)
 class ContiguousBlocks:
-    """Sequences of one length, whose blocks are equally far apart: in many a cache their rows can be read where they lie."""
+    """Sequences of equal length whose blocks have constant distances. Their rows can often be read in place, as a strided
+    view."""
 
     first: int
-    """The first sequence's first block."""
+    """First block of the first sequence."""
     apart: int
-    """Blocks from a sequence's first to the next one's."""
+    """Distance in blocks from a sequence's first block to the next sequence's."""
     step: int
-    """From a block of a sequence to its next; 0: there is one."""
+    """Distance in blocks between successive blocks of a sequence. 0 if there is only one block."""
     count: int
     kv_len: int
 
     @classmethod
     def of(cls, table: NDArray[numpy.int32], kv_len: int) -> ContiguousBlocks | None:
-        """table: [count, blocks] of sequences of this length; None: blocks are anywhere."""
+        """Return the runs in a table [count, blocks] of sequences of length kv_len, or None if distances are not constant."""
         first, steps = table[:, 0], numpy.diff(table)
         apart = int(first[1] - first[0]) if len(first) > 1 else 0
         step = int(steps[0, 0]) if steps.size else 0
@@ -50,7 +54,7 @@ class ContiguousBlocks:
         return cls(int(first[0]), apart, step, len(first), kv_len)
 
     def rows(self, tensor: Tensor, axes: tuple[str, ...], block_size: int) -> Tensor | None:
-        """View [count, kv_len, heads, dim] of a cache's key or value; None: the rows do not follow one another."""
+        """Return a view [count, kv_len, heads, dim] of a cache's key or value, or None if the rows are not evenly spaced."""
         if "x" in axes:
             return None
         at = [axes.index(axis) for axis in ("block", "slot", "head", "dim")]
@@ -63,32 +67,34 @@ class ContiguousBlocks:
 
 @dataclass(frozen=True, slots=True)
 class DenseGroup:
-    """Neighbouring sequences that one dense call serves: `count` sequences of `query_len` new tokens."""
+    """Consecutive sequences for one dense call: `count` sequences with `query_len` new tokens each."""
 
     tokens: slice
-    """The packed tokens of these sequences."""
+    """Packed tokens of these sequences."""
     count: int
     query_len: int
     slots: Tensor | None
-    """int64 [count, kv_len]: where their keys lie, short rows padded; None: this step's k and v are all the keys there are."""
+    """int64 [count, kv_len]: slots of the keys, padded to the longest sequence. None means all keys are this step's k and v."""
     bias: Tensor | None
-    """Added to the scores, 0 or -inf and ALiBi: [count or 1, num_heads or 1, query_len, kv_len]; None: no mask but causality."""
+    """Added to the scores (0, -inf or ALiBi): [count or 1, num_heads or 1, query_len, kv_len]. None means at most a causal
+    mask."""
     causal: bool
-    """Whether the call must mask causally by itself (query_len = kv_len, no bias)."""
+    """True if the call must apply a causal mask (query_len = kv_len, no bias)."""
     run: ContiguousBlocks | None = None
-    """Where `slots` are rows that may follow one another in the cache's memory."""
+    """Description of `slots` as evenly spaced blocks, if they are; otherwise None."""
 
 
 class SDPA(AttentionBackend):
-    """torch chooses the kernel: its flash kernel on a CPU, flash or memory-efficient on a GPU.
+    """torch's SDPA, which selects the kernel: flash on a CPU, flash or memory-efficient on a GPU.
 
-    cuDNN only if asked for: torch builds it a plan for every new shape, tens of milliseconds (pytorch/pytorch#155958), and in
-    serving nearly every step is a new shape. A benchmark that repeats one shape does not see that.
+    cuDNN is used only on request: for every new shape, torch builds a cuDNN plan, which takes tens of milliseconds
+    (pytorch/pytorch#155958). In serving, nearly every step has a new shape; a benchmark that repeats one shape does not show
+    this.
     """
 
     name = "sdpa"
     options: ClassVar[Mapping[str, str]] = {"cudnn": "1: let torch take cuDNN on a GPU, for shapes that come again"}
-    # Asked to be batch invariant, it makes one call a sequence: a kernel's shape is then the sequence's own.
+    # For batch invariance there is one call per sequence, so that a kernel's shape depends only on that sequence.
     capabilities = Capabilities(
         phases=ALL_PHASES,
         kv_dtypes=(torch.float8_e4m3fn, torch.int8),
@@ -98,7 +104,7 @@ class SDPA(AttentionBackend):
         features=FEATURES,
         dense_prefill=True,
         non_causal=True,
-        exact_host_lengths=True,  # it gathers and masks by the host's lengths
+        exact_host_lengths=True,  # gathers and masks with the host's lengths
         lse=True,
         shares_plans=True,
         batch_invariant=True,
@@ -117,17 +123,17 @@ class SDPA(AttentionBackend):
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, torch's own choice"
 
     def plan(self, metadata: AttentionMetadata) -> list[DenseGroup]:
-        """Group neighbours that fit one dense call, and make their gather indices and masks, once for all layers."""
+        """Group consecutive sequences into dense calls, and make gather indices and masks once for all layers."""
         decode = metadata.phase is Phase.DECODE
         lens = zip(metadata.query_lens, metadata.kv_lens, strict=True)
-        # Decodes are padded to the longest of their group; prefills only join neighbours of their own shape.
+        # Decodes are padded to the longest of their group; prefills are grouped only with equal shapes.
         keys: list[tuple[int, ...]] = [(q, kv > 0 if decode else kv) for q, kv in lens]
         if self.spec.batch_invariant:
             keys = [(*key, row) for row, key in enumerate(keys)]
         groups, row = [], 0
         for (query_len, kv_len, *_), members in groupby(keys):
             count = len(list(members))
-            if kv_len:  # else padding rows: nothing to attend to, nothing is read of them
+            if kv_len:  # otherwise padding rows, which attend to nothing
                 groups.append(self._group(metadata, row, count, query_len))
             row += count
         return groups
@@ -140,13 +146,14 @@ class SDPA(AttentionBackend):
         equal = bool((kv_lens == longest).all())
         device = metadata.block_table.device
         plain = not self.spec.features
-        # In a step that is EXTEND every sequence's keys are gathered, unless that may not hang on the others.
+        # In an EXTEND step, keys of all sequences are gathered, except for batch invariance, where other sequences must not
+        # matter.
         alone = self.spec.batch_invariant and metadata.phase is not Phase.DECODE
         dense = (alone or metadata.phase is Phase.PREFILL) and longest == query_len
-        # What a cache of 8 bits holds is read back, or the answer would depend on how a prompt was cut into chunks.
+        # Keys of 8-bit caches are read back; otherwise results would depend on how a prompt is chunked.
         dense = dense and self.spec.cache_dtype == self.spec.dtype
         if not self.spec.causal and self.spec.features == {"sliding_window"}:
-            plain = longest <= (self.spec.sliding_window or 0)  # an encoder's short texts lie inside of the window
+            plain = longest <= (self.spec.sliding_window or 0)  # an encoder's short texts fit into the window
         if dense and plain:
             return DenseGroup(tokens, count, query_len, None, None, causal=self.spec.causal and query_len > 1)
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
@@ -160,7 +167,7 @@ class SDPA(AttentionBackend):
 
     def _bias(self, kv_lens: NDArray[numpy.int32], query_len: int, longest: int) -> Tensor:
         explicit = _explicit(self.spec)
-        if query_len == 1 and not self.spec.features:  # a token that decodes sees all there is of its own sequence
+        if query_len == 1 and not self.spec.features:  # a decode token sees all keys of its sequence
             seen = numpy.arange(longest, dtype=numpy.int32) < kv_lens[:, None, None, None]
             scores = numpy.where(seen, numpy.float32(0), numpy.float32(-numpy.inf))
             return torch.from_numpy(scores).to(torch.float32 if explicit else self.spec.dtype)
@@ -178,7 +185,7 @@ class SDPA(AttentionBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Dense where there is no context, over gathered rows where there is."""
+        """Compute attention over this step's k and v without a context, otherwise over gathered rows."""
         with self.allowed_kernels():
             for group in plan:
                 if group.slots is None:
@@ -189,14 +196,14 @@ class SDPA(AttentionBackend):
                 self._attend(q, keys, values, group, out, lse)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None) -> None:
-        """One padded call for all sequences of the same query length."""
+        """Run one padded call per group of sequences with equal query lengths."""
         with self.allowed_kernels():
             for group in plan:
                 keys, values = self._gather(cache, group)
                 self._attend(q, keys, values, group, out, lse)
 
     def _gather(self, cache: LayerCache, group: DenseGroup) -> tuple[Tensor, Tensor]:
-        """Cached keys and values in the layer's element type; those of a cache of 8 bits times their scales."""
+        """Return cached keys and values in the layer's element type. Rows of 8-bit caches are dequantized."""
         assert group.slots is not None
         k, v = self._in_place(cache, group.run) or cache.gather(group.slots)
         if k.dtype == self.spec.dtype:
@@ -213,15 +220,16 @@ class SDPA(AttentionBackend):
         return None if k is None or v is None else (k, v)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: DenseGroup, out: Tensor, lse: Tensor | None) -> None:
-        """keys, values: [count, kv_len, num_kv_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
+        """Run one dense call. keys, values: [count, kv_len, num_kv_heads, head_dim or v_head_dim]; lse: float32 [num_heads,
+        num_tokens]."""
         rows = q[group.tokens]
-        if self.spec.batch_invariant:  # a copy begins at an aligned address, whatever the sequence's place in the step
+        if self.spec.batch_invariant:  # a copy has an aligned address, independent of the sequence's position in the step
             rows, keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (rows, keys, values))
         keys, values, bias = keys.transpose(1, 2), values.transpose(1, 2), group.bias
         folded = group.query_len == 1 and self.spec.group_size > 1
         if not folded:
             queries = rows.reshape(group.count, group.query_len, -1, self.spec.head_dim).transpose(1, 2)
-        else:  # the query heads of a kv head become its query rows: no key is read twice
+        else:  # use the query heads of a kv head as query rows, so that keys are read once
             queries = rows.reshape(group.count, self.spec.num_kv_heads, self.spec.group_size, -1)
             if bias is not None and bias.shape[1] > 1:
                 bias = bias.reshape(bias.shape[0], self.spec.num_kv_heads, self.spec.group_size, -1)
@@ -234,7 +242,7 @@ class SDPA(AttentionBackend):
                 lse[:, group.tokens] = sums.reshape(group.count, -1, group.query_len).transpose(0, 1).flatten(1)
         else:
             gqa = not folded and self.spec.group_size > 1
-            if gqa and bias is not None and self.on_gpu:  # flash takes no bias, and what does take one knows no groups there
+            if gqa and bias is not None and self.on_gpu:  # torch's GPU kernels that take a bias do not support GQA
                 keys, values = (t.repeat_interleave(self.spec.group_size, 1) for t in (keys, values))
                 gqa = False
             result = scaled_dot_product_attention(
@@ -246,12 +254,12 @@ class SDPA(AttentionBackend):
             out[group.tokens] = result.transpose(1, 2).flatten(0, 1)
 
     def allowed_kernels(self) -> AbstractContextManager[None]:
-        """A context in which torch may take the kernels that this backend stands for."""
+        """Return a context in which torch may select the kernels that this backend uses."""
         return nullcontext() if self._shape_bound or not self.on_gpu else sdpa_kernel(_ANY_SHAPE)
 
 
 class SDPAMath(SDPA):
-    """The baseline: torch's MATH kernel, every score in memory. Slow, plain, right."""
+    """Baseline: torch's MATH kernel, which stores all scores. Slow but accurate."""
 
     name = "sdpa.math"
     options: ClassVar[Mapping[str, str]] = {}
@@ -261,19 +269,22 @@ class SDPAMath(SDPA):
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, MATH"
 
     def allowed_kernels(self) -> AbstractContextManager[None]:
-        """A context in which torch may take its MATH kernel alone."""
+        """Return a context in which torch may select only its MATH kernel."""
         return sdpa_kernel(SDPBackend.MATH)
 
 
 def _explicit(spec: AttentionSpec) -> bool:
-    """Whether SDPA cannot express the layer: it has no soft-cap, no sinks, and a bias only in q's dtype, too coarse for ALiBi."""
+    """Return whether SDPA cannot compute the layer: it has no soft cap or sinks, and its bias in q's dtype is too coarse for
+    ALiBi."""
     return spec.softcap is not None or spec.sinks is not None or (spec.alibi_slopes is not None and spec.dtype != torch.float32)
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """softmax(softcap(q k^T scale) + bias) v in float32, and the logarithm of each softmax's denominator.
-    q: [n, heads, query_len, head_dim]; k, v: [n, num_kv_heads, kv_len, head_dim or v_head_dim]. Returns [n, heads, query_len,
-    v_head_dim] in q's element type and float32 [n, heads, query_len]."""
+    """Return softmax(softcap(q k^T scale) + bias) v computed in float32, and the logarithm of each softmax denominator.
+
+    q: [n, heads, query_len, head_dim]; k, v: [n, num_kv_heads, kv_len, head_dim or v_head_dim]
+    Returns [n, heads, query_len, v_head_dim] in q's element type, and float32 [n, heads, query_len].
+    """
     repeat = q.shape[1] // k.shape[1]
     keys, values = (t.float().repeat_interleave(repeat, 1) for t in (k, v))
     scores = q.float() @ keys.transpose(2, 3) * spec.scale
@@ -281,7 +292,7 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sp
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if bias is not None:
         scores = scores + bias
-    if spec.sinks is not None:  # one more logit a row, whose weight is dropped again; folded heads are rows here
+    if spec.sinks is not None:  # one extra logit per row, whose weight is removed again; folded heads are rows here
         sinks = torch.tensor(spec.sinks, device=q.device).view(1, scores.shape[1], -1, 1)
         scores = torch.cat([scores, sinks.expand((*scores.shape[:3], 1))], -1)
         return (scores.softmax(-1)[..., :-1] @ values).to(q.dtype), scores.logsumexp(-1)
@@ -289,7 +300,8 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sp
 
 
 def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32]) -> Tensor:
-    """int64 [count, longest] slots of the sequences' keys; past a sequence's end its own first slot, which holds finite rows."""
+    """Return int64 [count, longest]: slots of the sequences' keys. Padding repeats a sequence's first slot, which has finite
+    rows."""
     size, count, longest = metadata.block_size, len(kv_lens), int(kv_lens.max())
     table = metadata.block_table_cpu[row : row + count, : -(-longest // size)].numpy().astype(numpy.int64)
     slots = (table[:, :, None] * size + numpy.arange(size)).reshape(count, -1)[:, :longest]
@@ -297,7 +309,8 @@ def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32])
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return bool: whether a query at p sees a key: p - w + 1 .. p if causal with window w, else all, or those nearer than w."""
+    """Return a bool mask: whether the query at p sees a key. Causal with window w: p - w + 1 .. p; not causal: |p - key| < w, or
+    all."""
     distance = query_positions - key_positions
     if spec.causal:
         seen = distance >= 0
@@ -310,7 +323,7 @@ def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec)
 
 
 def alibi(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
-    """ALiBi bias -slope * distance, float32 [num_heads, *broadcast positions]."""
+    """Return the ALiBi bias -slope * distance, float32 [num_heads, *broadcast positions]."""
     assert spec.alibi_slopes is not None
     distance = (query_positions - key_positions).float()
     slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=distance.device)

@@ -1,4 +1,4 @@
-"""The backend `torch_varlen`, and what backends over libraries of varlen attention share: a step's arguments and its keys."""
+"""The attention backend `torch_varlen`, and the base class of backends that call a varlen attention library."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from headway.kernels.runtime.probe import HALF_DTYPES, at_least, declares, find,
 
 @dataclass(frozen=True, slots=True)
 class VarlenStep:
-    """The arguments of one step's calls. Tensors are the metadata's own, so that a captured graph sees them updated in place."""
+    """Arguments of one step's library calls. Tensors are the metadata's, so a captured graph reads their later contents."""
 
     starts: Tensor
-    """int32 [num_seqs + 1]: first packed token of each sequence."""
+    """int32 [num_seqs + 1]: index of each sequence's first packed token."""
     kv_lens: Tensor
-    """int32 [num_seqs]: keys of each sequence, 0 in a padding row."""
+    """int32 [num_seqs]: number of keys of each sequence, 0 for a padding row."""
     block_table: Tensor
     """int32 [num_seqs, max_blocks]."""
     num_seqs: int
     max_query_len: int
     max_kv_len: int
     paged: bool
-    """Whether keys come from the cache; else this step's k and v are all the keys there are."""
+    """True if keys are read from the cache. False means that all keys are this step's k and v."""
     uniform: bool
-    """Whether every sequence has `max_query_len` new tokens."""
+    """True if every sequence has `max_query_len` new tokens."""
 
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> VarlenStep:
-        """Read off one view of a step; no device work."""
+        """Return the arguments for one view of a step, without device work."""
         return cls(
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -53,12 +53,16 @@ class VarlenStep:
 
 
 class VarlenAttention(AttentionBackend):
-    """A backend whose library has one call for packed sequences, over their own k and v or over a paged cache."""
+    """Base of backends whose library has one call for packed sequences, over this step's k and v or over a paged cache."""
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
-        """k, v: where `plan.paged`, the cache's [num_blocks, block_size, num_kv_heads, head_dim]; else packed as q is,
-        [num_tokens, num_kv_heads, head_dim]. q, out: [num_tokens, num_heads, head_dim]."""
+        """Compute attention with the library.
+
+        k, v: if `plan.paged`, the cache's [num_blocks, block_size, num_kv_heads, head_dim]; otherwise this step's packed
+        [num_tokens, num_kv_heads, head_dim].
+        q, out: [num_tokens, num_heads, head_dim]
+        """
 
     def plan(self, metadata: AttentionMetadata) -> VarlenStep:
         return VarlenStep.of(metadata)
@@ -83,7 +87,7 @@ HINT = "pip install 'torch>=2.13': the first release whose varlen_attn takes a b
 
 
 class TorchVarlen(VarlenAttention):
-    """FlashAttention 2 with nothing to install: varlen prefill and extend, paged split-KV decode. Graphs: not tried on a GPU."""
+    """Copy of FlashAttention 2 in PyTorch: prefill, extend and paged split-KV decode. CUDA graphs have not been tested."""
 
     name = "torch_varlen"
     capabilities = Capabilities(
@@ -101,7 +105,7 @@ class TorchVarlen(VarlenAttention):
         super().__init__(spec, layout, block_size, options)
         self._attend = find(MODULE, "varlen_attn", HINT)[0]
         self._attend_out = find(MODULE, "varlen_attn_out", HINT)[0]
-        # (-1, 0) is causal and (-1, -1) sees all; with a window of w keys, w - 1 of them lie left of the query itself.
+        # (-1, 0) is causal, (-1, -1) sees all keys; a window of w keys has w - 1 keys to the left of the query.
         left = -1 if spec.sliding_window is None else spec.sliding_window - 1
         self._window = (left, 0 if spec.causal else left)
         self._gqa = spec.group_size > 1
@@ -123,8 +127,8 @@ class TorchVarlen(VarlenAttention):
         return f"{kernel} (torch {torch.__version__}, varlen_attn)"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
-        # cu_seq_k of a paged call: only its shape is looked at, seqused_k rules.
-        # One token a sequence: FlashAttention swaps heads and rows, and what its varlen form then writes is a copy of `out`.
+        # In a paged call, only the shape of cu_seq_k matters; lengths come from seqused_k.
+        # With one token per sequence, FlashAttention swaps heads and rows, and its varlen call then returns a copy of `out`.
         copies = plan.max_query_len == 1 and self._gqa
         written = (self._attend if copies else partial(self._attend_out, out))(
             q,

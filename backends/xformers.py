@@ -1,4 +1,4 @@
-"""`xformers`: memory_efficient_attention with every operator named: CUTLASS or flash prefill, Triton split-K paged decode."""
+"""The attention backend `xformers`: CUTLASS or flash prefill and Triton split-K decode through memory_efficient_attention."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ HINT = (
     "pip install nvidia-cuda-runtime-cu12 and put its lib folder on LD_LIBRARY_PATH"
 )
 WITHOUT_CPP = "xFormers wasn't build with CUDA support"
-"""xformers' words where its C++ part does not load."""
+"""xformers' message if its C++ extension does not load."""
 SPLIT_K_HEAD_DIMS = (16, 32, 64, 128, 256)
 SPLIT_K_QUERY_LEN = 16
-"""Most query tokens a sequence that the split-K kernel masks causally."""
+"""Maximum number of query tokens per sequence for which the split-K kernel applies a causal mask."""
 FLASH_BLOCK_MULTIPLE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """Neighbouring sequences that one call serves."""
+    """One library call for consecutive sequences."""
 
     tokens: slice
     operator: Any
     bias: Any
     paged: bool
-    """Whether keys come from the cache; else this step's k and v are all the keys there are."""
+    """True if keys are read from the cache. False means that all keys are this step's k and v."""
     source: Tensor | None
-    """The metadata's block table, where the mask holds a wider copy of it."""
+    """The metadata's block table if the mask holds a wider copy of it, otherwise None."""
 
 
 class XFormersAttention(AttentionBackend):
-    """Every call names its operator and hands over masks that keep the metadata's own tensors: nothing is copied to the device.
+    """xformers with explicit operators, and masks that reference the metadata's tensors, so that nothing is copied to the device.
 
-    The split-K kernel is compiled anew for each number of sequences and each width of the block table: widths are rounded up to
-    powers of two here, so there are few of them. xformers takes no output tensor: its answer is copied into `out`. It has no
-    windows, soft-cap or ALiBi over a paged cache, so none is claimed.
+    The split-K kernel is compiled for each number of sequences and each width of the block table; widths are rounded up to powers
+    of two to limit compilations. xformers takes no output tensor: its result is copied to `out`. It does not support windows,
+    soft cap or ALiBi over a paged cache.
     """
 
     name = "xformers"
@@ -83,7 +83,7 @@ class XFormersAttention(AttentionBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """Whether any operator works here. Which do and which do not is `supports`' answer, phase by phase."""
+        """Return whether any operator works here. `supports` reports per phase which ones do."""
         support = has_gpu() & find(MODULE, "memory_efficient_attention_forward", HINT)[1]
         if not support:
             return support
@@ -113,7 +113,8 @@ class XFormersAttention(AttentionBackend):
         return f"{load_operator(name).NAME} (xformers)"
 
     def plan(self, metadata: AttentionMetadata) -> list[OperatorCall]:
-        """Return the step's masks for all layers. :raises BackendError: decode with more query tokens than split-K masks."""
+        """Return one step's masks, for all layers. :raises BackendError: if a decode has too many query tokens for split-K's
+        mask."""
         phase = metadata.phase
         if phase is Phase.PREFILL:
             queries = self._lengths(metadata.query_start_loc, metadata.query_lens)
@@ -126,7 +127,7 @@ class XFormersAttention(AttentionBackend):
             most = f"at most {SPLIT_K_QUERY_LEN} query tokens a sequence in decode"
             raise BackendError(f"xformers: {SPLIT_K} takes {most}, got {metadata.max_query_len}")
         lens, first, groups = metadata.query_lens, 0, []
-        for row in range(1, len(lens) + 1):  # neighbours of one query length
+        for row in range(1, len(lens) + 1):  # group consecutive sequences with equal query lengths
             if row == len(lens) or lens[row] != lens[first]:
                 groups.append(self._paged(metadata, first, row, load_operator(SPLIT_K)))
                 first = row
@@ -152,7 +153,7 @@ class XFormersAttention(AttentionBackend):
             seqlen_py=kv_lens,
             padding=padding,
         )
-        plain = max(query_lens) == 1  # one query sees every key: no mask to compute
+        plain = max(query_lens) == 1  # one query sees every key, so no mask is needed
         masks = self._masks
         kind = masks.PagedBlockDiagonalPaddedKeysMask if plain else masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
         queries = self._lengths(starts - start if start else starts, query_lens)
@@ -176,11 +177,11 @@ class XFormersAttention(AttentionBackend):
             self._run(q, k, v, group, out)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: list[OperatorCall], out: Tensor, lse: Tensor | None = None) -> None:
-        """One call for each run of sequences with the same number of new tokens."""
+        """Run one call per group of sequences with equally many new tokens."""
         assert lse is None, "not declared"
         for group in plan:
             if group.source is not None and q.is_cuda and torch.cuda.is_current_stream_capturing():
-                # The plan's copy of the table would be frozen in the graph: copy at each replay.
+                # The plan's copy of the table would be constant in the graph: copy it in every replay.
                 group.bias.block_tables[:, : group.source.shape[1]].copy_(group.source)
             self._run(q[group.tokens], cache.key, cache.value, group, out[group.tokens])
 
@@ -190,7 +191,7 @@ class XFormersAttention(AttentionBackend):
             query=self._grouped(q), key=self._grouped(k), value=self._grouped(v), attn_bias=group.bias, scale=scale
         )
         kind = (group.operator, type(group.bias))
-        if kind not in self._accepted:  # the library's own check costs more than its call: once is enough
+        if kind not in self._accepted:  # the library's check takes longer than its call, so check once
             reasons = _refusals(group.operator, inputs)
             if reasons:
                 raise BackendError(f"xformers: {group.operator.NAME} refuses: {'; '.join(reasons)}")
@@ -199,11 +200,12 @@ class XFormersAttention(AttentionBackend):
         out.copy_(answer.reshape(out.shape))
 
     def _grouped(self, rows: Tensor) -> Tensor:
-        """BMGHK [1, tokens, num_kv_heads, group_size, head_dim]; keys have stride 0 over groups. rows: [tokens, heads, dim]."""
+        """Return rows [tokens, heads, dim] as BMGHK [1, tokens, num_kv_heads, group_size, head_dim]. Keys get stride 0 over
+        groups."""
         groups, heads, head_dim = self.spec.num_kv_heads, self.spec.group_size, self.spec.head_dim
         if rows.dim() == 4:
             rows = rows.flatten(0, 1)
-        if rows.shape[1] == groups * heads:  # queries, or keys of a layer with one query head each
+        if rows.shape[1] == groups * heads:  # queries, or keys of a layer with one query head per kv head
             return rows.view(1, -1, groups, heads, head_dim)
         return rows[None, :, :, None].expand(-1, -1, -1, heads, -1)
 
@@ -226,13 +228,13 @@ def _default_prefill() -> str:
 
 @once
 def load_operator(name: str) -> Any:
-    """A library's forward operator by the name of its module."""
+    """Return the library's forward operator from a module's name."""
     return import_module(f"{MODULE}.{name}").FwOp
 
 
 @once
 def operator_works(name: str) -> Support:
-    """Ask the operator itself; on a GPU with a tiny call's inputs, for `is_available` alone does not look at the C++ part."""
+    """Return whether an operator works. On a GPU this tests a tiny input, since `is_available` ignores the C++ extension."""
     module = f"{MODULE}.{name}"
     operator, support = find(module, "FwOp", HINT)
     if not support:
@@ -245,16 +247,16 @@ def operator_works(name: str) -> Support:
 
 
 def _refusals(operator: Any, inputs: Any) -> list[str]:
-    """The library's objections to a call, without those that do not concern our use of the operator.
+    """Return the library's reasons against a call, without reasons that do not apply here.
 
-    A C++ part that does not load makes xformers refuse every operator, and ours do not use it: CUTLASS is torch's own kernel,
-    flash is the package flash-attn's or torch's, split-K is Triton.
+    If its C++ extension does not load, xformers refuses every operator, although these do not use it: CUTLASS is torch's kernel,
+    flash is from flash-attn or torch, and split-K is a Triton kernel.
     """
     return [reason for reason in operator.not_supported_reasons(inputs) if reason != WITHOUT_CPP]
 
 
 def _flash_reads_blocks() -> Support:
-    """xformers' flash reads a paged cache through the package flash-attn only, not through torch's copy of it."""
+    """Return whether xformers' flash supports a paged cache: only with the package flash-attn, not with torch's copy of it."""
     kind = import_module(f"{MODULE}.attn_bias").PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
     if kind in load_operator("flash").SUPPORTED_ATTN_BIAS_TYPES:
         return Support()

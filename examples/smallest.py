@@ -11,7 +11,7 @@ class MyBackend(AttentionBackend):
     name = "mine"
     capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu",), exact_host_lengths=True)
 
-    def plan(self, metadata):  # once per step; what it returns is handed on to each layer's call
+    def plan(self, metadata):  # once per step; its result is passed to each layer's call
         return metadata
 
     def decode(self, q, cache, plan, out):  # q, out: [tokens, num_heads, head_dim]; this step's k and v are in the cache

@@ -1,1 +1,1 @@
-"""The backend `hopper`: our CUDA C++ attention for compute capability 9.0, compiled at first use."""
+"""The backends for H100 and H200: Headway's CUDA C++ attention for compute capability 9.0, compiled at first use."""

@@ -1,4 +1,4 @@
-"""The backend `hopper`: prefill and extend in CUDA C++ for compute capability 9.0."""
+"""The attention backend `hopper`: prefill and extend in CUDA C++ for compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -29,33 +29,39 @@ from headway.kernels.runtime.probe import HALF_DTYPES, capability, has_gpu
 
 _LOG2E = math.log2(math.e)
 ARGUMENTS = Struct("=8Q4q6i2f")
-"""struct Arguments of shape.cuh."""
-_MOST_MAPS = 1024  # Tensor maps kept: three for each layer, and new ones where activations lie elsewhere or are more
+"""Format of struct Arguments in shape.cuh."""
+_MOST_MAPS = (
+    1024  # Maximum number of cached tensor maps: three per layer, and more if activations have several addresses or sizes
+)
 
 
 @dataclass(frozen=True, slots=True)
 class HopperPlan:
-    """One step."""
+    """Plan of one step."""
 
     dense: bool
-    """Whether no sequence has a context: this step's keys and values are all there are."""
+    """True if no sequence has a context: all keys and values are this step's."""
     kernel: CompiledKernel | None
-    """None where there is nothing to do."""
+    """None if the step has no work."""
     launch: Launch | None
     box: int
-    """Slots that one copy of keys takes."""
+    """Number of slots per copy of keys."""
     addresses: tuple[int, int, int, int, int]
-    """Addresses of items and block table, then of partial results, tickets and queue."""
+    """Addresses of items, block table, partial results, tickets and queue."""
     table_row: int
     numbers: tuple[int | float, ...]
-    """The arguments after the strides."""
+    """Kernel arguments after the strides."""
     schedule: Schedule
     kept: tuple[Tensor, ...]
-    """What the addresses point to."""
+    """Tensors that own the memory at `addresses`."""
 
 
 class HopperKernels:
-    """Prefill and extend of one layer kind on one stream, which share a queue. :raises UnsupportedError, BackendError: none."""
+    """Prefill and extend for one kind of layer. Runs on one stream, because its launches share a queue.
+
+    :raises UnsupportedError: if no compiler is found.
+    :raises BackendError: if the kernel does not compile.
+    """
 
     def __init__(self, spec: AttentionSpec, block_size: int, num_splits: int | None = None) -> None:
         self._spec = spec
@@ -81,7 +87,7 @@ class HopperKernels:
         self._maps: dict[tuple[object, ...], bytes] = {}
 
     def kernel(self, tile: AttentionTile, dense: bool) -> CompiledKernel:
-        """The compiled kernel for a tile; built first if need be."""
+        """Return the compiled kernel for a tile, compiling it at first use."""
         kernel = self._kernels.get((tile, dense))
         if kernel is None:
             variant = variant_of(self._spec, tile, None if dense else self._block_size)
@@ -91,7 +97,7 @@ class HopperKernels:
         return kernel
 
     def plan(self, metadata: AttentionMetadata) -> HopperPlan:
-        """Cut a view of sequences that prefill or extend into items, and fix the launch for all layers."""
+        """Split the sequences of a prefill or extend into items, and return the launch for all layers."""
         spec, tiles = self._spec, self._tiles
         dense = metadata.phase is Phase.PREFILL
         most_rows = metadata.max_query_len * spec.group_size
@@ -140,7 +146,11 @@ class HopperKernels:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: HopperPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: num_kv_heads; lse: float32 [num_heads, num_tokens]."""
+        """Launch the kernel for one layer.
+
+        q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: the same with num_kv_heads; lse: float32 [num_heads,
+        num_tokens].
+        """
         if plan.kernel is None or plan.launch is None:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)
@@ -165,12 +175,12 @@ class HopperKernels:
         plan.kernel(plan.launch, self._arguments)
 
     def workspace_bytes(self) -> int:
-        """Most bytes of partial results: a step that fills the GPU is not cut."""
+        """Return the maximum size of partial results in bytes. Steps that fill the GPU are not split."""
         tile, spec = self._tiles.wide, self._spec
         return 4 * self._programs * tile.groups * _partial_floats(spec.v_head_dim) * 4
 
     def _query_map(self, q: Tensor, tile: AttentionTile) -> bytes:
-        """The tensor map of queries as [token, kv head, head of the group, dim], by tiles."""
+        """Return the tensor map of queries, viewed as [token, kv head, head of the group, dim], by tiles."""
         key = (q.data_ptr(), q.shape[0], q.stride(), tile.rows)
         known = self._maps.get(key)
         if known is None:
@@ -180,7 +190,7 @@ class HopperKernels:
         return known
 
     def _map(self, tensor: Tensor, cache: LayerCache | None, name: str, box: int) -> bytes:
-        """The tensor map of keys or values as [block, head, slot, dim]; cache: None where they are this step's own."""
+        """Return the tensor map of keys or values, viewed as [block, head, slot, dim]. cache: None for this step's k and v."""
         key = (tensor.data_ptr(), tensor.shape[0], tensor.stride(), box)
         known = self._maps.get(key)
         if known is None:
@@ -198,7 +208,8 @@ class HopperKernels:
         return encoded
 
     def _grow(self, schedule: Schedule) -> None:
-        """Room for the partial results. What was outgrown is kept until the steps that use it have ended, which nobody tells."""
+        """Enlarge the buffers for partial results. Old buffers are kept, because earlier steps or captured graphs may use
+        them."""
         heads, groups = self._spec.num_kv_heads, schedule.tile.groups
         floats = schedule.num_partials * heads * groups * _partial_floats(self._spec.v_head_dim)
         tickets = schedule.num_tickets * heads * groups
@@ -211,21 +222,21 @@ class HopperKernels:
 
 
 def _partial_floats(v_head_dim: int) -> int:
-    """Floats in a warpgroup's partial result: PARTIAL_FLOATS of finish.cuh."""
+    """Return the number of floats in a warpgroup's partial result: PARTIAL_FLOATS in finish.cuh."""
     return 128 * (v_head_dim // 2 + 4)
 
 
 CAPABILITY = (9, 0)
-"""The compute capability whose instructions (wgmma, setmaxnreg) the kernel is written in; no other has them."""
+"""Compute capability that has the instructions used here (wgmma, setmaxnreg). No other has them."""
 _HINT = "name triton, which runs on every GPU"
 
 
 class HopperBackend(AttentionBackend):
-    """Base of our backends for H100 and H200."""
+    """Base of the backends for H100 and H200."""
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, the GPU's generation, and a scale that the softmax can take the maximum before."""
+        """Return whether claims and GPU fit. The scale must be positive, since the softmax takes the maximum before scaling."""
         support = super().supports(spec, layout, block_size, phase) & is_hopper(spec.device)
         if spec.scale <= 0:
             support &= Support.no("scale", "a positive number", spec.scale)
@@ -233,7 +244,7 @@ class HopperBackend(AttentionBackend):
 
 
 class HopperAttention(HopperBackend):
-    """Our CUDA C++ prefill and extend for H100 and H200: warp-specialised, persistent, keys split where rows are few."""
+    """CUDA C++ prefill and extend for H100 and H200: warp-specialised, persistent, and split-KV if there are few query rows."""
 
     name = "hopper"
     capabilities = Capabilities(
@@ -249,7 +260,7 @@ class HopperAttention(HopperBackend):
         features=frozenset({"sliding_window", "softcap", "sinks"}),
         dense_prefill=True,
     )
-    graph_level = GraphLevel.UNIFORM  # a prompt's items are fixed by its length, which a captured prompt keeps
+    graph_level = GraphLevel.UNIFORM  # items depend on the prompt's length, which is fixed in a captured graph
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of the longest sequence's keys, in place of the built-in rule"}
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
@@ -265,9 +276,9 @@ class HopperAttention(HopperBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Rows must lie at multiples of 16 bytes, which the tensor memory accelerator asks for, in a cache that is read."""
+        """Return whether rows are 16-byte aligned, as TMA requires of a cache that is read."""
         if cache.layout not in (cls.capabilities.layouts or ()):
-            return YES  # prompts alone are served beside it
+            return YES  # only prompts without context run, which do not read the cache
         return has_rows_of_16_bytes("key", cache.logical_key) & has_rows_of_16_bytes("value", cache.logical_value)
 
     @classmethod
@@ -278,7 +289,7 @@ class HopperAttention(HopperBackend):
         return self._attention.workspace_bytes()
 
     def plan(self, metadata: AttentionMetadata) -> HopperPlan:
-        """Cut the step into items, and choose the tile, once for all layers."""
+        """Split the step into items and select the tile, once for all layers."""
         return self._attention.plan(metadata)
 
     def prefill(
@@ -288,7 +299,7 @@ class HopperAttention(HopperBackend):
 
 
 def is_hopper(device: torch.device) -> Support:
-    """Whether a device has the instructions; YES where there is none to ask."""
+    """Return whether a device has the required instructions, or YES without a device to check."""
     found = capability(device)
     if found is None or found == CAPABILITY:
         return YES
@@ -296,7 +307,7 @@ def is_hopper(device: torch.device) -> Support:
 
 
 def has_rows_of_16_bytes(name: str, logical: Tensor) -> Support:
-    """Whether rows of a cache tensor, seen as [block, slot, head, dim, 1], can be copied 16 bytes at a time."""
+    """Return whether rows of a cache tensor, viewed as [block, slot, head, dim, 1], can be copied in 16-byte units."""
     size = logical.element_size()
     if logical.stride(3) == 1 and not logical.data_ptr() % 16 and not any(s * size % 16 for s in logical.stride()[:3]):
         return YES

@@ -1,4 +1,4 @@
-"""The backend `hopper_decode`: its kernel in CUDA C++; the keys are cut by the kernel that cuts those of Triton's decode."""
+"""The attention backend `hopper_decode`: split-KV decode in CUDA C++, with the split schedule from Triton's decode."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ from headway.kernels.runtime.probe import HALF_DTYPES
 from headway.kernels.runtime.triton_launch import Workspace
 
 ARGUMENTS = Struct("=13Q16q5i2f4x")
-"""struct DecodeArguments of decode.cu."""
+"""Format of struct DecodeArguments in decode.cu."""
 TILE = 16
-"""Keys of a warp's tile."""
-_MOST_COLUMNS = 512  # Eights of query rows times elements of a head, at most: the sums lie in registers
+"""Number of keys in a warp's tile."""
+_MOST_COLUMNS = 512  # Maximum of (query rows / 8) x head_dim: accumulators are in registers
 _LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How keys get into shared memory."""
+    """Buffers of keys in shared memory: one ring of tiles per warp."""
 
     warps: int
-    """Warps of a block of threads."""
+    """Number of warps per thread block."""
     stages: int
-    """Tiles of a warp's ring."""
+    """Number of tiles in a warp's ring."""
 
     @classmethod
     def of(cls, head_dim: int) -> Ring:
-        """The fastest of those tried on an H100 for heads of 128; of longer rows half the warps have room."""
+        """Return the fastest of the rings tried on an H100 for head_dim 128. Longer rows leave room for half the warps."""
         return cls(8, 2) if head_dim <= 128 else cls(4, 3)
 
     @property
     def keys(self) -> int:
-        """Keys of a tile of a block of threads."""
+        """Number of keys in a thread block's tile."""
         return self.warps * TILE
 
 
 def config_of(ring: Ring) -> DecodeConfig:
-    """Return the split rule's times, fitted to 16/8 heads of 128 on an H100. merge_launch_us: counting and reading parts."""
+    """Return cost-model parameters, fitted to 16/8 heads of 128 on an H100. merge_launch_us: counting and reading the parts."""
     return DecodeConfig(
         block_n=ring.keys,
         num_warps=ring.warps,
@@ -78,12 +78,12 @@ def config_of(ring: Ring) -> DecodeConfig:
 
 
 def row_blocks(rows: int, head_dim: int) -> int:
-    """Eights of query rows that a tile holds, for so many rows."""
+    """Return the number of 8-row blocks in a tile, for a number of query rows."""
     return next(count for count in (4, 2, 1) if count == 1 or (count * head_dim <= _MOST_COLUMNS and 4 * count < rows))
 
 
 def variant_of(spec: AttentionSpec, block_size: int, blocks: int) -> Variant:
-    """The compilation that serves a layer. blocks: of `row_blocks`."""
+    """Return the compiled variant for a layer. blocks: result of `row_blocks`."""
     ring = Ring.of(spec.head_dim)
     constants = {
         "HALF_IS_BF16": int(spec.dtype == torch.bfloat16),
@@ -101,7 +101,7 @@ def variant_of(spec: AttentionSpec, block_size: int, blocks: int) -> Variant:
 
 
 def shared_bytes(head_dim: int, blocks: int) -> int:
-    """Dynamic shared memory: the rings, and in their place the sums of all warps, and a number."""
+    """Return the size of dynamic shared memory in bytes: the rings, reused for the accumulators of all warps, and a counter."""
     ring = Ring.of(head_dim)
     rings = ring.warps * ring.stages * 2 * TILE * 16 * (head_dim // 8 | 1)
     sums = ring.warps * 8 * blocks * (head_dim + 4 + 2) * 4 + 4
@@ -109,10 +109,10 @@ def shared_bytes(head_dim: int, blocks: int) -> int:
 
 
 class HopperDecode(Decode):
-    """Decode and verification of one layer kind, on one stream at a time."""
+    """Decode and verification for one kind of layer, on one stream at a time."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
-        """:raises UnsupportedError: no compiler. BackendError: the kernel does not compile."""
+        """:raises UnsupportedError: if no compiler is found. :raises BackendError: if the kernel does not compile."""
         super().__init__(setup, num_splits)
         spec = setup.spec
         self.configs = (config_of(Ring.of(spec.head_dim)),)
@@ -124,13 +124,13 @@ class HopperDecode(Decode):
         self._kernel(row_blocks(spec.group_size, spec.head_dim))
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
-        """(Rows of a tile, rows of its partial results, tiles of a kv head) for so many query tokens."""
+        """Return (rows of a tile, rows of its partial results, tiles per kv head) for a number of query tokens."""
         rows = self._spec.group_size * max_query_len
         tile = 8 * row_blocks(rows, self._spec.head_dim)
         return tile, min(rows, tile), -(-rows // tile)
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
-        """As `Decode.plan`; the kernel for so many query rows is compiled now, if it has not been."""
+        """Return the plan of a decode, and compile the kernel for its number of query rows if necessary."""
         plan = super().plan(metadata)
         self._kernel(plan.block_m // 8)
         return plan
@@ -192,13 +192,13 @@ def _launch(head_dim: int, programs: int, blocks: int) -> Launch:
 
 
 def _lies_in_words(rows: Tensor, elements: int) -> bool:
-    """Whether rows of a tensor [.., .., head_dim] begin at multiples of so many elements, and lie in one piece."""
+    """Return whether rows of a tensor [.., .., head_dim] are contiguous and begin at multiples of `elements` elements."""
     together = rows.data_ptr() // rows.element_size() | rows.stride(0) | rows.stride(1)
     return rows.stride(2) == 1 and together % elements == 0
 
 
 def setup_of(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> KernelSetup:
-    """Return what kernels on a layer's GPU share."""
+    """Return the setup that kernels for a layer share."""
     return KernelSetup(
         spec=spec,
         layer=Layer.of(spec),
@@ -211,7 +211,7 @@ def setup_of(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> Kerne
 
 
 class CutDecoding(HopperBackend):
-    """Base of our backends for H100 and H200 whose keys are cut by Triton's kernel."""
+    """Base of H100 and H200 backends whose split schedule is computed by Triton's kernel."""
 
     graph_level = GraphLevel.UNIFORM
     _decode: Decode
@@ -225,15 +225,15 @@ class CutDecoding(HopperBackend):
         return self._decode.workspace_bytes(max_num_seqs)
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
-        """Cut the sequences into chunks, once for all layers; an extend is cut as a decode of many tokens."""
+        """Split the sequences into chunks, once for all layers. An extend is treated as a decode of many tokens."""
         return self._decode.plan(metadata)
 
     def plan_for_capture(self, metadata: AttentionMetadata) -> DecodePlan:
-        """As `plan`, for contexts of at most GRAPH_CONTEXT."""
+        """Return the plan for a capture, with tile sizes for contexts of at most GRAPH_CONTEXT."""
         return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
 
     def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
-        """Cut the sequences into chunks for the lengths that the device has now."""
+        """Split the sequences into chunks for the lengths that are now on the device."""
         self._decode.cut_again(plan, metadata.kv_lens)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
@@ -241,7 +241,7 @@ class CutDecoding(HopperBackend):
 
 
 class HopperDecoding(CutDecoding):
-    """Our CUDA C++ decode for H100 and H200: queries are the narrow side of the products, and a warp waits for no other."""
+    """CUDA C++ decode for H100 and H200: queries are the narrow operand of the MMAs, and warps do not wait for each other."""
 
     name = "hopper_decode"
     capabilities = Capabilities(
@@ -263,7 +263,7 @@ class HopperDecoding(CutDecoding):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Rows must lie at multiples of 16 bytes, which are copied at once."""
+        """Return whether rows are 16-byte aligned, for 16-byte copies."""
         return has_rows_of_16_bytes("key", cache.logical_key) & has_rows_of_16_bytes("value", cache.logical_value)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The backend `hopper_mla`: its kernel in CUDA C++; Triton's kernels for latent decode cut the keys and merge the parts."""
+"""The attention backend `hopper_mla`: MLA in CUDA C++, with split schedule and merge from Triton's MLA decode."""
 
 from __future__ import annotations
 
@@ -36,35 +36,36 @@ from headway.kernels.runtime.probe import HALF_DTYPES
 from headway.kernels.runtime.triton_launch import aligned
 
 HEAD = (576, 512)
-"""head_dim and v_head_dim: DeepSeek's."""
+"""head_dim and v_head_dim of DeepSeek's absorbed MLA."""
 ROWS = 64
-"""Query rows of a tile."""
+"""Number of query rows per tile."""
 KEYS = 64
-"""Keys of a tile."""
+"""Number of keys per tile."""
 MOST_ROUNDS = 8
-"""Programs of each multiprocessor, at most, where keys are split."""
+"""Maximum number of programs per SM with splits."""
 MOST_PARTS = 10
-"""Partial results of each multiprocessor, at most: each takes 131 KB. The cut rounds, which may add a quarter to the rounds."""
+"""Maximum number of partial results per SM, 131 KB each. Rounding in the split may exceed MOST_ROUNDS by a quarter."""
 THREADS = 384
 ARGUMENTS = Struct("=6Q4q3if")
-"""struct LatentArguments of latent.cuh."""
-_PANEL = 64  # Elements of a row that one copy takes, 128 bytes
+"""Format of struct LatentArguments in latent.cuh."""
+_PANEL = 64  # Elements of a row per copy: 128 bytes
 _LOG2E = math.log2(math.e)
 _MEMORY_BYTES_PER_US, _L2_BYTES_PER_US = 4.1e6, 5.5e6
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """How query rows are divided into tiles: several tokens where all of their heads fit, else a part of a token's heads."""
+    """Division of query rows into tiles: several tokens with all their heads if they fit, otherwise part of one token's heads."""
 
     heads: int
     tokens: int
     cluster: int = 1
-    """Blocks of threads that copy keys for each other: those of one token's heads."""
+    """Number of thread blocks that copy keys for each other: those with the heads of one token."""
 
     @classmethod
     def of(cls, num_heads: int, cluster: int | None = None) -> HeadTile | None:
-        """Tiles for a layer; None: the heads are no equal parts of at most ROWS. cluster: in place of the rule."""
+        """Return tiles for a layer, or None if its heads do not divide into equal parts of at most ROWS. cluster: overrides the
+        rule."""
         parts = -(-num_heads // ROWS)
         if num_heads % parts:
             return None
@@ -73,12 +74,12 @@ class HeadTile:
 
     @property
     def rows(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
         return self.heads * self.tokens
 
 
 def variant_of(spec: AttentionSpec, tile: HeadTile, block_size: int) -> Variant:
-    """The compilation that serves a layer."""
+    """Return the compiled variant for a layer."""
     constants = {
         "HALF_IS_BF16": int(spec.dtype == torch.bfloat16),
         "HEAD_DIM": spec.head_dim,
@@ -101,10 +102,10 @@ def variant_of(spec: AttentionSpec, tile: HeadTile, block_size: int) -> Variant:
 
 
 class HopperLatentDecode(LatentDecode):
-    """Decode, verification and extend of one layer kind, on one stream at a time."""
+    """Decode, verification and extend for one kind of layer, on one stream at a time."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None, tile: HeadTile) -> None:
-        """:raises UnsupportedError: no compiler. BackendError: the kernel does not compile."""
+        """:raises UnsupportedError: if no compiler is found. :raises BackendError: if the kernel does not compile."""
         super().__init__(setup, num_splits)
         spec, block_size = setup.spec, setup.block_size
         self._tile = tile
@@ -114,22 +115,22 @@ class HopperLatentDecode(LatentDecode):
         self._launch = cache(partial(_launch, tile.cluster))
 
     def _configs(self, max_query_len: int) -> tuple[DecodeConfig]:
-        """What the split rule assumes: tiles of one sequence are at work together, and read keys out of the L2 cache."""
+        """Return the split rule's parameters: tiles of one sequence run concurrently and read keys from the L2 cache."""
         alone = self.tile(max_query_len)[2] == self._tile.cluster
         return (config_of(_MEMORY_BYTES_PER_US * self._tile.cluster if alone else _L2_BYTES_PER_US * self._tile.cluster),)
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
-        """(Rows of a tile, rows of its partial results, tiles of a sequence) for so many query tokens."""
+        """Return (rows of a tile, rows of its partial results, tiles per sequence) for a number of query tokens."""
         rows = max_query_len * self._spec.num_heads
         return self._tile.rows, min(next_power_of_2(rows), self._tile.rows), -(-rows // self._tile.rows)
 
     def cuts_evenly(self, programs: int, splits: int) -> bool:
-        """Besides, where rows fill the GPU so often that one long sequence among them is not worth its partial results."""
+        """Return True also if rows fill the GPU so often that splitting one long sequence is not worth its partial results."""
         many = splits == 1 and 3 * programs > 2 * MOST_PARTS * self.multiprocessors
         return many or super().cuts_evenly(programs, splits)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
-        """Most bytes of partial results: where there are more programs, none is split, unless splits are fixed."""
+        """Return the maximum size of partial results in bytes. With more programs nothing is split, unless splits are fixed."""
         fixed = most_chunks(max_num_seqs, self._num_splits, True) * self.tile(1)[2] if self._num_splits else 0
         most = max(MOST_PARTS * self.multiprocessors, fixed)
         return most * ROWS * (self._spec.v_head_dim + 1) * 4
@@ -137,7 +138,8 @@ class HopperLatentDecode(LatentDecode):
     def run(
         self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
     ) -> None:
-        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
+        """Launch the kernel for one layer. q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads,
+        num_tokens]."""
         assert new is None
         if len(plan.chunks.table) == 0:
             return
@@ -171,11 +173,11 @@ class HopperLatentDecode(LatentDecode):
             plan.launches[key] = bound
 
     def _query_map(self, q: Tensor) -> bytes:
-        """Queries as [token, kv head, head, dim], by tiles."""
+        """Return the tensor map of queries, viewed as [token, kv head, head, dim], by tiles."""
         return tensor_map(q.unsqueeze(1), (self._tile.tokens, 1, self._tile.heads, _PANEL))
 
     def _key_map(self, latents: Tensor) -> bytes:
-        """Latents as [block, head, slot, dim], of a cache's [block, slot, head, dim, 1]."""
+        """Return the tensor map of latents, viewed as [block, head, slot, dim], from [block, slot, head, dim, 1]."""
         return tensor_map(latents.squeeze(4).transpose(1, 2), (1, 1, math.gcd(KEYS, self._block_size), _PANEL))
 
 
@@ -185,7 +187,8 @@ def _launch(cluster: int, programs: int) -> Launch:
 
 
 def config_of(bytes_per_us: float) -> DecodeConfig:
-    """Return the split rule's model of the kernel, from its GEMMs: 2,176 tensor core cycles per tile and about 600 of waiting."""
+    """Return the split rule's cost model, derived from the kernel's MMAs: 2,176 tensor-core cycles per tile and about 600 of
+    waiting."""
     return DecodeConfig(
         KEYS,
         num_warps=THREADS // 32,
@@ -206,7 +209,7 @@ _HINT = "name triton, which runs on every GPU"
 
 
 class HopperLatent(CutDecoding):
-    """Our CUDA C++ attention over latents for H100 and H200: a tile of keys is copied once, as key and as value of 64 rows."""
+    """CUDA C++ MLA for H100 and H200: a tile of keys is copied once and used as key and value for 64 query rows."""
 
     name = "hopper_mla"
     capabilities = Capabilities(
@@ -234,7 +237,7 @@ class HopperLatent(CutDecoding):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, the GPU's generation, absorbed latent attention, and query heads that fill equal tiles."""
+        """Return whether the backend supports a layer: absorbed MLA, a Hopper GPU, and query heads that fill equal tiles."""
         support = super().supports(spec, layout, block_size, phase)
         if not spec.value_in_key or spec.num_kv_heads != 1:
             got = f"{spec.num_kv_heads} kv heads, value_in_key={spec.value_in_key}"
@@ -245,7 +248,7 @@ class HopperLatent(CutDecoding):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Rows must lie at multiples of 16 bytes, which the tensor memory accelerator asks for."""
+        """Return whether rows are 16-byte aligned, as TMA requires."""
         return has_rows_of_16_bytes("key", cache.logical_key)
 
     @classmethod

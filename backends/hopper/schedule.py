@@ -1,4 +1,4 @@
-"""What the programs of one step work on: tiles of query rows, and the keys of each, cut where rows are few."""
+"""Schedule of a prefill or extend step: query tiles and their key ranges, split over programs if there are few query rows."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 
 ITEM_INTS = 12
-"""Integers in struct Item of shape.cuh."""
+"""Number of integers in struct Item of shape.cuh."""
 SPLITS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-"""Into how many pieces the longest query tile may be cut."""
+"""Candidate numbers of parts for the longest query tile."""
 L2_BYTES = 32 << 20
-"""Keys and values that programs at work at a time may share: what the L2 cache of an H100 or H200 holds beside all else."""
-_START = 1.3  # Fixed cost of an item, in tiles of keys: the first scores and the last sums overlap with nothing
-_PARTIAL = 0.5  # What an item costs more that leaves a partial result, in tiles, and ..
+"""Maximum bytes of keys and values for concurrent programs to share in L2, leaving room for other data (H100, H200)."""
+_START = 1.3  # Fixed cost of an item, in key tiles: its first scores and last accumulation overlap with nothing
+_PARTIAL = 0.5  # Additional cost of an item with a partial result, in key tiles, and
 _MERGE = 0.25
-"""... what reading one of them back costs."""
-_COSTS = {1: 0.62, 2: 1.0, 3: 1.45}  # Time of a tile of keys by warpgroups that multiply
+"""cost of reading one partial result back, in key tiles."""
+_COSTS = {1: 0.62, 2: 1.0, 3: 1.45}  # Relative time of a key tile, by number of warpgroups that run MMAs
 
 Ints = NDArray[numpy.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """Query tiles of a step and the range of key tiles of each, before any cut."""
+    """Query tiles of a step and the range of key tiles of each, before splitting."""
 
     seq: Ints
     tile: Ints
@@ -40,46 +40,46 @@ class QueryTiles:
 
     @property
     def lengths(self) -> Ints:
-        """Tiles of keys."""
+        """Number of key tiles of each query tile."""
         return self.last - self.first
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The work list."""
+    """Work list of a step."""
 
     tile: AttentionTile
     items: NDArray[numpy.int32]
     """[num_items, ITEM_INTS], in the order in which programs take them."""
     num_partials: int = 0
-    """Partial results that the cut leaves, of each kv head."""
+    """Number of partial results per kv head."""
     num_tickets: int = 0
-    """Query tiles that were cut."""
+    """Number of query tiles that are split."""
     section: int = 1
-    """Kv heads whose items are taken together."""
+    """Number of kv heads whose items are processed together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What the schedule depends on in one step."""
+    """Properties of a step that determine its schedule."""
 
     starts: Ints
-    """[num_seqs + 1]: the first packed token of each sequence."""
+    """[num_seqs + 1]: index of each sequence's first packed token."""
     query_lens: Ints
     kv_lens: Ints
     group: int
-    """Query heads of a kv head."""
+    """Number of query heads per kv head."""
     heads: int
-    """Kv heads, each of which has all items."""
+    """Number of kv heads. Each has all items."""
     window: int | None
     token_bytes: int
     """Bytes of a token's key and value in one kv head."""
     programs: int
-    """Blocks of threads that run at a time."""
+    """Number of thread blocks that run concurrently."""
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, spec: AttentionSpec, programs: int) -> Problem:
-        """Read off a step."""
+        """Return the problem for a step."""
         starts = metadata.query_start_loc_cpu.numpy().astype(numpy.int64)
         return cls(
             starts=starts,
@@ -93,13 +93,15 @@ class Problem:
         )
 
     def section(self, num_items: int) -> int:
-        """Kv heads whose keys and values the L2 cache holds, taken together; 0 if not even one's, or if all items are few."""
+        """Return the number of kv heads whose keys and values fit the L2 cache together (0 if none), or all if there are few
+        items."""
         if num_items * self.heads <= 4 * self.programs:
             return self.heads
         return min(L2_BYTES // max(int(self.kv_lens.sum()) * self.token_bytes, 1), self.heads)
 
     def rows(self, tile: AttentionTile) -> QueryTiles:
-        """The query tiles, sequence by sequence, the longest first; in each the last tile, which has most keys, comes first."""
+        """Return the query tiles by decreasing sequence length. Within a sequence, the last tile, with the most keys, comes
+        first."""
         tokens = tile.rows // self.group
         counts = -(-self.query_lens // tokens) * (self.kv_lens > 0)
         order = numpy.argsort(-self.kv_lens, kind="stable")
@@ -114,9 +116,11 @@ class Problem:
         return QueryTiles(seq, number, numpy.maximum(before + first_token + 1 - self.window, 0) // tile.keys, last)
 
     def time(self, tiles: Mapping[int, int], run: int, limit: float = math.inf) -> float:
-        """Estimated time in key tiles if no item has more than `run` of them, which programs take the longest first.
-        tiles: how many query tiles have a number of key tiles; of these there are few. limit: infinite where the time cannot
-        be less."""
+        """Return the estimated time in key tiles if items have at most `run` key tiles and programs take the longest first.
+
+        tiles: number of query tiles by number of key tiles; it has few distinct entries.
+        limit: return infinity if the time cannot be less than this.
+        """
         costs, num_items, most_pieces = [], 0, 1
         for length, count in tiles.items():
             pieces = -(-length // run)
@@ -134,11 +138,11 @@ class Problem:
         padded = numpy.zeros(rounds * self.programs)
         padded[:num_items] = numpy.repeat([cost for cost, _ in costs], [items for _, items in costs])
         laps = padded.reshape(rounds, self.programs)
-        laps[1::2] = laps[1::2, ::-1]  # who took the longest of one lap takes the shortest of the next
+        laps[1::2] = laps[1::2, ::-1]  # the program with the longest item of one round takes the shortest of the next
         return float(laps.sum(0).max()) + merging
 
     def longest_run(self, lengths: Ints) -> tuple[int, float]:
-        """(most key tiles of an item, estimated time in key tiles) of the best cut."""
+        """Return (maximum number of key tiles per item, estimated time in key tiles) of the best split."""
         tiles = Counter(lengths.tolist())
         longest = max(tiles)
         best = longest, self.time(tiles, longest)
@@ -157,9 +161,9 @@ class Problem:
 
 
 def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, run: int) -> Schedule:
-    """Cut every query tile into items of at most `run` key tiles, as even as can be; the longest items come first.
+    """Split every query tile into equal items of at most `run` key tiles, longest items first.
 
-    Where not even one head's keys fit the L2 cache, items stay sequence by sequence, so that programs side by side share keys.
+    If not even one head's keys fit the L2 cache, items stay ordered by sequence, so that concurrent programs share keys.
     """
     lengths, seq = rows.lengths, rows.seq
     whole = numpy.zeros((len(seq), ITEM_INTS), dtype=numpy.int32)
@@ -179,7 +183,7 @@ def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, run: int) -> Sc
 
 
 def _pieces(whole: NDArray[numpy.int32], lengths: Ints, run: int) -> tuple[NDArray[numpy.int32], int, int]:
-    """Items of query tiles cut into pieces, how many of them leave a partial result, and how many tiles were cut."""
+    """Return the items of split query tiles, the number of partial results, and the number of tiles that were split."""
     splits = -(-lengths // max(run, 1))
     shared = splits > 1
     partials = splits * shared
@@ -196,7 +200,7 @@ def _pieces(whole: NDArray[numpy.int32], lengths: Ints, run: int) -> tuple[NDArr
 
 
 def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | None = None) -> Schedule:
-    """The schedule of least estimated time. num_splits: in place of the rule, the splits of the longest query tile."""
+    """Return the schedule with the lowest estimated time. num_splits: splits of the longest query tile, overriding the rule."""
     best: tuple[float, AttentionTile, QueryTiles, int] | None = None
     for tile in tiles:
         rows = problem.rows(tile)

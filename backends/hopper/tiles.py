@@ -1,4 +1,4 @@
-"""Which tiles serve a layer, and the compilation that each of them is."""
+"""Tile sizes per kind of layer, and the compile-time constants of each kernel variant."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from headway.kernels.runtime.nvrtc.compiler import Variant
 ARCH = "sm_90a"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 UNEQUAL = ((192, 128),)
-"""Pairs (head_dim, v_head_dim): the expanded attention of DeepSeek-V2."""
+"""Supported pairs (head_dim, v_head_dim): expanded MLA of DeepSeek-V2."""
 MAX_GROUP = 64
-"""Most query heads that share a kv head: the rows of the narrow tile."""
+"""Maximum number of query heads per kv head: the rows of the narrow tile."""
 SHARED_BYTES = 227 * 1024
-"""Shared memory that a block of threads can ask for."""
+"""Maximum shared memory of a thread block in bytes."""
 _FOLDER = Path(__file__).parent / "csrc"
 _PANEL = 64
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """How large the work of one step of a block of threads is."""
+    """Size of a thread block's work per step."""
 
     groups: int
-    """Warpgroups that multiply, 64 query rows each."""
+    """Number of warpgroups that run MMAs, with 64 query rows each."""
     keys: int
-    """Keys of a tile; a multiple of 16."""
+    """Number of keys per tile, a multiple of 16."""
     stages: int
-    """Tiles of keys, and of values, that shared memory holds."""
+    """Number of tiles of keys, and of values, in shared memory."""
     query_stages: int = 2
-    """Tiles of queries: with two, those of the next item are copied while this one is worked on."""
+    """Number of query tiles in shared memory. With two, the next item's queries are copied during the current item."""
     turns: bool = True
-    """Whether the warpgroups take turns at the tensor cores."""
+    """True if the warpgroups alternate in using the tensor cores (ping-pong scheduling)."""
 
     @property
     def rows(self) -> int:
-        """Query rows: heads that share a kv head, of neighbouring tokens."""
+        """Number of query rows: heads that share a kv head, of consecutive tokens."""
         return 64 * self.groups
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the warpgroups that multiply and the one that copies."""
+        """Number of threads per block: the warpgroups that run MMAs and one that copies."""
         return 128 * (self.groups + 1)
 
     def shared_bytes(self, head_dim: int, v_head_dim: int) -> int:
-        """Dynamic shared memory: struct Layout of shape.cuh, and what aligning its beginning may take."""
+        """Return the size of dynamic shared memory in bytes: struct Layout of shape.cuh, and space to align its start."""
         k_row, v_row = (128 * -(-dim // _PANEL) for dim in (head_dim, v_head_dim))
         barriers = 8 * (2 * self.query_stages + 4 + 4 * self.stages)
         return self.query_stages * self.rows * k_row + self.stages * self.keys * (k_row + v_row) + 2 * 48 + barriers + 1024
@@ -57,16 +57,16 @@ class AttentionTile:
 
 @dataclass(frozen=True, slots=True)
 class TilePair:
-    """The two tiles of a layer kind."""
+    """The two tiles for a kind of layer."""
 
     wide: AttentionTile
-    """For many rows: the warpgroups take turns at the tensor cores."""
+    """Tile for many rows; warpgroups alternate in using the tensor cores."""
     narrow: AttentionTile
-    """For at most 64 rows a sequence and kv head, or too few to occupy the GPU."""
+    """Tile for at most 64 rows per sequence and kv head, or too few rows to fill the GPU."""
 
 
 def tiles_of(head_dim: int, v_head_dim: int) -> TilePair:
-    """The largest tiles that registers and shared memory hold: FlashAttention-3's, but for heads of 64."""
+    """Return the largest tiles that fit registers and shared memory: FlashAttention-3's, except for head_dim 64."""
     longest = max(head_dim, v_head_dim)
     if longest <= 64:
         return TilePair(AttentionTile(3, 128, 3), AttentionTile(1, 128, 4))
@@ -80,7 +80,7 @@ def tiles_of(head_dim: int, v_head_dim: int) -> TilePair:
 
 
 def variant_of(spec: AttentionSpec, tile: AttentionTile, block_size: int | None) -> Variant:
-    """The compilation that serves a layer. block_size: of the cache that keys are read from; None: this step's own are read."""
+    """Return the compiled variant for a layer. block_size: block size of the cache, or None to read this step's k and v."""
     constants = {
         "HALF_IS_BF16": int(spec.dtype == torch.bfloat16),
         "HEAD_DIM": spec.head_dim,
@@ -100,5 +100,5 @@ def variant_of(spec: AttentionSpec, tile: AttentionTile, block_size: int | None)
 
 
 def box_of(tile: AttentionTile, block_size: int | None) -> int:
-    """Slots that one copy takes: as many of a tile as lie in one block."""
+    """Return the number of slots per copy: the largest part of a tile that lies within one block."""
     return tile.keys if block_size is None else math.gcd(tile.keys, block_size)

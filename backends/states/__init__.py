@@ -1,1 +1,1 @@
-"""Backends for layers that keep a state."""
+"""Backends for layers with a recurrent state (linear attention, SSM)."""

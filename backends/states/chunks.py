@@ -1,13 +1,13 @@
-"""Recurrences over whole prompts in chunks: products of matrices inside a chunk, and one product a chunk for the state.
+"""Chunked recurrences (linear attention, SSM): matrix multiplications within a chunk, and a state update per chunk.
 
-With G_i the sum of the logarithms of decays up to token i of a chunk, the state after token i is
+Let G_i be the sum of log decays up to token i of a chunk. The state after token i is
 
     S_i = exp(G_i) S_0 + sum over j <= i of exp(G_i - G_j) k_j d_j^T,
 
-so a chunk's output and last state are products of [C, C] matrices of decayed scores with d. Where d itself depends on the state
-(the delta rule), d = u - w S_0 with u and w from one solve of a unit triangular matrix (the WY form of Yang et al. 2024,
-arXiv 2406.06484); else d = v (the state space dual of Dao and Gu 2024, arXiv 2405.21060). A decay is only ever the exponential
-of a difference that is not positive, so nothing overflows however strong the decays.
+so a chunk's output and final state are [C, C] matrices of decayed scores times d. If d depends on the state (the delta
+rule), d = u - w S_0, with u and w from one solve of a unit triangular matrix (WY form, Yang et al. 2024, arXiv 2406.06484).
+Otherwise d = v (state space duality, Dao and Gu 2024, arXiv 2405.21060). Decays are only computed as exponentials of non-positive
+differences, so they cannot overflow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A recurrence of n sequences of L tokens, float32: S = exp(g) S + k d^T, out = S^T q + skip, d = v or beta (v - S^T k)."""
+    """Operands of a recurrence for n sequences of L tokens: S = exp(g) S + k d^T, out = S^T q + skip, d = v or beta (v - S^T k).
+
+    All are float32.
+    """
 
     q: Tensor
     """[n, L, key heads, K], scaled."""
@@ -37,17 +40,19 @@ class Operands:
     v: Tensor
     """[n, L, heads, V]"""
     g: Tensor
-    """Logarithm of the decay, at most 0: [n, L, heads], or [n, L, heads, K] with a decay for each channel of the key."""
+    """Log decay, at most 0: [n, L, heads], or [n, L, heads, K] if each key channel has its own decay."""
     beta: Tensor | None = None
-    """[n, L, heads]; None: values are added as they are."""
+    """[n, L, heads], or None if values are added without the delta rule."""
     skip: Tensor | None = None
-    """[n, L, heads, V], added to the output."""
+    """[n, L, heads, V]: added to the output, or None."""
 
 
 def operands(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None) -> Operands:
-    """Read the input and the gates of every kind but `mamba1` and `conv`.
-    x: float32 [n, L, channels of the recurrence]; gates: [n, L, ...]; valid: bool [n, L], False where a row is no token and
-    must not change the state; None means that all are tokens."""
+    """Return the operands for any kind except `mamba1` and `conv`.
+
+    x: float32 [n, L, channels of the recurrence]; gates: [n, L, ...].
+    valid: bool [n, L]: False for padding rows, which must not change the state. None means all are valid.
+    """
     if spec.kind == MAMBA2:
         return _mamba2(spec, parameters, x, gates, valid)
     both, v = _parts(x, (2 * spec.num_key_heads, spec.num_heads), (spec.key_dim, spec.value_dim))
@@ -86,7 +91,7 @@ def _mamba2(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequ
 
 
 def _parts(x: Tensor, heads: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
-    """Split the channels [n, L, sum of heads * dims] into [n, L, heads, dims] each."""
+    """Split channels [n, L, sum of heads * dims] into tensors [n, L, heads, dims]."""
     parts = torch.split(x, [count * dim for count, dim in zip(heads, dims, strict=True)], dim=-1)
     return [torch.unflatten(part, -1, (count, dim)) for part, count, dim in zip(parts, heads, dims, strict=True)]
 
@@ -97,7 +102,8 @@ def _normed(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveOperands:
-    """S = exp(dt A) S + dt x B, out = S . C + D x for H channels, which come last, with a state of K elements; all float32."""
+    """Operands of `mamba1`: S = exp(dt A) S + dt x B, out = S . C + D x, for H channels with states of K elements; all
+    float32."""
 
     x: Tensor
     """[n, L, H]"""
@@ -108,7 +114,7 @@ class SelectiveOperands:
     C: Tensor
     """[n, L, K]"""
     A: Tensor
-    """[K, H], below 0."""
+    """[K, H], negative."""
     D: Tensor
     """[H]"""
 
@@ -116,7 +122,7 @@ class SelectiveOperands:
 def selective_operands(
     parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None
 ) -> SelectiveOperands:
-    """Read the input x, float32 [n, L, H], and the gates dt, B and C of `mamba1`; valid: see `operands`."""
+    """Return the operands of `mamba1`. x: float32 [n, L, H]; gates: dt, B and C; valid: see `operands`."""
     assert parameters.decay_rate is not None
     assert parameters.dt_bias is not None
     assert parameters.D is not None
@@ -131,10 +137,10 @@ def selective_operands(
 def scan_selective(
     chunk: int, inputs: SelectiveOperands, state: Tensor, after: Callable[[int, Tensor], None]
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over J chunks of L / J tokens, all chunks at once, and return the output [n, L, H] and the last state.
+    """Run the recurrence over J chunks of L / J tokens in parallel. Returns the output [n, L, H] and the final state.
 
-    Each chunk runs from a state of zeros; what the state before it adds is linear in that state, and is added once it is known.
-    A single chunk begins with its state. state: [n, K, H]; after(j, state): see `scan_chunks`.
+    Each chunk starts from a zero state; the contribution of the preceding state is linear in it and is added once it is known. A
+    single chunk starts from `state`, [n, K, H]. after(j, state): see `scan_chunks`.
     """
     x, dt, B, C = (torch.unflatten(part, 1, (-1, chunk)) for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
     chunks = x.shape[1]
@@ -157,12 +163,12 @@ def scan_selective(
 
 
 def step_selective(inputs: SelectiveOperands, state: Tensor, after: Callable[[int, Tensor], None]) -> Tensor:
-    """Run token by token and return the output [n, L, H]; state: [n, K, H], overwritten; after: see `step_tokens`."""
+    """Run token by token. Returns the output [n, L, H]. state: [n, K, H], overwritten; after: see `step_tokens`."""
     return _run(inputs, state, lambda token: after(token, state))
 
 
 def _run(inputs: SelectiveOperands, state: Tensor, after: Callable[[int], None]) -> Tensor:
-    """Move the state [..., K, H] on token by token, inputs being [..., L, H or K]; returns the output [..., L, H]."""
+    """Update the state [..., K, H] token by token, with inputs [..., L, H or K]. Returns the output [..., L, H]."""
     driven = inputs.dt * inputs.x
     out = inputs.D * inputs.x
     decay = torch.empty_like(state)
@@ -175,21 +181,24 @@ def _run(inputs: SelectiveOperands, state: Tensor, after: Callable[[int], None])
 
 
 class _Scores(NamedTuple):
-    """What a chunk's tokens do to each other and to the state; n sequences, H heads, J chunks of C tokens."""
+    """Decayed scores of a chunk's tokens and decays of the state, for n sequences, H heads and J chunks of C tokens."""
 
-    queries: Tensor  # [n, H, J, C, C]: q_i . k_j, decayed from j to i; 0 for j > i.
-    keys: Tensor | None  # [n, H, J, C, C]: k_i . k_j, decayed; right below the diagonal; None without the delta rule
-    from_start: Tensor  # Decays from the chunk's start through each token, [n, H, J, C, 1 or K]
-    to_end: Tensor  # Decays after each token to the chunk's end, [n, H, J, C, 1 or K]
-    whole: Tensor  # Decay over the chunk, [n, H, J, 1 or K, 1]
+    queries: Tensor  # [n, H, J, C, C]: q_i . k_j with the decay from j to i; 0 for j > i
+    keys: Tensor | None  # [n, H, J, C, C]: k_i . k_j with decay; valid below the diagonal; None without the delta rule
+    from_start: Tensor  # [n, H, J, C, 1 or K]: decays from the chunk's start through each token
+    to_end: Tensor  # [n, H, J, C, 1 or K]: decays after each token to the chunk's end
+    whole: Tensor  # [n, H, J, 1 or K, 1]: decay over the chunk
 
 
 def scan_chunks(chunk: int, inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> tuple[Tensor, Tensor]:
-    """Run the recurrence and return the output [n, L, H, V] and the last state, a new tensor; all float32.
-    chunk: tokens of a chunk, a power of two that divides L; state: [n, H, K, V], with which the sequences begin;
-    after(j, state) is called with the state after chunk j, which must not be kept."""
+    """Run the recurrence. Returns the output [n, L, H, V] and the final state, a new tensor; all float32.
+
+    chunk: number of tokens per chunk, a power of two that divides L.
+    state: [n, H, K, V]: initial states.
+    after: called as after(j, state) with the state after chunk j. It must not store the tensor.
+    """
     heads = inputs.v.shape[2]
-    # A decay for each head lets the heads of a key head share their scores; one for each channel of the key does not.
+    # With one decay per head, the heads of a key head share their scores; with one per key channel they do not.
     widened = heads if inputs.g.dim() == 4 else inputs.k.shape[2]
     q, k = (_in_chunks(widen(part, widened), chunk) for part in (inputs.q, inputs.k))
     v, g = _in_chunks(inputs.v, chunk), _in_chunks(inputs.g if inputs.g.dim() == 4 else inputs.g[..., None], chunk)
@@ -202,7 +211,7 @@ def scan_chunks(chunk: int, inputs: Operands, state: Tensor, after: Callable[[in
         assert scores.keys is not None
         beta = _in_chunks(inputs.beta[..., None], chunk)
         both = torch.cat((v * beta, k * scores.from_start * beta), dim=-1)
-        # The solver takes the diagonal for 1 and reads nothing above it.
+        # The solver assumes a unit diagonal and does not read above it.
         solved = torch.linalg.solve_triangular(scores.keys * beta, both, upper=False, unitriangular=True)
         values, corrections = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     writes = (k * scores.to_end).transpose(-1, -2)
@@ -220,7 +229,7 @@ def _over_chunks(
     state: Tensor,
     after: Callable[[int, Tensor], None],
 ) -> tuple[Tensor, Tensor]:
-    """Carry the state from chunk to chunk; returns the output [n, H, J, C, V] and the last state."""
+    """Propagate the state from chunk to chunk. Returns the output [n, H, J, C, V] and the final state."""
     shape, chunks = values.shape, values.shape[2]
     state = state.flatten(0, 1)
     out = torch.empty_like(values).flatten(0, 1)
@@ -235,20 +244,20 @@ def _over_chunks(
 
 
 def _in_chunks(rows: Tensor, chunk: int) -> Tensor:
-    """[n, L, heads, dim] as [n, heads, J, C, dim]."""
+    """Return [n, L, heads, dim] as [n, heads, J, C, dim]."""
     return torch.unflatten(rows, 1, (-1, chunk)).permute(0, 3, 1, 2, 4).contiguous()
 
 
 def widen(rows: Tensor, heads: int) -> Tensor:
-    """Repeat key heads [..., key heads, dim] so that each of `heads` has its own."""
+    """Repeat key heads [..., key heads, dim] to [..., heads, dim]."""
     if rows.shape[-2] == heads:
         return rows
     return rows[..., None, :].expand((*rows.shape[:-1], heads // rows.shape[-2], rows.shape[-1])).flatten(-3, -2)
 
 
 def _scores_by_head(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:
-    """Scores where a decay is one number for each head; q, k: [n, key heads, J, C, K]; g: [n, H, J, C, 1]."""
-    sums = g.double().squeeze(-1).cumsum(-1)  # double: a difference of two large sums must be right to float32's last bit
+    """Return the scores for one decay per head. q, k: [n, key heads, J, C, K]; g: [n, H, J, C, 1]."""
+    sums = g.double().squeeze(-1).cumsum(-1)  # double: differences of large sums must be exact to float32's last bit
     below = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=g.device).tril()
     between = (sums[..., :, None] - sums[..., None, :]).float().masked_fill_(~below, -torch.inf).exp_()
     groups = torch.unflatten(between, 1, (q.shape[1], -1))  # [n, key heads, heads of each, J, C, C]
@@ -263,10 +272,10 @@ def _scores_by_head(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:
 
 
 def _scores_by_channel(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:
-    """Scores where every channel of the key has a decay of its own; all [n, H, J, C, K].
+    """Return the scores for one decay per key channel. All arguments are [n, H, J, C, K].
 
-    exp(G_i - G_j) is exp(G_i - R) exp(R - G_j) for any R between the two, which keeps both factors at most 1. Pairs of tokens are
-    sorted by the largest power of two that lies between them: halves of blocks of 2, 4, ..., C tokens, R at each block's middle.
+    exp(G_i - G_j) = exp(G_i - R) exp(R - G_j) for any R between them, which keeps both factors at most 1. Pairs of tokens are
+    grouped by blocks of 2, 4, ..., C tokens: i in the second half and j in the first, with R at the block's middle.
     """
     n, heads, chunks, chunk = k.shape[:4]
     scores = k.new_zeros(n, heads, chunks, 2 if delta else 1, chunk, chunk)
@@ -290,15 +299,17 @@ def _scores_by_channel(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:
 
 
 def _sums_after(g: Tensor) -> Tensor:
-    """Sums over the tokens after each, along the axis before the last."""
+    """Return the sums over the tokens after each token, along the second-to-last axis."""
     after = torch.zeros_like(g)
     after[..., :-1, :] = g[..., 1:, :].flip(-2).cumsum(-2).flip(-2)
     return after
 
 
 def step_tokens(inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> Tensor:
-    """Run the recurrence token by token; return float32 [n, L, H, V].
-    state: float32 [n, H, K, V], overwritten; after(i, state) is called with the state after token i, which must not be kept."""
+    """Run the recurrence token by token. Returns float32 [n, L, H, V].
+
+    state: float32 [n, H, K, V], overwritten. after: called as after(i, state) with the state after token i; it must not store it.
+    """
     heads, v, beta = inputs.v.shape[2], inputs.v, inputs.beta
     q, k = widen(inputs.q, heads), widen(inputs.k, heads)
     decays = inputs.g.exp()[..., None] if inputs.g.dim() == 4 else inputs.g.exp()[..., None, None]  # [n, L, H, 1 or K, 1]

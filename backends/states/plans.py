@@ -1,4 +1,4 @@
-"""A step of layers with states, laid out for batched products: which rows are computed together, and what is written where."""
+"""Plans of the state backend `torch`: rows that are computed together in batched operations, and the states to write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.core.contract.state import CHECKPOINT_TOKENS, StateMetadata
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """States that are written at one moment: those of some rows of a block, to their slots."""
+    """A write of states: rows of a block, and their slots."""
 
     rows: Tensor
     """int64 [m]: rows of the block."""
@@ -25,31 +25,31 @@ class Writes:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring chunks of a block's sequences, computed at once: tokens [n, L], as rows of the step's packed tokens."""
+    """Consecutive chunks of a block's sequences, computed at once: tokens [n, L], as rows of the step's packed tokens."""
 
     tokens: Tensor
-    """int64 [n * L]; past a sequence's end its last token stands, so that nothing foreign is read."""
+    """int64 [n * L]: token rows. A sequence's last token is repeated as padding."""
     valid: Tensor | None
-    """bool [n, L]: which of them are tokens; None: all."""
+    """bool [n, L]: False for padding. None means no padding."""
     places: Tensor | None
-    """int64: which of the n * L are tokens; None: all."""
+    """int64: positions among the n * L that are not padding. None means all."""
     targets: Tensor
-    """int64: the packed row of each of those, for the output."""
+    """int64: packed row of the output for each of `places`."""
     length: int
     checkpoints: Mapping[int, Writes]
-    """What is written after each of the segment's chunks."""
+    """States to write after each of the segment's chunks, by chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceBlock:
-    """Sequences of about one length, which run side by side."""
+    """Sequences of similar length that run in parallel."""
 
     sequences: Tensor
-    """int64 [n]: sequences of the step."""
+    """int64 [n]: indices of the sequences in the step."""
     slots: Tensor
-    """int [n]: the slots with which they begin."""
+    """int [n]: slots of the initial states."""
     empty: Tensor | None
-    """bool [n]: which begin with zeros; None: none."""
+    """bool [n]: sequences that start from zeros. None means none."""
     chunk: int
     segments: Sequence[Segment]
     last: Writes
@@ -57,7 +57,7 @@ class SequenceBlock:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """States of the convolution that a scan writes; see `remembered` in torch_states.py."""
+    """Convolution states that a scan writes; arguments of `remembered` in torch_states.py."""
 
     at: Tensor
     from_history: Tensor
@@ -66,27 +66,27 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class ScanPlan:
-    """One step's prompts."""
+    """Plan of one prefill or extend step."""
 
     blocks: Sequence[SequenceBlock]
     slots: Tensor
-    """int [num_seqs]: where each sequence's state is read."""
+    """int [num_seqs]: slot from which each sequence's state is read."""
     empty: Tensor | None
-    """bool [num_seqs]"""
+    """bool [num_seqs]: sequences that start from zeros. None means none."""
     remembered: Remembered | None
-    """None where the layer has no convolution, or nothing is written."""
+    """None if the layer has no convolution, or no state is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The most that is computed at once."""
+    """Limits of what is computed at once."""
 
     tokens: int
     sequences: int
 
 
 def plan_scan(metadata: StateMetadata, conv_width: int, room: Room) -> ScanPlan:
-    """Lay out a view of sequences that prefill or extend. conv_width: 0 without a convolution."""
+    """Return the plan for sequences in PREFILL or EXTEND. conv_width: 0 without a convolution."""
     device, step = metadata.slots.device, metadata.step
     lens, starts = step.query_lens, step.query_start_loc_cpu.tolist()
     reads = metadata.slots_cpu.tolist()
@@ -96,7 +96,7 @@ def plan_scan(metadata: StateMetadata, conv_width: int, room: Room) -> ScanPlan:
     order = sorted((row for row in range(len(lens)) if reads[row] >= 0 and lens[row]), key=lambda row: -lens[row])
     host = _Host(device, starts, lens, fresh, finals, marks)
     blocks = [_block(metadata, host, rows, room.tokens) for rows in _alike(order, lens, room.sequences)]
-    # Sequence, tokens after which its state is kept, and where the slot stands: in out_slots, or behind, among checkpoints.
+    # Sequence, number of tokens before the stored state, and index of the slot in out_slots followed by checkpoints.
     kept = [(row, lens[row], row) for row in order if finals[row] >= 0]
     kept += [(row, tokens, len(lens) + index) for index, (row, tokens, slot) in enumerate(marks) if slot >= 0 and reads[row] >= 0]
     remembered = None
@@ -113,7 +113,7 @@ def plan_scan(metadata: StateMetadata, conv_width: int, room: Room) -> ScanPlan:
 
 
 def _alike(order: Sequence[int], lens: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Cut sequences, the longest first, into blocks whose shortest fills more than half of what its longest needs."""
+    """Split sequences, longest first, into blocks in which the shortest fills more than half of the longest's padded length."""
     block: list[int] = []
     for row in order:
         if block and (len(block) == most or 2 * lens[row] <= _padded(lens[block[0]])):
@@ -125,15 +125,17 @@ def _alike(order: Sequence[int], lens: Sequence[int], most: int) -> Iterator[lis
 
 
 def _padded(length: int) -> int:
-    """The tokens that a sequence takes in its block."""
+    """Return the padded length of a sequence in its block, in tokens."""
     if length >= CHECKPOINT_TOKENS:
         return -(-length // CHECKPOINT_TOKENS) * CHECKPOINT_TOKENS
     return 1 << (length - 1).bit_length()
 
 
 def _windows(kept: Sequence[tuple[int, int, int]], width: int) -> tuple[Tensor, Tensor]:
-    """Where the inputs lie that a convolution remembers after some tokens; see `remembered` in torch_states.py.
-    kept: (sequence, its first packed token, number of tokens) of each state."""
+    """Return `at` and `from_history` of `remembered` in torch_states.py: positions of the convolution's last inputs.
+
+    kept: (sequence, its first packed token, number of tokens) of each state.
+    """
     sequence, start, tokens = torch.tensor(kept).unbind(1)
     position = tokens[:, None] - (width - 1) + torch.arange(width - 1)
     old = position < 0
@@ -141,13 +143,13 @@ def _windows(kept: Sequence[tuple[int, int, int]], width: int) -> tuple[Tensor, 
 
 
 class _Host(NamedTuple):
-    """What the host knows of each sequence of a step."""
+    """Data of a step's sequences on the host."""
 
     device: torch.device
-    starts: Sequence[int]  # First packed token
-    lens: Sequence[int]  # New tokens
-    fresh: Sequence[bool]  # Whether there is no context
-    finals: Sequence[int]  # Slot after the last token; below 0: none
+    starts: Sequence[int]  # Index of the first packed token
+    lens: Sequence[int]  # Number of new tokens
+    fresh: Sequence[bool]  # True without context
+    finals: Sequence[int]  # Slot of the state after the last token; negative means none
     marks: Sequence[Sequence[int]]  # Rows of `StateMetadata.checkpoints` in this step
 
 
@@ -197,7 +199,7 @@ def _segment(host: _Host, rows: Sequence[int], first: int, length: int, checkpoi
 def _checkpoints(
     metadata: StateMetadata, marks: Sequence[Sequence[int]], rows: Sequence[int], first: int, length: int
 ) -> dict[int, Writes]:
-    """What is written after each chunk of a segment; `marks`: the host's rows of `StateMetadata.checkpoints`."""
+    """Return the states to write after each chunk of a segment. marks: rows of `StateMetadata.checkpoints` on the host."""
     place = {row: number for number, row in enumerate(rows)}
     found: dict[int, list[int]] = {}
     for index, (row, tokens, slot) in enumerate(marks):
@@ -218,34 +220,34 @@ def _checkpoints(
 
 @dataclass(frozen=True, slots=True)
 class StepBlock:
-    """Neighbouring sequences that decode, computed at once."""
+    """Consecutive sequences in DECODE, computed at once."""
 
     rows: slice
     empty: Tensor | None
-    """bool [n]: which begin with zeros; None: none, or the plan is `captured`."""
+    """bool [n]: sequences that start from zeros. None means none, or a captured plan."""
     writes: Sequence[Writes]
-    """After each of the L tokens; nothing where the plan is `captured`, or states are changed in place."""
+    """Writes after each of the L tokens. Empty if the plan is captured or states are updated in place."""
     in_place: slice | None = None
-    """The slots, where they follow one another and every state goes back to where it came from; None: anything else."""
+    """Slots, if they are consecutive and every state is written back to its slot; otherwise None."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step's decodes: [num_seqs, L] tokens."""
+    """Plan of one decode step, with [num_seqs, L] tokens."""
 
     metadata: StateMetadata
     length: int
-    """Most new tokens of a sequence."""
+    """Maximum number of new tokens per sequence."""
     captured: bool
-    """Whether slots are known only when a graph is replayed."""
+    """True if slots are known only when a graph is replayed."""
     tokens: Tensor | None
-    """int64 [num_seqs * L]: packed rows, a sequence's last token past its end; None where all have L tokens: row by row."""
+    """int64 [num_seqs * L]: packed rows, padded with a sequence's last token. None if every sequence has L tokens."""
     places: Tensor | None
-    """int64 [num_decode_tokens]: where the packed tokens stand in [num_seqs * L]; None likewise."""
+    """int64 [num_decode_tokens]: position of each packed token in [num_seqs * L]. None if every sequence has L tokens."""
     blocks: Sequence[StepBlock]
 
     def order(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return `tokens` and `places`; where a graph finds them out at its replay, each row's new tokens come first."""
+        """Return `tokens` and `places`. In a replay with `recomputed` tokens, each row's new tokens are moved to the front."""
         recomputed = self.metadata.recomputed
         if recomputed is None:
             return self.tokens, self.places
@@ -257,7 +259,7 @@ class StepPlan:
 
 
 def plan_step(metadata: StateMetadata, room: Room, captured: bool) -> StepPlan:
-    """Lay out a view of sequences that decode; padding is known on the host, the slots only on the device while steps run."""
+    """Return the plan for sequences in DECODE. Padding is known on the host; slots may be known only on the device."""
     device, step = metadata.slots.device, metadata.step
     lens = step.query_lens
     longest = max(lens)
@@ -282,7 +284,7 @@ def plan_step(metadata: StateMetadata, room: Room, captured: bool) -> StepPlan:
 
 
 def _in_place(metadata: StateMetadata, rows: slice) -> slice | None:
-    """See `StepBlock.in_place`. On a GPU what the host knows of the slots may be a guess."""
+    """Return `StepBlock.in_place`. On a GPU it is None, because the host's copy of the slots may be out of date."""
     if metadata.slots.device.type != "cpu":
         return None
     reads: list[int] = metadata.slots_cpu[rows].tolist()

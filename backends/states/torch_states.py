@@ -1,4 +1,4 @@
-"""The state backend `torch`, in plain PyTorch: every kind, every layout, CPU and CUDA, float32 inside."""
+"""The state backend `torch`: plain PyTorch, every kind and layout, CPU and CUDA, computed in float32."""
 
 from __future__ import annotations
 
@@ -49,11 +49,14 @@ def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
 
 
 def remembered(history: Tensor, x: Tensor, at: Tensor, from_history: Tensor) -> Tensor:
-    """Return the inputs that a convolution's state holds after some tokens, for each of M states.
+    """Return the convolution's states after some tokens: its last conv_width - 1 inputs, for each of M states.
 
-    history: [num_seqs, conv_width - 1, channels], what was remembered before the step; x: [num_tokens, channels];
-    at: int64 [M, conv_width - 1], rows of x, or of history seen as [num_seqs * (conv_width - 1), channels] where
-    from_history, bool [M, conv_width - 1], says so. Returns [M, channels, conv_width - 1].
+    history: [num_seqs, conv_width - 1, channels]: convolution states before the step.
+    x: [num_tokens, channels]: inputs of the step.
+    at: int64 [M, conv_width - 1]: rows of x or, if from_history, of history flattened to [num_seqs * (conv_width - 1), channels].
+    from_history: bool [M, conv_width - 1]
+
+    Returns [M, channels, conv_width - 1].
     """
     flat = at.flatten()
     new = x.index_select(0, flat.clamp(max=x.shape[0] - 1))
@@ -64,10 +67,14 @@ def remembered(history: Tensor, x: Tensor, at: Tensor, from_history: Tensor) -> 
 
 
 def read_slots(states: Tensor, slots: Tensor, empty: Tensor | None) -> Tensor:
-    """Return float32 copies of slots, in the states' order of memory. states: logical view [num_slots, ...] of any layout;
-    slots: int [n], those below 0 are read as any; empty: bool [n], rows that begin with zeros, or None."""
+    """Return float32 copies of states, in the memory order of `states`.
+
+    states: logical view [num_slots, ...] of any layout.
+    slots: int [n]; rows for negative slots have arbitrary contents.
+    empty: bool [n]: rows to fill with zeros. None means none.
+    """
     order = sorted(range(states.dim()), key=states.stride, reverse=True)
-    if order[0] != 0:  # strides of tensors with one element say nothing
+    if order[0] != 0:  # strides are ambiguous for tensors with one element
         order = list(range(states.dim()))
     taken = states.permute(order).index_select(0, slots.clamp(min=0)).float()
     taken = taken.permute([order.index(axis) for axis in range(states.dim())])
@@ -77,15 +84,14 @@ def read_slots(states: Tensor, slots: Tensor, empty: Tensor | None) -> Tensor:
 
 
 def write_slots(states: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Write values [n, ...] to slots, int [n], all of them at least 0."""
+    """Write values [n, ...] to slots, int [n], all non-negative."""
     states.index_copy_(0, slots.long(), values.to(states.dtype))
 
 
 def write_known_later(states: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Write values to slots, int [n], where those below 0 write nothing and the host does not know which these are.
+    """Write values to slots, int [n], skipping negative slots, without knowing on the host which slots are negative.
 
-    A row without a slot writes what the first row with one writes, to the same place; where no row has one, slot 0 is written
-    with what it holds.
+    A row without a slot repeats the write of the first row with a slot. If no row has a slot, slot 0 is rewritten unchanged.
     """
     rows = slots.shape[0]
     wanted = slots >= 0
@@ -97,8 +103,14 @@ def write_known_later(states: Tensor, slots: Tensor, values: Tensor) -> None:
     states.index_copy_(0, target, torch.where(wanted.any(), values, held))
 
 
-_AT_ONCE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}  # Bytes of float32 tensors computed at once; a CPU's stay near its caches
-_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}  # Elements of `mamba1` states moved on at once: side by side, chunks cost a CPU more
+_AT_ONCE = {
+    "cpu": 32 * 2**20,
+    "cuda": 256 * 2**20,
+}  # Maximum bytes of float32 tensors computed at once; on a CPU they should stay near its caches
+_ELEMENTS = {
+    "cpu": 2**16,
+    "cuda": 2**24,
+}  # Maximum elements of `mamba1` states updated at once; on a CPU, more parallel chunks are slower
 
 
 class _Layer(NamedTuple):
@@ -107,7 +119,7 @@ class _Layer(NamedTuple):
 
 
 class TorchStates(StateBackend):
-    """The readable backend for layers with a state: chunks of 64 tokens as batched products, steps token by token."""
+    """Reference backend for layers with a state: chunks of 64 tokens as batched matrix multiplications; steps token by token."""
 
     name = "torch"
     graph_level = GraphLevel.UNIFORM
@@ -152,7 +164,8 @@ class TorchStates(StateBackend):
     def _scan_block(
         self, block: SequenceBlock, history: Tensor | None, x: Tensor, gates: Sequence[Tensor], layer: _Layer, out: Tensor
     ) -> None:
-        """Run the segments of one block; history: float32 [n, conv_width - 1, channels], the inputs before the block's first."""
+        """Run the segments of one block. history: float32 [n, conv_width - 1, channels]: inputs before the block's first
+        tokens."""
         state = read_slots(layer.cache.logical_recurrent, block.slots, block.empty) if self.spec.recurrent else None
         for segment in block.segments:
             taken = _taken(x, segment)
@@ -174,7 +187,7 @@ class TorchStates(StateBackend):
     def _scan_segment(
         self, chunk: int, segment: Segment, x: Tensor, gates: Sequence[Tensor], layer: _Layer, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the recurrence of one segment; returns the output and the state after it."""
+        """Run the recurrence of one segment. Returns its output and the final state."""
         spec, selective = self.spec, self.spec.kind == MAMBA1
 
         def after(index: int, reached: Tensor) -> None:
@@ -206,7 +219,7 @@ class TorchStates(StateBackend):
     def _step_block(
         self, plan: StepPlan, block: StepBlock, x: Tensor, gates: Sequence[Tensor], layer: _Layer, out: Tensor
     ) -> None:
-        """Run some sequences of a step; x, gates, out: [n, L, ...]."""
+        """Run some sequences of a step. x, gates, out: [n, L, ...]."""
         spec, states, (parameters, cache) = self.spec, _StepStates(plan, block), layer
         inputs = x.float()
         if spec.conv_channels:
@@ -235,7 +248,7 @@ class TorchStates(StateBackend):
 
 
 class _StepStates:
-    """Reads and writes the states of a block of sequences that decode."""
+    """Reads and writes of states for a block of sequences in DECODE."""
 
     def __init__(self, plan: StepPlan, block: StepBlock) -> None:
         self._block = block
@@ -248,7 +261,7 @@ class _StepStates:
             self._columns = torch.where(self._slots[:, None] < 0, -1, plan.metadata.out_slots[block.rows])
 
     def read(self, states: Tensor) -> Tensor:
-        """Return the states before the step in float32, to be overwritten. states: logical view [num_slots, ...]."""
+        """Return the states before the step in float32. The caller may overwrite them. states: logical view [num_slots, ...]."""
         if self._block.in_place is None:
             return read_slots(states, self._slots, self._empty)
         own = states[self._block.in_place]
@@ -257,13 +270,13 @@ class _StepStates:
         return own.float()
 
     def keep(self, states: Tensor, token: int, values: Tensor) -> None:
-        """Write states after a token, [n, ...]."""
+        """Write the states after a token. values: [n, ...]."""
         if self._columns is not None:
             if token < self._columns.shape[1]:
                 write_known_later(states, self._columns[:, token], values)
         elif self._block.in_place is not None:
             own = states[self._block.in_place]
-            if own.data_ptr() != values.data_ptr():  # else the recurrence has run where the states lie
+            if own.data_ptr() != values.data_ptr():  # otherwise the recurrence has updated the states in place
                 own.copy_(values)
         elif len((writes := self._block.writes[token]).rows):
             rows = values if len(writes.rows) == len(values) else values.index_select(0, writes.rows)
@@ -271,12 +284,12 @@ class _StepStates:
 
 
 def _taken(rows: Tensor, segment: Segment) -> Tensor:
-    """Rows [num_tokens, ...] as [n, L, ...] of a segment."""
+    """Return rows [num_tokens, ...] as [n, L, ...] of a segment."""
     return torch.unflatten(rows.index_select(0, segment.tokens), 0, (-1, segment.length))
 
 
 def _by_element(state: Tensor) -> Tensor:
-    """States [n, H, K, 1] of `mamba1` as its recurrence has them, [n, K, H]."""
+    """Return `mamba1` states [n, H, K, 1] in the recurrence's order, [n, K, H]."""
     return state.squeeze(-1).transpose(1, 2).contiguous()
 
 
@@ -285,7 +298,7 @@ def _by_channel(state: Tensor) -> Tensor:
 
 
 def _bytes_per_token(spec: StateSpec) -> int:
-    """About what a token of a scan takes while it is computed."""
+    """Return the approximate number of bytes per token during a scan."""
     if spec.kind == MAMBA1:
         return 4 * spec.num_heads * (8 + 4 * spec.key_dim // CHECKPOINT_TOKENS) + 12 * spec.conv_channels
     per_head = 6 * spec.key_dim + 6 * spec.value_dim + 4 * CHECKPOINT_TOKENS

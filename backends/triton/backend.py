@@ -1,4 +1,4 @@
-"""The backend `triton`."""
+"""The attention backend `triton`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from headway.core.contract.support import YES, Support
 from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch
 
 GRAPH_CONTEXT = 8192
-"""Tokens for which a captured decode fixes its tiles and the most chunks; each replay chooses how many of those it cuts. A larger
-table would serve very long contexts of a few sequences better, and cost the others programs that find no chunk; not measured."""
+"""Context length in tokens for which a captured decode fixes tile sizes and the maximum number of chunks. Each replay chooses how
+many of those chunks to use. A larger value would help few sequences with very long contexts, but launch more programs without
+work for others; not measured."""
 LONGEST_KEY, LONGEST_VALUE = 576, 512
-"""Elements of a head, in latent attention of DeepSeek: more would not fit the registers beside a query tile."""
+"""Maximum head_dim and v_head_dim, as in DeepSeek's MLA. Larger heads do not fit the registers together with a query tile."""
 FP8_CAPABILITY = (8, 9)
-"""The first compute capability that converts e4m3."""
+"""First compute capability that converts e4m3."""
 
 
 class TritonAttention(AttentionBackend):
-    """Paged split-KV decode (one launch) and varlen prefill and extend, on every layout; needs no build."""
+    """Paged split-KV decode (one launch) and varlen prefill and extend, for every layout. Needs no build step."""
 
     name = "triton"
     capabilities = Capabilities(
@@ -68,8 +69,8 @@ class TritonAttention(AttentionBackend):
         cuda = spec.device.type == "cuda"
         arch = architecture(None if INTERPRETED else torch.cuda.get_device_capability(spec.device))
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
-        # A cache of 8 bits is unpacked from the cache alone, keys and values of unlike lengths would take two tiles, and a mixed
-        # step, which takes the writer, must not give a sequence other bits.
+        # No fused write if: cache elements are 8-bit, since they are unpacked from the cache; key and value lengths differ, since
+        # that takes two tiles; batch invariance, since mixed steps use the writer and must give the same bits.
         equal = spec.head_dim == spec.v_head_dim and not spec.value_in_key
         self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
         setup = KernelSetup(
@@ -108,7 +109,7 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Strides are followed, as long as the elements of a split head lie together."""
+        """Return whether the kernels can use the cache's strides: elements of a split head must be contiguous."""
         for name, logical in (("key", cache.logical_key), ("value", cache.logical_value)):
             x = logical.shape[4]
             if x > 1 and (logical.stride(4) != 1 or logical.stride(1) % x):
@@ -121,11 +122,12 @@ class TritonAttention(AttentionBackend):
         return "split_kv_decode (Triton)" if phase is Phase.DECODE else "varlen_attention (Triton)"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results of decode, or of prefill and extend: they take turns with one buffer."""
+        """Return the size of the shared buffer for partial results of decode, or of prefill and extend."""
         return max(self.decode_kernels.workspace_bytes(max_num_seqs), self.prefill_kernels.workspace_bytes())
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
-        """Fix grids, splits and buffers for all layers; HEADWAY_DEBUG=1 raises here for negative blocks, later for large ones."""
+        """Return the plan for all layers. With HEADWAY_DEBUG=1, negative blocks raise here, and blocks that are too large raise
+        later."""
         plan: DecodePlan | PrefillPlan
         plan = self.decode_kernels.plan(metadata) if metadata.phase is Phase.DECODE else self.prefill_kernels.plan(metadata)
         if self._debug:
@@ -134,11 +136,11 @@ class TritonAttention(AttentionBackend):
         return plan
 
     def plan_for_capture(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
-        """As `plan`, for contexts of at most GRAPH_CONTEXT."""
+        """Return the plan for a capture, with tile sizes for contexts of at most GRAPH_CONTEXT."""
         return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
 
     def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
-        """Cut the sequences into chunks for the lengths that the device has now."""
+        """Split the sequences into chunks for the lengths that are now on the device."""
         self.decode_kernels.cut_again(plan, metadata.kv_lens)
 
     def prefill(
@@ -157,13 +159,13 @@ class TritonAttention(AttentionBackend):
 
 
 def _check_plan(plan: DecodePlan | PrefillPlan, cache: LayerCache) -> None:
-    """Raise, in debug mode, for a block number beyond the cache's last."""
+    """Check, in debug mode, that the plan's block numbers exist in the cache. :raises BackendError: if one does not."""
     if plan.checked is not None:
         _check_table(plan.checked, cache.geometry.num_blocks + cache.open_blocks)
 
 
 def _check_table(metadata: AttentionMetadata, num_blocks: int | None) -> None:
-    """Raise for a block number that lies outside the cache, among those that a sequence's length makes the kernels read."""
+    """Check the block numbers that kernels read for each sequence's length. :raises BackendError: if one is outside the cache."""
     for row, (kv_len, blocks) in enumerate(zip(metadata.kv_lens, metadata.block_table_cpu.tolist(), strict=True)):
         for block in blocks[: -(-kv_len // metadata.block_size)]:
             if block < 0 or (num_blocks is not None and block >= num_blocks):

@@ -1,4 +1,4 @@
-"""The cut of a decode step, made on the device at every step: which program folds which keys of which sequence."""
+"""Split-KV schedule of a decode step, computed on the device in every step: the keys and sequence of each program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from headway.kernels.runtime.triton_launch import BoundKernel, Launcher, launches_early
 
 CHUNK_FIELDS = 8
-"""int32 numbers a chunk: its sequence (-1: no chunk) and that one's kv_len, first query token and query_len; its first tile and
-the end of its keys; the sequence's first chunk and number of chunks."""
+"""Number of int32 fields per chunk: sequence (-1 means no chunk), its kv_len, first query token and query_len; the chunk's
+first tile and the end of its keys; the sequence's first chunk and number of chunks."""
 SEQ_FIELDS = 4
-"""int32 numbers a sequence: its first query token and query_len, its first chunk and number of chunks."""
+"""Number of int32 fields per sequence: first query token, query_len, first chunk and number of chunks."""
 
 
 @triton.jit(
@@ -23,25 +23,25 @@ SEQ_FIELDS = 4
     do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_ptr"],
 )
 def cut_sequences(
-    splits,  # of a sequence as long as the mean; where EVEN of every sequence
-    seq_lens_ptr,  # int32 [num_seqs]; 0: a padding row, which gets no chunk
+    splits,  # chunks of a sequence of mean length; with EVEN, of every sequence
+    seq_lens_ptr,  # int32 [num_seqs]; 0 marks a padding row, which gets no chunk
     query_start_ptr,  # int32 [num_seqs + 1]
     chunks_ptr,  # int32 [max_chunks, 8], see CHUNK_FIELDS
     seqs_ptr,  # int32 [num_seqs, 4], see SEQ_FIELDS
     num_seqs,
-    max_chunks,  # at least num_seqs * splits + num_seqs // 2; num_seqs * splits where EVEN
+    max_chunks,  # at least num_seqs * splits + num_seqs // 2; with EVEN, num_seqs * splits
     window,
-    SEQS: tl.constexpr,  # num_seqs or more
-    CHUNKS: tl.constexpr,  # a program writes so many
-    BLOCK_N: tl.constexpr,  # keys a tile
+    SEQS: tl.constexpr,  # power of two >= num_seqs
+    CHUNKS: tl.constexpr,  # number of chunks that a program writes
+    BLOCK_N: tl.constexpr,  # keys per tile
     HAS_WINDOW: tl.constexpr,
-    EVEN: tl.constexpr,  # a sequence's cut hangs on its own length alone
-    FENCED: tl.constexpr,  # decode reads the chunks before it waits for the kernels before it
+    EVEN: tl.constexpr,  # the split of a sequence depends only on its own length
+    FENCED: tl.constexpr,  # decode reads the chunks before it waits for earlier kernels
 ):
-    """Grid (cdiv(max_chunks, CHUNKS),). Every program makes the whole cut and writes its part of it.
+    """Grid (cdiv(max_chunks, CHUNKS),). Every program computes the whole split and writes its part of the table.
 
-    Chunks are as even as sequences allow: each gets one for every `share` tiles that it has, rounded to the nearest, where
-    share is all tiles over num_seqs * splits. One long sequence among short ones is cut often, equal ones `splits` times.
+    Chunks have nearly equal sizes: a sequence gets one chunk per `share` tiles, rounded to nearest, with share = all tiles /
+    (num_seqs * splits). A long sequence among short ones gets many chunks; equal sequences get `splits` each.
     """
     i = tl.arange(0, SEQS)
     kv_lens = tl.load(seq_lens_ptr + i, mask=i < num_seqs, other=0)
@@ -58,7 +58,7 @@ def cut_sequences(
         total = tl.sum(tiles).to(tl.float32)
         share = tl.maximum(total / tl.maximum(tl.sum(live.to(tl.int32)) * splits, 1).to(tl.float32), 1.0)
         wanted = tl.maximum((tiles.to(tl.float32) / share + 0.5).to(tl.int32), 1)
-        if tl.sum(tl.where(live, wanted, 0)) > max_chunks:  # many short ones beside few long: at most one and a half each now
+        if tl.sum(tl.where(live, wanted, 0)) > max_chunks:  # many short, few long sequences: now at most 1.5 chunks each
             wanted = tl.maximum((tiles.to(tl.float32) / (2 * share) + 0.5).to(tl.int32), 1)
         each = tl.cdiv(tiles, wanted)
     each = tl.maximum(each, 1)
@@ -103,30 +103,35 @@ def cut_sequences(
         )  # fmt: skip
 
 
-_WORK = 8192  # Chunks times sequences that a program compares at once
+_WORK = 8192  # Number of chunks x sequences that a program compares at once
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Runs of keys, each for one program (of every kv head and query tile). What they are is decided on the device, from the
-    lengths found there: one captured launch serves any lengths, and one long sequence does not keep the others waiting."""
+    """Runs of keys, one per program (of each kv head and query tile).
+
+    The runs are computed on the device from the lengths there. One captured launch therefore works for any lengths, and one long
+    sequence does not delay the others.
+    """
 
     seq_lens: Tensor
-    """int32 [num_seqs]; 0: padding."""
+    """int32 [num_seqs]; 0 marks padding."""
     query_start_loc: Tensor
     """int32 [num_seqs + 1]."""
     splits: int
-    """Most chunks of a sequence of mean length."""
+    """Maximum number of chunks of a sequence of mean length."""
     block_n: int
-    """Keys a tile; a chunk is whole tiles."""
+    """Number of keys per tile. A chunk is a number of complete tiles."""
     window: int | None
     even: bool
-    """Every sequence is cut into `splits`, whatever the others are."""
+    """True if every sequence is split into `splits` chunks."""
     table: Tensor = field(init=False)
-    """int32 [most, CHUNK_FIELDS]; see there."""
+    """int32 [max_chunks, CHUNK_FIELDS]."""
     seqs: Tensor = field(init=False)
-    """int32 [num_seqs, SEQ_FIELDS]; see there."""
-    _bound: list[BoundKernel] = field(init=False, default_factory=list)  # The launch, once made: part of every graph's replay
+    """int32 [num_seqs, SEQ_FIELDS]."""
+    _bound: list[BoundKernel] = field(
+        init=False, default_factory=list
+    )  # The launch, bound at first use: it is part of every graph's replay
 
     def __post_init__(self) -> None:
         most = most_chunks(len(self.seq_lens), self.splits, self.even)
@@ -137,11 +142,11 @@ class Chunks:
 
     @property
     def split(self) -> bool:
-        """Whether a sequence may have more than one."""
+        """True if a sequence may have more than one chunk."""
         return len(self.table) > len(self.seq_lens)
 
     def cut(self, launch: Launcher, splits: int) -> None:
-        """Fill the table for the lengths on the device by one launch of `cut_sequences`. splits: at most `self.splits`."""
+        """Fill the table for the lengths on the device, by one launch of `cut_sequences`. splits: at most `self.splits`."""
         assert splits <= self.splits
         if self._bound:
             self._bound[0](splits)
@@ -165,5 +170,5 @@ class Chunks:
 
 
 def most_chunks(num_seqs: int, splits: int, even: bool) -> int:
-    """Chunks there can be: rounding to the nearest adds up to half a chunk a sequence."""
+    """Return the maximum number of chunks: rounding to nearest adds up to half a chunk per sequence."""
     return num_seqs * splits + (0 if even else num_seqs // 2)

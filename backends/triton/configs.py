@@ -1,4 +1,4 @@
-"""Shipped kernel configurations by architecture, so that nobody waits for an autotuner."""
+"""Shipped kernel configurations by GPU architecture, so that no autotuning is needed."""
 
 from __future__ import annotations
 
@@ -6,83 +6,83 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 INVARIANT_SPLITS = 16
-"""Splits of every sequence where the answer must be batch invariant: enough that one sequence with 8 kv heads fills 132
-multiprocessors. Those that a short sequence has no keys for end at once."""
+"""Number of splits of every sequence in batch-invariant mode: enough for one sequence with 8 kv heads to fill 132 SMs. Splits
+without keys end at once."""
 
 ANY_PROMPT = 1 << 20
-"""Stands for the longest query_len where a configuration must not depend on the query length."""
+"""Query length to pass if the configuration must not depend on the query length."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How the decode kernel is compiled, and what the split rule assumes of the kernel."""
+    """Compile-time configuration of the decode kernel, and parameters of its cost model in the split rule."""
 
     block_n: int
-    """Keys a tile."""
+    """Number of keys per tile."""
     num_warps: int
     num_stages: int
     block_m: int = 64
-    """Query rows a tile, at most."""
+    """Maximum number of query rows per tile."""
     residents: int = 8
-    """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
+    """Number of programs that an SM runs at a time, limited by registers and shared memory."""
     tile_us: float = 1.0
-    """Time of one tile of a program that has its multiprocessor for itself: latency, not bandwidth."""
+    """Time in us of one tile for a program that does not share its SM: limited by latency, not bandwidth."""
     busy_us: float = 0.0
-    """Time of one tile of each program that a multiprocessor runs, however much of the memory's rate is left."""
+    """Time in us of one tile per resident program when the SM, not memory bandwidth, is the limit."""
     wave_us: float = 1.0
-    """What a program costs beside its tiles."""
+    """Overhead of a program in us, excluding its tiles."""
     merge_us: float = 0.085
-    """What merging one more partial result costs the last to arrive, ..."""
+    """Time in us that the last program to arrive needs to merge one more partial result, plus"""
     merge_row_us: float = 0.015
-    """... and for each row of the query tile."""
+    """this time in us per row of the query tile."""
     merge_launch_us: float = 0.0
-    """What merging costs beside that where a launch of its own does it; 0: the last program to arrive merges."""
+    """Overhead in us of a separate merge launch. 0 means that the last program to arrive merges."""
     bytes_per_us: float = 2.0e6
     most_rounds: int = 40
-    """Splits stop where each multiprocessor has so many programs: the partial results would cost more than the balance brings."""
+    """Maximum number of programs per SM with splits: with more, merging partial results costs more than better balance gains."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How the prefill kernel is compiled."""
+    """Compile-time configuration of the prefill kernel, and parameters of its cost model."""
 
     block_m: int
-    """Query rows (tokens times the heads of a group) a tile."""
+    """Number of query rows (tokens x heads of a group) per tile."""
     block_n: int
     num_warps: int
     num_stages: int
     tma: bool = False
-    """Read k and v by tensor descriptors where their strides allow it."""
+    """True if k and v are read by TMA tensor descriptors when their strides allow it."""
     residents: int = 1
-    """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
+    """Number of programs that an SM runs at a time, limited by registers and shared memory."""
     wave_us: float = 4.0
-    """What a program costs beside its tiles."""
+    """Overhead of a program in us, excluding its tiles."""
     merge_us: float = 4.0
-    """What merging costs beside moving the partial results: a launch, ..."""
+    """Overhead of the merge launch in us, in addition to moving the partial results at"""
     bytes_per_us: float = 7.0e5
-    """... which are written and read at this rate."""
+    """this rate, in bytes per us, for both writes and reads."""
     flops_per_us: float = 5.0e8
-    """Rate at which all multiprocessors work through tiles, one program each."""
+    """Throughput of all SMs in FLOP per us, with one program per SM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What is tuned for one family of GPUs, for rows of up to 256 bytes."""
+    """Tuned configurations for one GPU architecture, for rows of up to 256 bytes."""
 
     name: str
     decode: Mapping[str, DecodeConfig]
-    """"few" for any number of programs, "fp8" for an fp8 cache; "many" instead of "few" for many programs of one token each,
-    where a tile lies in one block and a row in one piece (not in vllm_5d). "latent" where the value lies in the key, and
-    "latent wide" instead for 64 query rows or more."""
+    """Decode configurations. "few": any number of programs. "fp8": FP8 caches. "many", instead of "few": many programs of one
+    token each, if a tile lies within one block and rows are contiguous (not in vllm_5d). "latent": layers whose value is in the
+    key (MLA). "latent wide", instead of "latent": 64 query rows or more."""
     prefill: PrefillConfig
     prefill_short: PrefillConfig
-    """Prompts of up to SHORT_PROMPT tokens, where the masked tiles weigh more."""
+    """Prompts of up to SHORT_PROMPT tokens, in which masked tiles are a larger share."""
     extend: PrefillConfig
-    """Keys read through the block table by descriptors, where a tile lies in one block."""
+    """Keys read through the block table by descriptors, if a tile lies within one block."""
     extend_gather: PrefillConfig
     """Keys read through the block table by pointers."""
     wide: PrefillConfig | None = None
-    """Rows of more than 256 and up to 512 bytes, read in whichever way; None: half of the keys of the others."""
+    """Rows of 257 to 512 bytes. None means the other configurations with half the keys per tile."""
 
 
 SHORT_PROMPT = 2048
@@ -119,7 +119,7 @@ SM_90 = Architecture(
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
     extend=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
-    # Gathering a row takes the load units as long as multiplying it with 128 queries takes the tensor cores: each row serves 256.
+    # Gathering a row occupies the load units as long as the tensor cores need for 128 queries: use each row for 256 queries.
     extend_gather=PrefillConfig(block_m=256, block_n=64, num_warps=16, num_stages=3),
     wide=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2),
 )
@@ -137,15 +137,15 @@ SM_80 = Architecture(
 DEFAULT = Architecture(
     "default", {"few": DecodeConfig(block_n=32, num_warps=4, num_stages=3, residents=3)}, _SMALL, _SMALL, _SMALL, _SMALL
 )
-"""For architectures nobody has tuned: little shared memory, shallow pipelines."""
+"""For architectures without tuning: little shared memory, shallow pipelines."""
 INTERPRETER = Architecture(
     "interpreter", {"few": DecodeConfig(block_n=16, num_warps=4, num_stages=1)}, _TINY, _TINY, _TINY, _TINY
 )
-"""Small tiles, so that small tests meet several of them."""
+"""For Triton's interpreter: small tiles, so that small tests cover several of them."""
 
 
 def architecture(capability: tuple[int, int] | None) -> Architecture:
-    """Configurations for a CUDA compute capability; None: the interpreter."""
+    """Return the configurations for a CUDA compute capability. None means Triton's interpreter."""
     if capability is None:
         return INTERPRETER
     if capability[0] == 9:
@@ -156,7 +156,7 @@ def architecture(capability: tuple[int, int] | None) -> Architecture:
 def decode_configs(
     arch: Architecture, block_d: int, itemsize: int, block_size: int, split_rows: bool
 ) -> tuple[DecodeConfig, ...]:
-    """What serves a cache, the one for few programs first, with smaller tiles where a row is longer than the tuned 256 bytes."""
+    """Return the decode configurations for a cache, the one for few programs first. Rows over 256 bytes get smaller tiles."""
     table, row_bytes = arch.decode, block_d * itemsize
     few = _shrunk(table.get("fp8", table["few"]) if itemsize == 1 else table["few"], row_bytes)
     many = table.get("many")
@@ -166,11 +166,11 @@ def decode_configs(
 
 
 def latent_config(arch: Architecture, rows: int, itemsize: int) -> DecodeConfig:
-    """What serves a cache whose values lie in its keys. rows: query rows of a kv head; itemsize: bytes of what is multiplied."""
+    """Return the MLA decode configuration. rows: query rows per kv head; itemsize: bytes per element of the dot products."""
     table = arch.decode
     name = "latent wide" if rows >= 64 and itemsize == 2 and "latent wide" in table else "latent"
     config = table.get(name) or replace(table["few"], block_m=16)
-    if itemsize == 4:  # twice the memory for a tile of which half the numbers are computed at a time
+    if itemsize == 4:  # twice the memory per tile, and half the throughput
         block_n = config.block_n if name in table else 16  # shared memory may be 99 KiB
         config = replace(config, block_m=16, block_n=block_n, num_stages=min(config.num_stages, 2))
     return config
@@ -184,7 +184,11 @@ def _shrunk(config: DecodeConfig, row_bytes: int) -> DecodeConfig:
 
 
 def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: int, group: int, paged: int) -> PrefillConfig:
-    """As `decode_config`. query_len: of the longest sequence; paged: the block size, 0 where keys are this step's own k and v."""
+    """Return the prefill configuration for a row size and query length.
+
+    query_len: number of query tokens of the longest sequence.
+    paged: block size, or 0 if keys are this step's k and v.
+    """
     if paged:
         config = arch.extend if paged % 64 == 0 else arch.extend_gather
         if config.tma and paged % config.block_n:
@@ -203,11 +207,11 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
 
 
 def _less(config: PrefillConfig, block_d: int, itemsize: int) -> PrefillConfig:
-    """For longer rows than it was tuned for."""
+    """Return a smaller configuration, for rows longer than the tuned 256 bytes."""
     if itemsize == 4:  # float32 has no tensor cores at full precision: small tiles, or registers spill
         config = replace(config, block_m=min(config.block_m, 32), block_n=min(config.block_n, 32), num_warps=4, tma=False)
         config = replace(config, num_stages=min(config.num_stages, 2))
-    if block_d > 256:  # latent attention: the sums alone take a third of the registers
+    if block_d > 256:  # latent attention (MLA): accumulators take a third of the registers
         config = replace(config, block_m=min(config.block_m, 64), block_n=min(config.block_n, 64), num_warps=8, tma=False)
         if itemsize == 4:  # and shared memory may be 99 KiB
             config = replace(config, block_m=16, num_stages=1)

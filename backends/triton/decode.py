@@ -1,4 +1,4 @@
-"""Plan and launch of the paged decode kernel."""
+"""Plan and launch of the paged split-KV decode kernel."""
 
 from __future__ import annotations
 
@@ -21,54 +21,59 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, aligned, launches_early, specialised
 
 EARLY_SEQUENCES = 8
-"""Up to so many, the kernel after decode may start meanwhile and fetch its weights; with more it takes memory's time from decode
-(H200, Qwen3-0.6B shapes, a step with 768 tokens of context: 8 sequences 933 us and 970 without, 16 1349 and 1308)."""
+"""Maximum number of sequences for which the kernel after decode may start early and prefetch its weights. With more, it slows
+decode down (H200, Qwen3-0.6B shapes, step with 768 tokens of context: 933 us instead of 970 for 8 sequences, 1349 instead of 1308
+for 16)."""
 
 AHEAD_TILES, AHEAD_SEQUENCES = 4, 16
-"""Tiles of keys that a program brings to the L2 cache while the kernel before it still runs, and up to how many sequences."""
+"""Number of key tiles that a program prefetches to L2 while the previous kernel runs, and maximum number of sequences for it."""
 
-_MOST_STRIDES = 256  # Strides of layers whose constants are kept: a cache has a few, growing dense tensors others each step
+_MOST_STRIDES = (
+    256  # Maximum number of cached stride combinations: a paged cache has few, growing dense tensors have new ones each step
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """One step's decode; the tensors are the metadata's own, so a captured graph reads what is copied into them later."""
+    """Plan of one decode step. Tensors are the metadata's, so a captured graph reads the values that are later copied into
+    them."""
 
     block_table: Tensor
     chunks: Chunks
     items: int
-    """Programs a chunk: kv heads times query tiles."""
+    """Number of programs per chunk: kv heads x query tiles."""
     max_query_len: int
     block_m: int
     rows: int
     config: DecodeConfig
     partial: Tensor
-    """float32, results of chunks; shared by all plans of a backend and never freed before it (graphs keep the address)."""
+    """float32: partial results of chunks. Shared by all plans of a backend, and kept as long as the backend (graphs store the
+    address)."""
     lse: Tensor
     arrivals: Tensor
-    """int32, zero between launches."""
+    """int32 arrival counters, zero between launches."""
     launches: dict[Hashable, Callable[..., None]] = field(default_factory=dict)
-    """What a layer launches, by all that its layers may differ in."""
+    """Bound launches, by everything in which the layers that share this plan may differ."""
     checked: AttentionMetadata | None = None
-    """What the cache must be compared with before a launch, in debug mode."""
+    """Metadata to check against the cache before a launch, only in debug mode."""
 
     @property
     def early(self) -> bool:
-        """Whether the next kernel may start before decode has finished."""
+        """True if the next kernel may start before decode has finished."""
         return len(self.chunks.seq_lens) <= EARLY_SEQUENCES
 
     @property
     def ahead(self) -> bool:
-        """Whether decode asks for keys before the kernel before it has finished."""
+        """True if decode prefetches keys before the previous kernel has finished."""
         return len(self.chunks.seq_lens) <= AHEAD_SEQUENCES
 
 
 NewRows = tuple[Tensor, Tensor] | None
-"""k, v [num_seqs, num_kv_heads, head_dim] of one token a sequence, which are not in the cache yet, and are written there."""
+"""k and v [num_seqs, num_kv_heads, head_dim] of one token per sequence, which decode itself writes to the cache."""
 
 
 class Decode:
-    """Decode of one layer kind: cuts the sequences into chunks once a step, then launches one kernel a layer."""
+    """Decode for one kind of layer: splits the sequences into chunks once per step, then launches one kernel per layer."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
         spec, layer, layout, block_size = setup.spec, setup.layer, setup.layout, setup.block_size
@@ -82,18 +87,18 @@ class Decode:
         self.configs = decode_configs(setup.arch, block_d, spec.cache_dtype.itemsize, block_size, split)
         self.workspace = setup.workspace
         self._scalars = tuple(layer.scalars.values())
-        self._own = id(layer)  # Tells its launches from those of like layers: plans are shared, sinks and scales are not
+        self._own = id(layer)  # Distinguishes launches of layers that share plans but not sinks and scales
         self._constants: dict[Hashable, tuple[dict[str, Any], tuple[int, ...], Hashable]] = {}
-        """Compile-time constants, strides and the launcher's key, by everything they follow from."""
+        """Compile-time constants, strides and the launcher's key, by everything that they depend on."""
         self.launch = Launcher(split_kv_decode)
         self.launch_cut = Launcher(cut_sequences)
 
     def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
-        """Configurations that serve this many query tokens."""
+        """Return the configurations for a number of query tokens."""
         return self.configs if max_query_len == 1 else self.configs[:1]
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
-        """(BLOCK_M, rows in use rounded up, query tiles a kv head) for so many query tokens."""
+        """Return (BLOCK_M, rows in use rounded up to a power of two, query tiles per kv head) for a number of query tokens."""
         rows = self._spec.group_size * max_query_len
         block_m = min(max(16, triton.next_power_of_2(rows)), 64)
         return block_m, min(triton.next_power_of_2(rows), block_m), -(-rows // block_m)
@@ -101,7 +106,7 @@ class Decode:
     def choose(
         self, kv_lens: list[int], max_query_len: int, configs: Sequence[DecodeConfig] | None = None
     ) -> tuple[DecodeConfig, int]:
-        """Return the configuration and chunks per mean sequence, by the host's lengths. configs: the candidates; None for all."""
+        """Return the configuration and the number of chunks of an average sequence. configs: candidates; None means all."""
         configs = configs or self._configs(max_query_len)
         if self._num_splits is not None:
             return configs[0], self._num_splits
@@ -112,18 +117,18 @@ class Decode:
             live = [min(kv_len, window + configs[0].block_n) for kv_len in live]
         mean = sum(live) // max(len(live), 1)
         step = max(16, mean // 32)
-        keys = -(-mean // step) * step  # rounded, to keep the cached answers few
+        keys = -(-mean // step) * step  # rounded, so that few results are cached
         elements = self._spec.head_dim + (0 if self._spec.value_in_key else self._spec.v_head_dim)
         key_bytes = elements * self._spec.cache_dtype.itemsize
         items = len(live) * self._spec.num_kv_heads * tiles_m
         return choose_cut(items, keys, key_bytes, rows, self.multiprocessors, tuple(configs))
 
     def cuts_evenly(self, programs: int, splits: int) -> bool:
-        """Whether every sequence is cut into `splits`, whatever the others are. programs: of all sequences, without a split."""
+        """Return whether every sequence is split into `splits` chunks. programs: number of programs without splits."""
         return self._num_splits is not None
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
-        """Fix the kernel and its buffers for a view of decoding sequences, and cut them into chunks."""
+        """Return the plan for decode sequences: configuration, buffers, and chunks for the current lengths."""
         block_m, rows, tiles_m = self.tile(metadata.max_query_len)
         config, splits = self.choose(metadata.kv_lens, metadata.max_query_len)
         items, window = self._spec.num_kv_heads * tiles_m, self._spec.sliding_window
@@ -147,9 +152,9 @@ class Decode:
         return plan
 
     def cut_again(self, plan: DecodePlan, kv_lens: list[int]) -> None:
-        """Cut the sequences anew, for the lengths that the device has now; kv_lens: the same on the host."""
+        """Split the sequences again for the lengths that are now on the device. kv_lens: these lengths on the host."""
         splits = plan.chunks.splits
-        if splits > 1:  # fewer where sequences are short: those captured suit long ones
+        if splits > 1:  # fewer for short sequences: the captured number suits long ones
             splits = min(splits, self.choose(kv_lens, plan.max_query_len, (plan.config,))[1])
         self._cut(plan, splits)
 
@@ -160,11 +165,14 @@ class Decode:
     def run(
         self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
     ) -> None:
-        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
+        """Launch decode for one layer.
+
+        q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens].
+        """
         if len(plan.chunks.table) == 0:
             return
         assert new is None or plan.max_query_len == 1
-        k, v = new or (q, q)  # placeholders where there is nothing to write
+        k, v = new or (q, q)  # placeholders if there is nothing to write
         key_cache, value_cache = cache.key, cache.value
         tensors: tuple[Tensor, ...] = (q, key_cache, value_cache, out, k, v, q if lse is None else lse)
         strides = (q.stride(), key_cache.stride(), value_cache.stride(), out.stride(), k.stride(), v.stride())
@@ -194,7 +202,7 @@ class Decode:
         new: bool,
         lse: Tensor | None,
     ) -> None:
-        """Launch for the first layer of a step, and prepare the launch for the layers like this one."""
+        """Launch for a step's first layer, and bind the launch for layers of the same kind."""
         q, _, _, out, k, v, *_ = tensors
         compiled_for = (
             key,
@@ -242,7 +250,7 @@ class Decode:
             plan.launches[key] = bound
 
     def _num_warps(self, plan: DecodePlan) -> int:
-        """The configuration's, or more where its warps could not hold the query tile and the sums in registers."""
+        """Return the number of warps: more than configured if the query tile and accumulators would not fit the registers."""
         rows = plan.block_m // 16
         if self._spec.dtype == torch.float32:
             rows *= 4
@@ -250,7 +258,7 @@ class Decode:
 
     def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing, new: bool, lse: bool) -> dict[str, Any]:
         equal, early = self._spec.head_dim == self._spec.v_head_dim, launches_early(self._spec.device)
-        # Pairs are multiplied in float16, which would cost a float32 layer its digits.
+        # Pairs are multiplied in float16, which is not precise enough for float32 layers.
         pairs = cache.key.element_size() == 1 and addressing.pairs and equal and self._spec.dtype != torch.float32
         constants = {name: value for name, value in self._layer.constants.items() if name != "VALUE_IN_KEY"}
         return {
@@ -267,7 +275,7 @@ class Decode:
             "ROWS": plan.rows,
             "BLOCK_N": plan.config.block_n,
             **addressing.constants,
-            "PAIRS": pairs and (not INTERPRETED or self._scaled),  # fp8 is unpacked in assembler
+            "PAIRS": pairs and (not INTERPRETED or self._scaled),  # FP8 is unpacked by inline PTX
             "SPLIT": plan.chunks.split,
             "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_dv))),
             "FAN": FAN,
@@ -278,8 +286,8 @@ class Decode:
         }
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
-        """Most bytes the partial results take: the split rule keeps launches small."""
+        """Return the maximum size of the partial results in bytes. The split rule limits the number of programs."""
         items = self._spec.num_kv_heads * most_chunks(max_num_seqs, self._num_splits or 1, self._num_splits is not None)
-        # Splits, and as many again at most where they are one.
+        # Splits, plus at most as many chunks that are not split.
         most = max(items, 2 * self.configs[0].most_rounds * self.multiprocessors)
         return most * self.tile(1)[1] * (self._layer.block_dv + 1) * 4

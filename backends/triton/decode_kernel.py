@@ -1,8 +1,8 @@
-"""Split-KV paged decode in one launch: every chunk leaves a partial result, and the last one to arrive merges them.
+"""Split-KV paged decode in one launch: each chunk writes a partial result, and the last program to arrive merges them.
 
-Splitting the keys of a sequence over programs is flash-decoding (Dao et al. 2023); packing the query heads of a kv head into one
-tile is FlashInfer's and FlashAttention's GQA packing, so that no key is read twice and the tensor cores have rows to work on.
-The merge by the last arriver saves the second launch, which costs more than it does at short contexts.
+The keys of a sequence are split over programs as in flash-decoding (Dao et al. 2023). The query heads of a kv head share one
+tile, as in the GQA packing of FlashInfer and FlashAttention: each key is read once and the tensor cores have several rows.
+Merging in the last program avoids a second launch, which would cost more than the merge at short contexts.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def ask_for_rows(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Prefetch the rows of the keys first .. first + BLOCK_N before `limit` to the L2 cache; each row lies in one piece."""
-    LINE: tl.constexpr = 128 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements of a line of the cache
+    """Prefetch rows of keys first .. first + BLOCK_N before `limit` to the L2 cache. Rows must be contiguous."""
+    LINE: tl.constexpr = 128 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements per cache line
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_DIM, LINE))
-    known = tl.minimum(first, tl.maximum(limit - 1, 0) // BLOCK_N * BLOCK_N)  # the table has no more entries
+    known = tl.minimum(first, tl.maximum(limit - 1, 0) // BLOCK_N * BLOCK_N)  # the table has no further entries
     blocks = block_numbers(table_ptr, known, limit, BLOCK_SIZE, BLOCK_N)
     n = tl.arange(0, BLOCK_N)
     place = tl.arange(0, LINES) * LINE
@@ -69,7 +69,8 @@ def fold_cached(
     ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold cached keys first .. first + BLOCK_N before `end`, up to `newest`, into (m, l, acc); PAIRS: acc_odd: odd elements."""
+    """Update (m, l, acc) with cached keys first .. first + BLOCK_N before `end`, up to `newest`. PAIRS: acc_odd has the odd
+    elements."""
     blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if PAIRS:
@@ -147,11 +148,11 @@ def fold_new(
     q, k, v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Fold a token's own key, k and v [BLOCK_D] at position `at`, into (m, l, acc), without tensor cores. q: [ROWS, BLOCK_D]."""
+    """Update (m, l, acc) with a token's own k and v [BLOCK_D] at position `at`, without tensor cores. q: [ROWS, BLOCK_D]."""
     BLOCK_M: tl.constexpr = m.shape[0]
     ROWS: tl.constexpr = q.shape[0]
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
-    scores = tl.reshape(tl.broadcast_to(scores[None, :], (BLOCK_M // ROWS, ROWS)), (BLOCK_M, 1))  # repeated in rows not in use
+    scores = tl.reshape(tl.broadcast_to(scores[None, :], (BLOCK_M // ROWS, ROWS)), (BLOCK_M, 1))  # repeated in unused rows
     m, l, weights, shrink = softmax_step(
         scores, m, l, at + tl.arange(0, 1), positions, positions, slopes, score_scale, cap_log2, window,
         False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
@@ -175,8 +176,8 @@ def split_kv_decode(
     value_scale_ptr,
     table_ptr,  # int32 [num_seqs, max_blocks]
     chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
-    slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
-    sinks_ptr,  # float32 [num_heads], log2(e) * sink
+    slopes_ptr,  # float32 [num_heads]: log2(e) * ALiBi slope
+    sinks_ptr,  # float32 [num_heads]: log2(e) * sink
     partial_ptr,  # float32 [chunks, items, ROWS, BLOCK_DV]; items: grid axis 0
     lse_ptr,  # float32 [chunks, items, ROWS]
     arrivals_ptr,  # int32 [(chunks + num_seqs) * items], zero between launches
@@ -205,28 +206,28 @@ def split_kv_decode(
     v_stride_dim,
     v_stride_x,
     NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads a kv head
+    GROUP: tl.constexpr,  # query heads per kv head
     ONE_TOKEN: tl.constexpr,  # every sequence has exactly one query token
-    NEW: tl.constexpr,  # that token's k and v are not in the cache yet but at new_k_ptr, new_v_ptr; ONE_TOKEN, no fp8 cache
+    NEW: tl.constexpr,  # that token's k and v are at new_k_ptr, new_v_ptr, not in the cache yet; needs ONE_TOKEN, no FP8 cache
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two, or the power of two before its TAIL
-    TAIL: tl.constexpr,  # the rest of a long row, rounded up to a power of two; 0: there is none
+    TAIL: tl.constexpr,  # rest of a long row, rounded up to a power of two; 0 means none
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,  # V_HEAD_DIM rounded up to a power of two
     BLOCK_SIZE: tl.constexpr,
     K_X: tl.constexpr,
     V_X: tl.constexpr,
-    V_SLOTS_INNER: tl.constexpr,  # neighbouring slots of the value lie side by side
-    K_PIECES: tl.constexpr,  # a tile lies in one block, pieces of K_X elements of neighbouring slots side by side
-    BLOCK_M: tl.constexpr,  # rows of the query tile; the tensor cores want 16
+    V_SLOTS_INNER: tl.constexpr,  # adjacent slots of the value are contiguous
+    K_PIECES: tl.constexpr,  # a tile lies in one block, with K_X-element chunks interleaved over slots
+    BLOCK_M: tl.constexpr,  # rows of the query tile; tensor cores need 16
     ROWS: tl.constexpr,  # rows that can be in use, rounded up to a power of two
     BLOCK_N: tl.constexpr,
-    SCALED: tl.constexpr,  # a row of the cache is whole numbers times a scale of its own
-    SCALE_STRIDES: tl.constexpr,  # three of the key's scales, three of the value's
-    PAIRS: tl.constexpr,  # 8-bit rows that lie in one piece: read as pairs, which the tensor cores' loads can turn around
+    SCALED: tl.constexpr,  # cache rows are int8 with a scale per row
+    SCALE_STRIDES: tl.constexpr,  # three strides of the key's scales, then three of the value's
+    PAIRS: tl.constexpr,  # contiguous 8-bit rows, loaded as pairs of elements, which tensor-core loads can transpose
     SPLIT: tl.constexpr,  # a sequence may have more than one chunk
-    MERGED: tl.constexpr,  # partial results merged at a time
-    FAN: tl.constexpr,  # partial results merged by one program, where there are more
+    MERGED: tl.constexpr,  # number of partial results merged at a time
+    FAN: tl.constexpr,  # number of partial results merged by one program in the first merge stage
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -236,13 +237,14 @@ def split_kv_decode(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
-    EARLY: tl.constexpr,  # the kernel after this one may start meanwhile
-    AHEAD: tl.constexpr,  # tiles of keys and values brought to the L2 cache before the wait; 0: nothing is read before it
+    EARLY: tl.constexpr,  # the next kernel may start early
+    AHEAD: tl.constexpr,  # number of key and value tiles prefetched to L2 before the wait; 0 means nothing is read before it
 ):
     """Grid (kv heads * query tiles, chunks). Row r of a sequence's query is token r // GROUP, head r % GROUP.
 
-    NEW: the program of a sequence's last keys ends with the new one, from registers, and writes it (where the query heads take
-    several tiles, each writes the same). What is read of that slot before is not used: nothing orders those loads with the write.
+    NEW: the program with a sequence's last keys also processes the new key, from registers, and writes it to the cache. If the
+    query heads take several tiles, each writes the same data. Loads of that slot are not ordered with the write, so their result
+    is not used.
     """
     if PDL:
         if EARLY:
@@ -254,7 +256,7 @@ def split_kv_decode(
     chunk = chunks_ptr + tl.program_id(1) * 8
     seq = tl.load(chunk)
     kv_len = tl.load(chunk + 1)
-    start = tl.load(chunk + 4) * BLOCK_N  # a number of tiles there, so that the compiler sees a multiple
+    start = tl.load(chunk + 4) * BLOCK_N  # stored as a number of tiles, so that the compiler sees a multiple
     end = tl.load(chunk + 5)
     first_chunk = tl.load(chunk + 6)
     num_chunks = tl.load(chunk + 7)
@@ -263,7 +265,7 @@ def split_kv_decode(
     if not ONE_TOKEN:
         token = tl.load(chunk + 2)
         query_len = tl.load(chunk + 3)
-    if AHEAD > 0:  # keys and values are read after the wait all the same: only their way from memory is shorter then
+    if AHEAD > 0:  # keys and values are still loaded after the wait, but then from L2
         ahead_table = table_ptr + tl.maximum(seq, 0) * table_stride
         for tile in tl.static_range(AHEAD):
             ask_for_rows(
@@ -281,7 +283,7 @@ def split_kv_decode(
         return
     d = tl.arange(0, BLOCK_D)
     last = end == kv_len
-    if NEW:  # asked for before the loop and used after it; a block is compared, not broadcast, for the interpreter of Triton 3.9
+    if NEW:  # loaded before the loop, used after it; compares a tensor, not a scalar, for the interpreter of Triton 3.9
         own = (d < HEAD_DIM) & (tl.zeros([BLOCK_D], tl.int32) + end == kv_len)
         new_k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride_token + kv_head * new_k_stride_head
         new_v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride_token + kv_head * new_v_stride_head
@@ -296,12 +298,12 @@ def split_kv_decode(
     live = row < query_len * GROUP
     head = kv_head * GROUP + row % GROUP
     positions = kv_len - query_len + row // GROUP
-    newest = positions - 1 if NEW else positions  # of the cached keys that a query sees
+    newest = positions - 1 if NEW else positions  # position of the newest cached key that a query sees
     inside = live[:, None] & (d[None, :] < HEAD_DIM)
     q_rows = q_ptr + ((token + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head)[:, None]
     row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if PAIRS:
-        # q joins the cache's numbers in float16, divided by a power of two so that none overflows.
+        # q is multiplied with the cache's numbers in float16; it is divided by a power of two to prevent overflow.
         half = tl.arange(0, BLOCK_D // 2)
         half_inside = live[:, None] & (half[None, :] < HEAD_DIM // 2)
         q_even = tl.load(q_rows + 2 * half[None, :], mask=half_inside, other=0.0).to(tl.float32)
@@ -323,7 +325,7 @@ def split_kv_decode(
         new_block = tl.load(table + at // BLOCK_SIZE)
     key = key_ptr + kv_head * k_stride_head
     value = value_ptr + kv_head * v_stride_head
-    # Zeroing what lies past the end costs a layout with neighbouring slots many instructions: only its last tile pays for it.
+    # Zeroing keys after the end takes many instructions if adjacent slots are contiguous, so only the last tile does it.
     whole = end // BLOCK_N * BLOCK_N if V_SLOTS_INNER else end
     for first in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
         m, l, acc, acc_odd = fold_cached(
@@ -350,7 +352,7 @@ def split_kv_decode(
                 SCALED=SCALED, SCALE_STRIDES=SCALE_STRIDES, PAIRS=PAIRS, ZEROED=True, HAS_WINDOW=HAS_WINDOW,
                 HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, DOT=DOT, PRECISION=PRECISION,
             )  # fmt: skip
-    if NEW:  # noqa: SIM102 - only this one is decided when it is compiled
+    if NEW:  # noqa: SIM102 - only NEW is known at compile time
         if last:
             m, l, acc = fold_new(
                 new_q, new_k, new_v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
@@ -378,14 +380,14 @@ def split_kv_decode(
         )
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dv[None, :] < V_HEAD_DIM))
     else:
-        lse = m + tl.log2(l)  # of a row without a visible key in this chunk: -inf
+        lse = m + tl.log2(l)  # -inf for a row without a visible key in this chunk
         result = acc / tl.where(l > 0, l, 1.0)[:, None]
         item = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         slot = item * ROWS + tl.arange(0, BLOCK_M)
         used = tl.arange(0, BLOCK_M) < ROWS
         tl.store(lse_ptr + slot, lse, mask=used)
         tl.store(partial_ptr + slot[:, None] * BLOCK_DV + dv[None, :], result, mask=used[:, None])
-        # Parts are merged in two goes where they are many: FAN neighbours by the last of them to arrive, then what is left.
+        # Many parts are merged in two stages: groups of FAN parts by the last program of the group, then the groups' results.
         number = tl.program_id(1) - first_chunk
         fan = number // FAN * FAN
         in_fan = tl.minimum(num_chunks - fan, FAN)
@@ -394,8 +396,8 @@ def split_kv_decode(
         arrivals_ptr += tl.program_id(0)
         fan_arrivals = arrivals_ptr + (first_chunk + fan) * tl.num_programs(0)
         seq_arrivals = arrivals_ptr + (tl.num_programs(1) + seq) * tl.num_programs(0)
-        final = number < 0  # no
-        tl.debug_barrier()  # the atomic below releases what all threads of this program stored
+        final = number < 0  # False
+        tl.debug_barrier()  # the atomic below releases the stores of all threads of this program
         if tl.atomic_add(fan_arrivals, 1, sem="acq_rel", scope="gpu") == in_fan - 1:
             tl.store(fan_arrivals, 0)
             final = number >= 0
@@ -404,7 +406,7 @@ def split_kv_decode(
                     partial_ptr, lse_ptr, first_slot + fan * stride, stride, in_fan, BLOCK_DV, ROWS, MERGED
                 )
                 fan_slot = first_slot + fan * stride + tl.arange(0, ROWS)
-                tl.debug_barrier()  # all threads have read the part that the result replaces
+                tl.debug_barrier()  # all threads have read the part that the result overwrites
                 tl.store(lse_ptr + fan_slot, m_fan + tl.log2(l_fan))
                 acc_fan = acc_fan / tl.where(l_fan > 0, l_fan, 1.0)[:, None]
                 tl.store(partial_ptr + fan_slot[:, None] * BLOCK_DV + dv[None, :], acc_fan)

@@ -1,8 +1,8 @@
-"""Split-KV decode over a latent cache: each row is read once, as the key of all query heads and, its first part, as their value.
+"""Split-KV decode for MLA: each latent row is read once, as the key of all query heads and, its first part, as their value.
 
-The absorbed form of latent attention (DeepSeek-AI 2024, arXiv 2405.04434) has one kv head, so that up to 128 query heads share a
-row: they are the rows of one tile, as in FlashMLA. What programs leave is merged by a second launch: where a row has 512 values,
-the last program to arrive would take longer to merge all heads than to read its keys.
+Absorbed latent attention (DeepSeek-AI 2024, arXiv 2405.04434) has one kv head, so up to 128 query heads share a row. They are the
+rows of one tile, as in FlashMLA. A second launch merges partial results: with 512 elements per value, the last program to arrive
+would need longer to merge all heads than to read its keys.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Laun
 )
 def latent_decode(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
-    key_ptr,  # [num_blocks, BLOCK_SIZE, kv_heads, HEAD_DIM], rows in one piece
+    key_ptr,  # [num_blocks, BLOCK_SIZE, kv_heads, HEAD_DIM], contiguous rows
     out_ptr,  # [num_tokens, num_heads, BLOCK_D]
     sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
     table_ptr,  # int32 [num_seqs, max_blocks]
     chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
-    slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
-    sinks_ptr,  # float32 [num_heads], log2(e) * sink
+    slopes_ptr,  # float32 [num_heads]: log2(e) * ALiBi slope
+    sinks_ptr,  # float32 [num_heads]: log2(e) * sink
     partial_ptr,  # SPLIT: float32 [chunks, items, ROWS, BLOCK_D]; items: grid axis 0
     lse_ptr,  # SPLIT: float32 [chunks, items, ROWS]
     score_scale,
@@ -62,13 +62,13 @@ def latent_decode(
     k_stride_slot,
     k_stride_head,
     NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads a kv head
+    GROUP: tl.constexpr,  # query heads per kv head
     ONE_TOKEN: tl.constexpr,  # every sequence has exactly one query token
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # elements of the value, with which a row begins: a power of two
-    TAIL: tl.constexpr,  # the rest of the row, rounded up to a power of two; 0: there is none
+    BLOCK_D: tl.constexpr,  # elements of the value, the first part of a row: a power of two
+    TAIL: tl.constexpr,  # rest of the row, rounded up to a power of two; 0 means none
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # rows of the query tile; the tensor cores want 16 or 64
+    BLOCK_M: tl.constexpr,  # rows of the query tile; tensor cores need 16 or 64
     ROWS: tl.constexpr,  # rows that can be in use, rounded up to a power of two
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,  # a sequence may have more than one chunk
@@ -91,7 +91,7 @@ def latent_decode(
     chunk = chunks_ptr + tl.program_id(1) * 8
     seq = tl.load(chunk)
     kv_len = tl.load(chunk + 1)
-    start = tl.load(chunk + 4) * BLOCK_N  # a number of tiles there, so that the compiler sees a multiple
+    start = tl.load(chunk + 4) * BLOCK_N  # stored as a number of tiles, so that the compiler sees a multiple
     end = tl.load(chunk + 5)
     num_chunks = tl.load(chunk + 7)
     token = seq
@@ -154,18 +154,19 @@ def latent_decode(
         item = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         slot = item * ROWS + tl.arange(0, BLOCK_M)
         used = tl.arange(0, BLOCK_M) < ROWS
-        tl.store(lse_ptr + slot, m + tl.log2(l), mask=used)  # of a row without a visible key in this chunk: -inf
+        tl.store(lse_ptr + slot, m + tl.log2(l), mask=used)  # -inf for a row without a visible key in this chunk
         result = acc * (1.0 / tl.where(l > 0, l, 1.0))[:, None]
         tl.store(partial_ptr + slot[:, None] * BLOCK_D + d[None, :], result, mask=used[:, None])
 
 
 MERGE_WARPS = 4
 MERGED = 16
-"""Partial results of a row that a program of the merge has in flight."""
+"""Number of partial results per row that a program of the merge has in flight."""
 
 
 class LatentDecode(Decode):
-    """As Decode, where a row's value is the first tile of its key (`Layer.value_first`): one launch, and one that merges."""
+    """Decode for layers whose value is the first tile of the key (`Layer.value_first`): one launch for attention, one to
+    merge."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
         super().__init__(setup, num_splits)
@@ -178,7 +179,7 @@ class LatentDecode(Decode):
         return (latent_config(self._arch, rows, self._spec.dtype.itemsize),)
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
-        """(BLOCK_M, rows in use rounded up, query tiles a kv head) for so many query tokens."""
+        """Return (BLOCK_M, rows in use rounded up to a power of two, query tiles per kv head) for a number of query tokens."""
         rows = self._spec.group_size * max_query_len
         block_m = min(max(16, triton.next_power_of_2(rows)), self._configs(max_query_len)[0].block_m)
         return block_m, min(triton.next_power_of_2(rows), block_m), -(-rows // block_m)
@@ -223,7 +224,7 @@ class LatentDecode(Decode):
             plan.launches[key] = _Both(kernel, merge)
 
     def _merge(self, plan: DecodePlan, out: Tensor, sums: Tensor, lse: Tensor | None, key: Hashable) -> BoundKernel | None:
-        """Merge the partial results; return the launch for like layers, if any. key: all that is compiled in, and alignments."""
+        """Launch the merge of partial results, and return the bound launch, if any. key: compiled constants and alignments."""
         if not plan.chunks.split:
             return None
         sums_stride, v_scale = 0 if lse is None else lse.stride(0), self._layer.scalars["v_scale"]
@@ -255,7 +256,7 @@ class LatentDecode(Decode):
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """The bound launches of a layer."""
+    """The bound launches of a layer: attention and merge."""
 
     kernel: BoundKernel
     merge: BoundKernel | None

@@ -1,4 +1,4 @@
-"""What the kernels take of an AttentionSpec: numbers folded into the base-2 domain, small tensors, compile-time switches."""
+"""Kernel arguments derived from an AttentionSpec: base-2 scalars, small tensors and compile-time switches."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ _LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Layer:
-    """Arguments common to the kernels of one spec."""
+    """Arguments that all kernels of one spec share."""
 
     block_d: int
-    """Elements of a key row that one tile holds: head_dim rounded up to a power of two, or the power of two before the rest."""
+    """Number of elements in a key row's first tile: head_dim rounded up to a power of two, or the power of two before the
+    tail."""
     block_dv: int
     """v_head_dim rounded up to a power of two."""
     slopes: Tensor
-    """float32 [num_heads], log2(e) * ALiBi slope; a placeholder where there are none."""
+    """float32 [num_heads]: log2(e) * ALiBi slope, or a placeholder if there are none."""
     sinks: Tensor
     scalars: Mapping[str, float | int]
     constants: Mapping[str, Any]
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Layer:
-        """Prepare one spec; allocates the small tensors on its device."""
+        """Return the arguments for a spec. Allocates small tensors on the spec's device."""
         block_d, tail = _row(spec)
         block_dv = max(triton.next_power_of_2(spec.v_head_dim), 16)
         scale = spec.scale * spec.k_scale
@@ -77,7 +78,7 @@ class Layer:
         )
 
     def merging(self, block_m: int, rows: int, merged: int, lse: bool) -> dict[str, Any]:
-        """Compile-time constants of the kernels that merge partial results. merged: those of a row that are in flight at once."""
+        """Return compile-time constants of the merge kernels. merged: number of partial results per row in flight at once."""
         shared = ("NUM_KV_HEADS", "GROUP", "V_HEAD_DIM", "BLOCK_DV", "HAS_SINKS")
         constants = {name: self.constants[name] for name in shared}
         early = launches_early(self.sinks.device)
@@ -85,13 +86,13 @@ class Layer:
 
     @property
     def value_first(self) -> bool:
-        """Whether the value lies in the key and is all of its first tile."""
+        """True if the value is exactly the first tile of the key."""
         return bool(self.constants["VALUE_IN_KEY"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSetup:
-    """What the kernels of one layer kind share: the layer's arguments, its cache, the GPU, and room for partial results."""
+    """Objects that the kernels for one kind of layer share: arguments, cache layout, GPU properties and workspace."""
 
     spec: AttentionSpec
     layer: Layer
@@ -103,10 +104,10 @@ class KernelSetup:
 
 
 def _row(spec: AttentionSpec) -> tuple[int, int]:
-    """How a key row is read: (elements of the first tile, elements of the tile for the rest; 0: there is none).
+    """Return the tiles that a key row is read in: (elements of the first tile, elements of the tail or 0).
 
-    A value inside the key is a tile of its own, if tiles can be of its length. Else long rows that are no power of two
-    (DeepSeek's 192) take two tiles, since one would be half empty.
+    A value inside the key is a separate tile if its length permits it. Otherwise, long rows that are not a power of two
+    (DeepSeek's 192) take two tiles, because one would be half empty.
     """
     head_dim, value = spec.head_dim, spec.v_head_dim
     if spec.value_in_key and value < head_dim and value == max(triton.next_power_of_2(value), 16):
@@ -120,25 +121,25 @@ def _row(spec: AttentionSpec) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Addressing:
-    """How a cache's elements are found: the strides of its logical view, [block, slot, head, dim / x, x]."""
+    """Strides of a cache's logical view, [block, slot, head, dim / x, x], and properties that select faster loads."""
 
     strides: tuple[int, ...]
-    """Five of the key, five of the value."""
+    """Five strides of the key, then five of the value."""
     k_x: int
-    """Elements of the inner axis of a split head_dim, 1 where it is not split."""
+    """Size of the inner axis of a split head_dim, or 1 if it is not split."""
     v_x: int
     v_slots_inner: bool
-    """Whether neighbouring slots of the value lie side by side."""
+    """True if adjacent slots of the value are contiguous."""
     k_pieces: bool
-    """Whether the key's pieces of k_x elements lie side by side for neighbouring slots of a block, as in vllm_5d."""
+    """True if k_x-element chunks of the key are interleaved over a block's slots, as in vllm_5d."""
     pairs: bool
-    """Whether each row lies in one piece and every row begins at an even element, so that bytes can be read two at a time."""
+    """True if rows are contiguous and begin at even elements, so that 8-bit elements can be loaded in pairs."""
     scale_strides: tuple[int, ...] = ()
-    """Three of the key's scales, [block, slot, head], three of the value's; empty: the cache has none of its own."""
+    """Three strides [block, slot, head] of the key's scales, then three of the value's. Empty if the cache stores no scales."""
 
     @classmethod
     def of(cls, cache: LayerCache) -> Addressing:
-        """Read off a cache."""
+        """Return the addressing of a cache."""
         key, value = cache.logical_key, cache.logical_value
         k_x, v_x = key.shape[4], value.shape[4]
         strides = (*key.stride(), *value.stride())
@@ -151,19 +152,19 @@ class Addressing:
 
     @property
     def whole_rows(self) -> bool:
-        """Whether each row of the key and of the value lies in one piece."""
+        """True if rows of the key and of the value are contiguous."""
         return self.k_x == self.v_x == self.strides[3] == self.strides[8] == 1
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of kernels by which they find scales."""
+        """Compile-time constants for addressing scales."""
         return {"SCALED": bool(self.scale_strides), "SCALE_STRIDES": self.scale_strides}
 
 
 def scales_of(cache: LayerCache) -> tuple[Tensor, ...]:
-    """The scales of a cache's keys and values, where it has its own."""
+    """Return the scale tensors of a cache's keys and values, or () if the cache stores no scales."""
     return tuple(cache.tensors[name] for name in SCALES.values()) if cache.layout.has_scales else ()
 
 
 NO_SCALES = (None, None)
-"""Stands for pointers to scales: Triton leaves None out of what it compiles."""
+"""Placeholder for the scale pointers. Triton omits None from the compiled signature."""

@@ -1,4 +1,4 @@
-"""Merging the partial results of programs that shared the keys of one query tile."""
+"""Merge kernels of split-KV attention: combine the partial results of programs that shared the keys of a query tile."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from headway.backends.triton.tiles import normalise
 
 @triton.jit
 def merge_parts(
-    partial_ptr,  # float32 [.., BLOCK_DV]: normalised results, a row of a query tile each
-    lse_ptr,  # float32 [..]: their log-sum-exp to the base 2
-    first_slot,  # int64: of the first part's first row
-    slot_stride,  # from one part to the next
+    partial_ptr,  # float32 [.., BLOCK_DV]: normalised results, one query-tile row each
+    lse_ptr,  # float32 [..]: their log-sum-exp in base 2
+    first_slot,  # int64: slot of the first part's first row
+    slot_stride,  # distance between the slots of successive parts
     num_parts,
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Combine the parts of ROWS rows by log-sum-exp, MERGED at a time; return m [ROWS], l [ROWS] and acc [ROWS, BLOCK_DV]."""
+    """Combine the parts of ROWS rows by log-sum-exp, MERGED at a time. Returns m [ROWS], l [ROWS] and acc [ROWS, BLOCK_DV]."""
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_DV)
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -57,9 +57,9 @@ def merge_rows(
     first_slot,
     slot_stride,
     num_parts,
-    token,  # the sequence's first
+    token,  # index of the sequence's first token
     kv_head,
-    first_row,  # of these rows in the sequence's query
+    first_row,  # first of these rows in the sequence's query
     query_len,
     v_scale,
     out_stride_token,
@@ -73,7 +73,7 @@ def merge_rows(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """Combine all parts of ROWS rows, arguments as in `merge_parts`, and store the outcome."""
+    """Combine all parts of ROWS rows, with arguments as in `merge_parts`, and store the result."""
     m, l, acc = merge_parts(partial_ptr, lse_ptr, first_slot, slot_stride, num_parts, BLOCK_DV, ROWS, MERGED)
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_DV)
@@ -92,7 +92,7 @@ def merge_tiles(
     out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
     sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
     merges_ptr,  # int32 [num_merges, 8], columns of splits.MergeColumn
-    sinks_ptr,  # float32 [num_heads], log2(e) * sink
+    sinks_ptr,  # float32 [num_heads]: log2(e) * sink
     partial_ptr,  # float32 [slots, NUM_KV_HEADS, BLOCK_M, BLOCK_DV]
     lse_ptr,  # float32 [slots, NUM_KV_HEADS, BLOCK_M]
     v_scale,
@@ -110,7 +110,7 @@ def merge_tiles(
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (NUM_KV_HEADS, BLOCK_M / ROWS, num_merges): each program merges ROWS rows of a query tile whose keys were shared."""
+    """Grid (NUM_KV_HEADS, BLOCK_M / ROWS, num_merges): each program merges ROWS rows of a query tile with shared keys."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -135,7 +135,7 @@ def merge_chunks(
     out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
     sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
     seqs_ptr,  # int32 [num_seqs, 4], see chunk_kernel.SEQ_FIELDS
-    sinks_ptr,  # float32 [num_heads], log2(e) * sink
+    sinks_ptr,  # float32 [num_heads]: log2(e) * sink
     partial_ptr,  # float32 [chunks, items, TILE_ROWS, BLOCK_DV]; items: grid axis 0
     lse_ptr,  # float32 [chunks, items, TILE_ROWS]
     v_scale,
@@ -147,7 +147,7 @@ def merge_chunks(
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of a query tile
-    TILE_ROWS: tl.constexpr,  # of which partial results have so many
+    TILE_ROWS: tl.constexpr,  # number of these rows that partial results have
     ROWS: tl.constexpr,
     MERGED: tl.constexpr,
     HAS_SINKS: tl.constexpr,

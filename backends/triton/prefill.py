@@ -1,4 +1,4 @@
-"""Plan and launch of the prefill kernel."""
+"""Plan and launch of the prefill and extend kernel."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, aligned, launches_early
 
 FEW_TOKENS = 1024
-"""Prompts of up to this many tokens are read through pointers: descriptors cost the host 6 us, too much for a 20 us kernel."""
+"""Maximum number of prompt tokens to read through pointers: descriptors cost the host 6 us, too much for a 20 us kernel."""
 MERGE_ELEMENTS = 256
-"""Elements of partial results that one program of one warp merges: few, so that many programs share the work."""
+"""Number of elements of a partial result that a one-warp program merges. Small, so that many programs share the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """One step's prefill or extend."""
+    """Plan of one prefill or extend step."""
 
     dense: bool
-    """No sequence has a context: this step's k and v are all the keys there are."""
+    """True if no sequence has a context: all keys are this step's k and v."""
     schedule: TileSchedule
     rows: Tensor
     """`schedule.rows` on the device."""
     block_table: Tensor
     config: PrefillConfig
     partial: Tensor
-    """float32, results of programs that share the keys of a query tile; shared by all plans of a backend."""
+    """float32: partial results of programs that share the keys of a query tile. Shared by all plans of a backend."""
     lse: Tensor
     launches: dict[Hashable, tuple[BoundKernel, BoundKernel | None, bool]] = field(default_factory=dict)
-    """What a layer launches, by all that its layers may differ in: the kernel, the merge, and whether keys are read by TMA."""
+    """Bound launches (kernel, merge, True if keys are read by TMA), by everything in which layers that share this plan may
+    differ."""
     checked: AttentionMetadata | None = None
-    """What the cache must be compared with before a launch, in debug mode."""
+    """Metadata to check against the cache before a launch, only in debug mode."""
 
 
 class Prefill:
-    """Prefill and extend of one layer kind."""
+    """Prefill and extend for one kind of layer."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
         spec, layer = setup.spec, setup.layer
@@ -69,7 +70,7 @@ class Prefill:
         self._descriptors = Descriptors(layer.block_d)
 
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan:
-        """List what the programs do."""
+        """Return the plan of a prefill or extend step: configuration, schedule and buffers."""
         spec = self._spec
         dense = metadata.phase is Phase.PREFILL and not rereads(spec)
         paged = 0 if dense else self._block_size
@@ -106,7 +107,7 @@ class Prefill:
         return RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self.multiprocessors, self._num_splits)
 
     def workspace_bytes(self) -> int:
-        """Most bytes the partial results take, unless the option `extend_splits` asks for more."""
+        """Return the maximum size of the partial results in bytes. The option `extend_splits` may exceed it."""
         if self._num_splits == 1:
             return 0
         configs = (self._arch.prefill, self._arch.prefill_short, self._arch.extend, self._arch.extend_gather)
@@ -116,12 +117,15 @@ class Prefill:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens].
-        k, v: [num_tokens, num_kv_heads, head_dim or v_head_dim], read where there is no context."""
+        """Launch prefill or extend for one layer.
+
+        q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens].
+        k, v: [num_tokens, num_kv_heads, head_dim or v_head_dim], read if no sequence has a context.
+        """
         if plan.schedule.programs == 0:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)
-        sums = q if lse is None else lse  # a placeholder where none is wanted
+        sums = q if lse is None else lse  # a placeholder if no lse is requested
         tensors: tuple[Tensor, ...] = (q, keys, values, out, sums)
         if not plan.dense and cache.layout.has_scales:
             tensors += scales_of(cache)
@@ -157,7 +161,7 @@ class Prefill:
         plan: PrefillPlan,
         lse: Tensor | None,
     ) -> None:
-        """Launch for the first layer of a step, and prepare the launch for the layers like this one."""
+        """Launch for a step's first layer, and bind the launch for layers of the same kind."""
         q, keys, values, out, sums, *scales = tensors
         config, split = plan.config, plan.schedule.slots > 0
         compiled_for = (plan.dense, split, config, key)
@@ -200,7 +204,7 @@ class Prefill:
             plan.launches[key] = (kernel, merge, variant.tma)
 
     def _variant(self, keys: Tensor, values: Tensor, cache: LayerCache, plan: PrefillPlan, lse: bool) -> _Variant:
-        """Strides, and all that is compiled in, for one way to read keys."""
+        """Return strides and compile-time constants for the way in which a plan reads keys (dense, paged, TMA)."""
         config = plan.config
         if plan.dense:
             strides = tuple(s for t in (keys, values) for s in (0, t.stride(0), t.stride(1), 1, 1))
@@ -237,28 +241,28 @@ class Prefill:
 
 
 def rereads(spec: AttentionSpec) -> bool:
-    """Whether a prompt without context is read back from the cache.
+    """Return whether prompts without context are read back from the cache.
 
-    That of an fp8 cache is, or the answer would depend on how a prompt was cut into chunks; and a batch invariant one, since it
-    depends on all sequences of a step whether the step is PREFILL or EXTEND.
+    True for quantized caches, because otherwise results would depend on how a prompt is chunked. True for batch invariance,
+    because whether a step is PREFILL or EXTEND depends on all of its sequences.
     """
     return not spec.dense and (spec.cache_dtype != spec.dtype or spec.batch_invariant)
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """One compiled way to read keys."""
+    """Strides and compile-time constants of one compiled kernel variant."""
 
     tma: bool
     strides: tuple[int, ...]
     constants: Mapping[str, Any]
 
 
-_MOST = 256  # Descriptors that are kept: those of a large model's caches, and of the buffers for k and v in use
+_MOST = 256  # Maximum number of cached descriptors: those for a large model's caches, and for buffers of k and v
 
 
 class Descriptors:
-    """Tensor descriptors of one kind of layer. Caches stay in place and buffers are reused, so that few are ever made."""
+    """Tensor descriptors for one kind of layer. Caches stay in place and buffers are reused, so few are made."""
 
     def __init__(self, block_d: int) -> None:
         self._block_d = block_d
@@ -267,7 +271,8 @@ class Descriptors:
     def of(
         self, keys: Tensor, values: Tensor, cache: LayerCache | None, block_n: int
     ) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Describe a cache or, without one, a step's own k and v [num_tokens, num_kv_heads, head_dim]; boxes of block_n rows."""
+        """Return descriptors with boxes of block_n rows for a cache or, if it is None, for k and v [num_tokens, num_kv_heads,
+        head_dim]."""
         key = (keys.data_ptr(), values.data_ptr(), cache is None, block_n, keys.shape[0], keys.stride(), values.stride())
         known = self._known.get(key)
         if known is None:
@@ -281,30 +286,30 @@ class Descriptors:
 
 
 def one_block(k: Tensor, v: Tensor) -> list[Tensor]:
-    """Views [1, head, token, dim]: one block that holds every token."""
+    """Return views [1, head, token, dim] of k and v: one block that contains all tokens."""
     return [t.transpose(0, 1).unsqueeze(0) for t in (k, v)]
 
 
 def blocks(cache: LayerCache) -> list[Tensor]:
-    """Views [block, head, slot, dim] of a cache whose head_dim is not split."""
+    """Return views [block, head, slot, dim] of a cache whose head_dim is not split."""
     return [t.squeeze(4).transpose(1, 2) for t in (cache.logical_key, cache.logical_value)]
 
 
 def describable(view: Tensor) -> bool:
-    """Whether the tensor memory accelerator can address a view: 16-byte aligned rows, elements side by side."""
+    """Return whether the tensor memory accelerator (TMA) can address a view: 16-byte aligned rows of contiguous elements."""
     size = view.element_size()
     return view.stride(3) == 1 and view.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in view.stride()[:3])
 
 
 class _Memory:
-    """Stands for a tensor in a descriptor, which would keep the tensor alive."""
+    """Stand-in for a tensor in a descriptor, which would otherwise keep the tensor alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
         self._address = tensor.data_ptr()
 
     def data_ptr(self) -> int:
-        """Address of the memory."""
+        """Return the address of the memory."""
         return self._address
 
 

@@ -1,9 +1,9 @@
-"""Varlen prefill and extend: each program folds a run of keys into a tile of query rows, as splits.py lists.
+"""Varlen prefill and extend: each program processes a run of keys for a tile of query rows, as scheduled by splits.py.
 
-FlashAttention's forward pass (Dao et al. 2022, 2023) with FlashInfer's head packing. The keys come from this step's k and v (no
-context) or through the block table. With TMA they are read by tensor descriptors over the same memory, one box a tile. Where
-tiles are too few for the GPU, several programs share the keys of one (flash-decoding, Dao et al. 2023) and `merge_tiles` combines
-what they leave.
+This is FlashAttention's forward pass (Dao et al. 2022, 2023) with FlashInfer's head packing. Keys come from this step's k and v
+(no context) or through the block table; with TMA, by tensor descriptors over the same memory, one box per tile. If there are too
+few tiles for the GPU, several programs share a tile's keys (split-KV, flash-decoding, Dao et al. 2023), and `merge_tiles`
+combines their partial results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _keys(
     K_X: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
     MASKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The keys first .. first + BLOCK_N: a tuple of a tile [BLOCK_N, BLOCK_D] and, where there is one, [BLOCK_N, TAIL]."""
+    """Return keys first .. first + BLOCK_N: a tuple of [BLOCK_N, BLOCK_D] and, if TAIL > 0, [BLOCK_N, TAIL]."""
     if TMA:
         block, slot = 0, start + first
         if PAGED:
@@ -79,14 +79,14 @@ def _values(
     BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """The values of the keys first .. first + BLOCK_N, [BLOCK_N, BLOCK_DV]; MASKED: zero from kv_len on."""
+    """Return the values of keys first .. first + BLOCK_N, [BLOCK_N, BLOCK_DV]. MASKED: zero from kv_len on."""
     if TMA:
         block, slot = 0, start + first
         if PAGED:
             block = peeked_blocks(table, first, kv_len, BLOCK_SIZE, BLOCK_N).to(tl.int32)
             slot = first % BLOCK_SIZE
         v = value.load([block, kv_head, slot, 0]).reshape(BLOCK_N, BLOCK_DV).to(DOT)
-        if MASKED:  # a weight of 0 does not silence NaN: rows past the end are a neighbour's or nobody's
+        if MASKED:  # a weight of 0 does not cancel NaN: rows after the end belong to another sequence or are free
             v = tl.where((first + tl.arange(0, BLOCK_N) < kv_len)[:, None], v, 0.0).to(DOT)
     elif PAGED:
         if PEEK:
@@ -117,7 +117,8 @@ def walk(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys begin .. end (begin a multiple of BLOCK_N) into (m, l, acc). newest: [BLOCK_M] newest key a query may see."""
+    """Update (m, l, acc) with keys begin .. end (begin: a multiple of BLOCK_N). newest: [BLOCK_M] newest key each query may
+    see."""
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         k = _keys(
             key, table, kv_head, start, first, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
@@ -167,15 +168,15 @@ def varlen_attention(
     key,  # pointer to a cache (PAGED) or to k [num_tokens, kv_heads, HEAD_DIM]; with TMA a descriptor [block, head, slot, dim]
     value,
     out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
-    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the log-sum-exp of each row
+    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens]: log-sum-exp of each row
     key_scale_ptr,  # SCALED: float32, addressed by strides of [block, slot, head]
     value_scale_ptr,
     schedule_ptr,  # int32 [programs, 8], columns of splits.TileColumn
     partial_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M, BLOCK_DV]
     lse_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M]
     table_ptr,  # int32 [num_seqs, max_blocks]
-    slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
-    sinks_ptr,  # float32 [num_heads], log2(e) * sink
+    slopes_ptr,  # float32 [num_heads]: log2(e) * ALiBi slope
+    sinks_ptr,  # float32 [num_heads]: log2(e) * sink
     score_scale,
     cap_log2,
     v_scale,
@@ -186,7 +187,7 @@ def varlen_attention(
     out_stride_head,
     sums_stride_head,
     table_stride,
-    k_stride_block,  # those of k, v without context: 0, token, head, 1, 1
+    k_stride_block,  # strides of k, v without context: 0, token, head, 1, 1
     k_stride_slot,
     k_stride_head,
     k_stride_dim,
@@ -200,23 +201,23 @@ def varlen_attention(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two, or the power of two before its TAIL
-    TAIL: tl.constexpr,  # the rest of a long row, rounded up to a power of two; 0: there is none
+    TAIL: tl.constexpr,  # rest of a long row, rounded up to a power of two; 0 means none
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr,  # the value is the key's first tile
     BLOCK_SIZE: tl.constexpr,
     K_X: tl.constexpr,
     V_X: tl.constexpr,
-    V_SLOTS_INNER: tl.constexpr,  # neighbouring slots of the value lie side by side
+    V_SLOTS_INNER: tl.constexpr,  # adjacent slots of the value are contiguous
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGED: tl.constexpr,
     PEEK: tl.constexpr,  # block numbers are read by `peeked_blocks`
-    STEP: tl.constexpr,  # of the strides of blocks: both are multiples of it
+    STEP: tl.constexpr,  # common divisor of both block strides
     TMA: tl.constexpr,
-    SCALED: tl.constexpr,  # a row of the cache is whole numbers times a scale of its own; PAGED
-    SCALE_STRIDES: tl.constexpr,  # three of the key's scales, three of the value's
-    CAUSAL: tl.constexpr,  # else a query sees later keys, too: all of them, or the window's
+    SCALED: tl.constexpr,  # cache rows are int8 with a scale per row; needs PAGED
+    SCALE_STRIDES: tl.constexpr,  # three strides of the key's scales, then three of the value's
+    CAUSAL: tl.constexpr,  # False if a query also sees later keys: all of them, or the window's
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -225,7 +226,7 @@ def varlen_attention(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,  # a tile's keys may be shared by programs
+    SPLIT: tl.constexpr,  # programs may share a tile's keys
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
     """Grid (NUM_KV_HEADS, programs). Row r of a sequence is token r // GROUP, head r % GROUP of the kv head's group."""
@@ -238,7 +239,7 @@ def varlen_attention(
     query_len = tl.load(tile + 2)
     kv_len = tl.load(tile + 3)
     first_row = tl.load(tile + 4) * BLOCK_M
-    begin = tl.load(tile + 5) * BLOCK_N  # a number of tiles there, so that the compiler sees a multiple
+    begin = tl.load(tile + 5) * BLOCK_N  # stored as a number of tiles, so that the compiler sees a multiple
     end = tl.load(tile + 6)
     slot = tl.load(tile + 7)
     context = kv_len - query_len
@@ -258,7 +259,7 @@ def varlen_attention(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     table = table_ptr + seq * table_stride
 
-    # Between the keys that the tile's last row no longer sees and those that its first row does not see yet, none is masked.
+    # Keys after the last row's window start and before the first row's position need no mask.
     oldest = context + first_row // GROUP
     full_begin = begin
     if CAUSAL:
@@ -316,6 +317,6 @@ def varlen_attention(
         tl.store(out_ptr + out_rows[:, None] + dv[None, :], result.to(out_ptr.dtype.element_ty), mask=out_mask)
     else:
         part = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        tl.store(lse_ptr + part, m + tl.log2(l))  # of a row without a visible key in this run: -inf
+        tl.store(lse_ptr + part, m + tl.log2(l))  # -inf for a row without a visible key in this run
         result = acc * (1.0 / tl.where(l > 0, l, 1.0))[:, None]
         tl.store(partial_ptr + part[:, None] * BLOCK_DV + dv[None, :], result, mask=live[:, None])

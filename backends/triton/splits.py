@@ -1,4 +1,4 @@
-"""How many programs share the keys of a decode or of a query tile: the rules, and the list of what each prefill program does."""
+"""Split-KV rules: number of programs that share the keys of a decode sequence or a query tile, and the schedule of prefill."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from numpy.typing import NDArray
 from headway.backends.triton.configs import DecodeConfig, PrefillConfig
 
 COLUMNS = 8
-"""int32 numbers per row of the schedule."""
+"""Number of int32 columns in a row of the schedule."""
 
 
 class TileColumn(IntEnum):
-    """Columns of a row that says what one program computes. The kernel reads them by the same numbers."""
+    """Columns of a schedule row that describes one program. The kernel uses the same column numbers."""
 
     SEQUENCE = 0
     FIRST_TOKEN = 1
-    """The sequence's first query token."""
+    """Index of the sequence's first query token."""
     QUERY_LEN = 2
     KV_LEN = 3
     QUERY_TILE = 4
     FIRST_KEY_TILE = 5
     KEY_END = 6
-    """The first key that the program does not read."""
+    """End of the program's keys: index of the first key that it does not read."""
     SLOT = 7
-    """Where the partial result goes; -1 where the program reads all keys of its query tile."""
+    """Slot of the partial result. -1 if the program reads all keys of its query tile."""
 
 
 class MergeColumn(IntEnum):
-    """Columns of a row that says which partial results of a query tile are merged; the other columns are unused."""
+    """Columns of a schedule row that describes the merge of a query tile's partial results. Other columns are unused."""
 
     FIRST_TOKEN = 0
     QUERY_LEN = 1
@@ -48,13 +48,13 @@ Ints = NDArray[numpy.int32]
 
 @dataclass(frozen=True, slots=True)
 class TileSchedule:
-    """What the programs of one launch compute, and which results are merged afterwards."""
+    """Schedule of one launch: the work of each program, and the query tiles to merge afterwards."""
 
     rows: Ints
-    """[programs + merges, COLUMNS]: a row of `TileColumn`s for each program, then one of `MergeColumn`s for each merged tile.
+    """[programs + merges, COLUMNS]: a row of `TileColumn`s per program, then a row of `MergeColumn`s per merged query tile.
 
-    Sequence by sequence, the longest first, so that neighbouring programs share keys in the L2 cache. Each sequence begins with
-    its last tile, which has most keys, so that no long program starts last.
+    Sequences are ordered by decreasing length, so that concurrent programs share keys in the L2 cache. Each sequence begins with
+    its last query tile, which has the most keys, so that no long program starts last.
     """
     programs: int
     slots: int
@@ -62,7 +62,7 @@ class TileSchedule:
 
     @property
     def merges(self) -> int:
-        """Number of query tiles that are merged."""
+        """Number of query tiles whose partial results are merged."""
         return len(self.rows) - self.programs
 
 
@@ -76,12 +76,14 @@ def schedule_tiles(
     cut: Callable[[Ints], tuple[int, int]],
     causal: bool = True,
 ) -> TileSchedule:
-    """Cut a step into query tiles of block_m rows, and their keys into runs of tiles of block_n keys.
+    """Split a step into query tiles of block_m rows, and the keys of a query tile into runs of tiles of block_n keys.
 
-    starts: [num_seqs + 1], first query token of each sequence, and the end of the last; kv_lens: [num_seqs], 0 marks padding.
-    group: query heads per kv head, which are the rows of one token. cut: takes the number of key tiles that each query tile sees;
-    returns how many query tiles, from the first of the list, keep all their key tiles, and the most key tiles that one program of
-    the other query tiles reads. causal: see AttentionSpec.
+    starts: [num_seqs + 1]: index of each sequence's first query token, and the number of query tokens.
+    kv_lens: [num_seqs]: lengths; 0 marks padding.
+    group: number of query heads per kv head, which is the number of rows per token.
+    cut: function from the number of key tiles of each query tile to (number of leading query tiles that are not split, maximum
+    number of key tiles per program for the others).
+    causal: see AttentionSpec.
     """
     rows = _query_tiles(starts, kv_lens, group, block_m, block_n, window, causal)
     if len(rows) == 0:
@@ -112,7 +114,7 @@ def schedule_tiles(
 
 
 def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n: int, window: int | None, causal: bool) -> Ints:
-    """A row of `TileColumn`s for each query tile, with all the keys that the tile sees."""
+    """Return a row of `TileColumn`s per query tile, with all keys that the tile sees."""
     sequences = numpy.empty((len(kv_lens), 4), numpy.int32)
     sequences[:, TileColumn.SEQUENCE] = numpy.arange(len(kv_lens))
     sequences[:, TileColumn.FIRST_TOKEN] = starts[:-1]
@@ -134,7 +136,7 @@ def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n:
     if window is not None:
         rows[:, TileColumn.FIRST_KEY_TILE] = numpy.maximum(context + numbers * block_m // group - window + 1, 0) // block_n
     rows[:, TileColumn.KEY_END] = kv_len
-    ahead = 1 if causal else window  # keys from the tile's newest query on
+    ahead = 1 if causal else window  # keys after the tile's newest query
     if ahead is not None:
         rows[:, TileColumn.KEY_END] = numpy.minimum(context + (numbers * block_m + (block_m - 1)) // group + ahead, kv_len)
     rows[:, TileColumn.SLOT] = -1
@@ -142,28 +144,34 @@ def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n:
 
 
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Splits of a sequence, those that were measured: what lies between them gains nothing."""
+"""Candidate numbers of splits per sequence. Values between them were measured and gain nothing."""
 
 MOST_WAVES = 4
-"""Programs of a prefill or extend whose keys are split, in waves over the GPU."""
+"""Maximum number of waves of programs in a prefill or extend whose keys are split."""
 
 FAN = 8
-"""Partial results that one program merges; where a sequence has more, the results of such merges are merged."""
+"""Number of partial results that one program merges. With more, the results are merged in two stages."""
 
 FAN_ROUND = 8
-"""What the second go costs beside its parts: as much as so many of them."""
+"""Overhead of the second merge stage, in units of merging one partial result."""
 
 FEWEST = 2
-"""Programs a multiprocessor from which on the configurations that do not split are worth a look."""
+"""Programs per SM above which configurations without splits are considered."""
 
 
 @lru_cache(maxsize=4096)
 def choose_cut(
     items: int, keys: int, key_bytes: int, rows: int, multiprocessors: int, configs: Sequence[DecodeConfig]
 ) -> tuple[DecodeConfig, int]:
-    """The configuration, and the number of splits, that the model below expects to finish first.
-    items: programs without a split, sequences times kv heads times query tiles; keys: of each, in the mean; key_bytes: K and V of
-    one key; rows: of a query tile. The first of `configs` may split; the others serve many programs as they are."""
+    """Return the configuration and number of splits with the lowest expected time.
+
+    items: number of programs without splits: sequences x kv heads x query tiles.
+    keys: mean number of keys per program.
+    key_bytes: size of K and V of one key.
+    rows: number of rows of a query tile.
+    multiprocessors: number of SMs.
+    configs: the first may split; the others run unsplit, for many programs.
+    """
     if keys == 0 or items == 0:
         return configs[0], 1
     most = max(1, min(-(-keys // configs[0].block_n), configs[0].most_rounds * multiprocessors // items))
@@ -176,15 +184,15 @@ def choose_cut(
 def expected_us(
     config: DecodeConfig, splits: int, items: int, keys: int, key_bytes: int, rows: int, multiprocessors: int
 ) -> float:
-    """Microseconds of a launch, less what is the same for every cut.
+    """Return the expected time of a launch in microseconds, without terms that are equal for all candidates.
 
-    A multiprocessor runs `residents` programs at a time. They take their tiles at the rate of the memory, or at that of their own
-    latency where they are too few, and near the crossing of the two at neither; the multiprocessor with most programs at no more
-    than its own rate. Fitted on an H200 (docs/kernels.md).
+    An SM runs `residents` programs at a time. Tiles are limited by memory bandwidth, or by latency if there are few programs; in
+    between, by a combination of both. The SM with the most programs is also limited by its own throughput. Parameters were fitted
+    on an H200 (docs/kernels.md).
     """
     tiles = -(-keys // config.block_n)
     each = -(-tiles // splits)
-    shared_us = multiprocessors * config.block_n * key_bytes / config.bytes_per_us  # a tile of every multiprocessor at once
+    shared_us = multiprocessors * config.block_n * key_bytes / config.bytes_per_us  # one tile on every SM at once
     programs = items * tiles / each / multiprocessors
     waves = math.floor(programs / config.residents)
     rest = programs - waves * config.residents
@@ -200,12 +208,12 @@ def expected_us(
 
 
 PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
-"""Parts into which the keys of the longest query tile of a prefill or extend may be cut."""
+"""Candidate numbers of parts for the keys of the longest query tile in prefill or extend."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRule:
-    """How many tiles of keys one program of a prefill or extend folds."""
+    """Rule for the number of key tiles per program in prefill and extend."""
 
     config: PrefillConfig
     num_kv_heads: int
@@ -213,12 +221,14 @@ class RunRule:
     v_head_dim: int
     multiprocessors: int
     num_splits: int | None = None
-    """Parts of the longest query tile's keys, in place of the rule."""
+    """Number of parts for the longest query tile's keys, overriding the rule. None means use the rule."""
 
     def cut(self, tiles: Ints) -> tuple[int, int]:
-        """How many query tiles, the first of the list, keep all their keys, and the most tiles of keys for a program of the rest.
-        tiles: of keys that each query tile sees. Where tiles are a little more than fill the GPU some times over, only those of
-        the last, incomplete wave are worth a split."""
+        """Return (number of leading query tiles that are not split, maximum number of key tiles per program for the others).
+
+        tiles: number of key tiles that each query tile sees. If the query tiles fill slightly more than an integer number of
+        waves, only those in the last, incomplete wave are worth splitting.
+        """
         longest, count = int(tiles.max()), len(tiles)
         if self.num_splits is not None:
             return 0, -(-longest // self.num_splits)
@@ -233,30 +243,35 @@ class RunRule:
             for run in [-(-longest // parts) for parts in PARTS if 1 < parts <= most]:
                 time = before_us + self.expected_us(rest, total, longest, run)
                 if time > 2 * best[0]:
-                    break  # more parts are dearer still
+                    break  # more parts take even longer
                 best = min(best, (time, whole, run))
         return best[1:]
 
     def most_programs(self) -> int:
-        """Programs that share keys, at most."""
+        """Return the maximum number of programs in a launch with splits."""
         return MOST_WAVES * self.multiprocessors * self.config.residents
 
     def tile_us(self) -> float:
-        """Time of one tile of keys of a program that has its multiprocessor for itself."""
+        """Return the time in microseconds of one key tile for a program that does not share its SM."""
         flops = 2 * self.config.block_m * self.config.block_n * (self.head_dim + self.v_head_dim)
         return flops * self.multiprocessors / self.config.flops_per_us
 
     def expected_us(self, count: int, total: int, longest: int, run: int) -> float:
-        """Microseconds of a launch, less what is the same for every cut.
-        count: query tiles; total, longest: tiles of keys that all of them and the longest of them see; run: the most that a
-        program folds. Fitted on an H200 (docs/kernels.md)."""
+        """Return the expected time of a launch in microseconds, without terms that are equal for all candidates.
+
+        count: number of query tiles.
+        total, longest: number of key tiles of all query tiles, and of the longest one.
+        run: maximum number of key tiles per program.
+        Parameters were fitted on an H200 (docs/kernels.md).
+        """
         config, mean = self.config, total / count
         parts = math.ceil(longest / run)
         each = math.ceil(longest / parts)
-        # Those of equal length are cut alike; of very unequal ones each has half a part more than its length says.
+        # Query tiles of equal length are split equally. With very unequal lengths, each has half a part more than its length
+        # implies.
         programs = count * math.ceil(mean / run) if 2 * mean > longest else max(count, total / run + count / 2)
         tile_us = self.tile_us()
-        load = programs * self.num_kv_heads / self.multiprocessors  # programs a multiprocessor
+        load = programs * self.num_kv_heads / self.multiprocessors  # programs per SM
         waves, rest = divmod(load, config.residents)
         wave_us = each * config.residents * tile_us + config.wave_us
         time = waves * wave_us * min(1.0, mean / each) if waves > 1 else waves * wave_us

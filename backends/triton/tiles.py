@@ -1,8 +1,8 @@
-"""Device functions that the decode and prefill kernels share: reading cached rows, scoring them, and one online-softmax step.
+"""Device functions shared by the decode and prefill kernels: loads of cached rows, scores, and the online softmax.
 
-Scores live in the base-2 domain: exp2 is one instruction, so log2(e) is folded into the scale, the soft-cap, the ALiBi slopes and
-the sinks on the host. Under Triton's interpreter bf16 arithmetic works on the raw bits, therefore every load is cast to `DOT` at
-once, which is float32 there and the query's type on a GPU.
+Scores are in base 2, because exp2 is one instruction: the host multiplies scale, soft cap, ALiBi slopes and sinks by log2(e).
+Triton's interpreter computes bf16 on raw bits, so every load is cast to `DOT` at once: float32 in the interpreter, the query's
+type on a GPU.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 LN_2 = tl.constexpr(0.6931471805599453)
-"""From the base-2 logarithms that kernels work with to the natural ones that callers get."""
+"""Factor from the kernels' base-2 logarithms to natural logarithms."""
 
 
 @triton.jit
 def head_offsets(stride_dim, stride_x, X: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Offsets of the elements of one head, [BLOCK_D]: axes [dim / X, X] of a cache's logical view."""
+    """Return the offsets of one head's elements, [BLOCK_D], for axes [dim / X, X] of a cache's logical view."""
     d = tl.arange(0, BLOCK_D)
     if X == 1:
         offsets = d * stride_dim
@@ -27,26 +27,26 @@ def head_offsets(stride_dim, stride_x, X: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the blocks of keys first .. first + BLOCK_N (first a multiple of BLOCK_N): a scalar, or [BLOCK_N] if several."""
+    """Return the physical blocks of keys first .. first + BLOCK_N (first: a multiple of BLOCK_N): a scalar, or [BLOCK_N]."""
     if BLOCK_SIZE % BLOCK_N == 0:
         blocks = tl.load(table_ptr + first // BLOCK_SIZE)
     else:
         at = first + tl.arange(0, BLOCK_N)
-        # Rounded to the 16 slots every block is a multiple of, so that the compiler knows neighbouring slots to share a block.
+        # Rounded to 16 slots, the common divisor of block sizes, so that the compiler knows that adjacent slots share a block.
         blocks = tl.load(table_ptr + at // BLOCK_SIZE, mask=at < tl.cdiv(limit, 16) * 16, other=0)
     return blocks.to(tl.int64)
 
 
 @triton.jit
 def peeked_blocks(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """As `block_numbers`, read by an instruction that the software pipeliner does not take for a load.
+    """Return `block_numbers`, loaded by an instruction that the software pipeliner ignores.
 
-    It would give half of a loop's stages to the block numbers and half to the rows that they address, which leaves too few rows
-    under way. The table lies in the L1 cache after its first use, so that a read at once costs little.
+    The pipeliner would spend half of a loop's stages on block numbers, and leave too few row loads in flight. The table is in the
+    L1 cache after its first use, so a synchronous load is cheap.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
         entries = table_ptr + first // BLOCK_SIZE
-    elif BLOCK_N % BLOCK_SIZE == 0:  # the same numbers, most of which the loop then need not reckon
+    elif BLOCK_N % BLOCK_SIZE == 0:  # same numbers, most of which are then loop-invariant
         place = first // BLOCK_SIZE + tl.arange(0, BLOCK_N) // BLOCK_SIZE
         entries = table_ptr + tl.minimum(place, (limit - 1) // BLOCK_SIZE)
     else:
@@ -60,8 +60,8 @@ def peeked_blocks(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl
 @triton.jit
 def cached_rows(
     base_ptr,  # the head's first element
-    blocks,  # of block_numbers
-    offsets,  # of head_offsets
+    blocks,  # result of `block_numbers`
+    offsets,  # result of `head_offsets`
     first,
     limit,
     stride_block,
@@ -71,26 +71,26 @@ def cached_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,  # no row from `limit` on is read, but for the rest of 16 slots
-    ZEROED: tl.constexpr,  # rows from `limit` on are zero (a free slot may hold NaN, and 0 * NaN is NaN)
-    SLOTS_INNER: tl.constexpr,  # neighbouring slots lie side by side
+    MASKED: tl.constexpr,  # rows from `limit` on are not read, except up to a multiple of 16 slots
+    ZEROED: tl.constexpr,  # rows from `limit` on are set to zero (free slots may hold NaN, and 0 * NaN is NaN)
+    SLOTS_INNER: tl.constexpr,  # adjacent slots are contiguous
     DOT: tl.constexpr,
-    STEP: tl.constexpr = 1,  # stride_block is a multiple of it
+    STEP: tl.constexpr = 1,  # divisor of stride_block
 ):
-    """Rows [BLOCK_N, BLOCK_D] of a paged key or value.
+    """Return rows [BLOCK_N, BLOCK_D] of a paged key or value.
 
-    A mask with a step inside 16 slots would cost a layout with neighbouring slots its 16-byte reads, so such a one is zeroed
-    after it is read; the others are zeroed by the mask itself.
+    If adjacent slots are contiguous, a mask that ends within 16 slots would prevent 16-byte loads, so those rows are zeroed after
+    the load. Others are zeroed by the load's mask.
     """
     n = tl.arange(0, BLOCK_N)
-    stride_slot = stride_slot // X * X  # changes nothing (x is the innermost axis) but tells the compiler that pieces are aligned
+    stride_slot = stride_slot // X * X  # a no-op (x is the innermost axis) that tells the compiler about alignment
     if BLOCK_SIZE % BLOCK_N == 0:
-        within = (first % BLOCK_SIZE) // BLOCK_N * BLOCK_N  # only says again that it is a multiple of BLOCK_N
+        within = (first % BLOCK_SIZE) // BLOCK_N * BLOCK_N  # a no-op that tells the compiler that this is a multiple of BLOCK_N
         start = base_ptr + blocks * stride_block + within * stride_slot
         ptrs = start + (n * stride_slot)[:, None] + offsets[None, :]
     elif BLOCK_N % BLOCK_SIZE == 0 and STEP > 1:
-        # A tile begins with a block: where its keys lie in their blocks is alike in all tiles, and reckoned before the loop. In
-        # steps, a block's place has 32 bits, whose product takes one instruction in place of four.
+        # A tile begins at a block: the offsets of its keys within their blocks are loop-invariant. Divided by STEP, a block's
+        # offset fits 32 bits, whose multiplication takes one instruction instead of four.
         within = base_ptr + (n % BLOCK_SIZE * stride_slot)[:, None] + offsets[None, :]
         places = (blocks.to(tl.int32) * (stride_block // STEP)).to(tl.int64) * STEP
         ptrs = within + places[:, None]
@@ -111,7 +111,7 @@ def cached_rows(
 @triton.jit
 def split_rows(
     base_ptr,  # the head's first element
-    block,  # of block_numbers: one block holds the whole tile
+    block,  # result of `block_numbers`: one block contains the whole tile
     first,
     stride_block,
     stride_dim,
@@ -122,10 +122,10 @@ def split_rows(
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Rows [BLOCK_N, BLOCK_D] of a key in pieces of X elements, those of neighbouring slots side by side; no row is masked.
+    """Return rows [BLOCK_N, BLOCK_D] of a key split into X-element chunks that are interleaved over slots. No row is masked.
 
-    It is read as it lies, [pieces, slots * X], and turned by addressing shared memory. Read row by row, neighbouring threads
-    would take pieces that lie apart, and the reads would reach three quarters of the bandwidth.
+    The tile is loaded in memory order, [chunks, slots * X], and transposed through shared memory. Loading row by row, adjacent
+    threads would read distant chunks and reach only three quarters of the bandwidth.
     """
     piece = tl.arange(0, BLOCK_D // X)
     within = (first % BLOCK_SIZE) // BLOCK_N * BLOCK_N * X
@@ -141,7 +141,7 @@ def split_rows(
 @triton.jit
 def key_rows(
     base_ptr,  # the head's first element
-    blocks,  # of block_numbers
+    blocks,  # result of `block_numbers`
     first,
     limit,
     stride_block,
@@ -149,7 +149,7 @@ def key_rows(
     stride_dim,
     stride_x,
     X: tl.constexpr,
-    PIECES: tl.constexpr,  # a tile lies in one block, pieces of X elements of neighbouring slots side by side
+    PIECES: tl.constexpr,  # True if a tile lies in one block, with X-element chunks interleaved over slots
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -157,7 +157,7 @@ def key_rows(
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Return paged keys [BLOCK_N, BLOCK_D] in the order that their layout reads fastest; none from `limit` on of whole rows."""
+    """Return paged keys [BLOCK_N, BLOCK_D], loaded in the fastest order for the layout. Contiguous rows stop at `limit`."""
     if PIECES:
         tile = split_rows(base_ptr, blocks, first, stride_block, stride_dim, X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, DOT)
     else:
@@ -172,7 +172,7 @@ def key_rows(
 def row_scales(
     scale_ptr,  # float32, addressed by strides of [block, slot, head]
     kv_head,
-    blocks,  # of block_numbers
+    blocks,  # result of `block_numbers`
     first,
     limit,
     STRIDE_BLOCK: tl.constexpr,
@@ -181,7 +181,8 @@ def row_scales(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Scales [BLOCK_N] of the rows first .. first + BLOCK_N of a paged key or value; 0 from `limit` on, where NaN may lie."""
+    """Return the scales [BLOCK_N] of rows first .. first + BLOCK_N of a paged key or value; 0 from `limit` on, since they may be
+    NaN."""
     n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
         within = (first % BLOCK_SIZE) // BLOCK_N * BLOCK_N + n
@@ -193,10 +194,10 @@ def row_scales(
 
 @triton.jit
 def add_scaled(acc, weights, v, scales, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + weights v, the rows of v times their scales [BLOCK_N]. The weights take those: fewer multiplications than rows would,
-    and the whole numbers of v stay exact.
+    """Return acc + weights v, with the rows of v scaled by `scales` [BLOCK_N].
 
-    In float16 small weights of small values would lose their digits, so the scales are taken relative to the tile's largest.
+    The weights are multiplied by the scales, which takes fewer multiplications than scaling v and keeps v's integers exact. In
+    float16, small scaled weights would lose precision, so the scales are divided by the tile's largest scale first.
     """
     if DOT == tl.float16:
         top = tl.max(scales, 0)
@@ -219,7 +220,7 @@ def dense_rows(
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Rows [BLOCK_N, BLOCK_D] of this step's k or v; MASKED as in `cached_rows`."""
+    """Return rows [BLOCK_N, BLOCK_D] of this step's k or v. MASKED: rows from `limit` on are not read."""
     n = tl.arange(0, BLOCK_N)
     ptrs = base_ptr + (first + n).to(tl.int64)[:, None] * stride_token + tl.arange(0, BLOCK_D)[None, :]
     return _load(ptrs, n < limit - first, HEAD_DIM, BLOCK_D, MASKED).to(DOT)
@@ -242,7 +243,7 @@ def _load(ptrs, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.
 
 @triton.jit
 def tanh(x, DOT: tl.constexpr):
-    """tanh; in float32 layers by its series near 0, where 1 - 2 / (exp(2x) + 1) cancels."""
+    """Return tanh(x). float32 layers use its series near 0, where 1 - 2 / (exp(2x) + 1) cancels."""
     y = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
     if DOT == tl.float32:
         z = x * x
@@ -253,7 +254,7 @@ def tanh(x, DOT: tl.constexpr):
 
 @triton.jit
 def unpack_fp8(pairs):
-    """Two e4m3 numbers in each int16, the low byte first, as two float16 tiles of that shape: exact, one instruction a pair."""
+    """Convert pairs of e4m3 numbers in int16 to two float16 tiles, low bytes and high bytes. Exact; one instruction per pair."""
     low, high = tl.inline_asm_elementwise(
         """{
         .reg .b16 a, b;
@@ -275,7 +276,7 @@ def unpack_fp8(pairs):
 
 @triton.jit
 def unpack_int8(pairs):
-    """Return two int8 of each int16, low byte first, as exact float16 tiles: from 1024 on neighbouring float16 are 1 apart."""
+    """Convert pairs of int8 in int16 to two exact float16 tiles, low bytes and high bytes: float16 has spacing 1 from 1024 on."""
     low = (pairs & 0xFF) ^ 0x6480
     high = ((pairs >> 8) & 0xFF) ^ 0x6480
     low = low.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
@@ -285,14 +286,14 @@ def unpack_int8(pairs):
 
 @triton.jit
 def softmax_step(
-    scores,  # [BLOCK_M, BLOCK_N] q . k
-    m,  # [BLOCK_M] largest score so far, before score_scale
-    l,  # [BLOCK_M] sum of exp2(score - m)
-    at,  # [BLOCK_N] positions of the keys
-    positions,  # [BLOCK_M] positions of the queries
-    newest,  # [BLOCK_M] position of the newest of these keys that a query may see
-    slopes,  # [BLOCK_M] log2(e) * ALiBi slope
-    score_scale,  # log2(e) * scale; scale / softcap where there is a soft-cap
+    scores,  # [BLOCK_M, BLOCK_N]: q . k
+    m,  # [BLOCK_M]: running maximum of the scores, before score_scale
+    l,  # [BLOCK_M]: running sum of exp2(score - m)
+    at,  # [BLOCK_N]: positions of the keys
+    positions,  # [BLOCK_M]: positions of the queries
+    newest,  # [BLOCK_M]: position of the newest key in the tile's range that a query may see
+    slopes,  # [BLOCK_M]: log2(e) * ALiBi slope
+    score_scale,  # log2(e) * scale; scale / softcap with a soft cap
     cap_log2,  # log2(e) * softcap
     window,
     MASKED: tl.constexpr,
@@ -301,8 +302,10 @@ def softmax_step(
     HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fold a tile of scores into (m, l) (Milakov and Gimelshein 2018); return m, l, the weights [BLOCK_M, BLOCK_N], and the
-    factor [BLOCK_M] by which what was summed before must shrink."""
+    """Update (m, l) with a tile of scores by online softmax (Milakov and Gimelshein 2018).
+
+    Returns m, l, the weights [BLOCK_M, BLOCK_N], and the factor [BLOCK_M] by which to scale the accumulator.
+    """
     if HAS_SOFTCAP or HAS_ALIBI:
         scores = scores * score_scale
         score_scale = 1.0
@@ -317,8 +320,8 @@ def visible_scores(
     scores, at, positions, newest, slopes, cap_log2, window,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Scores with soft-cap, ALiBi and, where MASKED, -inf for the keys that a query does not see. Arguments as in `softmax_step`;
-    scores that are capped or biased come scaled."""
+    """Apply soft cap, ALiBi and mask (if MASKED) to scores. Arguments are as in `softmax_step`; scores with a soft cap or ALiBi
+    must be scaled already."""
     if HAS_SOFTCAP:
         scores = cap_log2 * tanh(scores, DOT)
     if HAS_ALIBI:
@@ -333,9 +336,9 @@ def visible_scores(
 
 @triton.jit
 def weigh(scores, m, l, m_new, score_scale, MASKED: tl.constexpr):
-    """The step of `softmax_step` from the new largest score on."""
+    """Finish `softmax_step` for the new maximum m_new."""
     finite = m_new
-    if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) = 0, not NaN
+    if MASKED:  # no key seen yet: exp2(-inf - 0) = 0 instead of NaN
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     weights = tl.exp2(scores * score_scale - (finite * score_scale)[:, None])
     shrink = tl.exp2((m - finite) * score_scale)
@@ -346,11 +349,11 @@ def weigh(scores, m, l, m_new, score_scale, MASKED: tl.constexpr):
 def query_tile(
     rows,  # pointers [BLOCK_M, 1]
     d,  # tl.arange(0, BLOCK_D)
-    inside,  # which elements of the first tile lie in the query
-    live,  # [BLOCK_M] which rows are in use
+    inside,  # mask of the first tile's elements
+    live,  # [BLOCK_M]: mask of the rows in use
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Load a query tile: a tuple of [BLOCK_M, BLOCK_D] and, where a row has a TAIL, [BLOCK_M, TAIL]."""
+    """Load a query tile: a tuple of [BLOCK_M, BLOCK_D] and, if TAIL > 0, [BLOCK_M, TAIL]."""
     q = (tl.load(rows + d[None, :], mask=inside, other=0.0).to(DOT),)
     if TAIL > 0:
         t = BLOCK_D + tl.arange(0, TAIL)
@@ -360,7 +363,7 @@ def query_tile(
 
 @triton.jit
 def alibi_slopes(slopes_ptr, head, live, BLOCK_M: tl.constexpr, HAS_ALIBI: tl.constexpr):
-    """ALiBi slopes of a tile's rows, [BLOCK_M], times log2(e); zeros without ALiBi."""
+    """Return log2(e) * ALiBi slope of a tile's rows, [BLOCK_M]; zeros without ALiBi."""
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
@@ -369,13 +372,13 @@ def alibi_slopes(slopes_ptr, head, live, BLOCK_M: tl.constexpr, HAS_ALIBI: tl.co
 
 @triton.jit
 def normalise(
-    acc, m, l,  # of `softmax_step` over all keys of the rows; m scaled
-    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], written: log-sum-exp
+    acc, m, l,  # results of `softmax_step` over all keys of the rows; m is scaled
+    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], output: log-sum-exp
     sinks_ptr,
-    first_token,  # of the sequence
-    row,  # [rows] in the sequence's query
-    head,  # [rows] query head
-    live,  # [rows] which are in use
+    first_token,  # index of the sequence's first token
+    row,  # [rows]: row in the sequence's query
+    head,  # [rows]: query head
+    live,  # [rows]: mask of the rows in use
     v_scale, sums_stride_head,
     GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip

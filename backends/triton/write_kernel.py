@@ -1,4 +1,4 @@
-"""The cache writer: k and v of a step to their slots in one launch, in any layout."""
+"""The KV cache writer: one launch writes k and v of a step to their slots, in any layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_kv(
     v_ptr,  # [num_tokens, kv_heads, V_HEAD_DIM]
     key_ptr,  # a cache in any layout, addressed by the strides of its logical view [block, slot, head, dim / X, X]
     value_ptr,
-    slots_ptr,  # int64 [num_tokens]; -1: skipped
+    slots_ptr,  # int64 [num_tokens]; -1 is skipped
     key_scale_ptr,  # SCALED: float32, addressed by strides of [block, slot, head]
     value_scale_ptr,
     num_tokens,
@@ -47,18 +47,18 @@ def write_kv(
     BLOCK_D: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    HAS_VALUE: tl.constexpr,  # else the value lies in the key
+    HAS_VALUE: tl.constexpr,  # False if the value is part of the key
     BLOCK_SIZE: tl.constexpr,
     K_X: tl.constexpr,
     V_X: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    V_SLOTS_INNER: tl.constexpr,  # neighbouring slots of the value lie side by side
+    V_SLOTS_INNER: tl.constexpr,  # adjacent slots of the value are contiguous
     FP8: tl.constexpr,
-    SCALED: tl.constexpr,  # a row is whole numbers times a scale of its own
-    SCALE_STRIDES: tl.constexpr,  # three of the key's scales, three of the value's
+    SCALED: tl.constexpr,  # rows are int8 with a scale per row
+    SCALE_STRIDES: tl.constexpr,  # three strides of the key's scales, then three of the value's
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
-    """Grid (kv_heads, cdiv(num_tokens, BLOCK_T)): programs side by side work on the heads of the same tokens."""
+    """Grid (kv_heads, cdiv(num_tokens, BLOCK_T)): adjacent programs process different heads of the same tokens."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -92,7 +92,7 @@ def write_kv(
 
 @triton.jit
 def quantise(tile):
-    """Rows [BLOCK_T, BLOCK_D] as whole numbers from -127 to 127, and their scales [BLOCK_T]; the bits of `layouts.quantised`."""
+    """Return rows [BLOCK_T, BLOCK_D] as integers from -127 to 127, and scales [BLOCK_T]; bit-identical to `layout.quantised`."""
     tile = tile.to(tl.float32)
     sizes = tl.abs(tile)
     finite = tl.min((sizes < float("inf")).to(tl.int32), 1) > 0
@@ -101,7 +101,7 @@ def quantise(tile):
     used = finite & (scales > 0.0)
     divisors = tl.broadcast_to(tl.where(used, scales, 1.0)[:, None], tile.shape)
     numbers = tl.minimum(tl.maximum(tl.div_rn(tile, divisors), -127.0), 127.0)
-    numbers = (numbers + 12582912.0) - 12582912.0  # 1.5 * 2^23, beside which no fraction has room: to the nearest, ties to even
+    numbers = (numbers + 12582912.0) - 12582912.0  # 1.5 * 2^23: adding it rounds to nearest, ties to even
     return tl.where(used[:, None], numbers, 0.0), scales
 
 
@@ -113,12 +113,12 @@ def store_kv(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr, V_SLOTS_INNER: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Store one head's k and v [BLOCK_T, BLOCK_D or BLOCK_DV] to slots [BLOCK_T]; -1 is skipped. Arguments as in `write_kv`."""
+    """Store one head's k and v [BLOCK_T, BLOCK_D or BLOCK_DV] to slots [BLOCK_T], skipping -1. Arguments are as in `write_kv`."""
     live = slots >= 0
     slots = tl.where(live, slots, 0)
     blocks = slots // BLOCK_SIZE
     inner = slots % BLOCK_SIZE
-    key_stride_slot = key_stride_slot // K_X * K_X  # changes nothing, but tells the compiler that pieces are aligned
+    key_stride_slot = key_stride_slot // K_X * K_X  # a no-op that tells the compiler about alignment
     k_rows = blocks * key_stride_block + inner * key_stride_slot + head * key_stride_head
     v_rows = blocks * value_stride_block + inner * value_stride_slot + head * value_stride_head
     _store(key_ptr, k_rows, key_stride_dim, key_stride_x, k, k_scale, live, HEAD_DIM, BLOCK_D, K_X, K_X > 1, FP8)
@@ -131,12 +131,12 @@ def store_kv(
 @triton.jit
 def _store(ptr, rows, stride_dim, stride_x, tile, scale, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, X: tl.constexpr,
            TURN: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
-    """Store a tile [BLOCK_T, BLOCK_D]. TURN: neighbouring threads take neighbouring slots, not pieces of a row.
+    """Store a tile [BLOCK_T, BLOCK_D]. TURN: assign adjacent threads to adjacent slots instead of chunks of a row.
 
-    (The compiler gives threads the first axis of those that tie in contiguity: here the slots, after the X elements of a piece.)
+    (Among axes of equal contiguity, the compiler assigns threads to the first: here the slots, after the X elements of a chunk.)
     """
     BLOCK_T: tl.constexpr = tile.shape[0]
-    if FP8:  # the conversion saturates to +-448 on its own on a GPU, but not under the interpreter
+    if FP8:  # on a GPU the conversion saturates to +-448, but not in the interpreter
         tile = tl.div_rn(tile.to(tl.float32), scale)
         tile = tl.minimum(tl.maximum(tile, -448.0), 448.0)
     tile = tile.to(ptr.dtype.element_ty)
@@ -152,15 +152,17 @@ def _store(ptr, rows, stride_dim, stride_x, tile, scale, live, HEAD_DIM: tl.cons
 
 
 class Writer:
-    """Writes k, v [num_tokens, num_kv_heads, head_dim or v_head_dim] to slot_mapping [num_tokens]; -1 is skipped.
+    """Function that writes k, v [num_tokens, num_kv_heads, head_dim or v_head_dim] to slot_mapping [num_tokens], skipping -1.
 
-    One launch, no synchronisation: it can be captured in a CUDA graph. An fp8 cache gets k / k_scale and v / v_scale, saturated,
-    one of whole numbers each row over a scale of its own.
+    One launch without synchronisation, so it can be captured in a CUDA graph. An FP8 cache gets k / k_scale and v / v_scale,
+    saturated; an int8 cache gets quantized rows with a scale per row.
     """
 
     def __init__(self) -> None:
         self._launch = Launcher(write_kv)
-        self._known: dict[Hashable, tuple[tuple[int, ...], dict[str, Any]]] = {}  # Strides and constants by all they follow from
+        self._known: dict[
+            Hashable, tuple[tuple[int, ...], dict[str, Any]]
+        ] = {}  # Strides and constants, by everything that they depend on
 
     def __call__(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         num_tokens, num_kv_heads, head_dim = k.shape
@@ -201,7 +203,8 @@ class Writer:
 
 
 def tile_of(num_tokens: int) -> tuple[int, int]:
-    """(tokens a program, warps): large tiles keep many reads in flight, small ones occupy the whole GPU with few tokens."""
+    """Return (tokens per program, warps): large tiles keep many loads in flight; small ones fill the GPU if there are few
+    tokens."""
     if num_tokens >= 4096:
         return 64, 4
     if num_tokens >= 1024:

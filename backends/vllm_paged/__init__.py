@@ -1,1 +1,1 @@
-"""The backend `vllm_paged`: our CUDA C++ kernels on vLLM's 5-D key cache, compiled at first use."""
+"""The backend `vllm_paged`: Headway's CUDA C++ paged attention for vLLM's 5-D key cache, compiled at first use."""

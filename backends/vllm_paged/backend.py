@@ -1,4 +1,4 @@
-"""The backend `vllm_paged`."""
+"""The attention backend `vllm_paged`: paged attention for vLLM's cache layout."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from headway.kernels.runtime.probe import at_least, has_gpu
 
 CAPABILITY = (8, 0)
-"""The first compute capability with bfloat16 products and asynchronous copies, and ..."""
+"""First compute capability with bfloat16 MMAs and asynchronous copies, and"""
 FP8_CAPABILITY = (8, 9)
-"""... the first that converts e4m3."""
+"""first one that converts e4m3."""
 _FP8 = torch.float8_e4m3fn
 
 
 class VllmPagedAttention(AttentionBackend):
-    """Our CUDA C++ paged attention on vLLM's layout, single-pass or partitioned; decode and verification only."""
+    """CUDA C++ paged attention for vLLM's layout, single-pass (v1) or partitioned (v2); only decode and verification."""
 
     name = "vllm_paged"
     capabilities = Capabilities(
@@ -58,7 +58,7 @@ class VllmPagedAttention(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Blocks must follow each other as the layout allocates them: the kernels compute addresses and take no strides."""
+        """Return whether the cache is contiguous: the kernels compute addresses from the layout and do not take strides."""
         support = super().accepts(cache)
         for name, tensor in cache.tensors.items():
             if not tensor.is_contiguous():

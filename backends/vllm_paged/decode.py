@@ -1,4 +1,4 @@
-"""Plan and launches of the paged attention kernels, of the cache writer, and of the copies of blocks."""
+"""Plan and launches of the paged attention kernels, the cache writer and the block copies."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from headway.kernels.runtime.nvrtc.store import load
 
 CSRC = Path(__file__).parent / "csrc"
 TILE = 16
-"""Keys of a tile, and tokens that a block of threads writes: TILE of layout.cuh."""
+"""Number of keys per tile, and of tokens that a thread block writes: TILE in layout.cuh."""
 MAX_WARPS = 8
 _LOG2E = math.log2(math.e)
 
 
 def scoring_of(spec: AttentionSpec) -> tuple[float32, float32, int32]:
-    """The members of struct Scoring of score.cuh for a layer: scale and cap in the base-2 domain, and the window."""
+    """Return the members of struct Scoring in score.cuh for a layer: scale and soft cap in base 2, and the window."""
     scale, cap, window = spec.scale * spec.k_scale, spec.softcap, int32(spec.sliding_window or 0)
     if cap is None:
         return float32(scale * _LOG2E), float32(0.0), window
@@ -34,42 +34,43 @@ def scoring_of(spec: AttentionSpec) -> tuple[float32, float32, int32]:
 
 
 def per_head(values: tuple[float, ...] | None, device: torch.device) -> Tensor | None:
-    """float32 [num_heads], times log2(e)."""
+    """Return values times log2(e) as float32 [num_heads], or None."""
     if values is None:
         return None
     return torch.tensor([value * _LOG2E for value in values], dtype=torch.float32, device=device)
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where a tensor begins; a null pointer for None."""
+    """Return a tensor's address, or a null pointer for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 _SOURCE = "paged_attention.cu"
-_OUT = (0,) * 3  # Places of the output: address, stride of a token, stride of a head; set by each layer, and ..
+_OUT = (0,) * 3  # Placeholders for the output: address, token stride, head stride; set for each layer
 _LAYER = (0,) * 5 + _OUT
-"""... before them those of q, as the output's, of the key and of the value."""
-_LONG = 64  # Tiles from which lengths are rounded for the choice of a cut
+"""Placeholders for q, in the same form, for key and value addresses, and for the output."""
+_LONG = 64  # Number of tiles from which lengths are rounded when choosing a split
 
 
 @dataclass(frozen=True, slots=True)
 class PagedDecodePlan:
-    """One step's decode."""
+    """Plan of one decode step."""
 
     cut: Cut
     attention: Launch | None
-    """How to launch the first kernel; None where there is no sequence ..."""
+    """Launch of the attention kernel. None without sequences."""
     reduction: Launch | None
-    """... and the second; None where contexts have one partition."""
+    """Launch of the reduction kernel. None if contexts have one partition."""
     attention_arguments: Arguments
-    """A layer sets q, cache and out, which come first; the others point into the metadata's tensors, as captured graphs need."""
+    """Arguments, beginning with q, cache and out, which each layer sets. The others point to the metadata's tensors."""
     reduction_arguments: Arguments
     kept: tuple[Tensor, ...]
-    """What the arguments point to."""
+    """Tensors to whose memory the arguments point."""
 
 
 class PagedDecode:
-    """Decode of one layer kind by v1 or v2, as each step needs, in one or two kernels. :raises UnsupportedError: no compiler."""
+    """Decode for one kind of layer, in one kernel (v1) or two (v2) per step. :raises UnsupportedError: if there is no
+    compiler."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, cut: tuple[int | None, int | None] = (None, None)) -> None:
         self._spec = spec
@@ -93,7 +94,7 @@ class PagedDecode:
         self._outgrown: list[Tensor] = []
 
     def plan(self, metadata: AttentionMetadata) -> PagedDecodePlan:
-        """Fix grid, partitions and buffers for a view of decoding sequences."""
+        """Return the plan for decode sequences: grid, partitions and buffers."""
         spec = self._spec
         rows = spec.group_size * metadata.max_query_len
         items = spec.num_kv_heads * -(-rows // self._row_tile)
@@ -123,7 +124,7 @@ class PagedDecode:
         )
 
     def run(self, q: Tensor, cache: LayerCache, plan: PagedDecodePlan, out: Tensor) -> None:
-        """q, out: [num_tokens, num_heads, head_dim]."""
+        """Launch decode for one layer. q, out: [num_tokens, num_heads, head_dim]."""
         if plan.attention is None:
             return
         to = out.data_ptr(), *out.stride()[:2]
@@ -134,7 +135,7 @@ class PagedDecode:
             self._reduce(plan.reduction, plan.reduction_arguments)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
-        """Most bytes the partial results take; many sequences are not partitioned, few need little."""
+        """Return the maximum size of partial results in bytes. Many sequences are not partitioned; few need little."""
         items = min(max_num_seqs * self._spec.num_kv_heads, 8 * self._machine.multiprocessors)
         return items * PARTITIONS[-1] * self._row_tile * (self._spec.head_dim + 2) * 4
 
@@ -144,14 +145,14 @@ class PagedDecode:
             longest = min(longest, self._spec.sliding_window + metadata.max_query_len + TILE)
         total = items * sum(-(-min(kv_len, longest) // TILE) for kv_len in metadata.kv_lens)
         longest = -(-longest // TILE)
-        if longest > _LONG:  # round to keep the cached answers few
+        if longest > _LONG:  # round, so that few results are cached
             step = longest // (_LONG // 2)
             longest, total = -(-longest // step) * step, -(-total // step) * step
         chosen = choose(items * metadata.num_seqs, total, longest, self._tile_bytes, self._machine)
         return Cut(min(self._warps or chosen.warps, self._most_warps), self._partitions or chosen.partitions)
 
     def _floats(self, count: int) -> Tensor:
-        """At least so many float32. Outgrown buffers are kept: a captured graph may still use them."""
+        """Return a buffer of at least `count` float32. Old buffers are kept, because captured graphs may use them."""
         if self._workspace.numel() < count:
             self._outgrown.append(self._workspace)
             self._workspace = torch.empty(max(count, 2 * self._workspace.numel()), device=self._spec.device)
@@ -159,12 +160,12 @@ class PagedDecode:
 
 
 def tile_bytes(head_dim: int, kv_dtype: torch.dtype) -> int:
-    """Bytes of a tile's key and value."""
+    """Return the size in bytes of a tile's key and value."""
     return 2 * TILE * head_dim * kv_dtype.itemsize
 
 
 def variant_of(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, arch: str) -> Variant:
-    """The compilation that serves such layers."""
+    """Return the compiled variant for such layers."""
     stages = stages_of(tile_bytes(head_dim, kv_dtype), arch)
     return Variant.of(CSRC, _SOURCE, dtype, kv_dtype, head_dim, block_size, STAGES=stages)
 
@@ -175,18 +176,18 @@ WARPS = (2, 4, MAX_WARPS)
 
 
 SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
-"""Shared memory a block of threads can ask for, nearly all that a multiprocessor has, by architecture; 99 on all others."""
-_KERNELS_OWN = 2048  # What the attention kernel has besides its stages
+"""Maximum shared memory of a thread block in KiB, by architecture; 99 on all others."""
+_KERNELS_OWN = 2048  # Shared memory of the attention kernel besides its stages, in bytes
 
 
 def shared_bytes(arch: str) -> int:
-    """Shared memory for the stages of a block of threads. arch: such as sm_90."""
+    """Return the shared memory for a thread block's stages in bytes. arch: such as sm_90."""
     return SHARED_KIB.get(arch, 99) * 1024 - _KERNELS_OWN
 
 
 @dataclass(frozen=True, slots=True)
 class GPUResources:
-    """What of the device the choice depends on."""
+    """Properties of the GPU that the choice of a split depends on."""
 
     multiprocessors: int
     bytes_per_us: float
@@ -194,35 +195,38 @@ class GPUResources:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one launch is cut up."""
+    """Split of one launch: warps per thread block and partitions per context."""
 
     warps: int
     partitions: int
 
 
 def stages_of(tile_bytes: int, arch: str) -> int:
-    """Tiles a warp has under way, so many that MAX_WARPS warps fit where they can. tile_bytes: of key and value."""
+    """Return the number of tiles in flight per warp. MAX_WARPS warps fit if possible. tile_bytes: size of key and value."""
     return max(2, min(MAX_STAGES, shared_bytes(arch) // (MAX_WARPS * tile_bytes)))
 
 
-_TILE_US = 1.1  # Time of one tile of a warp that nobody disturbs: latency
-_START_US = 3.0  # What a block of threads takes before its first tile and after its last
-_TAIL = 0.05  # Share of a block's time in which, at the end, the memory is not busy any more
-_WARP_US = 0.17  # What merging one more warp costs
-_SECOND_US = 4.6  # What the second kernel costs, and ..
+_TILE_US = 1.1  # Time of one tile for a warp that runs alone: latency
+_START_US = 3.0  # Time of a thread block before its first and after its last tile
+_TAIL = 0.05  # Share of a block's time at its end in which memory is not busy
+_WARP_US = 0.17  # Time to merge one more warp
+_SECOND_US = 4.6  # Time of the second kernel, plus
 _MERGE_US = 0.09
-"""... what one more partition to merge does, and ..."""
+"""time per partition to merge, plus"""
 _PARTIAL_US = 0.23
-"""... what one more block of threads on each multiprocessor does, that leaves a partial result."""
+"""time per thread block on each SM that writes a partial result."""
 
 
 @lru_cache(maxsize=4096)
 def choose(items: int, total_tiles: int, longest: int, tile_bytes: int, machine: GPUResources) -> Cut:
-    """The cut that the model below expects to finish first; its constants were fitted to a sweep on an H200.
-    items: sequences times kv heads times row tiles; total_tiles: tiles of all items together; longest: tiles of the longest. The
-    sizes are rounded by the caller, so that the answers are few and cached."""
-    busy = min(items, max(1.0, total_tiles / max(longest, 1)))  # items of full length that would be as much work
-    shared_tile_us = machine.multiprocessors * tile_bytes / machine.bytes_per_us  # a tile of each multiprocessor at full rate
+    """Return the split with the lowest expected time, by a model fitted to a sweep on an H200.
+
+    items: sequences x kv heads x row tiles; total_tiles: number of key tiles of all items; longest: number of tiles of the
+    longest.
+    The caller rounds the sizes, so that few results are cached.
+    """
+    busy = min(items, max(1.0, total_tiles / max(longest, 1)))  # number of items of full length with the same total work
+    shared_tile_us = machine.multiprocessors * tile_bytes / machine.bytes_per_us  # one tile on every SM at full bandwidth
 
     def time_of(cut: Cut) -> float:
         each = math.ceil(longest / cut.partitions)
@@ -237,21 +241,21 @@ def choose(items: int, total_tiles: int, longest: int, tile_bytes: int, machine:
     return min((Cut(w, p) for w in WARPS for p in PARTITIONS if p <= max(longest, 1)), key=time_of)
 
 
-_MANY_TOKENS = 1024  # Tokens from which smaller blocks of threads, more of them on a multiprocessor, write faster
+_MANY_TOKENS = 1024  # Number of tokens from which smaller thread blocks, more per SM, are faster
 _COPY_THREADS = 256
-_COPY_PARTS = 8  # Blocks of threads that share one cache block
+_COPY_PARTS = 8  # Number of thread blocks that share one cache block
 
 
 def cache_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int) -> Variant:
-    """The compilation that writes such a cache."""
+    """Return the compiled variant of the writer for such a cache."""
     return Variant.of(CSRC, "cache.cu", dtype, kv_dtype, head_dim, block_size)
 
 
 def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-    """Write k, v [num_tokens, num_kv_heads, head_dim] to slot_mapping int64 [num_tokens]; -1 is skipped.
+    """Write k, v [num_tokens, num_kv_heads, head_dim] to slot_mapping int64 [num_tokens], skipping -1.
 
-    One launch, no synchronisation: it can be captured in a CUDA graph. An fp8 cache gets k / k_scale and v / v_scale, saturated.
-    The rows of a head must be contiguous, at addresses that are multiples of 16 bytes.
+    One launch without synchronisation, so it can be captured in a CUDA graph. An FP8 cache gets k / k_scale and v / v_scale,
+    saturated. Rows of a head must be contiguous and 16-byte aligned.
     """
     geometry = cache.geometry
     reshape_and_cache(k, v, cache.key, cache.value, slot_mapping, geometry.block_size, cache.k_scale, cache.v_scale)
@@ -260,8 +264,10 @@ def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) ->
 def reshape_and_cache(
     k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, block_size: int, k_scale: float, v_scale: float
 ) -> None:
-    """As `write_rows`, on the cache's tensors.
-    key: [num_blocks, kv_heads, head_dim / x, block_size, x]; value: [num_blocks, kv_heads, head_dim, block_size]."""
+    """Write k and v as `write_rows` does, to the cache's tensors.
+
+    key: [num_blocks, kv_heads, head_dim / x, block_size, x]; value: [num_blocks, kv_heads, head_dim, block_size].
+    """
     num_tokens, kv_heads, head_dim = k.shape
     if num_tokens == 0:
         return
@@ -276,13 +282,16 @@ def reshape_and_cache(
 
 
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks inside one cache; key, value: of any layout whose outermost axis is the block.
-    pairs: int64 [num_pairs, 2] on the device, source and destination blocks. No block may be both."""
+    """Copy whole blocks inside one cache.
+
+    key, value: tensors in any layout whose outermost axis is the block.
+    pairs: int64 [num_pairs, 2] on the device: source and destination blocks. No block may be both.
+    """
     swap_blocks(key, value, key, value, pairs)
 
 
 def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks between caches of one geometry, either in pinned host memory; pairs: as for `copy_blocks`, on the GPU."""
+    """Copy whole blocks between caches of one geometry. Either may be in pinned host memory. pairs: as in `copy_blocks`."""
     if pairs.shape[0] == 0:
         return
     block_bytes = key[0].numel() * key.element_size()

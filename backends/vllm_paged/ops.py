@@ -1,4 +1,4 @@
-"""Torch operators `headway::*` for models and tools, with fake implementations for torch.compile; importing compiles nothing."""
+"""Torch operators `headway::*` for models and tools, with fake implementations for torch.compile. Importing compiles nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headway.core.contract.spec import AttentionSpec
 def reshape_and_cache(
     k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
 ) -> None:
-    """Write k, v [num_tokens, kv_heads, head_dim] to slot_mapping int64 [num_tokens]; -1 is skipped."""
+    """Write k, v [num_tokens, kv_heads, head_dim] to slot_mapping int64 [num_tokens], skipping -1."""
     decode.reshape_and_cache(k, v, key, value, slot_mapping, value.shape[3], k_scale, v_scale)
 
 
@@ -38,8 +38,11 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Attention of one query token per sequence; waits for nothing. q, out: [num_seqs, num_heads, head_dim]; key, value: layout
-    vllm_5d; block_table: int32 [num_seqs, max_blocks]; seq_lens: int32 [num_seqs], none above max_seq_len."""
+    """Compute attention of one query token per sequence, without host synchronisation.
+
+    q, out: [num_seqs, num_heads, head_dim]; key, value: layout vllm_5d; block_table: int32 [num_seqs, max_blocks]; seq_lens:
+    int32 [num_seqs], at most max_seq_len.
+    """
     num_seqs, num_heads, head_dim = q.shape
     spec = AttentionSpec(
         num_heads=num_heads,
@@ -81,13 +84,14 @@ def paged_attention(
 
 @torch.library.custom_op("headway::copy_blocks", mutates_args=("key", "value"), device_types="cuda")
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks inside one cache; pairs: int64 [num_pairs, 2], source and destination."""
+    """Copy whole blocks inside one cache. pairs: int64 [num_pairs, 2]: source and destination."""
     decode.copy_blocks(key, value, pairs)
 
 
 @torch.library.custom_op("headway::swap_blocks", mutates_args=("to_key", "to_value"))
 def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks from one cache to another, either in pinned host memory; pairs: as for `copy_blocks`, on the GPU."""
+    """Copy whole blocks from one cache to another. Either may be in pinned host memory. pairs: as in `copy_blocks`, on the
+    GPU."""
     decode.swap_blocks(key, value, to_key, to_value, pairs)
 
 
@@ -97,4 +101,4 @@ def _decode(spec: AttentionSpec, block_size: int) -> PagedDecode:
 
 
 for _operator in (reshape_and_cache, paged_attention, copy_blocks, swap_blocks):
-    _operator.register_fake(lambda *args, **kwargs: None)  # they write into their arguments and return nothing
+    _operator.register_fake(lambda *args, **kwargs: None)  # operators write to their arguments and return nothing

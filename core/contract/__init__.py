@@ -1,1 +1,2 @@
-"""What a third party may import: specs, layouts, metadata, backends, support and errors. Versioned by `API_VERSION`."""
+"""The contract between Headway and plugins: specs, layouts, metadata, backends, support and errors. Versioned by
+`API_VERSION`."""

@@ -1,4 +1,4 @@
-"""Adapters of low rank (LoRA; Hu et al. 2021, arXiv 2106.09685): which one a request names, and what a model does with them."""
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): the request's adapter, and the adapter slots of a model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ if TYPE_CHECKING:  # options need no torch
     from torch import Tensor
 
 NO_ADAPTER = -1
-"""Stands in place of a slot for a sequence, or a row, of the model alone."""
+"""Slot number for a sequence or row without an adapter."""
 
 
 LONGEST_NAME = 256
-"""Characters of a name that requests give as their model: lists and errors repeat it."""
+"""Maximum length of a model or adapter name in characters. Lists and errors repeat such names."""
 
 
 def check_name(what: str, name: object) -> None:
-    """Check a name by which requests call a model or an adapter. what: the option or field, for the error.
+    """Check a name that requests use for a model or an adapter.
 
-    :raises ConfigError: it is empty or too long, or has characters that cannot be shown.
+    what: option or field, for the error message.
+
+    :raises ConfigError: if the name is empty or too long, or has unprintable characters.
     """
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(what, "a text that is not empty", repr(name)[:60])
@@ -35,25 +37,25 @@ def check_name(what: str, name: object) -> None:
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter, as requests name it. Fields are named as those of vLLM's class."""
+    """The adapter of a request. Field names are vLLM's."""
 
     lora_name: str
-    """A text by which people know the adapter."""
+    """Name of the adapter, for people."""
     lora_int_id: int
-    """From 1; an engine knows an adapter by it, so that one number never stands for two adapters at a time."""
+    """Number of the adapter, at least 1. It identifies the adapter in an engine, so adapters in use need different numbers."""
     lora_path: str = ""
-    """The folder that peft has written, or a Hugging Face hub id."""
+    """Folder that peft has written, or a Hugging Face hub id."""
     long_lora_max_len: int | None = None
-    """Not read, as vLLM's releases no longer do."""
+    """Ignored, as in current vLLM."""
     base_model_name: str | None = None
-    """The model that the adapter was made for, to be shown; shapes alone decide whether it fits."""
+    """Name of the base model, only for display. Whether the adapter fits is decided by tensor shapes."""
     tensorizer_config_dict: Mapping[str, Any] | None = None
-    """Refused: adapters are read from safetensors."""
+    """Not supported: adapters are read from safetensors."""
     load_inplace: bool = False
-    """Whether an adapter that the engine knows by the same number is replaced."""
+    """True if an adapter with the same number in the engine is replaced."""
 
     def __post_init__(self) -> None:
-        """:raises ConfigError: no name or one that `check_name` refuses, no number, no path, or tensors in another form."""
+        """:raises ConfigError: if the name is invalid, the number or path is missing, or a tensorizer config is given."""
         check_name("lora_name", self.lora_name)
         if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
             raise ConfigError("lora_int_id", "a whole number of at least 1", repr(self.lora_int_id))
@@ -65,69 +67,69 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
-        """The same as `lora_name`."""
+        """Alias of `lora_name`."""
         return self.lora_name
 
     @property
     def adapter_id(self) -> int:
-        """The same as `lora_int_id`."""
+        """Alias of `lora_int_id`."""
         return self.lora_int_id
 
     @property
     def path(self) -> str:
-        """The same as `lora_path`."""
+        """Alias of `lora_path`."""
         return self.lora_path
 
 
 class AdapterSlots(NamedTuple):
-    """Room for adapters on a device."""
+    """Number and size of the adapter slots on a device."""
 
     number: int
-    """Adapters that a step may use at a time."""
+    """Maximum number of adapters in one step."""
     max_rank: int
-    """The largest rank of one."""
+    """Maximum LoRA rank of an adapter."""
 
 
 class HostAdapter(Protocol):
-    """An adapter in host memory, in the form in which its model keeps it in a slot."""
+    """An adapter in host memory, in the representation that the model's slots use."""
 
     @property
     def digest(self) -> bytes:
-        """What tells the adapter's content from any other's."""
+        """Digest of the adapter's content."""
 
 
 class ModelAdapters(Protocol):
-    """The slots of a model on one rank, each of which holds an adapter."""
+    """Adapter slots of a model on one rank. Each slot holds one adapter."""
 
     @property
     def num_slots(self) -> int:
-        """Adapters that a step may use at a time."""
+        """Maximum number of adapters in one step."""
 
     def read(self, request: LoRARequest) -> HostAdapter:
-        """Read an adapter's folder; touches nothing that a step uses, so that any thread may call it.
+        """Read an adapter's folder into host memory. Any thread may call this, because no step uses the result yet.
 
-        :raises HeadwayError: the adapter cannot be served; the message names what and why.
+        :raises HeadwayError: if the adapter is not supported; the message gives the reason.
         """
 
     def put(self, slot: int, adapter: HostAdapter) -> None:
-        """Copy an adapter into a slot, in the order of the device's work: steps that were launched before see what was there."""
+        """Copy an adapter into a slot, in stream order: steps that were launched earlier use the slot's previous adapter."""
 
     def arrange(self) -> None:
-        """Make again what lies beside the model's weights, whose memory was given back and is there anew."""
+        """Allocate the slots again, after the engine freed and re-allocated the memory of the model's weights."""
 
     def begin(self, slots: Tensor | None) -> None:
-        """Say which adapter each row of the model's next calls has, until the next `begin`.
+        """Set the adapter of each row for the model's next calls, until the next `begin`.
 
-        slots: int32 [num_tokens] on the model's device, NO_ADAPTER for a row without one, read when the model's work runs; None:
-        no row has any, and the model computes as if it had no slots.
+        slots: int32 [num_tokens] on the model's device, NO_ADAPTER for rows without an adapter; read when the model's kernels
+        run. None means no row has an adapter, and the model computes as if it had no slots.
         """
 
 
 @contextmanager
 def rows_with(adapters: ModelAdapters | None, slots: Tensor | None) -> Iterator[None]:
-    """Let the rows of the model's calls have these adapters, see `ModelAdapters.begin`, and then none again.
+    """Return a context in which the rows of model calls use the adapters in `slots`, as in `ModelAdapters.begin`.
 
-    adapters: None: of a model without any; nothing is done.
+    adapters: the model's slots. None means the model has none; nothing is done.
     """
     if adapters is None:
         yield
@@ -140,6 +142,6 @@ def rows_with(adapters: ModelAdapters | None, slots: Tensor | None) -> Iterator[
 
 
 def adapters_of(model: object) -> ModelAdapters | None:
-    """Return a model's slots; None: it has none, and need not have the attribute `adapters`."""
+    """Return a model's adapter slots, or None if it has none. The attribute `adapters` is optional."""
     found: ModelAdapters | None = getattr(model, "adapters", None)
     return found

@@ -1,4 +1,4 @@
-"""The contract of an attention backend."""
+"""The contract of attention backends: the class `AttentionBackend`, and what the engine passes to it."""
 
 from __future__ import annotations
 
@@ -21,42 +21,44 @@ from headway.core.contract.support import YES, Support
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest steps that an engine runs."""
+    """Upper limits of the steps that an engine runs."""
 
     max_num_tokens: int
-    """Most new tokens in a step."""
+    """Maximum number of new tokens in a step."""
     max_num_seqs: int
+    """Maximum number of sequences in a step."""
     max_model_len: int
-    """Tokens of the longest sequence."""
+    """Maximum length of a sequence, in tokens."""
     max_decode_len: int = 1
-    """Most query tokens per sequence in a decode: more than 1 where drafts are verified."""
+    """Maximum number of query tokens per sequence in a decode. More than 1 if draft tokens are verified."""
 
 
 class Lengths(NamedTuple):
-    """The lengths of one sequence in a step, in tokens."""
+    """Lengths of one sequence in a step, in tokens."""
 
     query_len: int
     context_len: int
     num_drafts: int = 0
-    """Drafts that a decode verifies: one less than its query tokens."""
+    """Number of draft tokens that a decode verifies: one less than `query_len`."""
 
 
 _MOST_PAIRS = 2**27
-"""Most query tokens times context tokens of a warm-up step. Larger steps take long and choose no other kernels."""
+"""Maximum of query tokens x context tokens in a warm-up step. Larger steps are slow and select no other kernels."""
 
 
 def lattice(phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
-    """Yield steps of a phase at and just beyond powers of two of sequences and query tokens, and at powers of the context length.
+    """Yield steps of a phase whose sizes are powers of two, or just above.
 
-    They reach every kernel of a backend that chooses by these numbers and changes kernels at powers of two. A backend that
-    chooses at other numbers lists its own steps (`AttentionBackend.warmup_steps`).
+    The number of sequences and of query tokens per sequence are powers of two and their successors; context lengths are powers of
+    4 (decode) or 16. These steps reach every kernel of a backend that selects kernels by these numbers and switches at powers of
+    two. A backend that switches elsewhere overrides `AttentionBackend.warmup_steps`.
     """
     decodes = phase is Phase.DECODE
     contexts = sorted({max(limits.max_model_len - 1, 1), *((4 if decodes else 16) ** n for n in range(16))})
     contexts = [0] if phase is Phase.PREFILL else contexts
     longest = min(limits.max_decode_len if decodes else limits.max_num_tokens, limits.max_num_tokens, limits.max_model_len)
     for query_len in powers(longest):
-        if phase is Phase.EXTEND and query_len == 1:  # which is a decode
+        if phase is Phase.EXTEND and query_len == 1:  # this is a decode
             continue
         room = min(limits.max_num_seqs, limits.max_num_tokens // query_len)
         left = limits.max_num_tokens - room * query_len
@@ -70,18 +72,18 @@ def lattice(phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
                 yield step
                 shorter = 1 if context_len == 0 else 2
                 if not decodes and num_seqs == room < limits.max_num_seqs and left >= shorter:
-                    yield [*step, Lengths(left, context_len)]  # the most work there can be beside the longest query
+                    yield [*step, Lengths(left, context_len)]  # fill the step's token limit with one more sequence
 
 
 def fits(step: Sequence[Lengths], limits: StepLimits) -> bool:
-    """Return whether a step lies within an engine's limits."""
+    """Return whether a step is within the limits."""
     longest = max((query_len + context_len for query_len, context_len, _ in step), default=0)
     tokens = sum(each.query_len for each in step)
     return 0 < len(step) <= limits.max_num_seqs and tokens <= limits.max_num_tokens and longest <= limits.max_model_len
 
 
 def powers(limit: int) -> list[int]:
-    """Return 1, 2, 3, 4, 5, 8, 9, 16, 17, ...: the powers of two and their successors up to the limit, and the limit itself."""
+    """Return the powers of two and their successors up to `limit`, and `limit` itself: 1, 2, 3, 4, 5, 8, 9, 16, 17, ..."""
     found = {limit}
     power = 1
     while power <= limit:
@@ -91,31 +93,32 @@ def powers(limit: int) -> list[int]:
 
 
 API_VERSION = 3
-"""Version of this contract. A plugin built for one that it does not include is refused with both numbers."""
+"""Version of this contract. A plugin built for an unsupported version is refused, and the error names both versions."""
 
 Plan = Any
-"""The result of `AttentionBackend.plan`; only the same backend looks inside."""
+"""Result of `AttentionBackend.plan`. Only the backend that made it knows its type."""
 
 
 B = TypeVar("B")
 
 
 class AttentionBackend(Kernel):
-    """One named way to compute attention over a paged cache; it never sees the engine or its configuration.
+    """A named implementation of attention over a paged KV cache. It sees neither the engine nor the engine's configuration.
 
-    A subclass sets `name` and `capabilities` and writes `plan` and one or both of `prefill` and `decode`. The engine makes one
-    instance for each distinct AttentionSpec, writes k and v into the cache itself, then calls `plan` once per step and `prefill`
-    or `decode` once per layer. Those two must neither synchronise with the host nor, if `graph_level` says so, allocate. For an
-    instance that sets `decode_writes`, `write_and_decode` is called instead, where the step allows it.
+    A subclass sets `name` and `capabilities`, and implements `plan` and at least one of `prefill` and `decode`. The engine makes
+    one instance per distinct `AttentionSpec`. In each step, the engine calls `plan` once; then, for each layer, it writes k and v
+    to the cache and calls `prefill` or `decode`. These two must not synchronise with the host. They must not allocate memory
+    either if `graph_level` promises that. If an instance sets `decode_writes`, the engine calls `write_and_decode` instead of the
+    write and `decode` in steps that allow it.
     """
 
     capabilities: ClassVar[Capabilities]
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
     options: ClassVar[Mapping[str, str]] = {}
-    """Options a user may set with --attn-opt NAME.key=value: key -> what it does. Others are refused."""
+    """Options that a user may set with --attn-opt NAME.key=value: key -> description. Other keys are refused."""
     decode_writes: bool = False
-    """Whether this instance has `write_and_decode`, which saves a launch per layer. `__init__` may set it by spec and layout.
-    (vLLM's like flag: forward_includes_kv_cache_update.)"""
+    """True if this instance implements `write_and_decode`, which saves one launch per layer. `__init__` may set it according to
+    spec and layout. (vLLM's equivalent: `forward_includes_kv_cache_update`.)"""
 
     def __init__(
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
@@ -127,9 +130,9 @@ class AttentionBackend(Kernel):
 
     @classmethod
     def check_options(cls, options: Mapping[str, str]) -> None:
-        """Check the names of options.
+        """Check that the backend has all of these options.
 
-        :raises ConfigError: an option that the backend does not have.
+        :raises ConfigError: if the backend does not have an option.
         """
         for key in options:
             if key not in cls.options:
@@ -138,7 +141,8 @@ class AttentionBackend(Kernel):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Return whether the backend can serve a layer; extend it where `capabilities` cannot express a condition."""
+        """Return whether the backend supports a layer in a phase. Override it for conditions that `capabilities` cannot
+        express."""
         fits = layout.check(spec, block_size)
         if not fits and not cls.capabilities.reads_cache_of(spec, block_size):
             fits = Support(tuple(reason._replace(hint="") for reason in fits.reasons))
@@ -146,7 +150,7 @@ class AttentionBackend(Kernel):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Return whether the backend can read an existing cache: asked once for each cache, before the first step."""
+        """Return whether the backend can read an existing cache. The engine calls this once per cache, before the first step."""
         if cls.capabilities.contiguous_blocks and not cache.contiguous_blocks:
             return Support.no(
                 "cache", "blocks that are one piece of memory each", "strided blocks", f"another backend than {cls.name}"
@@ -155,9 +159,9 @@ class AttentionBackend(Kernel):
 
     @classmethod
     def captures(cls, query_len: int = 1) -> Support:
-        """Return whether an engine runs a decode of `query_len` tokens per sequence as a replay of a CUDA graph.
+        """Return whether a decode of `query_len` tokens per sequence runs as a CUDA graph replay.
 
-        Benchmarks and tests of the backend ask the same, so that they time and check what runs.
+        The engine, benchmarks and tests all use this method, so the benchmarks and tests run the mode that the engine runs.
         """
         needed = GraphLevel.DECODE if query_len == 1 else GraphLevel.UNIFORM
         hint = "--enforce-eager says that this is meant"
@@ -169,82 +173,93 @@ class AttentionBackend(Kernel):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Return the name of the kernel that will run."""
+        """Return the name of the kernel that runs for a layer and phase."""
         return cls.name
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Return the bytes of device memory to keep free beside the cache."""
+        """Return the number of bytes of device memory that the backend needs in addition to the KV cache."""
         return 0
 
     def warmup_steps(self, phase: Phase, limits: StepLimits) -> Iterable[Sequence[Lengths]]:
-        """Return steps of a phase that together reach every kernel which this instance may choose in a step within the limits.
+        """Return steps of a phase that together reach every kernel that this instance may select within the limits.
 
-        The engine runs each once before it is ready, a decode also beside a prompt, so that what is compiled or loaded at first
-        sight delays no request; what comes later all the same is counted (`EngineStats.compilations`). Override it where kernels
-        are chosen at other numbers than powers of two.
+        The engine runs each step once before it is ready, and each decode step also together with a prompt, so that no request
+        waits for a kernel to be compiled or loaded. `EngineStats.compilations` counts later compilations. Override this method if
+        kernels are selected at other sizes than powers of two.
         """
         return lattice(phase, limits)
 
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> Plan:
-        """Prepare one step's view (all prefill or extend, or all decode). Host work and allocation are allowed."""
+        """Return the plan for one view of a step: only prefill or extend, or only decode. Host work and allocation are
+        allowed."""
 
     def plan_for_capture(self, metadata: AttentionMetadata) -> Plan:
-        """Plan a decode that is captured in a CUDA graph and replayed for many steps.
+        """Return the plan for a decode that is captured in a CUDA graph and replayed in many steps.
 
-        The metadata's tensors are static: each replay finds that step's values in them. Its host lengths are the longest that
-        may come, so a grid fixed here is large enough for all; rows of length 0 are padding.
+        The metadata's tensors are static: before each replay, the engine writes that step's values into them. The host lengths
+        are upper bounds for all replays, so a grid that is fixed here must be large enough for them. Rows of length 0 are
+        padding.
         """
         return self.plan(metadata)
 
     def plan_for_replay(self, plan: Plan, metadata: AttentionMetadata) -> None:
-        """Bring a captured plan up to date before a replay, where that is more than the static tensors say.
+        """Update a captured plan before a replay, if the plan depends on more than the static tensors.
 
-        The metadata has the step's own host lengths. What the captured kernels read must be changed in place. Must not wait.
+        The metadata has this step's host lengths. Change the tensors that the captured kernels read in place, without waiting for
+        the device.
         """
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Compute attention of several new tokens per sequence (PREFILL, EXTEND) into `out`, causal from the bottom right.
+        """Compute attention for several new tokens per sequence (PREFILL, EXTEND) into `out`, with a causal mask aligned to the
+        bottom right: query i of a sequence's n queries has position seq_len - n + i.
 
-        A layer that is not causal (`AttentionSpec.causal`, where `Capabilities.non_causal` says so) comes in PREFILL alone.
+        Non-causal layers (`AttentionSpec.causal` is False) are passed only in PREFILL, and only if the backend sets
+        `Capabilities.non_causal`.
 
-        q: [num_prefill_tokens, num_heads, head_dim]; k: [num_prefill_tokens, num_kv_heads, head_dim]; v, out: the same with
-        v_head_dim, out with num_heads. k and v are this step's tokens, already written to the cache. A sequence's query i of n
-        sits at position seq_len - n + i.
-        lse: float32 [num_heads, num_prefill_tokens], filled with the natural logarithm of each softmax's denominator, sinks
-        included; handed in only where `Capabilities.lse` says so, so that a backend without it need not have the parameter.
+        q: [num_prefill_tokens, num_heads, head_dim]
+        k: [num_prefill_tokens, num_kv_heads, head_dim]: keys of this step's tokens, already written to the cache.
+        v: [num_prefill_tokens, num_kv_heads, v_head_dim]: values of this step's tokens, already written to the cache.
+        out: [num_prefill_tokens, num_heads, v_head_dim]
+        lse: float32 [num_heads, num_prefill_tokens]: the backend fills it with the natural logarithm of each softmax denominator,
+        sinks included. It is passed only if the backend sets `Capabilities.lse`; other backends may omit the parameter.
         """
         raise NotImplementedError(f"{self.name} declares no prefill")
 
     def decode(self, q: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None) -> None:
         """Compute attention of the newest tokens over the cache into `out`.
 
-        q: [num_decode_tokens, num_heads, head_dim]; out: [num_decode_tokens, num_heads, v_head_dim]; lse: float32 [num_heads,
-        num_decode_tokens], as in `prefill`.
+        q: [num_decode_tokens, num_heads, head_dim]
+        out: [num_decode_tokens, num_heads, v_head_dim]
+        lse: float32 [num_heads, num_decode_tokens], as in `prefill`.
 
-        Rows of padding sequences (length 0) must not disturb others; they are left alone or set to zero.
+        Padding sequences (length 0) must not affect other rows. Their own rows of `out` may be left unchanged or set to zero.
         """
         raise NotImplementedError(f"{self.name} declares no decode")
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         """Write k and v of one new token per sequence to the cache, and compute attention over the cache as `decode` does.
 
-        q: [num_seqs, num_heads, head_dim]; k: [num_seqs, num_kv_heads, head_dim], for position seq_len - 1; v, out: with
-        v_head_dim. The cache must hold the bits that the layout's writer would leave; a padding sequence (length 0) writes
-        nothing. Called where `decode_writes` says so and the whole step is such a decode.
+        q: [num_seqs, num_heads, head_dim]
+        k: [num_seqs, num_kv_heads, head_dim]: key of position seq_len - 1.
+        v: [num_seqs, num_kv_heads, v_head_dim]
+        out: [num_seqs, num_heads, v_head_dim]
+
+        The cache must end up bit-identical to the result of the layout's writer. Padding sequences (length 0) write nothing.
+        Called only if `decode_writes` is set and the whole step is a decode of one token per sequence.
         """
         raise NotImplementedError(f"{self.name} does not write in decode")
 
 
 Backends = Mapping[AttentionSpec, AttentionBackend]
-"""The instances of one backend, by the spec that each serves."""
+"""Instances of one backend, by the spec that they were made for."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo(KernelInfo):
-    """Registration of a backend by a plugin."""
+    """A plugin's registration of an attention backend."""
 
     kind: ClassVar[str] = "attention"
 
@@ -256,9 +271,9 @@ def make_backend(
     block_size: int,
     options: Mapping[str, str] | None = None,
 ) -> AttentionBackend:
-    """Return an instance of a backend, whose constructor may be a third party's.
+    """Return a new instance of a backend, which may come from a plugin.
 
-    :raises PluginError: the constructor raises, or leaves out what every backend has.
+    :raises PluginError: if the constructor raises, or the instance lacks an attribute of the base class.
     """
     who = f"attention backend {kind.name} ({kind.__module__}.{kind.__qualname__})"
     with making(who):
@@ -267,9 +282,9 @@ def make_backend(
 
 
 def check_made(who: str, made: Any, base: type[B], attributes: Sequence[str]) -> B:
-    """Return what a backend's constructor has made, if it is one and has the attributes that the base class sets.
+    """Return `made`, the result of a plugin's constructor, after checking its type and attributes.
 
-    :raises PluginError: it is not.
+    :raises PluginError: if `made` is not a `base`, or lacks one of `attributes`, which the base class's constructor sets.
     """
     if not isinstance(made, base):
         raise PluginError(f"{who} cannot be made: its class must make an instance of {base.__name__}, got {type(made).__name__}")

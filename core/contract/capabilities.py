@@ -1,4 +1,4 @@
-"""Capabilities: what a backend claims, as plain data, and the one check that turns a claim into reasons."""
+"""`Capabilities`: a backend's claims as plain data, and the check that returns every reason why a layer is outside them."""
 
 from __future__ import annotations
 
@@ -17,65 +17,65 @@ from headway.core.contract.support import Reason, Support
 
 ALL_PHASES = frozenset(Phase)
 FEATURES = frozenset(OPTIONAL)
-"""Optional fields of AttentionSpec, `"sliding_window"`, `"softcap"`, `"alibi_slopes"` and `"sinks"`: a backend lists those it
-computes, and is refused for the others."""
+"""Optional fields of `AttentionSpec`: `"sliding_window"`, `"softcap"`, `"alibi_slopes"` and `"sinks"`. A backend lists the
+features that it computes; layers with other features are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The claims of a backend: checked in one place, shown by `headway backends`, and tested both ways by the kit."""
+    """Claims of a backend. `headway backends` shows them; the conformance kit tests supported and refused layers."""
 
     phases: frozenset[Phase]
     layouts: tuple[CacheLayout, ...] | None = None
-    """Layouts that the backend reads, preferred first; None: every one, because it reads through `LayerCache.gather`."""
+    """Supported layouts, preferred first. None means every layout, because the backend reads through `LayerCache.gather`."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     kv_dtypes: tuple[torch.dtype, ...] = ()
-    """Cache element types that the backend reads besides the layer's own dtype."""
+    """Supported element types of the cache, in addition to the layer's dtype."""
     devices: tuple[str, ...] = ("cuda",)
-    """Device types, as in torch.device.type."""
+    """Supported device types, as in torch.device.type."""
     block_multiple: int = 1
-    """block_size must be a multiple of this."""
+    """Required divisor of block_size."""
     head_dims: tuple[int, ...] | None = None
-    """Accepted head_dim where values are as long as keys; None: any; empty: none, as of a backend for latents alone."""
+    """Supported head_dim of layers with v_head_dim = head_dim. None means any. Empty means none, as in backends only for MLA."""
     v_head_dims: tuple[tuple[int, int], ...] | None = ()
-    """Accepted pairs (head_dim, v_head_dim) that differ; equal ones are those of `head_dims`. None: any pair."""
+    """Supported pairs (head_dim, v_head_dim) with different sizes; `head_dims` lists the equal ones. None means any pair."""
     value_in_key: bool = False
-    """The backend reads the value out of the key (`AttentionSpec.value_in_key`), in a layout that stores no value."""
+    """True if the backend can read the value from the key (`AttentionSpec.value_in_key`), in layouts without a value tensor."""
     max_group_size: int | None = None
-    """Most query heads that may share a kv head; None: any."""
+    """Maximum number of query heads per kv head. None means any."""
     features: frozenset[str] = frozenset()
-    """Optional fields of AttentionSpec that the backend computes, out of FEATURES."""
+    """Optional fields of `AttentionSpec` that the backend computes, out of FEATURES."""
     dense_prefill: bool = False
-    """PREFILL reads this step's k and v and not the cache, so `layouts` and `block_multiple` do not bind it, and a layer without
-    a cache can be served (`AttentionSpec.dense`)."""
+    """True if PREFILL reads this step's k and v instead of the cache. `layouts` and `block_multiple` then do not apply to
+    PREFILL, and layers without a cache are supported (`AttentionSpec.dense`)."""
     non_causal: bool = False
-    """PREFILL also computes attention in which queries see later keys (`AttentionSpec.causal` is False): all of their sequence,
-    and with the feature sliding_window those on both sides that are nearer than the window. Needs `dense_prefill`."""
+    """True if PREFILL also supports non-causal layers (`AttentionSpec.causal` is False), in which queries see later keys: the
+    whole sequence or, with the feature sliding_window, the window on both sides. Requires `dense_prefill`."""
     reads_whole_blocks: bool = False
-    """The backend may load every slot of a sequence's last block and mask the scores of those past the end. Those slots must be
-    finite: 0 * NaN is NaN. The pool keeps that promise (zeroed when allocated, and a freed block keeps the finite rows it
-    held), so a test poisons unused slots with a large number for such a backend, and with NaN for any other."""
+    """True if the backend may load every slot of a sequence's last block and mask the scores of slots after its end. Values there
+    must be finite, since 0 * NaN is NaN. The pool guarantees this: blocks are zeroed when allocated, and freed blocks keep finite
+    rows. Tests therefore fill unused slots with a large number for such a backend, and with NaN for others."""
     reads_live_slots: bool = False
-    """DECODE of one new token per sequence loads no slot past a sequence's end from a cache whose rows lie in one piece. So a
-    sequence's last block may end behind the memory (`LayerCache.open_blocks`), as in dense tensors that are seen as blocks."""
+    """True if DECODE of one token per sequence loads no slots after a sequence's end, from a cache with contiguous rows. A
+    sequence's last block may then extend past the memory (`LayerCache.open_blocks`), as in dense tensors viewed as blocks."""
     contiguous_blocks: bool = False
-    """Each block of a cache tensor must be one piece of memory: the backend follows the layout, and not the strides of memory
-    that somebody else allocated. Checked by `AttentionBackend.accepts`."""
+    """True if each block of a cache tensor must be contiguous, because the backend computes addresses from the layout and not
+    from the tensor's strides. Checked by `AttentionBackend.accepts`."""
     exact_host_lengths: bool = False
-    """The plan of a decode needs the exact lengths on the host. It is neither captured in a graph nor planned where the host
-    knows upper bounds alone (`AttentionMetadata.upper_bound_lens`)."""
+    """True if a decode plan needs exact lengths on the host. Such decodes are not captured in CUDA graphs, nor planned while the
+    host knows only upper bounds (`AttentionMetadata.upper_bound_lens`)."""
     shares_plans: bool = False
-    """A plan serves every instance whose layer is of the same kind (`AttentionSpec.kind`): sinks and scales of the cache are the
-    instance's own, and no plan holds them. A step is then planned once for layers that differ in these alone, as gpt-oss's do."""
+    """True if one plan is valid for all instances with the same `AttentionSpec.kind`: plans then must not contain sinks or cache
+    scales, which belong to the instance. Layers that differ only in these share one plan per step (gpt-oss)."""
     lse: bool = False
-    """The backend fills `lse`, the logarithm of the sum of exp(score) over the keys, where `prefill` or `decode` gets one."""
+    """True if `prefill` and `decode` fill `lse`, the logarithm of the sum of exp(score) over the keys, if it is passed."""
     batch_invariant: bool = False
-    """Where a layer asks for batch invariance (`AttentionSpec.batch_invariant`), the bits of a sequence's output do not depend
-    on what else is in the step: no split, tile or grouping is chosen by the number of sequences or another's length, nor by the
-    phase, which is EXTEND as soon as one sequence's is. In decode the claim covers one new token per sequence."""
+    """True if the backend supports `AttentionSpec.batch_invariant`: the output of a sequence is then bit-identical whatever else
+    is in the step. No split, tile or grouping may depend on the number of sequences, on another sequence's length, or on the
+    phase, which is EXTEND as soon as one sequence's is. In decode, the claim covers one new token per sequence."""
 
     def check(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Return every reason why this combination lies outside the claims; truthy where there is none. Nothing is raised."""
+        """Return every reason why a combination is outside the claims. The result is truthy if there is none. Never raises."""
         paged = not (self.dense_prefill and phase is Phase.PREFILL)
         refused = (
             self._refuse_types(spec, phase),
@@ -87,7 +87,7 @@ class Capabilities:
         return Support(tuple(chain.from_iterable(refused)))
 
     def reads_cache_of(self, spec: AttentionSpec, block_size: int) -> bool:
-        """Whether a cache of this layer lies in some layout that the backend reads; where not, another layout is no remedy."""
+        """Return whether the backend reads a layout that can hold this layer's cache. If not, another layout is not a remedy."""
         reads = self.value_in_key or not spec.value_in_key
         return reads and (self.layouts is None or bool(self._fitting(self.layouts, spec, block_size)))
 
@@ -96,7 +96,7 @@ class Capabilities:
         return [layout for layout in layouts if layout.check(spec, block_size)]
 
     def _other_cache(self, spec: AttentionSpec) -> str:
-        """The flag that gives a layer a cache of a type that the backend reads; empty if there is none."""
+        """Return the flag that selects a cache type that the backend can read for this layer, or "" if there is none."""
         if spec.dense:
             return ""
         own = {"auto": None, **{KV_DTYPE_NAMES[each]: each for each in self.kv_dtypes if each in KV_DTYPE_NAMES}}

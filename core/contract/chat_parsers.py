@@ -1,4 +1,4 @@
-"""Parsers of chats: from the text that a model writes to its content, its reasoning and its calls of tools."""
+"""Parsers of model output in chats: from generated text to content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -9,74 +9,77 @@ from uuid import uuid4
 
 
 class ChatPiece(NamedTuple):
-    """A part of an answer. Pieces come in the order of the text; joined by kind and call they are the answer."""
+    """A part of an answer. Parts arrive in text order; concatenated by kind and call, they form the answer."""
 
     kind: Literal["content", "reasoning", "call", "arguments"]
-    """"call" begins a call, "arguments" goes on with one."""
+    """Kind of part: "call" begins a tool call, "arguments" continues it."""
     text: str
-    """A part of the content or of the reasoning, the name of the function that is called, or a part of its arguments' JSON."""
+    """Part of the content or reasoning, name of the called function ("call"), or part of its JSON arguments ("arguments")."""
     call: int = -1
-    """Number of the call, from 0; of "call" and "arguments"."""
+    """Index of the call, from 0, for "call" and "arguments"; otherwise -1."""
     id: str = ""
-    """The call's id, of "call"."""
+    """Id of the call, only for "call"."""
 
 
 class ChatParser(Protocol):
-    """Reads one completion as it comes. However a text is split, the pieces, joined, must be the same, and nothing may be lost:
-    what is no call in the end is content."""
+    """An incremental parser of one completion.
+
+    The concatenated parts must not depend on how the text is split, and no text may be lost: text that turns out not to be a call
+    is content.
+    """
 
     def feed(self, text: str) -> Sequence[ChatPiece]:
-        """Read on; returns the pieces that are certain by now."""
+        """Parse more text and return the parts that are certain now."""
 
     def end(self) -> Sequence[ChatPiece]:
-        """Take note that the text has ended; returns the rest."""
+        """Finish parsing at the end of the text and return the remaining parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatContext:
-    """What a parser may know of the request that it reads the answer to."""
+    """The request's properties that a parser may use."""
 
     prompt: str = ""
-    """The prompt in the chat template; empty where token ids were given alone."""
+    """Prompt after the chat template. Empty if the request gave token ids."""
     tools: Mapping[str, Mapping[str, Any]] | None = None
-    """Name of each tool -> the JSON schema of its parameters."""
+    """JSON schema of each tool's parameters, by tool name."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a family writes calls: what a grammar lets a model write where a tool must be called, or its schema be kept."""
+    """Syntax of a model family's tool calls. Grammars for required tools and for strict schemas are made from it."""
 
     head: str
-    """What stands before a call's arguments; NAME stands for the function's name, NUMBER for digits."""
+    """Text before a call's arguments. NAME stands for the function's name, NUMBER for digits."""
     tail: str
-    """What stands after them."""
+    """Text after a call's arguments."""
     trigger: str
-    """The start of `head` that nothing but a call begins with."""
+    """Prefix of `head` that unambiguously begins a call."""
     before: str = ""
-    """What stands before the first call."""
+    """Text before the first call."""
     between: str | None = ""
-    """What stands between two calls; None: an answer has one call."""
+    """Text between two calls. None means an answer has only one call."""
     after: str = ""
-    """What stands after the last call."""
+    """Text after the last call."""
     needs: str = ""
-    """A token that the tokenizer must have; else the next syntax is taken."""
+    """Token that the tokenizer must have. If it does not, the next syntax is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSyntax:
-    """The marks around a family's reasoning."""
+    """Markers around a model family's reasoning."""
 
     opens: str = "<think>"
     closes: str = "</think>"
     assumed: bool = False
-    """Whether a text without the first mark is reasoning, too, unless the prompt has closed it."""
+    """True if text without the opening marker is also reasoning, unless the prompt has closed the reasoning."""
     ends_before: tuple[str, ...] = ()
-    """Marks that end the reasoning and belong to what follows."""
+    """Markers that end the reasoning and belong to the following text."""
     answer: str = ""
-    """What stands between the reasoning and an answer that is no call."""
+    """Text between the reasoning and an answer that is not a tool call."""
 
     def begun(self, prompt: str) -> bool | None:
-        """Whether the reasoning has begun with the prompt; False: it has ended with it; None: neither."""
+        """Return True if the prompt ends with the opening marker, False if it ends with the closing marker, otherwise None."""
         tail = prompt.rstrip()
         if tail.endswith(self.opens):
             return True
@@ -84,35 +87,35 @@ class ReasoningSyntax:
 
 
 def call_id(name: str, number: int) -> str:
-    """An id for a call of a function."""
+    """Return a random id for a tool call."""
     return f"call_{uuid4().hex[:24]}"
 
 
 def recognizes_none(template: str) -> bool:
-    """False: the parser is used where it is named."""
+    """Return False: the parser is used only if it is selected by name."""
     return False
 
 
 @dataclass(frozen=True)
 class ChatParserInfo:
-    """Registration of a parser by a plugin."""
+    """A plugin's registration of a chat parser."""
 
     name: str
-    """The name that `--tool-call-parser` or `--reasoning-parser` takes."""
+    """Name for `--tool-call-parser` or `--reasoning-parser`."""
     summary: str
-    """One line that says whose format it reads."""
+    """One-line description of the format."""
     reads: Literal["calls", "reasoning"]
     make: Callable[[ChatContext], ChatParser]
-    """Makes the parser of one completion. One of calls gets the text without the reasoning."""
+    """Function that makes the parser of one completion. A parser of calls gets the text without the reasoning."""
     recognizes: Callable[[str], bool] = recognizes_none
-    """Whether a model with this chat template writes the format. The first that says so is taken."""
+    """Function that returns whether models with a chat template write this format. The first parser that matches is used."""
     syntaxes: tuple[CallSyntax, ...] = ()
-    """How calls are written, the preferred first; none: they are written as those of `hermes` where a grammar decides."""
+    """Call syntaxes, preferred first. If empty, grammars use the syntax of `hermes`."""
     reasoning: ReasoningSyntax | None = None
-    """How reasoning is marked, so that a form which an answer must have begins behind it; None: forms begin at once."""
+    """Reasoning markers: structured output begins after the reasoning. None means structured output begins at once."""
     make_id: Callable[[str, int], str] = call_id
-    """Makes the id of a call from the function's name and the call's number."""
+    """Function that makes a call's id from the function's name and the index of the call."""
     marks: tuple[str, ...] = ()
-    """Texts that the format consists of. Where one is a special token of the tokenizer, special tokens stay in the text."""
+    """Marker texts of the format. If one is a special token of the tokenizer, special tokens are kept in the text."""
     whole: bool = False
-    """Whether the parser reads the whole text, reasoning, content and calls; it is then used for every chat."""
+    """True if the parser reads the whole text (reasoning, content and calls). It is then used for every chat."""

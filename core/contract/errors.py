@@ -1,4 +1,4 @@
-"""Errors a user or a plugin can cause. Each says what was asked, what was needed, what was got, and what to do."""
+"""Errors that a user or a plugin can cause. Each message says what was requested, what is needed, what was got and what to do."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from headway.core.contract.support import Reason
 
 
 class HeadwayError(Exception):
-    """Base of every error that is the caller's to fix; the command line prints it without a traceback and exits with 2."""
+    """Base of all errors that the caller can fix. The command line prints them without a traceback and exits with code 2."""
 
     on_command_line = ""
-    """The message with the command line's flags, if `str` has Python's arguments instead."""
+    """Message that names command-line flags, if `str` names Python arguments instead. Otherwise empty."""
 
     def name_arguments(self, names: Collection[str]) -> None:
-        """Let the message name arguments of Python, out of `names`, instead of the command line's flags."""
+        """Replace command-line flags in the message by Python arguments, for the arguments in `names`."""
         if self.args and isinstance(self.args[0], str):
             self.on_command_line = str(self)
             self.args = with_arguments(self.args[0], names), *self.args[1:]
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors come back from other processes, and their texts are made by constructors that take other arguments."""
+        """Support pickling between processes: constructors take other arguments than the message."""
         return _again, (type(self), self.args), self.__dict__
 
 
@@ -36,9 +36,9 @@ _COMMAND = re.compile(r"\bheadway [a-z]")
 
 
 def with_arguments(text: str, names: Collection[str]) -> str:
-    """Return a text whose flags are written as arguments of Python: `--kv-layout nhd` as `kv_layout="nhd"`.
+    """Return a text with command-line flags replaced by Python arguments: `--kv-layout nhd` becomes `kv_layout="nhd"`.
 
-    names: arguments that there are; other flags stay, and so do lines that say what to type in a shell.
+    names: Python arguments that exist. Other flags are unchanged, as are lines that contain a shell command.
     """
 
     def line_with_arguments(line: str) -> str:
@@ -62,7 +62,7 @@ def _again(kind: type[HeadwayError], args: tuple[object, ...]) -> HeadwayError:
 
 
 class ConfigError(HeadwayError, ValueError):
-    """An option or argument has a value that cannot work."""
+    """An option or argument with an invalid value."""
 
     def __init__(self, what: str, need: str, got: object, hint: str = "") -> None:
         self.reason = Reason(what, need, str(got), hint)
@@ -70,7 +70,7 @@ class ConfigError(HeadwayError, ValueError):
 
 
 class PromptError(ConfigError):
-    """A prompt that cannot be run: empty, too long, or with token ids outside the vocabulary."""
+    """A prompt that cannot run: empty, too long, or with token ids outside the vocabulary."""
 
 
 class ModelError(HeadwayError):
@@ -78,11 +78,11 @@ class ModelError(HeadwayError):
 
 
 class PluginError(HeadwayError):
-    """A plugin that breaks the contract: a taken name, a wrong api_version, a hook with a wrong signature."""
+    """A plugin that violates the contract: a duplicate name, a wrong api_version, a hook with a wrong signature."""
 
 
 class UnknownBackendError(HeadwayError):
-    """A backend name that nobody registered."""
+    """A backend name that is not registered."""
 
     def __init__(self, name: str, known: Mapping[str, str], failures: Sequence[str] = (), kind: str = "attention") -> None:
         near = difflib.get_close_matches(name, known, n=1)
@@ -94,7 +94,7 @@ class UnknownBackendError(HeadwayError):
 
 
 class UnsupportedError(HeadwayError):
-    """A backend, layout or block size that was asked for by name and cannot do the work; it never falls back."""
+    """A backend, layout or block size that was requested by name and does not support the work. It never falls back."""
 
     def __init__(self, asked: str, reasons: Sequence[Reason], fix: str = "") -> None:
         self.asked = asked
@@ -107,7 +107,7 @@ class UnsupportedError(HeadwayError):
 
 
 class BackendError(HeadwayError):
-    """A backend raised in the middle of a step."""
+    """An exception that a backend raised during a step."""
 
 
 T = TypeVar("T")
@@ -115,11 +115,11 @@ T = TypeVar("T")
 
 @contextmanager
 def making(who: str) -> Iterator[None]:
-    """Name a plugin where its constructor raises or asks the program to end. who: the part of the plugin, and its name.
+    """Convert exceptions of a plugin's constructor, `SystemExit` included, to errors that name the plugin.
 
-    An interrupt of the user's passes, and so do errors of ours, which say enough.
+    who: kind and name of the plugin's part. `HeadwayError` and the user's `KeyboardInterrupt` are passed on.
 
-    :raises PluginError: the constructor raises.
+    :raises PluginError: if the constructor raises.
     """
     try:
         yield
@@ -134,11 +134,12 @@ def making(who: str) -> Iterator[None]:
 
 
 def made_by(who: str, make: Callable[[], T], *methods: str) -> T:
-    """Return what a plugin's constructor makes; who: as in `making`.
+    """Return the result of a plugin's constructor.
 
-    methods: that the result must have; "__call__" makes it a function.
+    who: kind and name of the plugin's part.
+    methods: methods that the result must have; "__call__" requires a function.
 
-    :raises PluginError: the constructor raises, or its result lacks a method.
+    :raises PluginError: if the constructor raises, or its result lacks a method.
     """
     with making(who):
         made = make()
@@ -149,7 +150,7 @@ def made_by(who: str, make: Callable[[], T], *methods: str) -> T:
 
 
 def known_cause(text: str) -> str:
-    """Explain what a library's own error text means here; empty where we know no more than it says."""
+    """Return an explanation of a library's error message, or "" if there is none."""
     if "active drivers" in text:
         return "a Triton kernel without a GPU: TRITON_INTERPRET=1 in the environment runs it on a CPU, slowly"
     return ""
@@ -163,9 +164,11 @@ def refuse_unknown(
 ) -> None:
     """Check the names of keywords.
 
-    owner: whose keywords they are. elsewhere: names that other libraries use -> what to write here. page: lists those of owner.
+    owner: class or function that takes the keywords.
+    elsewhere: names in other libraries -> Headway's name or advice.
+    page: page that lists the owner's keywords.
 
-    :raises ConfigError: the first that does not exist, with what to write in its place.
+    :raises ConfigError: if a keyword does not exist; the message says what to write instead.
     """
     names = list(known)
     for name in given:
@@ -178,9 +181,9 @@ def refuse_unknown(
 def knows_its_fields(
     elsewhere: Mapping[str, str], page: str, translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 ) -> Callable[[C], C]:
-    """Let a dataclass refuse unknown keywords as `refuse_unknown` does, where Python's own error names nothing to do.
+    """Return a decorator that makes a dataclass refuse unknown keywords as `refuse_unknown` does.
 
-    translate: makes of keywords, some of which are unknown, those that count.
+    translate: function that maps keywords, some of them unknown, to the dataclass's keywords. None means no translation.
     """
 
     def decorate(cls: C) -> C:

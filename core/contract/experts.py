@@ -1,4 +1,4 @@
-"""The contract of a kernel for layers of experts, and what such a layer computes, as plain numbers."""
+"""The contract of kernels for mixture-of-experts (MoE) layers, and the configuration of such a layer."""
 
 from __future__ import annotations
 
@@ -19,54 +19,55 @@ from headway.core.contract.weights import Weight, WeightFormat, rewrite
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts: a router sends every token to `top_k` of `num_experts` MLPs and adds what they give.
+    """Configuration of an MoE layer: a router sends each token to `top_k` of `num_experts` MLPs and adds their weighted outputs.
 
-    Shared experts, which every token passes, are cut into experts of the routed ones' size: their weights stand after the routed
-    ones', so that all are computed together.
+    Shared experts, which process every token, are split into experts of the routed experts' size. Their weights follow the routed
+    experts' weights, so that one kernel computes all of them.
     """
 
     num_experts: int
-    """Number of experts that the router chooses from."""
+    """Number of routed experts."""
     top_k: int
     intermediate_size: int
-    """Inner size of one expert."""
+    """Intermediate size of one expert."""
     shared_intermediate_size: int = 0
-    """Inner size of all shared experts together; 0: there is none."""
+    """Total intermediate size of all shared experts. 0 means there are none."""
     shared_gate: bool = False
-    """True if what the shared experts give is multiplied by the sigmoid of one more row of the router (Qwen2-MoE)."""
+    """True if the shared experts' output is multiplied by the sigmoid of an extra row of the router (Qwen2-MoE)."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become scores."""
+    """Function from router logits to scores."""
     renormalize: bool = True
-    """True if a token's weights are divided by their sum. With softmax this is the softmax over the chosen logits alone."""
+    """True if a token's expert weights are divided by their sum. With softmax, this equals a softmax over the chosen logits."""
     scale: float = 1.0
-    """Multiplies the weights of the routed experts, after that."""
+    """Factor of the routed experts' weights, applied after `renormalize`."""
     num_groups: int = 1
-    """Groups of equally many experts, of which a token may choose from `top_k_groups` (DeepSeek-V2, node-limited routing)."""
+    """Number of equal groups of experts. Each token uses experts of `top_k_groups` groups (node-limited routing, DeepSeek-V2)."""
     top_k_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
-    """What ranks a group: its best score (DeepSeek-V2), or the sum of its two best (DeepSeek-V3)."""
+    """Score of a group: its best expert's score (DeepSeek-V2), or the sum of its two best scores (DeepSeek-V3)."""
     correction_bias: bool = False
-    """True if a bias for each expert is added to its score for the choice, not for its weight (DeepSeek-V3)."""
+    """True if a bias per expert is added to its score for the selection, but not for its weight (DeepSeek-V3)."""
     router_bias: bool = False
-    """True if the logits have a bias (gpt-oss)."""
+    """True if the router has a bias (gpt-oss)."""
     biases: bool = False
-    """True if the experts' products have biases (gpt-oss)."""
+    """True if the experts' linear layers have biases (gpt-oss)."""
     gated: bool = True
-    """True if an expert multiplies the SiLU of one product by another; without, it is the squared ReLU of one (Nemotron-H)."""
+    """True if an expert computes SiLU(gate) * up. False means squared ReLU of up, without a gate (Nemotron-H)."""
     swiglu_alpha: float = 1.0
-    """The gate is gate * sigmoid(alpha * gate); 1: SiLU."""
+    """Factor alpha in gate * sigmoid(alpha * gate). 1 means SiLU."""
     swiglu_limit: float | None = None
-    """The gate is at most this, and the other half within plus and minus this and then raised by 1 (gpt-oss); None: neither."""
+    """Limit for clamping: gate <= limit and -limit <= up <= limit, after which up is increased by 1 (gpt-oss). None means
+    neither."""
     held: range | None = None
-    """Numbers of the routed experts whose weights this rank holds; None: all. The router chooses from all of them anyway."""
+    """Indices of the routed experts whose weights this rank holds. None means all. The router chooses from all experts anyway."""
 
     @property
     def activation(self) -> Literal["silu", "relu2"]:
-        """The activation between an expert's products."""
+        """Activation between an expert's two linear layers."""
         return "silu" if self.gated else "relu2"
 
     def __post_init__(self) -> None:
-        """:raises ModelError: numbers that contradict each other, by the names of config.json."""
+        """:raises ModelError: if numbers contradict each other; the message uses the names of config.json."""
         _whole("num_experts", self.num_experts, 1)
         _whole("moe_intermediate_size", self.intermediate_size, 1)
         _whole("num_experts_per_tok", self.top_k, 1, self.num_experts, "the number of experts")
@@ -84,47 +85,47 @@ class ExpertsConfig:
 
     @property
     def group_size(self) -> int:
-        """Experts in a group."""
+        """Number of experts per group."""
         return self.num_experts // self.num_groups
 
     @property
     def scores_a_group(self) -> int:
-        """How many of a group's best scores are added to rank the group."""
+        """Number of a group's best scores whose sum ranks the group."""
         return 1 if self.group_score == "max" else 2
 
     @property
     def up_size(self) -> int:
-        """Rows of an expert's first product: gate over up, or up alone."""
+        """Number of output rows of an expert's first linear layer: gate and up, or only up."""
         return self.intermediate_size * (2 if self.gated else 1)
 
     @property
     def num_shared(self) -> int:
-        """Pieces that the shared experts are cut into; the last may be padded."""
+        """Number of experts that the shared experts are split into. The last one may be padded."""
         return -(-self.shared_intermediate_size // self.intermediate_size)
 
     @property
     def num_all(self) -> int:
-        """Experts that a token may pass: routed, then shared."""
+        """Number of routed and shared experts."""
         return self.num_experts + self.num_shared
 
     @property
     def num_held(self) -> int:
-        """Routed experts whose weights are held; those of the shared ones stand behind them."""
+        """Number of routed experts whose weights this rank holds."""
         return self.num_experts if self.held is None else len(self.held)
 
     @property
     def num_slots(self) -> int:
-        """Experts that each token passes."""
+        """Number of experts that process each token, shared experts included."""
         return self.top_k + self.num_shared
 
     @property
     def num_logits(self) -> int:
-        """Rows of the router: the experts', and the shared ones' gate."""
+        """Number of router rows: one per routed expert, and one for the shared experts' gate."""
         return self.num_experts + (1 if self.shared_gate else 0)
 
 
 def _whole(key: str, value: object, least: int, most: int | None = None, what: str = "") -> None:
-    """:raises ModelError: a value that is no whole number between the two."""
+    """Check an integer from config.json. :raises ModelError: if the value is not an integer from `least` to `most`."""
     if type(value) is not int or value < least or (most is not None and value > most):
         need = f"of at least {least}" if most is None else f"from {least} to {most}, {what}"
         raise ModelError(f"{key}: needs a whole number {need}, got {value!r}")
@@ -132,12 +133,12 @@ def _whole(key: str, value: object, least: int, most: int | None = None, what: s
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A layer of experts as a kernel is asked for it."""
+    """Parameters of an MoE layer, for kernel selection."""
 
     config: ExpertsConfig
     hidden_size: int
     dtype: torch.dtype
-    """Element type of the rows."""
+    """Element type of the activations."""
     device: torch.device
     gate_up: WeightFormat
     down: WeightFormat
@@ -151,12 +152,12 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
-    """The weights of a layer's experts, as a kernel is given them: routed experts first, then the pieces of the shared ones."""
+    """Weights of an MoE layer's experts: routed experts first, then shared experts."""
 
     gate_up: Weight
-    """[num_all, up_size, hidden_size], gate over up, or up alone; quantised: the rows of all, without the first axis"""
+    """[num_all, up_size, hidden_size], gate rows before up rows, or only up. Quantized: 2-d, with all experts' rows."""
     down: Weight
-    """[num_all, hidden_size, intermediate_size]; quantised: the rows of all"""
+    """[num_all, hidden_size, intermediate_size]. Quantized: 2-d, with all experts' rows."""
     gate_up_bias: Tensor | None = None
     """[num_all, up_size]"""
     down_bias: Tensor | None = None
@@ -165,29 +166,29 @@ class ExpertsWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCapabilities:
-    """The claims of an experts kernel: checked in one place, shown by `headway backends`, and tested both ways by the kit."""
+    """Claims of an experts kernel. `headway backends` shows them; the conformance kit tests supported and refused layers."""
 
     formats: frozenset[str]
-    """Weights that the kernel reads, out of FORMATS (core.contract.weights)."""
+    """Supported weight formats, out of FORMATS (core.contract.weights)."""
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     devices: tuple[str, ...] = ("cuda",)
-    """Device types, as in torch.device.type."""
+    """Supported device types, as in torch.device.type."""
     max_tokens: int | None = None
-    """Tokens up to which the kernel serves; None: any."""
+    """Maximum number of tokens. None means any."""
     batch_invariant: bool = False
-    """True if the bits of a token depend neither on the other tokens nor on their number. Deterministic mode takes no other
-    kernel."""
+    """True if the bits of a token do not depend on the other tokens or their number. Deterministic mode uses only such
+    kernels."""
     biases: bool = False
-    """True if the experts' products may have biases."""
+    """True if layers whose experts have biases are supported."""
     ungated: bool = False
-    """True if experts of one product with the squared ReLU are served, too."""
+    """True if experts without a gate (squared ReLU) are also supported."""
     clamped: bool = False
-    """True if the gate may have another factor than 1 (`swiglu_alpha`) and limits (`swiglu_limit`)."""
+    """True if `swiglu_alpha` other than 1 and `swiglu_limit` are supported."""
     partial: bool = False
-    """True if layers are served of which the rank holds only some routed experts (`ExpertsConfig.held`)."""
+    """True if layers are supported of which a rank holds only some routed experts (`ExpertsConfig.held`)."""
 
     def check(self, spec: ExpertsSpec) -> Support:
-        """Return every reason why a layer lies outside the claims; truthy where there is none. Nothing is raised."""
+        """Return every reason why a layer is outside the claims. The result is truthy if there is none. Never raises."""
         return Support(tuple(self._refusals(spec)))
 
     def _refusals(self, spec: ExpertsSpec) -> Iterator[Reason]:
@@ -208,13 +209,13 @@ class ExpertsCapabilities:
 
 
 class ExpertsKernel(Kernel):
-    """One named way to compute layers of experts; it never sees the engine, the model or the checkpoint.
+    """A named implementation of MoE layers. It sees neither the engine nor the model nor the checkpoint.
 
-    A subclass sets `name` and `capabilities` and writes `apply`. On a GPU steps are captured in CUDA graphs, so that a kernel
-    with a `graph_level` of NONE is refused there. The engine norms the rows and routes them, makes one instance for each
-    distinct ExpertsSpec, calls `prepare` once for each layer and `apply` in each step. On a GPU `apply` must not synchronise
-    with the host nor read a value there, and what it allocates must come from torch's allocator, so that a CUDA graph can own
-    it. A call that raises leaves `out` as it was.
+    A subclass sets `name` and `capabilities` and implements `apply`. The engine makes one instance per distinct `ExpertsSpec` and
+    calls `prepare` once per layer. In each step the engine norms and routes the tokens, then calls `apply`. On a GPU, `apply`
+    must neither synchronise with the host nor read a tensor's elements there, and must allocate only through torch's allocator,
+    so that a CUDA graph can own the memory. Steps are captured in CUDA graphs: kernels with a `graph_level` of NONE are refused
+    on GPUs. A call that raises must leave `out` unchanged.
     """
 
     capabilities: ClassVar[ExpertsCapabilities]
@@ -224,36 +225,39 @@ class ExpertsKernel(Kernel):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """Return whether the kernel can serve a layer; extend it where `capabilities` cannot express a condition."""
+        """Return whether the kernel supports a layer. Override it for conditions that `capabilities` cannot express."""
         return cls.capabilities.check(spec)
 
     def runs(self, num_tokens: int) -> bool:
-        """Return whether the kernel runs steps of this many tokens."""
+        """Return whether the kernel runs steps with this number of tokens."""
         most = self.capabilities.max_tokens
         return most is None or num_tokens <= most
 
     def prepare(self, weights: ExpertsWeights) -> Any:
-        """Return what `apply` reads of a layer: the weights themselves, or an arrangement of them that is made once."""
+        """Return the weights as `apply` reads them: unchanged, or repacked once when the model is loaded."""
         return weights
 
     def update(self, prepared: Any, again: Any) -> None:
-        """Write what `prepare` returned of new weights, `again`, over `prepared`; see `LinearKernel.update`.
+        """Copy `again`, prepared from new weights, into `prepared`; see `LinearKernel.update`.
 
-        :raises ConfigError: they differ in anything but the numbers of tensors.
+        :raises ConfigError: if the two differ in anything other than the elements of tensors.
         """
         rewrite(prepared, again, self.name)
 
     @abstractmethod
     def apply(self, x: Tensor, experts: Tensor, scores: Tensor, weights: Any, out: Tensor) -> None:
-        """Add what the chosen experts give to `out`, in place: out[t] += sum over s of scores[t, s] expert(experts[t, s], x[t]).
+        """Add the outputs of the selected experts to `out`: out[t] += sum over s of scores[t, s] * expert(experts[t, s], x[t]).
 
-        x: [tokens, hidden_size], normed; experts: int32 [tokens, num_slots], shared ones last; scores: float32, as large;
-        weights: what `prepare` returned; out: [tokens, hidden_size].
+        x: [tokens, hidden_size], after the norm.
+        experts: int32 [tokens, num_slots]: indices of the experts, shared experts last.
+        scores: float32 [tokens, num_slots]
+        weights: result of `prepare`.
+        out: [tokens, hidden_size]
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsKernelInfo(KernelInfo):
-    """Registration of an experts kernel by a plugin, for the hook `headway_register_kernels`."""
+    """A plugin's registration of an experts kernel, for the hook `headway_register_kernels`."""
 
     kind: ClassVar[str] = "experts"

@@ -1,4 +1,4 @@
-"""The part of a kernel's contract that all kinds of operations share: its class, its registration, and its compilation."""
+"""The parts of the kernel contract that all kinds of operations share: base class, registration and compilation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torch import Tensor
 from headway.core.contract.support import YES, Support
 
 _ALIGN = 4
-"""Fields begin at multiples of 16 bytes, which kernels may rely on."""
+"""Alignment of fields in int32 elements: 16 bytes, which kernels may rely on."""
 
 
 class Packed:
-    """Several int32 fields in one piece of host memory, copied to the device at once."""
+    """Several int32 fields in one host buffer, copied to the device in one transfer."""
 
     def __init__(self, **lengths: int) -> None:
-        """Make fields of zeros. lengths: number of int32 elements of each field, by name."""
+        """Make zeroed fields. lengths: number of int32 elements of each field, by name."""
         self._at: dict[str, slice] = {}
         end = 0
         for name, length in lengths.items():
@@ -39,46 +39,46 @@ class Packed:
         self._device = torch.empty(0)
 
     def host(self, name: str) -> NDArray[numpy.int32]:
-        """Return a field in host memory, to be filled before `upload`."""
+        """Return a field in host memory. Fill it before `upload`."""
         return self._host[self._at[name]]
 
     def upload(self, device: torch.device) -> None:
-        """Copy all fields without waiting; host memory must not change afterwards."""
+        """Copy all fields to the device without waiting. Host memory must not change afterwards."""
         self._device = upload(torch.from_numpy(self._host), device)
 
     def device(self, name: str) -> Tensor:
-        """Return a field on the device, int32 [length]; valid after `upload`."""
+        """Return a field on the device, int32 [length]. Valid after `upload`."""
         return self._device[self._at[name]]
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device; returns before the copy is done.
+    """Copy a host tensor to the device and return without waiting for the copy.
 
-    From pageable memory a copy waits for everything queued on the device before it, which would undo overlapped scheduling, so
-    it goes through pinned memory, which torch keeps until the copy is done.
+    The copy uses pinned memory, which torch keeps until the copy is done. A copy from pageable memory would wait for all work
+    queued on the device, and so undo overlapped scheduling.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 Listener = Callable[[str], None]
 CompileAhead = Callable[[], AbstractContextManager[object]]
-"""A function that makes a context such as `compile_ahead`."""
+"""Function that returns a context manager such as `compile_ahead`."""
 
 AHEAD: ContextVar[Executor | None] = ContextVar("headway_compiles_ahead", default=None)
-"""Threads that compile what the launches of this context need, while the launches themselves start nothing; None: they run."""
+"""Thread pool that compiles kernels in this context; launches then only queue a compilation. None means launches run."""
 _WORKERS = 16
-"""Most threads at once: compilers do most of their work outside Python's lock."""
+"""Maximum number of compiling threads. Compilers do most of their work outside the GIL."""
 
 _LISTENERS: list[WeakMethod[Listener]] = []
-"""Listeners of the process, because a kernel that is compiled for one engine serves all."""
+"""Listeners of the process. They are shared because a kernel compiled for one engine is used by all."""
 
 
 @contextmanager
 def compile_ahead() -> Iterator[Executor]:
-    """Compile the kernels that are launched inside, on many threads, and launch none of those that know of `AHEAD`.
+    """Return a context in which launches compile their kernels on a thread pool instead of running them.
 
-    All have been compiled when the context ends. Whatever runs inside computes with memory that no kernel has filled, so its
-    results must be thrown away. A kernel that does not compile raises at the later launch that needs it, not here.
+    This applies to kernels that check `AHEAD`. All compilations have finished when the context ends. Discard results computed
+    inside: the kernels have not written their outputs. A compilation error is raised by the next real launch, not here.
     """
     with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), "compile") as pool:
         token = AHEAD.set(pool)
@@ -89,13 +89,14 @@ def compile_ahead() -> Iterator[Executor]:
 
 
 def listen(listener: Listener) -> None:
-    """Register a bound method that is called with the name of every kernel compiled from now on, as long as its object lives."""
+    """Register a bound method that is called with the name of each kernel compiled from now on, while its object lives."""
     _LISTENERS[:] = [each for each in _LISTENERS if each() is not None]
     _LISTENERS.append(WeakMethod(listener))
 
 
 def announce_compilation(name: str) -> None:
-    """Announce that a kernel has been compiled or loaded, from any thread; Triton's kernels are announced without it."""
+    """Notify listeners that a kernel was compiled or loaded. Any thread may call it. Triton kernels are reported
+    automatically."""
     for each in list(_LISTENERS):
         listener = each()
         if listener is not None:
@@ -103,53 +104,55 @@ def announce_compilation(name: str) -> None:
 
 
 class GraphLevel(IntEnum):
-    """Steps that a kernel can run inside a captured CUDA graph."""
+    """Kinds of steps that a kernel can run in a captured CUDA graph."""
 
     NONE = 0
     DECODE = 1
     """One query token per sequence."""
     UNIFORM = 2
-    """The same number of query tokens in every sequence: drafts, and a single prompt. A prompt is planned by `plan`, replayed at
-    the captured length, and finds its slots and blocks in the metadata's tensors, which a plan must keep as they are."""
+    """Equal numbers of query tokens in all sequences: verification of draft tokens, and a single prompt. For a prompt, `plan`
+    is called once and replays have the captured length; slots and blocks are read from the metadata's tensors, so the plan must
+    keep references to them."""
     ANY = 3
 
 
 class Kernel(ABC):
-    """One named way to compute one kind of operation; it never sees the engine or its configuration."""
+    """A named implementation of one kind of operation. It sees neither the engine nor the engine's configuration."""
 
     name: ClassVar[str]
     capabilities: ClassVar[Any]
-    """The kernel's claims, of its kind's type."""
+    """Claims of the kernel, of the type that its kind of operation defines."""
     graph_level: ClassVar[GraphLevel] = GraphLevel.NONE
     """Calls that may be captured in a CUDA graph."""
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-    """Largest accepted ||out - reference|| / ||reference|| against float64, by dtype."""
+    """Maximum accepted ||out - reference|| / ||reference|| against a float64 reference, by dtype."""
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether the kernel can run on this machine: libraries, driver, compiler, device (all probed)."""
+        """Return whether the kernel can run on this machine. Implementations probe libraries, driver, compiler and device."""
         return YES
 
     @classmethod
     def origin(cls) -> str:
-        """Return where the library was found, if the kernel searches several places; else an empty string."""
+        """Return where the library was found if the kernel searches several places, otherwise ""."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
-    """Registration of a kernel by a plugin: cheap to list, loaded only when it is used. Each kind of operation has a subclass."""
+    """A plugin's registration of a kernel, loaded only when the kernel is used. Each kind of operation has a subclass."""
 
     kind: ClassVar[str] = ""
     """Name of the kind of operation."""
     name: str
     summary: str
-    """One line for the table."""
+    """One-line description for tables."""
     load: Callable[[], type[Any]]
-    """Imports the kernel library and returns the kernel's class; may raise ImportError."""
+    """Function that imports the kernel library and returns the kernel class. It may raise ImportError."""
     extra: str = ""
-    """What to install for the library: an extra of headway or a package."""
+    """Name of the package or Headway extra to install for the library."""
     devices: tuple[str, ...] = field(default=(), kw_only=True)
-    """Types of device that it runs on; empty: its class says so. A start on another type then need not import it."""
+    """Supported device types, so that engines on other devices do not import the kernel. Empty means the class decides."""
     api_version: int = field(kw_only=True)
-    """Version of the contract the kernel was written for, as a number: a constant of ours would agree with any release."""
+    """Version of the contract that the kernel was written for. Write a number: a constant imported from Headway matches any
+    release."""

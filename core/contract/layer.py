@@ -1,7 +1,7 @@
-"""The rules that every attention layer obeys, and its description in words.
+"""Validity rules of attention layers, and a one-line description of a layer.
 
-A layer is an `AttentionSpec`, or a table's record of one, whose fields have the same names and whose element types are names.
-Nothing here imports torch, so that a table is shown in a fraction of a second.
+A layer is an `AttentionSpec`, or a record of one in a crossover table: its fields have the same names, and its element types are
+names. This module does not import torch, so that a table is shown without torch's import time.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 BLOCK_MULTIPLE: Final = 8
-"""Every block size of an engine is a multiple of this: no kernel reads smaller steps."""
+"""Common divisor of all block sizes that an engine accepts."""
 OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks")
-"""Optional features of a layer: the fields that are None in plain causal attention."""
+"""Optional features of a layer: fields that are None in plain causal attention."""
 
 
 def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:
-    """Return the first rule that a layer breaks, or an empty string.
+    """Return the first rule that a layer breaks, or "".
 
-    own_kv_dtype: whether the cache has an element type of its own.
+    own_kv_dtype: True if the cache's element type is set separately.
     """
     sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, v_head_dim)
     rules = {
@@ -40,7 +40,8 @@ def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:
 
 
 def describe(layer: Any, v_head_dim: int, dtype: str, kv_dtype: str, where: str = "", more: str = "") -> str:
-    """Describe a layer in words, such as `32/8 heads x 128 bfloat16`. where: put after the element type; more: put at the end."""
+    """Return a description of a layer, such as `32/8 heads x 128 bfloat16`. where: text after the element type. more: final
+    text."""
     extra = "".join(f" {name}" for name in sorted(OPTIONAL) if getattr(layer, name) is not None) + more
     if kv_dtype != dtype:
         extra = f", {kv_dtype} cache{extra}"

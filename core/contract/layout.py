@@ -1,6 +1,6 @@
-"""Cache layouts as values: named tensors with named axes, one logical view of each, and `gather`, which reads rows back.
+"""Cache layouts: the axis order and element type of a layer's cache tensors, logical views of them, and `gather` to read rows.
 
-A layout has a key, perhaps a value, and for each of them perhaps a scale for every token and head, kept in a tensor beside it.
+A layout has a key tensor and usually a value tensor. Each may have a scale per token and head, stored in a separate tensor.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from headway.core.contract.spec import KV_DTYPE_NAMES, AttentionSpec
 from headway.core.contract.support import YES, Support
 
 LOGICAL_AXES = ("block", "slot", "head", "dim", "x")
-"""Key and value have these axes in some order; "x" is the inner part of a split head_dim and may be absent."""
+"""Axes of key and value tensors, in any order. "x" is the inner part of a split head_dim and may be absent."""
 SCALE_AXES = ("block", "slot", "head")
-"""Axes of a scale, in some order; "head" may be absent, where all heads of a token share one."""
+"""Axes of scale tensors, in any order. "head" is absent if all heads of a token share one scale."""
 SCALES = {"key": "key_scale", "value": "value_scale"}
-"""Tensor -> the tensor of its scales: a stored number times the scale of its token and head is what was written."""
+"""Name of the scale tensor for each tensor. Original element = stored element * scale of its token and head."""
 TENSORS = ("key", "value", *SCALES.values())
-"""Names that a layout's tensors may have; every layout has a key, and `latent` has nothing else."""
+"""Names that a layout's tensors may have. Every layout has a key; the layout `latent` has only a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:
-    """The sizes of one layer's cache, whatever its layout."""
+    """Sizes of one layer's cache, independent of its layout."""
 
     num_blocks: int
     block_size: int
-    """Slots (tokens) in a block."""
+    """Number of slots (tokens) per block."""
     num_kv_heads: int
     head_dim: int
-    """Elements of one head of the key."""
+    """Number of elements per head of the key."""
     dtype: torch.dtype
     device: torch.device
     v_head_dim: int = 0
-    """Elements of one head of the value; 0, the default, becomes `head_dim`."""
+    """Number of elements per head of the value. 0 means `head_dim`."""
 
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:
@@ -49,27 +49,27 @@ class CacheGeometry:
 
     @classmethod
     def of(cls, spec: AttentionSpec, num_blocks: int, block_size: int) -> CacheGeometry:
-        """The cache of a layer, in the element type that its spec asks for."""
+        """Return the geometry of a layer's cache, with the element type that the spec requests."""
         heads, dim = spec.num_kv_heads, spec.head_dim
         return cls(num_blocks, block_size, heads, dim, spec.cache_dtype, spec.device, spec.v_head_dim)
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Where the element (block, slot, head, dim) of a layer's key and value lies.
+    """Memory order of a layer's key and value over the axes block, slot, head and dim.
 
-    Two layouts with equal axes are the same layout, whatever they are called.
+    Layouts with equal axes are equal, whatever their names.
     """
 
     name: str = field(compare=False)
     tensors: Mapping[str, tuple[str, ...]]
-    """Name of each tensor (out of TENSORS) -> the order of LOGICAL_AXES, or of SCALE_AXES, in memory, outermost first. A layout
-    without a "value" is for layers whose value lies in the key (`AttentionSpec.value_in_key`)."""
+    """Order of the axes in memory, outermost first, for each tensor: LOGICAL_AXES for key and value, SCALE_AXES for scales. Names
+    are from TENSORS. Layouts without a "value" are for layers whose value is part of the key (`AttentionSpec.value_in_key`)."""
     pack_bytes: int = 0
-    """Bytes of the inner axis "x" where a tensor has one: x = pack_bytes // element size (vLLM's key cache: 16)."""
+    """Size in bytes of the inner axis "x", if a tensor has one: x = pack_bytes // element size (16 in vLLM's key cache)."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Element types of tensors by name. Those of scales must be there. A key or value that is not named has the type of the
-    layer's cache; one that is named serves layers with this type of cache alone."""
+    """Element types by tensor name. Scales must be listed. A key or value that is not listed has the type of the layer's cache;
+    if it is listed, the layout supports only layers with that cache type."""
 
     def __post_init__(self) -> None:
         frozen = {name: tuple(axes) for name, axes in self.tensors.items()}
@@ -100,29 +100,29 @@ class CacheLayout:
 
     @property
     def has_value(self) -> bool:
-        """Whether the value has a tensor of its own."""
+        """True if the value has a separate tensor."""
         return "value" in self.tensors
 
     @property
     def has_scales(self) -> bool:
-        """Whether the layout keeps scales of its own, which `LayerCache.gather` applies."""
+        """True if the layout stores scales per token. `LayerCache.gather` applies them."""
         return any(scale in self.tensors for scale in SCALES.values())
 
     @property
     def contiguous_blocks(self) -> bool:
-        """Whether `allocate` makes each block one piece of memory in each tensor, as copies and offload need them to be."""
+        """True if `allocate` makes each block contiguous in each tensor, as block copies and offloading need."""
         return all(axes[0] == "block" for axes in self.tensors.values())
 
     def x(self, dtype: torch.dtype) -> int:
-        """Elements of the inner axis for this element type; 1 where the layout does not split head_dim."""
+        """Return the size of the inner axis "x" for an element type, or 1 if the layout does not split head_dim."""
         return self.pack_bytes // dtype.itemsize if self.pack_bytes else 1
 
     def dtype_of(self, name: str, cache_dtype: torch.dtype) -> torch.dtype:
-        """Element type of a tensor, in a cache whose keys and values are of `cache_dtype` where the layout names no other."""
+        """Return the element type of a tensor. `cache_dtype` applies to tensors for which the layout names no type."""
         return self.dtypes.get(name, cache_dtype)
 
     def check(self, spec: AttentionSpec, block_size: int) -> Support:
-        """Check whether a layer's keys and values can be laid out so, and if not, why."""
+        """Return whether the layout can hold a layer's keys and values."""
         if spec.value_in_key and not spec.cache_dtype.is_floating_point:
             need, got = "auto or fp8_e4m3, as values lie in keys", KV_DTYPE_NAMES.get(spec.cache_dtype)
             return Support.no("kv_cache_dtype", need, got or spec.cache_dtype, "--kv-cache-dtype auto")
@@ -139,7 +139,7 @@ class CacheLayout:
         return support
 
     def _check_types(self, spec: AttentionSpec) -> Support:
-        """Check whether the layout keeps the type of cache that a layer asks for: whole numbers mean nothing without scales."""
+        """Return whether the layout can hold the layer's cache type. Integer types need scales."""
         wanted = spec.cache_dtype
         name = KV_DTYPE_NAMES.get(wanted, str(wanted))
         own = [self.dtypes[each] for each in SCALES if each in self.dtypes]
@@ -152,7 +152,7 @@ class CacheLayout:
         return Support.no("kv_layout", need, self.name, "--kv-layout nhd_int8")
 
     def shape(self, name: str, geometry: CacheGeometry) -> tuple[int, ...]:
-        """Shape of one of the layout's tensors."""
+        """Return the shape of a tensor."""
         axes = self.tensors[name]
         x = self.x(self.dtype_of(name, geometry.dtype)) if "x" in axes else 1
         sizes = {
@@ -165,17 +165,17 @@ class CacheLayout:
         return tuple(sizes[axis] for axis in axes)
 
     def bytes_per_block(self, geometry: CacheGeometry) -> int:
-        """Bytes that one block of one layer takes, over all tensors."""
+        """Return the size in bytes of one block of one layer, over all tensors."""
         return sum(self.tensor_bytes(geometry).values()) // geometry.num_blocks
 
     def tensor_bytes(self, geometry: CacheGeometry) -> Mapping[str, int]:
-        """Bytes of each tensor of one layer's cache."""
+        """Return the size in bytes of each tensor of one layer's cache."""
         return {
             name: math.prod(self.shape(name, geometry)) * self.dtype_of(name, geometry.dtype).itemsize for name in self.tensors
         }
 
     def allocate(self, geometry: CacheGeometry, k_scale: float = 1.0, v_scale: float = 1.0) -> LayerCache:
-        """Allocate one layer's cache, zeroed: kernels that read whole blocks must meet finite numbers."""
+        """Allocate one layer's cache. It is zeroed, because kernels that read whole blocks need finite elements."""
         tensors = {
             name: zeros(self.shape(name, geometry), self.dtype_of(name, geometry.dtype), geometry.device) for name in self.tensors
         }
@@ -184,24 +184,24 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's paged cache. The layout travels with the tensors, so that nobody has to guess it from a shape.
+    """One layer's paged KV cache: tensors together with their layout and geometry.
 
-    The tensors may be views of memory that somebody else allocated (another engine's packed keys and values): their strides are
-    the truth, and a kernel that cannot follow them is refused (`Capabilities.contiguous_blocks`).
+    The tensors may be views of memory that was allocated elsewhere, for example another engine's packed KV cache. Kernels must
+    use the tensors' strides; a backend that cannot is refused (`Capabilities.contiguous_blocks`).
 
-    :raises ConfigError: a tensor is missing, or its shape or element type is not what layout and geometry say.
+    :raises ConfigError: if a tensor is missing, or its shape or element type does not match layout and geometry.
     """
 
     tensors: Mapping[str, Tensor]
-    """Tensors of the cache, by the names of `layout.tensors`."""
+    """Tensors of the cache, by the names in `layout.tensors`."""
     layout: CacheLayout
     geometry: CacheGeometry
     k_scale: float = 1.0
-    """Key = stored key * k_scale (an fp8 cache; 1 otherwise): the writer divides before it stores."""
+    """Key = stored key * k_scale. Writers divide by it before they store. Other than 1 only in FP8 caches."""
     v_scale: float = 1.0
     open_blocks: int = 0
-    """Blocks behind the last whole one that begin in this memory and end behind it. A table names one only where its sequence
-    ends inside the memory, and only to a backend that never reads further (`Capabilities.reads_live_slots`)."""
+    """Number of blocks after the last complete one that begin inside this memory and end outside it. A block table may name one
+    only if its sequence ends inside the memory, and only for backends that set `Capabilities.reads_live_slots`."""
 
     def __post_init__(self) -> None:
         what = f"cache in layout {self.layout.name}"
@@ -219,14 +219,17 @@ class LayerCache:
     def wrap(
         cls, tensors: Mapping[str, Tensor], layout: CacheLayout, spec: AttentionSpec, k_scale: float = 1.0, v_scale: float = 1.0
     ) -> LayerCache:
-        """A cache over memory that is there already: sizes come from the key's shape, what a head is from the spec."""
+        """Return a cache over existing tensors. Block count and block size come from the key's shape, head sizes from the
+        spec."""
         sizes = dict(zip(layout.tensors["key"], tensors["key"].shape, strict=True))
         geometry = CacheGeometry.of(spec, sizes["block"], sizes["slot"])
         return cls(tensors, layout, geometry, k_scale, v_scale)
 
     def over(self, tensors: Mapping[str, Tensor]) -> LayerCache:
-        """The same cache of another layer, whose tensors the caller knows to have these shapes and element types: nothing is
-        checked again, which costs more than a launch."""
+        """Return a cache with these tensors, and this cache's layout, geometry and scales.
+
+        Shapes and element types are not checked, because a check takes longer than a kernel launch. The caller guarantees them.
+        """
         other = object.__new__(LayerCache)
         own = self.__dict__
         other.__dict__.update({name: own[name] for name in _SIZES}, tensors=tensors)
@@ -234,12 +237,13 @@ class LayerCache:
 
     @property
     def key(self) -> Tensor:
-        """The tensor of the keys, with the layout's axes."""
+        """Key tensor, with the layout's axes."""
         return self.tensors["key"]
 
     @cached_property
     def value(self) -> Tensor:
-        """The tensor of the values, with the layout's axes; a value in the key is a view of its first `v_head_dim` elements."""
+        """Value tensor, with the layout's axes. If the value is part of the key: a view of the key's first `v_head_dim`
+        elements."""
         if "value" in self.tensors:
             return self.tensors["value"]
         axes = self.layout.tensors["key"]
@@ -248,28 +252,28 @@ class LayerCache:
 
     @property
     def block_size(self) -> int:
-        """Slots in a block."""
+        """Number of slots per block."""
         return self.geometry.block_size
 
     @cached_property
     def contiguous_blocks(self) -> bool:
-        """Whether each block is one piece of memory in each tensor, its elements in the order of the layout's axes."""
+        """True if each block is contiguous in each tensor, in the order of the layout's axes."""
         return all(
             tensor.select(self.layout.tensors[name].index("block"), 0).is_contiguous() for name, tensor in self.tensors.items()
         )
 
     @cached_property
     def logical_key(self) -> Tensor:
-        """View [num_blocks, block_size, num_kv_heads, head_dim / x, x]: its strides address every layout alike."""
+        """View [num_blocks, block_size, num_kv_heads, head_dim / x, x] of the key. Its strides describe any layout."""
         return _logical(self.key, self.layout.tensors["key"])
 
     @cached_property
     def logical_value(self) -> Tensor:
-        """View [num_blocks, block_size, num_kv_heads, v_head_dim / x, x] of the value."""
+        """View [num_blocks, block_size, num_kv_heads, v_head_dim / x, x] of the value. Its strides describe any layout."""
         return _logical(self.value, self.layout.tensors["value" if self.layout.has_value else "key"])
 
     def logical_scale(self, name: str) -> Tensor | None:
-        """View [num_blocks, block_size, num_kv_heads] of the scales of "key" or "value"; None: the layout keeps none."""
+        """Return a view [num_blocks, block_size, num_kv_heads] of the scales of "key" or "value", or None if there are none."""
         scales = self.tensors.get(SCALES[name])
         if scales is None:
             return None
@@ -280,16 +284,18 @@ class LayerCache:
         return scales.expand(-1, -1, self.geometry.num_kv_heads)
 
     def by_slot(self, name: str) -> Tensor:
-        """View [num_blocks, block_size, ...] of any of the tensors: what it keeps of each token."""
+        """Return a view [num_blocks, block_size, ...] of any tensor: its elements by token."""
         axes = self.layout.tensors[name]
         return self.tensors[name].movedim((axes.index("block"), axes.index("slot")), (0, 1))
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Read logical rows back, in the order of `slots`: the oracle every writer and kernel is tested against.
+        """Return copies of the rows at `slots`. This is the reference that every writer and kernel is tested against.
 
-        slots: int64 [...], each block * block_size + offset, none negative. Returns k [..., num_kv_heads, head_dim] and
-        v [..., num_kv_heads, v_head_dim], copies. Times `k_scale` and `v_scale` (1 but in an fp8 cache) they are keys and values:
-        as they are stored, and where the layout keeps scales of its own float32, those applied.
+        slots: int64 [...], each block * block_size + offset, none negative.
+
+        Returns k [..., num_kv_heads, head_dim] and v [..., num_kv_heads, v_head_dim]. If the layout stores scales, they are
+        applied and the result is float32. `k_scale` and `v_scale` (1 except in FP8 caches) are not applied: multiply by them to
+        get keys and values.
         """
         rows, heads = slots.reshape(-1), self.geometry.num_kv_heads
         k = self._gathered("key", self.logical_key, rows).view((*slots.shape, heads, self.geometry.head_dim))
@@ -299,7 +305,7 @@ class LayerCache:
         return k, v.view((*slots.shape, heads, self.geometry.v_head_dim))
 
     def _gathered(self, name: str, logical: Tensor, rows: Tensor) -> Tensor:
-        """Rows [len(rows), num_kv_heads * elements of a head] of the key or the value."""
+        """Return rows [len(rows), num_kv_heads * elements per head] of the key or the value, with scales applied."""
         stored, scales = _gather(logical, rows, self.block_size), self.logical_scale(name)
         if scales is None:
             return stored
@@ -313,28 +319,29 @@ NHD = CacheLayout("nhd", {"key": _ROWS, "value": _ROWS})
 """FlashAttention's paged layout: the slots of a block are consecutive rows."""
 _HEADS = ("block", "head", "slot", "dim")
 HND = CacheLayout("hnd", {"key": _HEADS, "value": _HEADS})
-"""FlashInfer's and TensorRT-LLM's: the rows of one head lie together."""
+"""Layout of FlashInfer and TensorRT-LLM: the rows of one head are consecutive within a block."""
 VLLM_5D = CacheLayout("vllm_5d", {"key": ("block", "head", "dim", "slot", "x"), "value": ("block", "head", "dim", "slot")}, 16)
-"""The layout of vLLM's PagedAttention kernels: 16-byte pieces of the key interleaved over slots, the value transposed."""
+"""Layout of vLLM's PagedAttention kernels: 16-byte chunks of the key interleaved over slots, and the value transposed."""
 _TOKENS = ("block", "head", "slot")
 NHD_INT8 = CacheLayout(
     "nhd_int8",
     {"key": _ROWS, "value": _ROWS, "key_scale": _TOKENS, "value_scale": _TOKENS},
     dtypes={"key": torch.int8, "value": torch.int8, "key_scale": torch.float32, "value_scale": torch.float32},
 )
-"""NHD in 8 bits: a row is whole numbers from -127 to 127 times a scale of its own, the row's largest magnitude over 127. The
-scales of a head's neighbouring tokens lie side by side, as a kernel's tile of keys reads them."""
+"""NHD with int8 elements from -127 to 127 and one float32 scale per row: the row's largest magnitude / 127. Scales of one head
+are contiguous over tokens, so that a kernel loads them together with its tile of keys."""
 LATENT = CacheLayout("latent", {"key": _ROWS})
-"""One row a token, the value inside the key: the cache of latent attention (DeepSeek-V2), as FlashMLA and vLLM lay it out."""
+"""One row per token that holds key and value: the cache of MLA (DeepSeek-V2), as in FlashMLA and vLLM."""
 
 CacheWriter = Callable[[Tensor, Tensor, LayerCache, Tensor], None]
-"""(k, v, cache, slot_mapping): writes k [num_tokens, num_kv_heads, head_dim] and v [num_tokens, num_kv_heads, v_head_dim] to
-slot_mapping [num_tokens]; -1 is skipped. In a layout without a value v is not written, since it lies in k."""
+"""Function (k, v, cache, slot_mapping) that writes k [num_tokens, num_kv_heads, head_dim] and v [num_tokens, num_kv_heads,
+v_head_dim] to the slots in slot_mapping [num_tokens], and skips -1. If the layout has no value tensor, v is part of k and is not
+written."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutInfo:
-    """How a plugin registers a layout: the value, and the one writer that fills it on a device."""
+    """A plugin's registration of a layout, with the function that loads its writer for a device."""
 
     layout: CacheLayout
     load_writer: Callable[[torch.device], CacheWriter]
@@ -342,21 +349,21 @@ class LayoutInfo:
     def writer(self, device: torch.device) -> CacheWriter:
         """Return the writer for a device.
 
-        :raises PluginError: `load_writer` raises, or returns no function.
+        :raises PluginError: if `load_writer` raises, or does not return a function.
         """
         return made_by(f"the writer of layout {self.layout.name}", lambda: self.load_writer(device), "__call__")
 
 
 def _plain(spec: AttentionSpec) -> str:
-    """Name of the built-in layout that holds every layer of a kind, in the layer's own type."""
+    """Return the name of the built-in layout that holds a layer's cache in the layer's element type."""
     return LATENT.name if spec.value_in_key else NHD.name
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeroed memory of a cache."""
+    """Return zeroed memory for a cache."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # calloc, not memset: the system hands out zero pages when they are first written, so a big pool costs no start-up time.
+    # calloc instead of memset: the system zeroes pages on first write, so a large pool does not delay start-up.
     flat = torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, dtype=numpy.uint8))
     return flat.view(dtype).view(shape)
 
@@ -368,7 +375,7 @@ def _logical(tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
 
 
 def _gather(logical: Tensor, rows: Tensor, block_size: int) -> Tensor:
-    if logical.dtype.is_floating_point and logical.dtype.itemsize == 1:  # torch indexes no fp8: move it as bytes
+    if logical.dtype.is_floating_point and logical.dtype.itemsize == 1:  # torch cannot index FP8: move it as bytes
         return _gather(logical.view(torch.uint8), rows, block_size).view(logical.dtype)
     if logical.is_contiguous():  # slots are consecutive rows: one index_select instead of a two-axis gather
         return logical.view(logical.shape[0] * block_size, -1).index_select(0, rows)
@@ -376,9 +383,10 @@ def _gather(logical: Tensor, rows: Tensor, block_size: int) -> Tensor:
 
 
 def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-    """Write k, v [num_tokens, num_kv_heads, head_dim or v_head_dim] to slot_mapping [num_tokens]; -1 is skipped.
+    """Write k [num_tokens, num_kv_heads, head_dim] and v [..., v_head_dim] to slot_mapping [num_tokens], skipping -1.
 
-    Works on any layout through its logical view. On a GPU the test for -1 synchronises, so it cannot be captured in a graph.
+    Works with any layout, through its logical view. On a GPU, the test for -1 synchronises, so this cannot be captured in a
+    graph.
     """
     valid = slot_mapping >= 0
     if not valid.all():
@@ -401,7 +409,7 @@ def put(rows: Tensor, cache: LayerCache, name: str, slots: Tensor) -> None:
 
 
 def stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Rows as the cache keeps them: divided by the scale and, in fp8, held inside its range (beyond it lies NaN)."""
+    """Return rows as the cache stores them: divided by the scale and, for FP8, clamped to its range (NaN otherwise)."""
     if rows.dtype == dtype:
         return rows if scale == 1.0 else rows / scale
     limit = torch.finfo(dtype).max
@@ -409,18 +417,21 @@ def stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def quantised(rows: Tensor, dtype: torch.dtype, each_head: bool = True) -> tuple[Tensor, Tensor]:
-    """Rows [n, heads, dim] as numbers of 8 bits times a scale of their own, the row's largest magnitude over the type's largest.
+    """Return rows [n, heads, dim] quantized to 8 bits, with scale = the row's largest magnitude / the type's largest value.
 
-    Whole numbers are rounded to the nearest, ties to even. A row of zeros has the scale 0, and so has one so small that its scale
-    would be no normal number, which some hardware takes for 0. A row with a number that is not finite
-    has zeros and the scale infinity, whose product is NaN, so that nobody takes it for a row. each_head: a scale for each head,
-    and not one for all heads of a token. Returns numbers [n, heads, dim] and float32 scales, [n, heads] or [n].
+    Integers are rounded to nearest, ties to even. Rows of zeros have scale 0; so do rows whose scale would be subnormal, because
+    some hardware flushes subnormals to 0. A row with a non-finite element is stored as zeros with scale infinity, so that it
+    dequantizes to NaN.
+
+    each_head: True for one scale per head; False for one scale per token.
+
+    Returns 8-bit numbers [n, heads, dim], and float32 scales [n, heads] or [n].
     """
     integer = not dtype.is_floating_point
     limit = float(torch.iinfo(dtype).max if integer else torch.finfo(dtype).max)
     exact = rows.float()
     largest = exact.abs().amax(-1 if each_head else (-2, -1))
-    # Divided by a tensor: by a number torch multiplies with its reciprocal on a GPU, whose last bit may be another.
+    # Divide by a tensor: torch divides by a number on a GPU through its reciprocal, which may differ in the last bit.
     scales = torch.where(largest.isfinite(), largest / torch.full_like(largest, limit), torch.inf)
     scales = scales.where(scales >= torch.finfo(torch.float32).tiny, 0.0)
     divisors = scales.unsqueeze(-1) if each_head else scales[:, None, None]
@@ -429,7 +440,7 @@ def quantised(rows: Tensor, dtype: torch.dtype, each_head: bool = True) -> tuple
 
 
 def _write(rows: Tensor, logical: Tensor, slots: Tensor, block_size: int) -> None:
-    if logical.dtype.itemsize == 1:  # torch indexes no fp8: move it as bytes
+    if logical.dtype.itemsize == 1:  # torch cannot index FP8: move it as bytes
         rows, logical = rows.view(torch.uint8), logical.view(torch.uint8)
     if logical.is_contiguous():  # slots are consecutive rows
         logical.view(logical.shape[0] * block_size, -1).index_copy_(0, slots, rows.flatten(1))

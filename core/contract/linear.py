@@ -1,4 +1,4 @@
-"""The contract of a kernel for linear layers: products of a step's rows over a weight, quantised or not."""
+"""The contract of kernels for linear layers: GEMM and GEMV over plain or quantized weights, with optional fused operations."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from headway.core.contract.support import Reason, Support
 from headway.core.contract.weights import Weight, WeightFormat, rewrite
 
 FUSED = ("norm", "bias", "activation", "gated", "residual", "rotary")
-"""Fields of `LinearSpec` that say what stands before and after the product."""
+"""Fields of `LinearSpec` that describe the operations before and after the GEMM."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A linear layer as a kernel is asked for it: y = x W^T, and what stands before and after the product."""
+    """Parameters of a linear layer, y = x W^T, and of the operations before and after its GEMM."""
 
     in_features: int
     out_features: int
-    """Rows of the weight."""
+    """Number of rows of the weight."""
     dtype: torch.dtype
-    """Element type of x and of y."""
+    """Element type of x and y."""
     device: torch.device
     weight: WeightFormat
     norm: bool = False
-    """x is normed first (RMSNorm)."""
+    """True if RMSNorm is applied to x first."""
     bias: bool = False
-    """A bias is added to the product."""
+    """True if a bias is added to the result of the GEMM."""
     activation: str | None = None
-    """Applied to the product: "silu", "gelu", ...; of a gated layer, to the first half."""
+    """Activation applied after the bias: "silu", "gelu", ...; in gated layers, to the first half of the columns."""
     gated: bool = False
-    """The activated first half of the product multiplies the second: y has out_features / 2 columns."""
+    """True if the activated first half of the columns is multiplied by the second half: y then has out_features / 2 columns."""
     residual: bool = False
-    """The product is added to the residual stream."""
+    """True if the result is added to the residual stream."""
     rotary: bool = False
-    """The heads of q and k in the product are rotated."""
+    """True if RoPE is applied to the q and k heads of the result."""
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """Names of what stands before and after the product, out of FUSED."""
+        """Names of the operations before and after the GEMM, out of FUSED."""
         return tuple(name for name in FUSED if getattr(self, name))
 
     def with_only(self, fused: Collection[str]) -> LinearSpec:
-        """Return the layer with nothing before and after the product but what is named, out of FUSED."""
+        """Return this spec without operations that `fused`, a subset of FUSED, does not name."""
         return replace(
             self,
             norm=self.norm and "norm" in fused,
@@ -69,49 +69,50 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class LinearParts:
-    """What one call of `LinearKernel.apply_fused` computes around the product: only what the kernel claims as fused."""
+    """Operations before and after the GEMM in a call of `LinearKernel.apply_fused`, limited to what the kernel claims as
+    fused."""
 
     norm: Tensor | None = None
-    """[in_features], in the dtype of x or float32: weight of an RMSNorm of the rows of x, before the product. None: no norm."""
+    """[in_features], in the dtype of x or float32: RMSNorm weight, applied to the rows of x. None means no norm."""
     eps: float = 0.0
     """Epsilon of the norm."""
     bias: Tensor | None = None
-    """[out_features], added to the product. None: no bias."""
+    """[out_features]: added to the result of the GEMM. None means no bias."""
     activation: str | None = None
-    """As in `LinearSpec`, after the bias."""
+    """Activation after the bias, as in `LinearSpec`. None means none."""
     gated: bool = False
-    """As in `LinearSpec`."""
+    """True if the layer is gated, as in `LinearSpec`."""
     residual: bool = False
-    """True if `out` holds the residual stream, to which all of that is added."""
+    """True if `out` contains the residual stream, to which the result is added."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCapabilities:
-    """The claims of a linear kernel: checked in one place, shown by `headway backends`, and tested both ways by the kit."""
+    """Claims of a linear kernel. `headway backends` shows them; the conformance kit tests supported and refused layers."""
 
     formats: frozenset[str]
-    """Weights that the kernel reads, out of FORMATS."""
+    """Supported weight formats, out of FORMATS."""
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     devices: tuple[str, ...] = ("cuda",)
-    """Device types, as in torch.device.type."""
+    """Supported device types, as in torch.device.type."""
     group_sizes: tuple[int, ...] | None = None
-    """Columns that may share a scale, for weights of 4 bits; None: any."""
+    """Supported group sizes of 4-bit weights: columns that share a scale. None means any."""
     zeros: bool = True
-    """True if the kernel reads weights with a zero for each group."""
+    """True if the kernel reads weights with a zero point per group."""
     order: bool = False
-    """True if the kernel reads weights whose columns are in another order than the inputs (`Int4Weight.order`)."""
+    """True if the kernel reads weights with permuted columns (`Int4Weight.order`, GPTQ's act-order)."""
     max_rows: int | None = None
-    """Rows of x up to which the kernel serves; None: any."""
+    """Maximum number of rows of x. None means any."""
     batch_invariant: bool = False
-    """True if the bits of a row depend not on the other rows nor on their number. Deterministic mode takes only such kernels."""
+    """True if the bits of a row do not depend on the other rows or their number. Deterministic mode uses only such kernels."""
     fused: frozenset[str] = frozenset()
-    """What `apply_fused` computes before and after the product, out of FUSED but for "rotary", whose call is Headway's own. The
-    engine computes the rest; leave it empty for a kernel that writes only `apply`."""
+    """Operations before and after the GEMM that `apply_fused` computes, out of FUSED except "rotary", which only Headway's
+    kernels fuse. The engine computes the rest. Empty for kernels that implement only `apply`."""
     activations: frozenset[str] = frozenset({"silu"})
-    """Activations that a kernel with "activation" or "gated" in `fused` computes; the engine computes others."""
+    """Activations that a kernel with "activation" or "gated" in `fused` computes. The engine computes others."""
 
     def check(self, spec: LinearSpec) -> Support:
-        """Return every reason why a layer lies outside the claims; truthy where there is none. Nothing is raised."""
+        """Return every reason why a layer is outside the claims. The result is truthy if there is none. Never raises."""
         return Support(tuple(self._refusals(spec)))
 
     def _refusals(self, spec: LinearSpec) -> Iterator[Reason]:
@@ -135,76 +136,82 @@ class LinearCapabilities:
 
 
 class LinearKernel(Kernel):
-    """One named way to compute linear layers; it never sees the engine, the model or the checkpoint.
+    """A named implementation of linear layers. It sees neither the engine nor the model nor the checkpoint.
 
-    A subclass sets `name` and `capabilities` and writes `apply`. On a GPU steps are captured in CUDA graphs, so that a kernel
-    with a `graph_level` of NONE is refused there. The engine makes one instance for each distinct LinearSpec, whose fields out
-    of FUSED are False unless the kernel claims them; it calls `prepare` once for each layer and `apply` in each step. `apply`
-    must not synchronise with the host, and what it allocates must come from torch's allocator, so that a CUDA graph can own it.
+    A subclass sets `name` and `capabilities` and implements `apply`. The engine makes one instance per distinct `LinearSpec`,
+    whose FUSED fields are set only if the kernel claims them. It calls `prepare` once per layer and `apply` in each step. `apply`
+    must not synchronise with the host, and must allocate only through torch's allocator, so that a CUDA graph can own the memory.
+    On a GPU, steps are captured in CUDA graphs: kernels with a `graph_level` of NONE are refused.
     """
 
     capabilities: ClassVar[LinearCapabilities]
     rounds_input: ClassVar[bool] = False
-    """True if x is rounded to 8 bits, which makes a coarser product: the engine then takes the kernel only where it is clearly
-    faster, and users can rule it out."""
+    """True if the kernel quantizes x to 8 bits. Because the result is less precise, the engine selects such a kernel only if it
+    is clearly faster, and users can exclude it."""
 
     variants: ClassVar[tuple[str, ...]] = ()
-    """Names of configurations such as tile sizes, each of which is measured as a kernel of its own named "NAME VARIANT"."""
+    """Names of configurations such as tile sizes. Each is measured as a separate kernel named "NAME VARIANT"."""
     arrangement: ClassVar[str] = ""
-    """Name of what `prepare` returns: kernels with the same one share it. Empty: the kernel's name."""
+    """Name of the weight layout that `prepare` returns. Kernels with the same name share the prepared weight. Empty means
+    `name`."""
 
     def __init__(self, spec: LinearSpec, variant: str = "") -> None:
-        """variant: out of `variants`, or empty for the usual configuration."""
+        """variant: one of `variants`, or "" for the default configuration."""
         self.spec = spec
         self.variant = variant
 
     @property
     def label(self) -> str:
-        """The kernel's name with its variant, by which times are stored."""
+        """Name of the kernel and its variant, under which measured times are stored."""
         return f"{self.name} {self.variant}" if self.variant else self.name
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the kernel can serve a layer; extend it where `capabilities` cannot express a condition."""
+        """Return whether the kernel supports a layer. Override it for conditions that `capabilities` cannot express."""
         return cls.capabilities.check(spec)
 
     def runs(self, rows: int) -> bool:
-        """Return whether the kernel runs steps of this number of rows. The answer may change only after a power of two."""
+        """Return whether the kernel runs steps with this number of rows. The answer may change only just after a power of two."""
         most = self.capabilities.max_rows
         return most is None or rows <= most
 
     def prepare(self, weight: Weight) -> Any:
-        """Return what `apply` reads of a layer: the weight itself, or an arrangement of it that is made once.
+        """Return the weight as `apply` reads it: unchanged, or repacked once when the model is loaded.
 
-        :raises ArithmeticError: the weight's scales have no place in the arrangement.
+        :raises ArithmeticError: if the repacked form cannot represent the weight's scales.
         """
         return weight
 
     def update(self, prepared: Any, again: Any) -> None:
-        """Write what `prepare` returned of new weights, `again`, over what it returned before, `prepared`: `load_weights`.
+        """Copy `again`, prepared from new weights, into `prepared`, which captured steps read in place. `load_weights` calls
+        this.
 
-        Captured steps read the tensors of `prepared` where they are. Extend it if `prepare` returns more than tensors, and
-        values that depend on the weight's numbers.
+        Override it if `prepare` returns values other than tensors that depend on the weight's elements.
 
-        :raises ConfigError: they differ in anything but the numbers of tensors.
+        :raises ConfigError: if the two differ in anything other than the elements of tensors.
         """
         rewrite(prepared, again, self.name)
 
     @abstractmethod
     def apply(self, x: Tensor, weight: Any, out: Tensor) -> None:
-        """Write x W^T to `out`. x: [rows, in_features]; out: [rows, out_features], both in the spec's dtype and contiguous;
-        weight: what `prepare` returned."""
+        """Write x W^T to `out`.
+
+        x: [rows, in_features], in the spec's dtype, contiguous.
+        weight: result of `prepare`.
+        out: [rows, out_features], in the spec's dtype, contiguous.
+        """
 
     def apply_fused(self, x: Tensor, weight: Any, parts: LinearParts, out: Tensor) -> None:
-        """Write the product and what is around it to `out`, in a kernel whose capabilities name fused parts.
+        """Compute the GEMM together with the operations in `parts`, and write the result to `out`.
 
-        Like `apply`; out: [rows, out_features], half as many columns if gated. A call that raises leaves `out` as it was.
+        Called only if `capabilities.fused` is not empty. Arguments are as in `apply`, but `out` has out_features / 2 columns if
+        the layer is gated. A call that raises must leave `out` unchanged.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class LinearKernelInfo(KernelInfo):
-    """Registration of a linear kernel by a plugin, for the hook `headway_register_kernels`."""
+    """A plugin's registration of a linear kernel, for the hook `headway_register_kernels`."""
 
     kind: ClassVar[str] = "linear"

@@ -1,4 +1,4 @@
-"""What one step asks of attention: lengths, block table and slots, shared by all layers and all backends."""
+"""Attention metadata of one step: lengths, block tables and slots, shared by all layers and backends."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.kernel import Packed
 
 BlockTables = Sequence[Sequence[int] | NDArray[numpy.int32]] | NDArray[numpy.int32]
-"""For each sequence its physical blocks; or int32 [num_seqs, max_blocks], with 0 past those of a sequence."""
+"""Physical blocks of each sequence, or int32 [num_seqs, max_blocks] with zeros after each sequence's last block."""
 
 
 class Phase(Enum):
-    """What kind of attention a sequence needs; derived from its lengths, never a flag."""
+    """Kind of attention that a sequence needs. It is derived from the sequence's lengths."""
 
     PREFILL = "prefill"
-    """No cached context: every key the queries see is among this step's tokens."""
+    """No cached context: all keys belong to this step's tokens."""
     EXTEND = "extend"
-    """Several new tokens after a cached context: a prefix hit, or a later chunk of a long prompt."""
+    """Several new tokens after a cached context: after a prefix cache hit, or a later chunk of a long prompt."""
     DECODE = "decode"
-    """One new token after a cached context (2 to 8 where a speculator's guesses are verified)."""
+    """One new token after a cached context, or 2 to 8 if draft tokens are verified."""
 
     @staticmethod
     def of(query_len: int, context_len: int, decode_query_len: int = 1) -> Phase:
-        """Phase of a sequence with `query_len` new tokens after `context_len` cached ones."""
+        """Return the phase of a sequence with `query_len` new tokens after `context_len` cached tokens."""
         if context_len == 0:
             return Phase.PREFILL
         return Phase.DECODE if query_len <= decode_query_len else Phase.EXTEND
@@ -40,29 +40,30 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One step. Tokens of all sequences are packed; sequences that prefill or extend come first, then those that decode.
+    """Metadata of one step. Tokens of all sequences are packed: sequences in PREFILL or EXTEND come first, then those in DECODE.
 
-    Names are vLLM's. Every tensor has a CPU twin made before the copy to the device, so that no backend has to synchronise.
+
+    Field names are vLLM's. The `_cpu` tensors are host copies, made before the upload, so that no backend has to synchronise.
     """
 
     num_prefills: int
-    """Sequences in the first part (PREFILL or EXTEND)."""
+    """Number of sequences in PREFILL or EXTEND."""
     num_decodes: int
-    """Sequences in the second part (DECODE), padding rows included."""
+    """Number of sequences in DECODE, padding rows included."""
     num_prefill_tokens: int
     num_decode_tokens: int
     query_start_loc: Tensor
-    """int32 [num_seqs + 1]: the first packed token of each sequence; the last entry is the number of tokens."""
+    """int32 [num_seqs + 1]: index of each sequence's first packed token. The last entry is the number of tokens."""
     seq_lens: Tensor
-    """int32 [num_seqs]: cached plus new tokens; 0 marks a padding row."""
+    """int32 [num_seqs]: number of cached plus new tokens. 0 marks a padding row."""
     context_lens: Tensor
-    """int32 [num_seqs]: cached tokens, before this step's."""
+    """int32 [num_seqs]: number of cached tokens, without this step's tokens."""
     block_table: Tensor
-    """int32 [num_seqs, max_blocks]: physical block of each logical block; entries past a sequence's end are 0 and never read. For
-    a layer with a sliding window those behind the window may have been given back: they name a block of zeros, which may be read
-    and must not count."""
+    """int32 [num_seqs, max_blocks]: physical block of each logical block. Entries after a sequence's last block are 0 and must
+    not be read. With a sliding window, blocks that have left the window may have been freed: their entries name a block of zeros,
+    which may be read but must not affect the result."""
     slot_mapping: Tensor
-    """int64 [num_tokens]: where each new token's k and v go, block * block_size + offset; -1 is skipped by every writer."""
+    """int64 [num_tokens]: cache slot of each new token's k and v, block * block_size + offset. Writers skip -1."""
     block_size: int
     max_query_len: int
     max_seq_len: int
@@ -70,35 +71,35 @@ class AttentionMetadata:
     seq_lens_cpu: Tensor
     block_table_cpu: Tensor
     num_blocks: int = 0
-    """Blocks of the pool, for plans that depend on its size; 0: not known."""
+    """Number of blocks in the pool, for plans that depend on it. 0 means unknown."""
     upper_bound_lens: bool = False
-    """Whether `seq_lens_cpu` of the sequences that decode may be upper bounds, since the host launched steps that it has not read
-    yet. A backend whose decode must know the lengths exactly says so (`Capabilities.exact_host_lengths`)."""
+    """True if `seq_lens_cpu` of decode sequences may be upper bounds, because the host has not read the results of earlier steps
+    yet. A backend whose decode needs exact lengths sets `Capabilities.exact_host_lengths`."""
 
     @property
     def num_seqs(self) -> int:
-        """Sequences in the step, padding rows included."""
+        """Number of sequences in the step, padding rows included."""
         return self.num_prefills + self.num_decodes
 
     @property
     def num_tokens(self) -> int:
-        """New tokens in the step."""
+        """Number of new tokens in the step."""
         return self.num_prefill_tokens + self.num_decode_tokens
 
     @cached_property
     def query_lens(self) -> list[int]:
-        """New tokens of each sequence."""
+        """Number of new tokens of each sequence."""
         starts: list[int] = self.query_start_loc_cpu.tolist()
         return [end - start for start, end in pairwise(starts)]
 
     @cached_property
     def kv_lens(self) -> list[int]:
-        """`seq_lens` as Python numbers."""
+        """`seq_lens` as a list of Python ints."""
         return list(self.seq_lens_cpu.tolist())
 
     @cached_property
     def phase(self) -> Phase:
-        """Phase of a view: DECODE, EXTEND if any sequence has a cached context, else PREFILL. A mixed step has none."""
+        """Phase of a step that does not mix phases: DECODE; EXTEND if any sequence has a cached context; otherwise PREFILL."""
         assert not (self.num_prefills and self.num_decodes), "a mixed step has two phases: use .prefill and .decode"
         if self.num_decodes:
             return Phase.DECODE
@@ -107,14 +108,14 @@ class AttentionMetadata:
 
     @cached_property
     def prefill(self) -> AttentionMetadata | None:
-        """View of the sequences that prefill or extend; None where there are none."""
+        """View of the sequences in PREFILL or EXTEND, or None if there are none."""
         if self.num_prefills == 0:
             return None
         return self if self.num_decodes == 0 else self._view(0, self.num_prefills)
 
     @cached_property
     def decode(self) -> AttentionMetadata | None:
-        """View of the sequences that decode, with `query_start_loc` counted from 0; None where there are none."""
+        """View of the sequences in DECODE, with `query_start_loc` counted from 0, or None if there are none."""
         if self.num_decodes == 0:
             return None
         return self if self.num_prefills == 0 else self._view(self.num_prefills, self.num_seqs)
@@ -148,8 +149,11 @@ class AttentionMetadata:
     def one_prompt(
         cls, length: int, block_table: Tensor, slot_mapping: Tensor, block_size: int, num_blocks: int = 0
     ) -> AttentionMetadata:
-        """A single prompt of a fixed length over tensors that a graph keeps: block_table int32 [1, blocks], slot_mapping int64
-        [length]."""
+        """Return the metadata of one prompt of a fixed length, over static tensors of a CUDA graph.
+
+        block_table: int32 [1, blocks]
+        slot_mapping: int64 [length]
+        """
         device = slot_mapping.device
         starts, lens = torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         return cls(
@@ -184,17 +188,18 @@ class AttentionMetadata:
         num_blocks: int = 0,
         upper_bound_lens: bool = False,
     ) -> AttentionMetadata:
-        """Lay out one step from host lengths.
+        """Return the metadata of one step, made from lengths on the host.
 
-        block_tables: for each sequence the physical blocks that hold its context and have room for its new tokens; rows of one
-        array hold 0 past those.
-        decode_query_len: most new tokens that still count as DECODE.
-        num_draft_tokens: for each sequence the drafts that it verifies. A sequence with drafts has one query token more than
-        drafts and is DECODE, one without is DECODE with a single query token: lengths alone cannot tell a draft from a prompt.
+        Sequences in DECODE must come last. A padding row has context_len = -query_len, hence length 0, and no blocks.
+
+        block_tables: physical blocks of each sequence, with room for its context and new tokens. An array is padded with zeros.
+        decode_query_len: maximum number of new tokens that counts as DECODE.
+        num_draft_tokens: number of draft tokens to verify per sequence. A sequence with n draft tokens has n + 1 query tokens and
+        is in DECODE; a sequence without draft tokens is in DECODE only with one query token. Lengths do not distinguish draft
+        tokens from a prompt's tokens, so pass this argument if there are any.
         num_blocks, upper_bound_lens: see the fields.
-        Sequences that decode must come last; a padding row has a context_len of -query_len, so a length of 0, and no blocks.
 
-        :raises ConfigError: a sequence that no step can have, with its number and values.
+        :raises ConfigError: if a sequence is impossible; the message gives its index and values.
         """
         _check_lengths(query_lens, context_lens, block_tables, num_draft_tokens)
         _check_blocks(numpy.add(query_lens, context_lens), block_tables, block_size, num_blocks)
@@ -214,10 +219,11 @@ class AttentionMetadata:
         num_blocks: Sequence[int],
         upper_bound_lens: bool = False,
     ) -> list[AttentionMetadata]:
-        """Build metadata for layers of several cache groups, which differ in block table, slots and `num_blocks` alone.
+        """Return one metadata per cache group. They differ only in block table, slots and `num_blocks`.
 
-        Lengths and blocks are the engine's own and are not checked: this runs once in each of its steps.
-        decode_query_lens: most new tokens that still count as DECODE, of all sequences or of each.
+        Runs once per engine step, so it does not check lengths and blocks.
+
+        decode_query_lens: maximum number of new tokens that counts as DECODE, for all sequences or for each.
         """
         num_seqs = len(query_lens)
         query, context = (numpy.asarray(each, dtype=numpy.int32) for each in (query_lens, context_lens))
@@ -272,9 +278,9 @@ def _check_lengths(
     block_tables: BlockTables,
     num_draft_tokens: Sequence[int] | NDArray[numpy.int32] | None,
 ) -> None:
-    """Check that every query sees a key, its own at least, unless its row is padding.
+    """Check the lengths of all sequences: each has at least one new token, unless its row is padding.
 
-    :raises ConfigError: the lists have unequal lengths, or a sequence has impossible ones.
+    :raises ConfigError: if the lists have unequal lengths, or a sequence has impossible lengths.
     """
     lists = {"query_lens": query_lens, "context_lens": context_lens, "block_tables": block_tables}
     lists |= {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
@@ -289,9 +295,11 @@ def _check_lengths(
 
 
 def _check_blocks(kv_lens: NDArray[numpy.int32], block_tables: BlockTables, block_size: int, num_blocks: int) -> None:
-    """Check that each sequence has the blocks for its tokens. num_blocks: blocks of the pool; 0 if the caller does not know.
+    """Check that each sequence has enough blocks for its tokens.
 
-    :raises ConfigError: a table is too short, or names a block that the pool does not have.
+    num_blocks: number of blocks in the pool. 0 means unknown.
+
+    :raises ConfigError: if a block table is too short, or names a block outside the pool.
     """
     if block_size < 1:
         raise ConfigError(_BUILD, "a block_size of at least 1", block_size)
@@ -310,10 +318,10 @@ def _check_blocks(kv_lens: NDArray[numpy.int32], block_tables: BlockTables, bloc
 def _pack(
     query: NDArray[numpy.int32], context: NDArray[numpy.int32], block_tables: Sequence[BlockTables], widest: int, block_size: int
 ) -> Packed:
-    """What the device needs of a step, in one piece of host memory, for a copy costs more than what it carries.
+    """Return a step's metadata in one host buffer, because a copy to the device costs more than the bytes that it carries.
 
-    Its fields: starts, seq_lens and contexts of the sequences; for each cache group N "table N", [num_seqs, widest], and
-    "slots N", the int64 slot of each token.
+    Fields: starts, seq_lens and contexts of the sequences; per cache group N, "table N", [num_seqs, widest], and "slots N", the
+    int64 slot of each token.
     """
     num_seqs, num_tokens = len(query), int(query.sum())
     sizes = {"starts": num_seqs + 1, "seq_lens": num_seqs, "contexts": num_seqs}

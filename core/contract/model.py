@@ -1,4 +1,4 @@
-"""What the engine needs of a model: `Model`, the attention it is given, latent layers and layers with a state."""
+"""Interfaces between engine and model: `Model`, `Attention`, MLA layers and layers with a state (linear attention, SSM)."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from headway.core.contract.state import StateParameters, StateSpec
 
 
 class Attention(Protocol):
-    """The one object through which a step's tokens meet; the engine hands it in."""
+    """Attention over the KV caches and states of a step's sequences. The engine passes it to the model."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend in a layer and return [num_tokens, num_heads, v_head_dim]; k and v are written to the cache as well.
+        """Write k and v to a layer's cache and return the layer's attention, [num_tokens, num_heads, v_head_dim].
 
-        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim and v_head_dim].
+        q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim]; v: [num_tokens, num_kv_heads, v_head_dim].
         """
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """Run a layer with a state and return [num_tokens, out_channels]; the states of the sequences move on.
+        """Run a layer with a state, update the states of the sequences, and return [num_tokens, out_channels].
 
-        layer: index in `Model.state_layers`; x: [num_tokens, input_channels]; gates: by the layer's kind, as
-        `StateBackend.scan` says.
+        layer: index in `Model.state_layers`; x: [num_tokens, input_channels]; gates: inputs of the layer's kind, as described in
+        `StateBackend.scan`.
         """
 
 
 class WatchedAttention(Attention, Protocol):
-    """An attention whose steps may repeat each other, and which can be watched while it computes one."""
+    """An `Attention` whose steps can be recorded, and recognised as repetitions of earlier steps."""
 
     @property
     def step_kind(self) -> Hashable | None:
-        """What is equal for steps in which the attention does the same, but for what it finds in memory; None: nothing is.
+        """Key that is equal for steps with the same launches, which differ only in tensor contents. None means no step repeats.
 
-        An attention need not have this attribute.
+        This attribute is optional.
         """
 
     def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend as a call does, by torch's operations that a dispatch mode sees one by one."""
+        """Compute attention as a call does, but with torch operations that a dispatch mode can intercept."""
 
 
 def _no_states(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
@@ -49,37 +49,37 @@ def _no_states(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFunctions:
-    """An `Attention` made of functions: for trial runs, recordings and tests."""
+    """An `Attention` built from functions, for trial runs, recordings and tests."""
 
     attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     run_state: Callable[[int, Tensor, Sequence[Tensor]], Tensor] = _no_states
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attention.__call__`."""
         return self.attend(layer, q, k, v)
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """See `Attention.state`."""
+        """Run a layer with a state by calling `run_state`."""
         return self.run_state(layer, x, gates)
 
 
 class StateLayer(NamedTuple):
-    """A layer with a state, as a model hands it in; `layer` of `Attention.state` is its index in `Model.state_layers`."""
+    """A model's layer with a state. Its index in `Model.state_layers` is the argument `layer` of `Attention.state`."""
 
     spec: StateSpec
     parameters: StateParameters
 
 
 def state_layers(model: object) -> Sequence[StateLayer]:
-    """Return a model's layers with a state; a model without any need not have the attribute `state_layers`."""
+    """Return a model's layers with a state. The attribute `state_layers` is optional."""
     found: Sequence[StateLayer] = getattr(model, "state_layers", ())
     return found
 
 
 def embedding_size(model: object) -> int | None:
-    """Elements of the rows that a model takes in place of token ids; None: it takes ids alone, and need not have this attribute.
+    """Return the size of the embedding rows that a model accepts instead of token ids, or None if it accepts only ids.
 
-    Such a model has a fourth argument, `embedded`: pairs of a token's index and the rows of this token and the next ones.
+    The attribute `embedding_size` is optional. A model that has it takes a fourth argument, `embedded`: pairs of a token's index
+    and the embedding rows of this token and the following ones.
     """
     found: int | None = getattr(model, "embedding_size", None)
     return found
@@ -90,54 +90,57 @@ class Model(Protocol):
 
     @property
     def attention_specs(self) -> Sequence[AttentionSpec]:
-        """One spec per layer, in the order of the argument `layer` of `Attention`."""
+        """Spec of each layer, in the order of the argument `layer` of `Attention`."""
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary: token ids are below this number."""
+        """Size of the vocabulary. Token ids are less than this."""
 
     @property
     def max_position_embeddings(self) -> int:
-        """Number of positions the model was made for."""
+        """Maximum number of positions that the model supports."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Return hidden states [num_tokens, hidden_size]. input_ids, positions: int64 [num_tokens]."""
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [rows, vocab_size] in the model's dtype (in `out`, where given). hidden: [rows, hidden_size].
+        """Return logits [rows, vocab_size] in the model's dtype, written to `out` if given.
 
-        A model that is cut over ranks returns those of its own tokens, [rows, width]: width is vocab_size / ranks rounded up,
-        rank r's tokens begin at r * width, and logits of those beyond the vocabulary are -inf.
+        hidden: [rows, hidden_size]
+
+        A model that is sharded over ranks returns the logits of its vocabulary shard, [rows, width]: width is vocab_size / ranks,
+        rounded up; rank r's tokens begin at r * width. Logits of padding after the vocabulary are -inf.
         """
 
 
 class LatentLayer(Protocol):
-    """The products around latent attention (MLA, DeepSeek-V2), which a model hands in once for each latent layer.
+    """The GEMMs around multi-head latent attention (MLA, DeepSeek-V2). A model provides one `LatentLayer` per MLA layer.
 
-    The cache holds one row per token that all heads share, the latent. *Absorbed*, the product that would expand it is applied to
-    the query instead, and the latent is key and value of all heads: little memory is read, which decides decode. *Expanded*, each
-    head has keys and values of its own, shorter ones: less is computed, which decides prompts. (DeepSeek-AI 2024,
-    arXiv 2405.04434.)
+    The cache holds one row per token, the latent, which all heads share. *Absorbed*: the up-projection is applied to the query
+    and the output, and the latent is key and value of all heads. This reads little memory and is used in decode. *Expanded*: each
+    head has separate, shorter keys and values. This computes less and is used for prompts. (DeepSeek-AI 2024, arXiv 2405.04434.)
 
-    The layer calls `attention(layer, q, latent, value)` with q [num_tokens, num_heads, expanded.head_dim], the latent
-    [num_tokens, 1, head_dim of its cache] and the value inside it, and gets [num_tokens, num_heads, expanded.v_head_dim].
+    The model calls `attention(layer, q, latent, value)` with q [num_tokens, num_heads, expanded.head_dim], the latent
+    [num_tokens, 1, head_dim of the cache] and the value, a part of the latent. The result is [num_tokens, num_heads,
+    expanded.v_head_dim].
     """
 
     @property
     def expanded(self) -> AttentionSpec:
-        """The layer with keys and values for each head; `dense`, since they are never cached."""
+        """Spec of the layer with keys and values per head. It is `dense`, since they are never cached."""
 
     def absorb(self, q: Tensor) -> Tensor:
-        """Turn queries [n, num_heads, expanded.head_dim] into queries of latents [n, num_heads, head_dim of the cache]."""
+        """Project queries [n, num_heads, expanded.head_dim] to latent space, [n, num_heads, head_dim of the cache]."""
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Expand latents [n, 1, head_dim of the cache] to k and v, [n, num_heads, expanded.head_dim and v_head_dim]."""
+        """Project latents [n, 1, head_dim of the cache] to k [n, num_heads, expanded.head_dim] and v [n, num_heads,
+        v_head_dim]."""
 
     def project(self, attended: Tensor, out: Tensor) -> None:
         """Project attention over latents [n, num_heads, v_head_dim of the cache] to `out` [n, num_heads, expanded.v_head_dim]."""
 
 
 def latent_layers(model: object) -> Mapping[int, LatentLayer]:
-    """Return a model's latent layers by layer number; a model without any need not have the attribute `latent_layers`."""
+    """Return a model's MLA layers by layer number. The attribute `latent_layers` is optional."""
     found: Mapping[int, LatentLayer] = getattr(model, "latent_layers", {})
     return found

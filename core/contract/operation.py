@@ -1,4 +1,4 @@
-"""Kinds of operations: for each of them kernels are registered, checked, measured and chosen in the same way."""
+"""Kinds of operations with registered, checked and measured kernels: attention, state, linear, experts and all-reduce."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from headway.core.contract.support import YES, Support
 
 @dataclass(frozen=True, slots=True)
 class OperationKind:
-    """One kind of operation, and the names under which plugins and users know its kernels."""
+    """A kind of operation, and the names that plugins and users use for its kernels."""
 
     name: str
     word: str
-    """The users' name for one of its kernels."""
+    """Term for one of its kernels in messages, such as "state backend"."""
     kernel: type[Kernel]
     """Base class of its kernels."""
     info: type[KernelInfo]
-    """Type of a kernel's registration by a plugin."""
+    """Type of a plugin's registration of a kernel."""
     claims: type
     """Type of a kernel's capabilities."""
     oldest: int
-    """Oldest api_version that is served. What later ones brought, a kernel does without: a layer that needs it is refused."""
+    """Oldest supported api_version. Layers that need a later feature are refused for kernels of an older version."""
     kernels: str
-    """The field of `Brought` with the kernels' names; with a hook headway_register_... of that name, where there is one."""
+    """Field of `Brought` that lists the kernels' names. Plugins register kernels through the hook `headway_register_` plus this
+    name if there is one, otherwise through `headway_register_kernels`."""
     layouts: str = ""
-    """Likewise, the layouts of what the kernels keep from step to step; empty: they keep nothing."""
+    """Field of `Brought` that lists cache or state layouts, and suffix of their hook. Empty if the kernels cache nothing."""
     rank_hook: str = ""
-    """The hook that orders kernels which nobody has measured; empty: the order of registration does."""
+    """Hook that ranks kernels without measurements. Empty means order of registration."""
 
 
 ATTENTION: Final = OperationKind(
@@ -77,14 +78,13 @@ ALL_REDUCE: Final = OperationKind(
     kernels="all_reduce_kernels",
 )
 KINDS: Final = (ATTENTION, STATE, LINEAR, EXPERTS)
-"""The kinds whose kernels third parties bring, and the kit checks in one process."""
+"""Kinds whose kernels plugins can provide and the conformance kit can check in one process."""
 ALL_KINDS: Final = (*KINDS, ALL_REDUCE)
-"""The kinds that have a registry."""
+"""All kinds that have a registry."""
 
 
 def batch_invariance(claims: LinearCapabilities | ExpertsCapabilities) -> Support:
-    """Return whether deterministic mode may take a third party's kernel: one for any number of rows, whose bits do not depend on
-    that."""
+    """Return whether deterministic mode may use a plugin's kernel: batch-invariant, for any number of rows."""
     most = claims.max_rows if isinstance(claims, LinearCapabilities) else claims.max_tokens
     if not claims.batch_invariant:
         return Support.no("batch_invariant", "a kernel that declares it, in deterministic mode", "one that does not")
@@ -95,7 +95,7 @@ def batch_invariance(claims: LinearCapabilities | ExpertsCapabilities) -> Suppor
 def kind_of(name: str, option: str = "kind") -> OperationKind:
     """Return a kind by its name.
 
-    :raises ConfigError: there is no such kind.
+    :raises ConfigError: if the name is unknown.
     """
     for kind in KINDS:
         if kind.name == name:
@@ -104,5 +104,5 @@ def kind_of(name: str, option: str = "kind") -> OperationKind:
 
 
 def kind_of_class(kernel: type[Kernel]) -> OperationKind:
-    """Return the kind of operation that a class of a kernel computes."""
+    """Return the kind of operation that a kernel class computes."""
     return next(kind for kind in KINDS if issubclass(kernel, kind.kernel))

@@ -1,4 +1,4 @@
-"""The ranks of one engine: processes that each hold a part of a model, and the contract of kernels that sum over them."""
+"""Ranks of an engine (processes that each hold one shard of the model), and the contract of all-reduce kernels."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from headway.core.contract.support import YES, Support
 
 
 class Ranks(Protocol):
-    """One rank's view of all ranks. Every rank calls the same methods in the same order, with tensors of the same shape."""
+    """Communication of one rank with all ranks. Every rank calls the same methods in the same order, with equal shapes."""
 
     @property
     def rank(self) -> int:
-        """Number of this rank, from 0."""
+        """Index of this rank, from 0."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the sum over ranks, the same bits on each; where `onto` is given, that with the sum added, in place.
+        """Return the sum over ranks, bit-identical on each. If `onto` is given, add the sum to it in place and return it.
 
-        x: any shape, contiguous; may be overwritten. onto: as large, and the same on each rank.
+        x: any shape, contiguous. May be overwritten.
+        onto: same shape as x, and the same elements on every rank.
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return [size, *x.shape], each rank's x by rank. x: contiguous."""
+        """Return [size, *x.shape]: the x of each rank, by rank. x: contiguous."""
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Return rank 0's x, written over x. x: contiguous."""
+        """Overwrite x with rank 0's x, and return it. x: contiguous."""
 
 
 class OneRank:
-    """The only rank of an engine: it gets back what it gives."""
+    """The only rank of a single-process engine. Collectives return their input."""
 
     rank: Final = 0
     size: Final = 1
@@ -58,47 +59,48 @@ ONE_RANK: Final = OneRank()
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks of an engine, as one of them meets the others; the spec of their sums."""
+    """One rank's connection to the other ranks, from which all-reduce kernels are made."""
 
     rank: int
     size: int
     device: torch.device
     store: Any = None
-    """A torch.distributed.Store that all ranks share; None before they have joined."""
+    """torch.distributed.Store that all ranks share. None before the ranks have joined."""
     process_group: Any = None
-    """A process group of torch: gloo on CPUs, NCCL on GPUs."""
+    """torch process group: gloo on CPUs, NCCL on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceCapabilities:
-    """The claims of a kernel that sums over ranks."""
+    """Claims of an all-reduce kernel."""
 
     devices: tuple[str, ...] = ("cuda",)
-    """Device types, as in torch.device.type."""
+    """Supported device types, as in torch.device.type."""
     types: tuple[torch.dtype, ...] | None = None
-    """Element types; None means any."""
+    """Supported element types. None means any."""
     max_bytes: int | None = None
-    """Size of the largest tensor; None means any."""
+    """Maximum size of a tensor in bytes. None means any."""
 
 
 class AllReduceKernel(Kernel):
-    """One named way to sum a tensor over all ranks. Every rank takes the same one for the same call."""
+    """A named implementation of all-reduce. Every rank uses the same kernel for the same call."""
 
     capabilities: ClassVar[AllReduceCapabilities]
 
     @classmethod
     def supports(cls, spec: RankGroup) -> Support:
-        """Return whether this rank can sum so."""
+        """Return whether the kernel supports this rank's device."""
         devices = cls.capabilities.devices
         return YES if spec.device.type in devices else Support.no("device", " or ".join(devices), spec.device.type)
 
     @classmethod
     @abstractmethod
     def join(cls, group: RankGroup) -> Self:
-        """Return this rank's instance; every rank calls. :raises RuntimeError: it cannot be made here."""
+        """Return this rank's instance. Every rank calls this. :raises RuntimeError: if it cannot be made here."""
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether the kernel sums such a tensor: by shape and type alone, so that all ranks agree."""
+        """Return whether the kernel can reduce a tensor. The answer must depend only on shape and type, so that all ranks
+        agree."""
         claims = self.capabilities
         fits = claims.max_bytes is None or x.nbytes <= claims.max_bytes
         return fits and (claims.types is None or x.dtype in claims.types)
@@ -109,11 +111,11 @@ class AllReduceKernel(Kernel):
 
     @abstractmethod
     def abort(self) -> None:
-        """Have calls that wait for other ranks end or fail; any thread may do so."""
+        """Make calls that wait for other ranks return or raise. Any thread may call this."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceKernelInfo(KernelInfo):
-    """Registration of a kernel that sums over ranks, for the hook `headway_register_kernels`."""
+    """A plugin's registration of an all-reduce kernel, for the hook `headway_register_kernels`."""
 
     kind: ClassVar[str] = "all_reduce"

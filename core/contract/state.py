@@ -1,4 +1,4 @@
-"""Layers that keep a state instead of keys and values: their specs, where states lie, and the slots of a step."""
+"""Layers with a recurrent state instead of a KV cache (linear attention, SSM): specs, state layouts, metadata and backends."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ STATE_KINDS = (
     "lightning",
     "conv",
 )
-"""Recurrences that a layer may ask for. `StateBackend.scan` has the formula of each; `conv` is a convolution without one."""
+"""Kinds of recurrence. `StateBackend.scan` has the formula of each. `conv` is a convolution without a recurrence."""
 GATED_DELTA, KDA, MAMBA2, MAMBA1, LIGHTNING, CONV = STATE_KINDS
 CHECKPOINT_TOKENS = 64
-"""A checkpoint lies this many new tokens, or a multiple of them, after the first new token of its sequence in the step."""
+"""Checkpoints of a sequence are at multiples of this many new tokens, counted from its first new token in the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One kind of layer with a state: a short causal convolution, a recurrence over what it returns, or both. Hashable."""
+    """Parameters of a layer with a state: a short causal convolution, a recurrence over its output, or both. Hashable."""
 
     kind: str
     """One of STATE_KINDS."""
     num_heads: int
-    """Heads of the state, of v and of the output; of `mamba1` its channels, of `conv` 0."""
+    """Number of heads of the state, v and the output. For `mamba1`: number of channels. For `conv`: 0."""
     num_key_heads: int
-    """Heads of q and k (`mamba2`: groups of B and C); state head h reads key head h // (num_heads // num_key_heads)."""
+    """Number of heads of q and k (`mamba2`: groups of B and C). Head h uses key head h // (num_heads // num_key_heads)."""
     key_dim: int
-    """Elements of a head of q and k (`mamba2`, `mamba1`: of B and C, the size of the state)."""
+    """Number of elements per head of q and k (`mamba2`, `mamba1`: of B and C, the state size)."""
     value_dim: int
-    """Elements of a head of v and of the output; of `mamba1` 1."""
+    """Number of elements per head of v and the output (`mamba1`: 1)."""
     conv_channels: int = 0
-    """Channels that the convolution runs over; 0: the layer has none, and its inputs are those of the recurrence."""
+    """Number of channels of the convolution. 0 means there is none, and the recurrence reads the layer's inputs."""
     conv_width: int = 0
-    """Taps of the convolution: a token's output depends on it and on the conv_width - 1 tokens before it."""
+    """Width of the convolution: a token's output depends on the token and the conv_width - 1 tokens before it."""
     activation: str = "silu"
-    """What follows the convolution: silu, or none."""
+    """Activation after the convolution: silu or none."""
     dtype: torch.dtype = torch.float32
-    """Element type of inputs, output and the convolution's states."""
+    """Element type of inputs, output and convolution states."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where the layer runs."""
+    """Device that the layer runs on."""
     state_dtype: torch.dtype = torch.float32
-    """Element type in which the recurrence's states are kept. A backend computes in float32 whatever it is."""
+    """Element type of stored recurrent states. Backends always compute in float32."""
     scale: float = 1.0
-    """Multiplies q (`gated_delta`, `kda`, `lightning`)."""
+    """Factor of q (`gated_delta`, `kda`, `lightning`)."""
     qk_norm: bool = False
-    """Whether q and k are divided by their L2 norm, head by head, before anything else: x / sqrt(sum(x^2) + 1e-6)."""
+    """True if each head of q and k is first divided by its L2 norm: x / sqrt(sum(x^2) + 1e-6)."""
     beta_scale: float = 1.0
-    """Multiplies beta (`gated_delta`, `kda`): 2 lets the state's eigenvalues be negative."""
+    """Factor of beta (`gated_delta`, `kda`). 2 allows negative eigenvalues of the state transition."""
     dt_limits: tuple[float, float] = (0.0, math.inf)
-    """Range to which dt is clamped after its softplus (`mamba2`)."""
+    """Range to which dt is clamped after the softplus (`mamba2`)."""
 
     def __post_init__(self) -> None:
         fault = _fault_of(self)
@@ -75,22 +75,22 @@ class StateSpec:
 
     @property
     def recurrent(self) -> bool:
-        """Whether there is a recurrence: every kind but `conv`."""
+        """True if the layer has a recurrence: for every kind except `conv`."""
         return self.kind != CONV
 
     @property
     def input_channels(self) -> int:
-        """Channels of the layer's input x; see `StateBackend.scan`."""
+        """Number of channels of the layer's input x; see `StateBackend.scan`."""
         return self.conv_channels or _recurrence_channels(self)
 
     @property
     def out_channels(self) -> int:
-        """Channels of the layer's output."""
+        """Number of channels of the layer's output."""
         return self.num_heads * self.value_dim if self.recurrent else self.conv_channels
 
     @property
     def convolution(self) -> StateSpec:
-        """The layer's convolution alone, as a layer of kind `conv`."""
+        """Spec of only the layer's convolution, as a layer of kind `conv`."""
         assert self.conv_channels
         return StateSpec(
             CONV, 0, 0, 0, 0, self.conv_channels, self.conv_width, self.activation, self.dtype, self.device, self.state_dtype
@@ -98,7 +98,7 @@ class StateSpec:
 
     @property
     def recurrence(self) -> StateSpec:
-        """The layer's recurrence alone: its input is what the convolution returns."""
+        """Spec of only the layer's recurrence. Its input is the convolution's output."""
         assert self.recurrent
         return replace(self, conv_channels=0, conv_width=0, activation="silu")
 
@@ -112,14 +112,14 @@ class StateSpec:
 
 
 def _recurrence_channels(spec: StateSpec) -> int:
-    """Channels that a recurrence reads beside its gates."""
+    """Return the number of channels that a recurrence reads, excluding its gates."""
     if spec.kind == MAMBA1:
         return spec.num_heads
     return 2 * spec.num_key_heads * spec.key_dim + spec.num_heads * spec.value_dim
 
 
 def _fault_of(spec: StateSpec) -> str:
-    """Return the first rule that a layer breaks, or an empty string."""
+    """Return the first rule that a layer breaks, or ""."""
     if spec.kind not in STATE_KINDS:
         return f"kind must be one of {', '.join(STATE_KINDS)}: {spec.kind}"
     sizes = (spec.num_heads, spec.num_key_heads, spec.key_dim, spec.value_dim)
@@ -137,20 +137,20 @@ def _fault_of(spec: StateSpec) -> str:
 
 @dataclass(frozen=True)
 class StateParameters:
-    """The weights of one layer with a state. Those that its kind has no use for are None; `StateBackend.scan` uses them."""
+    """Weights of a layer with a state, None if the kind does not use them. `StateBackend.scan` has the formulas."""
 
     conv_weight: Tensor | None = None
-    """[conv_channels, conv_width]: a channel's taps, the newest token's last; dtype of the layer."""
+    """[conv_channels, conv_width], in the layer's dtype: taps of each channel, the newest token's last."""
     conv_bias: Tensor | None = None
-    """[conv_channels], dtype of the layer."""
+    """[conv_channels], in the layer's dtype."""
     A_log: Tensor | None = None
     """float32 [num_heads] (`mamba1`: [num_heads, key_dim]; `lightning`: the logarithm of each head's slope)."""
     dt_bias: Tensor | None = None
     """float32 [num_heads] (`kda`: [num_heads, key_dim])."""
     D: Tensor | None = None
-    """float32 [num_heads] (`mamba2`, `mamba1`): the share of the input that goes straight to the output."""
+    """float32 [num_heads] (`mamba2`, `mamba1`): factor of the input that is added to the output."""
     decay_rate: Tensor | None = field(init=False, repr=False, compare=False, default=None)
-    """float32, shape of A_log: -exp(A_log), made once for all steps."""
+    """float32, shape of A_log: -exp(A_log), computed once."""
 
     def __post_init__(self) -> None:
         if self.A_log is not None:
@@ -163,13 +163,13 @@ _CONV_AXES = ("slot", "channel", "time")
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where the elements of a slot's state lie, as named axes; two layouts with equal axes are the same."""
+    """Memory order of a slot's state, as named axes. Layouts with equal axes are equal, whatever their names."""
 
     name: str = field(compare=False)
     recurrent: tuple[str, ...] = _STATE_AXES
     """Order of slot, head, key and value in memory, outermost first. The slot comes first."""
     conv: tuple[str, ...] = _CONV_AXES
-    """Order of slot, channel and time. A slot holds the last conv_width - 1 inputs, the newest last."""
+    """Order of slot, channel and time in memory. A slot holds the last conv_width - 1 inputs, the newest last."""
 
     def __post_init__(self) -> None:
         for what, axes, known in (("recurrent", self.recurrent, _STATE_AXES), ("conv", self.conv, _CONV_AXES)):
@@ -178,7 +178,7 @@ class StateLayout:
                 raise ConfigError(f"state layout {self.name!r}, axes of {what}", need, ", ".join(axes) or "none")
 
     def shapes(self, spec: StateSpec, num_slots: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and element type of each tensor that a layer's states need: "recurrent", "conv", or both."""
+        """Return shape and element type of each tensor of a layer's states: "recurrent", "conv" or both."""
         sizes = {
             "slot": num_slots,
             "head": spec.num_heads,
@@ -193,30 +193,30 @@ class StateLayout:
         return found
 
     def bytes_per_slot(self, spec: StateSpec) -> int:
-        """Bytes that one slot of one layer takes."""
+        """Return the size in bytes of one slot of one layer."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(spec, 1).values())
 
     def allocate(self, spec: StateSpec, num_slots: int) -> StateCache:
-        """Allocate the states of one layer, zeroed."""
+        """Allocate the zeroed states of one layer."""
         shapes = self.shapes(spec, num_slots)
         return StateCache({name: zeros(shape, dtype, spec.device) for name, (shape, dtype) in shapes.items()}, self, spec)
 
 
 KEY_VALUE = StateLayout("key_value")
-"""States as transformers and flash-linear-attention hold them: [slot, head, key, value]."""
+"""State layout of transformers and flash-linear-attention: [slot, head, key, value]."""
 VALUE_KEY = StateLayout("value_key", ("slot", "head", "value", "key"))
-"""States as vLLM, FlashInfer and Mamba's kernels hold them: [slot, head, value, key]."""
+"""State layout of vLLM, FlashInfer and the Mamba kernels: [slot, head, value, key]."""
 
 
 @dataclass(frozen=True)
 class StateCache:
-    """The states of one layer, one in each slot.
+    """States of one layer, one per slot.
 
-    :raises ConfigError: a tensor is missing, or its shape or element type is not what layout and spec say.
+    :raises ConfigError: if a tensor is missing, or its shape or element type does not match layout and spec.
     """
 
     tensors: Mapping[str, Tensor]
-    """"recurrent", "conv", or both; see `StateLayout.shapes`."""
+    """Tensors "recurrent", "conv" or both; see `StateLayout.shapes`."""
     layout: StateLayout
     spec: StateSpec
 
@@ -232,22 +232,22 @@ class StateCache:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the pool."""
+        """Number of slots."""
         return next(iter(self.tensors.values())).shape[0]
 
     @cached_property
     def convolution(self) -> StateCache:
-        """The states of the convolution alone, for a backend that applies nothing else."""
+        """Cache of only the convolution's states, for a backend that computes only the convolution."""
         return StateCache({"conv": self.tensors["conv"]}, self.layout, self.spec.convolution)
 
     @cached_property
     def recurrence(self) -> StateCache:
-        """The states of the recurrence alone."""
+        """Cache of only the recurrent states."""
         return StateCache({"recurrent": self.tensors["recurrent"]}, self.layout, self.spec.recurrence)
 
     @cached_property
     def logical_recurrent(self) -> Tensor:
-        """View [num_slots, num_heads, key_dim, value_dim]: its strides address every layout alike."""
+        """View [num_slots, num_heads, key_dim, value_dim] of the recurrent states. Its strides describe any layout."""
         axes = self.layout.recurrent
         return self.tensors["recurrent"].permute([axes.index(axis) for axis in _STATE_AXES])
 
@@ -260,39 +260,40 @@ class StateCache:
 
 @dataclass(frozen=True)
 class StateMetadata:
-    """One step of layers with states: the lengths that all layers share, and the slots of its sequences.
+    """Metadata of one step for layers with states: the lengths, shared by all layers, and the sequences' slots.
 
-    A sequence whose context is empty begins with a state of zeros, whatever its slot holds. With drafts, the state after each
-    new token is kept, because it is not known yet how many of them hold.
+    A sequence without context starts from a zero state, whatever its slot contains. If draft tokens are verified, the state after
+    each new token is stored, because the number of accepted tokens is not known yet.
     """
 
     step: AttentionMetadata
-    """Lengths, packing and phases. Its block table and slot mapping belong to layers with a cache."""
+    """Lengths, packing and phases. Its block table and slot mapping are for layers with a KV cache."""
     slots: Tensor
-    """int32 [num_seqs]: the slot that holds a sequence's state before the step; -1: a padding row, of which nothing is read and
-    nothing written."""
+    """int32 [num_seqs]: slot of each sequence's state before the step. -1 marks a padding row, which reads and writes no
+    state."""
     out_slots: Tensor
-    """int32 [num_seqs, width]: where states are written. Column 0 of a sequence without drafts gets the state after its last
-    new token, column i of one with drafts that after its i-th; -1: nowhere, as past its new tokens. May name the slot that is
-    read; no other sequence of the step reads a slot that is written."""
+    """int32 [num_seqs, width]: slots to write states to. Without draft tokens, column 0 gets the state after the last new token.
+    With draft tokens, column i gets the state after new token i. -1 means no write, as in columns after the last new token. A
+    sequence may write the slot that it reads, but not a slot that another sequence of the step reads."""
     slots_cpu: Tensor
     out_slots_cpu: Tensor
     checkpoints: Tensor | None = None
-    """int32 [num_checkpoints, 3], of sequences that prefill or extend: index of the sequence, its new tokens up to there (a
-    multiple of CHECKPOINT_TOKENS), and the slot that gets the state after them. None: there are none."""
+    """int32 [num_checkpoints, 3], for sequences in PREFILL or EXTEND: index of the sequence, number of its new tokens before the
+    checkpoint (a multiple of CHECKPOINT_TOKENS), and slot for the state after them. None means no checkpoints."""
     checkpoints_cpu: Tensor | None = None
     recomputed: Tensor | None = None
-    """int64 [num_seqs], in a captured step that verifies drafts: how many tokens of each sequence, the first ones, are not new.
-    They fill it up to the width of the graph, and its state, which holds them already, must not see them. None: all are new."""
+    """int64 [num_seqs], only in captured steps that verify draft tokens: number of leading tokens of each sequence that are not
+    new. They pad the sequence to the graph's width; its state already includes them, so they must not change it. None means all
+    tokens are new."""
 
     @cached_property
     def prefill(self) -> StateMetadata | None:
-        """View of the sequences that prefill or extend, which `scan` serves; None where there are none."""
+        """View of the sequences in PREFILL or EXTEND, for `scan`, or None if there are none."""
         return self._part(self.step.prefill, slice(self.step.num_prefills))
 
     @cached_property
     def decode(self) -> StateMetadata | None:
-        """View of the sequences that decode, which `step` serves; None where there are none."""
+        """View of the sequences in DECODE, for `step`, or None if there are none."""
         rows = slice(self.step.num_prefills, None)
         part = self._part(self.step.decode, rows)
         if part is None or part is self:
@@ -315,30 +316,30 @@ class StateMetadata:
 
 @dataclass(frozen=True, slots=True)
 class StateCapabilities:
-    """The claims of a state backend: checked in one place, shown by `headway backends`, and tested both ways by the kit."""
+    """Claims of a state backend. `headway backends` shows them; the conformance kit tests supported and refused layers."""
 
     kinds: frozenset[str]
-    """Recurrences that the backend computes, out of STATE_KINDS; `conv` where it serves convolutions of their own."""
+    """Supported recurrences, out of STATE_KINDS. `conv` means that convolutions without a recurrence are supported."""
     layouts: tuple[StateLayout, ...] | None = None
-    """Layouts that the backend reads and writes, preferred first; None: every one."""
+    """Supported state layouts, preferred first. None means every layout."""
     phases: frozenset[Phase] = frozenset(Phase)
-    """PREFILL and EXTEND stand for `scan`, DECODE for `step`."""
+    """Supported phases: PREFILL and EXTEND for `scan`, DECODE for `step`."""
     convolution: bool = True
-    """Whether the backend applies a layer's convolution along with its recurrence. Where not, the engine has the convolution
-    served by another backend that claims `conv`, and hands on what that returns."""
+    """True if the backend computes a layer's convolution together with its recurrence. Otherwise the engine runs the convolution
+    on another backend that claims `conv`, and passes on its output."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     state_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     devices: tuple[str, ...] = ("cuda",)
-    """Device types, as in torch.device.type."""
+    """Supported device types, as in torch.device.type."""
     key_dims: tuple[int, ...] | None = None
-    """Accepted key_dim; None: any."""
+    """Supported key_dim. None means any."""
     value_dims: tuple[int, ...] | None = None
-    """Accepted value_dim, but for `mamba1`, whose channels have one value each; None: any."""
+    """Supported value_dim, except for `mamba1`, whose channels have one value each. None means any."""
     max_draft_tokens: int = 7
-    """Most drafts that a sequence may verify in `step`."""
+    """Maximum number of draft tokens per sequence in `step`."""
 
     def check(self, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
-        """Return every reason why this combination lies outside the claims; truthy where there is none. Nothing is raised."""
+        """Return every reason why a combination is outside the claims. The result is truthy if there is none. Never raises."""
         return Support(tuple(self._refusals(spec, layout, phase)))
 
     def _refusals(self, spec: StateSpec, layout: StateLayout, phase: Phase) -> Iterator[Reason]:
@@ -369,11 +370,11 @@ class StateCapabilities:
 
 
 class StateBackend(Kernel):
-    """One named way to compute layers with a state; it never sees the engine or its configuration.
+    """A named implementation of layers with a state. It sees neither the engine nor the engine's configuration.
 
-    A subclass sets `name` and `capabilities` and writes `plan` and one or both of `scan` and `step`. The engine makes one
-    instance for each distinct StateSpec, then calls `plan` once per step and `scan` or `step` once per layer. Those two must
-    not synchronise with the host, and what `step` allocates must come from torch's allocator, so that a graph can own it.
+    A subclass sets `name` and `capabilities`, and implements `plan` and at least one of `scan` and `step`. The engine makes one
+    instance per distinct `StateSpec`, calls `plan` once per step and `scan` or `step` once per layer. These two must not
+    synchronise with the host. `step` must allocate only through torch's allocator, so that a CUDA graph can own the memory.
     """
 
     capabilities: ClassVar[StateCapabilities]
@@ -384,79 +385,86 @@ class StateBackend(Kernel):
 
     @classmethod
     def supports(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
-        """Return whether the backend can serve a layer; extend it where `capabilities` cannot express a condition."""
+        """Return whether the backend supports a layer. Override it for conditions that `capabilities` cannot express."""
         return cls.capabilities.check(spec, layout, phase)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Return the bytes of device memory to keep free beside the states."""
+        """Return the number of bytes of device memory that the backend needs in addition to the states."""
         return 0
 
     def warmup_steps(self, phase: Phase, limits: StepLimits) -> Iterable[Sequence[Lengths]]:
-        """Return steps of a phase that together reach every kernel which this instance may choose in a step within the limits."""
+        """Return steps of a phase that together reach every kernel that this instance may select within the limits."""
         return lattice(phase, limits)
 
     @abstractmethod
     def plan(self, metadata: StateMetadata) -> Plan:
-        """Prepare one step's view (all prefill or extend, or all decode). Host work and allocation are allowed."""
+        """Return the plan for one view of a step: only prefill or extend, or only decode. Host work and allocation are
+        allowed."""
 
     def plan_for_capture(self, metadata: StateMetadata) -> Plan:
-        """Plan a `step` that is captured in a CUDA graph and replayed for many steps.
+        """Return the plan for a `step` that is captured in a CUDA graph and replayed in many steps.
 
-        The metadata's tensors are static: each replay finds that step's values in them. Rows whose slot is -1 are padding. Every
-        sequence has as many tokens as at the capture, but only those behind its `StateMetadata.recomputed` are new.
+        The metadata's tensors are static: before each replay, the engine writes that step's values into them. Rows whose slot is
+        -1 are padding. Every sequence has as many tokens as at capture, but only those after its first `StateMetadata.recomputed`
+        tokens are new.
         """
         return self.plan(metadata)
 
     def scan(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
     ) -> None:
-        """Run several new tokens per sequence (PREFILL, EXTEND) through the layer, and leave states and checkpoints.
+        """Run several new tokens per sequence (PREFILL, EXTEND) through the layer, and write states and checkpoints.
 
-        x: [num_prefill_tokens, input_channels], packed; out: [num_prefill_tokens, out_channels]; gates: by kind, below; all in
-        the dtype of the spec, and of all only the last axis need be contiguous. Where the spec has a convolution, x[t] becomes
-        activation(bias + sum over i of weight[:, i] * x[t - conv_width + 1 + i]); tokens before the first come from the slot.
-        Then, with S the state of a head, [key_dim, value_dim], all in float32:
+        x: [num_prefill_tokens, input_channels], packed.
+        gates: tensors that depend on the kind, listed below.
+        out: [num_prefill_tokens, out_channels]
+        All are in the spec's dtype; only the last axis need be contiguous.
+
+        If the spec has a convolution, x[t] becomes activation(bias + sum over i of weight[:, i] * x[t - conv_width + 1 + i]);
+        inputs before the first token come from the slot. Then, with S the state of a head, [key_dim, value_dim], in float32:
 
         gated_delta: x is q | k | v, [key heads, key_dim] twice and [heads, value_dim]; gates: a, b [num_tokens, heads]. q and k
-        are normed (`qk_norm`), q is scaled; g = -exp(A_log) * softplus(a + dt_bias); beta = beta_scale * sigmoid(b);
+        are normed if `qk_norm` is set, and q is scaled; g = -exp(A_log) * softplus(a + dt_bias); beta = beta_scale * sigmoid(b);
         S = exp(g) * S; S = S + k (beta * (v - S^T k))^T; out = S^T q. (Yang et al. 2024, arXiv 2412.06464.)
-        kda: the same, with a [num_tokens, heads, key_dim] and so a decay exp(g) for each channel of the key. (Kimi Team 2025,
+        kda: as gated_delta, but a is [num_tokens, heads, key_dim], so each key channel has its own decay exp(g). (Kimi Team 2025,
         arXiv 2510.26692.)
-        mamba2: x is x | B | C, [heads, value_dim] and [key heads, key_dim] twice; gates: dt [num_tokens, heads].
-        dt = clamp(softplus(dt + dt_bias), dt_limits); S = exp(-exp(A_log) * dt) * S + B (dt * x)^T; out = S^T C + D * x.
-        (Dao and Gu 2024, arXiv 2405.21060.)
+        mamba2: x is x | B | C, [heads, value_dim] and [key heads, key_dim] twice; gates: dt [num_tokens, heads]. dt =
+        clamp(softplus(dt + dt_bias), dt_limits); S = exp(-exp(A_log) * dt) * S + B (dt * x)^T; out = S^T C + D * x. (Dao and Gu
+        2024, arXiv 2405.21060.)
         mamba1: x is [heads]; gates: dt [num_tokens, heads], B, C [num_tokens, key_dim]. dt = softplus(dt + dt_bias); for each
         channel S = exp(-exp(A_log) * dt) * S + dt * x * B; out = S . C + D * x. (Gu and Dao 2023, arXiv 2312.00752.)
         lightning: x is q | k | v; S = exp(-exp(A_log)) * S + k v^T; out = scale * S^T q. (Qin et al. 2024, arXiv 2401.04658.)
-        conv: out is what the convolution returns.
+        conv: out is the convolution's output.
         """
         raise NotImplementedError(f"{self.name} declares no scan")
 
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
     ) -> None:
-        """Run the newest tokens of sequences that decode, one each or one and its drafts, as `scan` does.
+        """Run the newest tokens of sequences in DECODE through the layer, as `scan` does: one token each, or one and its draft
+        tokens.
 
-        x: [num_decode_tokens, input_channels]; out: [num_decode_tokens, out_channels]. The state of a sequence after each of its
-        tokens goes to its `out_slots`, also where that is the slot that was read. Padding rows write nothing, and nobody reads
-        their output or that of a captured step's `recomputed` tokens.
+        x: [num_decode_tokens, input_channels]; out: [num_decode_tokens, out_channels].
+
+        The state after each token is written to the sequence's `out_slots`, which may include the slot that it was read from.
+        Padding rows must not write states. The output of padding rows and of `recomputed` tokens is ignored.
         """
         raise NotImplementedError(f"{self.name} declares no step")
 
 
 StateBackends = Mapping[StateSpec, StateBackend]
-"""The instances of one backend, by the spec that each serves."""
+"""Instances of one backend, by the spec that they were made for."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateBackendInfo(KernelInfo):
-    """Registration of a state backend by a plugin."""
+    """A plugin's registration of a state backend."""
 
     kind: ClassVar[str] = "state"
 
 
 def make_state_backend(kind: type[StateBackend], spec: StateSpec, layout: StateLayout) -> StateBackend:
-    """Return an instance of a backend, whose constructor may be a third party's; raises as `make_backend`."""
+    """Return a new instance of a backend, which may come from a plugin. Raises as `make_backend` does."""
     who = f"state backend {kind.name} ({kind.__module__}.{kind.__qualname__})"
     with making(who):
         made = kind(spec, layout)

@@ -1,4 +1,4 @@
-"""Support: the answer to "can this run, and if not, why not", for the selector, the command line, error texts and tests."""
+"""`Support`: whether something can run and, if not, every reason. Used for selection, the command line, errors and tests."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 _MOST: Final = 400
-"""Most characters of `got` that are shown, for it may be a whole file's text."""
+"""Maximum number of characters of `got` to show, since it may be a whole file's text."""
 
 
 class Reason(NamedTuple):
-    """Why something is refused."""
+    """Reason for a refusal."""
 
     what: str
-    """What was looked at: "head_dim", "device", "block_size"."""
+    """Property that was checked: "head_dim", "device", "block_size"."""
     need: str
-    """What would have been accepted."""
+    """Values that are accepted."""
     got: str
-    """What was found."""
+    """Value that was found."""
     hint: str = ""
-    """What to do about it; only remedies that the resolver would honour."""
+    """Remedy, or "". The backend selection must accept it."""
 
     def __str__(self) -> str:
         got = self.got if len(self.got) <= _MOST else f"{self.got[: _MOST // 2]}...{self.got[-_MOST // 2 :]}"
@@ -29,7 +29,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The answer to a question of support: truthy if supported, else with every reason, not only the first."""
+    """Result of a check: truthy if supported, otherwise all reasons against it."""
 
     reasons: tuple[Reason, ...] = ()
 
@@ -44,7 +44,7 @@ class Support:
 
     @property
     def brief(self) -> str:
-        """The first reason and the number of others, in one line."""
+        """The first reason and the number of further reasons, in one line."""
         if not self.reasons:
             return "yes"
         more = f"; and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
@@ -52,12 +52,12 @@ class Support:
 
     @property
     def needs_gpu(self) -> bool:
-        """Return whether an NVIDIA GPU is needed and there is none that torch can use."""
+        """True if an NVIDIA GPU is needed and torch cannot use one."""
         return any(reason.what == "device" and "cuda" in reason.need.lower() for reason in self.reasons)
 
     @classmethod
     def no(cls, what: str, need: str, got: object, hint: str = "") -> Support:
-        """Make a refusal with one reason."""
+        """Return a refusal with one reason."""
         return cls((Reason(what, need, str(got), hint),))
 
 

@@ -1,6 +1,6 @@
-"""The weights that linear kernels read: one class for each stored representation, into which a checkpoint's format is read.
+"""Weights of linear layers: one class per stored representation. Each checkpoint format is read into one of them.
 
-A weight is [out_features, in_features], as torch's, written N and K here.
+A weight has torch's shape, [out_features, in_features], written [N, K] here.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError, ModelError
 
 MX_GROUP = 32
-"""Elements of a row that share a scale in the microscaling formats of the Open Compute Project."""
+"""Group size of the OCP microscaling formats: elements of a row that share a scale."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the 16 codes of a float of 4 bits (e2m1)."""
+"""Values of the 16 FP4 (e2m1) codes."""
 
 
 class QuantizedWeight(ABC):
-    """A quantised weight: its tensors, and parts of it."""
+    """A quantized weight: quantized values, scales and optional zero points."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def kind(self) -> str:
-        """Name of the format."""
+        """Name of the weight format."""
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """N and K."""
+        """(N, K)."""
 
     @property
     @abstractmethod
     def spans(self) -> Mapping[str, int]:
-        """Columns of the weight that share a column, for each tensor that has a row for each row; 0 if it has no columns."""
+        """Number of weight columns per column of each row-wise tensor, by field name. 0 means the tensor has no columns."""
 
     @abstractmethod
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight as a plain matrix [N, K], its columns in the order of the inputs."""
+        """Return the dequantized weight [N, K], with columns in the order of the inputs."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Codes, scales, and whatever else belongs to the weight."""
+        """All tensors of the weight: quantized values, scales and others."""
         weight: Any = self
         return tuple(each for field in fields(weight) if isinstance(each := getattr(weight, field.name), Tensor))
 
     @property
     def nbytes(self) -> int:
-        """Memory that the tensors take."""
+        """Size of the tensors in bytes."""
         return sum(each.nbytes for each in self.tensors)
 
     @property
@@ -62,12 +62,12 @@ class QuantizedWeight(ABC):
         return self.tensors[0].device
 
     def rows(self, rows: range | Tensor) -> QuantizedWeight:
-        """Return some rows: neighbours, or any in another order. rows: their numbers, as int64 if they are a tensor."""
+        """Return a weight with some of the rows. rows: a range, or int64 row indices in any order."""
         place = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         return self._changed({name: tensor[place] for name, tensor in self._spanned()})
 
     def columns(self, columns: range) -> QuantizedWeight | None:
-        """Return neighbouring columns, or None if a group, a block or another order of the columns lies in between."""
+        """Return a weight with a range of columns, or None if the range splits a group or block, or columns are permuted."""
         spans = self.spans
         if any(span and (columns.start % span or columns.stop % span) for span in spans.values()):
             return None
@@ -75,13 +75,13 @@ class QuantizedWeight(ABC):
         return self._changed({name: tensor[:, cut[name]].contiguous() for name, tensor in self._spanned() if name in cut})
 
     def merged(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-        """Return one weight of these rows and, after them, those of others, or None if they have another form."""
+        """Return these rows followed by the rows of `others` as one weight, or None if the formats differ."""
         if any(type(each) is not type(self) for each in others):
             return None
         return self._changed({name: _joined([self, *others], name) for name in self.spans})
 
     def dequantized_stack(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Expand the weights of `count` experts, which lie one after the other, one at a time: [count, N / count, K]."""
+        """Dequantize the concatenated weights of `count` experts, one expert at a time, to [count, N / count, K]."""
         rows, columns = self.shape
         each = rows // count
         whole = torch.empty(count, each, columns, dtype=dtype, device=self.device)
@@ -90,11 +90,11 @@ class QuantizedWeight(ABC):
         return whole
 
     def _spanned(self) -> list[tuple[str, Tensor]]:
-        """Names and tensors of `spans`, without those that are not there."""
+        """Return names and tensors of `spans`, without tensors that are None."""
         return [(name, tensor) for name in self.spans if (tensor := getattr(self, name)) is not None]
 
     def _changed(self, made: Mapping[str, Any]) -> QuantizedWeight:
-        """Return the weight with other tensors in some fields."""
+        """Return the weight with the tensors in `made` replaced."""
         weight: Any = self
         kind: Any = type(weight)
         found: QuantizedWeight = kind(**{each.name: made.get(each.name, getattr(weight, each.name)) for each in fields(weight)})
@@ -106,9 +106,9 @@ def _joined(parts: Sequence[QuantizedWeight], name: str) -> Tensor:
 
 
 def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return weights of one input as one, the rows of each after those of the one before.
+    """Return one weight with the rows of all parts, in order. Merged parts are linear layers of the same input.
 
-    :raises ModelError: their forms differ, or their groups.
+    :raises ModelError: if formats or group sizes differ.
     """
     whole = parts[0].merged(parts[1:]) if len(parts) > 1 else parts[0]
     if whole is None:
@@ -120,7 +120,7 @@ def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8Weight(QuantizedWeight):
-    """Floats of 8 bits (e4m3), with a scale for each block."""
+    """FP8 (e4m3) weight with one scale per block."""
 
     kind = "fp8"
     values: Tensor
@@ -128,7 +128,7 @@ class Float8Weight(QuantizedWeight):
     scales: Tensor
     """float32 [ceil(N / block_rows), ceil(K / block_columns)]"""
     block: tuple[int, int]
-    """Rows and columns that share a scale: (1, K) for a scale a row, (128, 128) for DeepSeek's blocks."""
+    """Rows and columns that share a scale: (1, K) for one scale per row, (128, 128) for DeepSeek's blocks."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -139,7 +139,7 @@ class Float8Weight(QuantizedWeight):
         return {"values": 1, "scales": 0 if self.scales.shape[1] == 1 else self.block[1]}
 
     def rows(self, rows: range | Tensor) -> Float8Weight:
-        """Blocks become blocks of single rows if the rows cut through them or have another order."""
+        """Return a weight with some of the rows. Blocks become single rows if `rows` splits or reorders them."""
         high, wide = self.block
         if isinstance(rows, range):
             if rows.start % high == 0 and (rows.stop % high == 0 or rows.stop == self.shape[0]):
@@ -156,7 +156,7 @@ class Float8Weight(QuantizedWeight):
         return Float8Weight(values, self.scales, (self.block[0], len(columns)))
 
     def merged(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-        """Blocks of rows that do not end where a part ends become blocks of single rows."""
+        """Merge rows as the base class does. Blocks become single rows if a part does not end at a block boundary."""
         parts = [self, *(each for each in others if isinstance(each, Float8Weight) and each.block[1] == self.block[1])]
         if len(parts) <= len(others):
             return None
@@ -171,7 +171,7 @@ class Float8Weight(QuantizedWeight):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Weight(QuantizedWeight):
-    """Whole numbers of 8 bits, with a scale for each row."""
+    """Int8 weight with one scale per row."""
 
     kind = "int8"
     values: Tensor
@@ -193,18 +193,18 @@ class Int8Weight(QuantizedWeight):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Weight(QuantizedWeight):
-    """Whole numbers of 4 bits, 0 to 15, with a scale and perhaps a zero for each group of columns of a row."""
+    """Int4 weight with values 0 to 15, and one scale and optional zero point per row and group of columns."""
 
     kind = "int4"
     packed: Tensor
-    """uint8 [N, K / 2]: byte j of a group holds its column j below and its column j + group_size / 2 above."""
+    """uint8 [N, K / 2]: byte j of a group holds its column j (low 4 bits) and its column j + group_size / 2 (high 4 bits)."""
     scales: Tensor
     """float16, bfloat16 or float32 [N, K / group_size]"""
     zeros: Tensor | None
-    """uint8 [N, K / group_size], what is subtracted first; None: 8 everywhere."""
+    """uint8 [N, K / group_size]: zero points, subtracted before scaling. None means 8 for all groups."""
     group_size: int
     order: Tensor | None = None
-    """int32 [K]: the input that belongs to each column; None: column k belongs to input k."""
+    """int32 [K]: index of the input of each column. None means column k belongs to input k."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -218,7 +218,7 @@ class Int4Weight(QuantizedWeight):
         return QuantizedWeight.columns(self, columns) if self.order is None else None
 
     def merged(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-        """Parts without zeros get zeros of 8 if others have some."""
+        """Merge rows as the base class does. Parts without zero points get zero points of 8 if other parts have some."""
         parts = [self, *(each for each in others if isinstance(each, Int4Weight) and each.group_size == self.group_size)]
         if len(parts) <= len(others) or not all(_equal(each.order, self.order) for each in parts):
             return None
@@ -239,13 +239,13 @@ class Int4Weight(QuantizedWeight):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float4Weight(QuantizedWeight):
-    """Floats of 4 bits (e2m1), with a power of two for each 32 columns of a row (MXFP4)."""
+    """FP4 (e2m1) weight with a power-of-two scale per row and 32 columns (MXFP4)."""
 
     kind = "mxfp4"
     packed: Tensor
-    """uint8 [N, K / 2], packed as Int4Weight's with groups of 32 columns"""
+    """uint8 [N, K / 2]: packed as in `Int4Weight`, with groups of 32 columns."""
     exponents: Tensor
-    """uint8 [N, K / 32]: the scale is 2 ** (exponent - 127)"""
+    """uint8 [N, K / 32]: scale = 2 ** (exponent - 127)."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -267,19 +267,19 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def packed(codes: Tensor, group_size: int) -> Tensor:
-    """Pack codes of 4 bits, uint8 [N, K], as `Int4Weight.packed` says: uint8 [N, K / 2]."""
+    """Pack 4-bit values, uint8 [N, K], to uint8 [N, K / 2] in the layout of `Int4Weight.packed`."""
     low, high = codes.view(len(codes), -1, 2, group_size // 2).unbind(2)
     return (low | high << 4).flatten(1)
 
 
 def unpacked(packed: Tensor, group_size: int) -> Tensor:
-    """Undo `packed`: uint8 [N, K]."""
+    """Unpack the result of `packed` to uint8 [N, K]."""
     halves = packed.view(len(packed), -1, group_size // 2)
     return torch.stack([halves & 15, halves >> 4], dim=2).flatten(1)
 
 
 def _spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """A scale for each element, or one that broadcasts."""
+    """Return scales that broadcast to the weight: one per element, or one per row."""
     rows, columns = block
     if rows > 1:
         scales = scales.repeat_interleave(rows, 0)[: shape[0]]
@@ -287,24 +287,24 @@ def _spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> T
 
 
 Weight = Tensor | QuantizedWeight
-"""The weight of a linear layer: a plain matrix, or one of the quantised weights."""
+"""Weight of a linear layer: a plain matrix or a quantized weight."""
 FORMATS = ("plain", "fp8", "int8", "int4", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """The representation of a weight without its tensors: what kernels tell apart."""
+    """Format of a weight, without tensors: the properties that kernels distinguish."""
 
     name: str
-    """Out of FORMATS; blocks of .gguf files have names of their own."""
+    """Name out of FORMATS, or the name of a GGUF block format."""
     group_size: int | None = None
-    """Columns of a row that share a scale, of weights of 4 bits."""
+    """Number of columns of a row that share a scale, for 4-bit weights."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, of floats of 8 bits. None means one scale for each row, or one for all rows."""
+    """Rows and columns that share a scale, for FP8 weights. None means one scale per row, or one for all rows."""
     zeros: bool = False
-    """True if each group has a zero."""
+    """True if each group has a zero point."""
     order: bool = False
-    """True if the columns are in another order than the inputs."""
+    """True if the columns are permuted relative to the inputs."""
 
     @classmethod
     def of(cls, weight: Tensor | QuantizedWeight) -> WeightFormat:
@@ -319,7 +319,7 @@ class WeightFormat:
         return cls(weight.kind, MX_GROUP if isinstance(weight, Float4Weight) else None)
 
     def sample(self, rows: int, columns: int) -> QuantizedWeight | None:
-        """Return a weight of the format on torch's device `meta`, for rules that ask for shapes; None if it has no class here."""
+        """Return a weight of this format on torch's device `meta`, for shape rules, or None if the format has no class here."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -347,11 +347,11 @@ class WeightFormat:
 
 
 def rewrite(old: Any, new: Any, kernel: str) -> None:
-    """Copy the tensors of what a kernel has prepared of new weights into those that it prepared before.
+    """Copy the tensors of `new` into the tensors of `old`, whose addresses are captured in CUDA graphs.
 
-    Captured steps keep the addresses of the latter. Tensors are found in tuples, lists, mappings and fields of objects.
+    Both are results of a kernel's `prepare`. Tensors are found in tuples, lists, mappings and fields of objects.
 
-    :raises ConfigError: anything but the numbers in the tensors differs.
+    :raises ConfigError: if they differ in anything other than the elements of tensors.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     if not _pair(old, new, pairs, set()):
@@ -363,7 +363,7 @@ def rewrite(old: Any, new: Any, kernel: str) -> None:
 
 
 def _pair(old: Any, new: Any, pairs: list[tuple[Tensor, Tensor]], seen: set[int]) -> bool:
-    """Collect the tensors at the same places of two objects; return False if the objects differ in anything else."""
+    """Collect the corresponding tensors of two objects in `pairs`. Return False if the objects differ in anything else."""
     if old is new or id(old) in seen:
         return True
     if type(old) is not type(new):

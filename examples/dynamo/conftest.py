@@ -1,4 +1,4 @@
-"""What the test imports lies beside it and in tests/support; `make test-dynamo` runs it."""
+"""Import paths for the test: its folder and tests/support. `make test-dynamo` runs it."""
 
 import sys
 from pathlib import Path

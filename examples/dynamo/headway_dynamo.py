@@ -1,4 +1,4 @@
-"""Headway as a worker of NVIDIA Dynamo, whose frontend speaks HTTP, tokenises, and routes to as many workers as there are.
+"""Headway as a worker of NVIDIA Dynamo, whose frontend serves HTTP, tokenises, and routes requests to workers.
 
 pip install "headway[serve]" msgspec pyzmq
 pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
@@ -26,27 +26,31 @@ SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-"""Options that Dynamo and Headway call by the same name. Dynamo, which has the text, looks for texts that end a completion."""
+"""Sampling options with the same name in Dynamo and Headway. Dynamo checks stop strings, because it detokenizes."""
 REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
-"""finish_reason in Headway -> in Dynamo."""
+"""Headway's finish_reason -> Dynamo's."""
 
 
 class HeadwayEngine(LLMEngine):
-    """One AsyncLLM behind Dynamo's interface: tokens in, tokens out."""
+    """Dynamo's engine interface for one AsyncLLM: tokens in, tokens out."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        """options: those of AsyncLLM."""
+        """options: keyword arguments of AsyncLLM."""
         self._model, self._options = model, options
         self._llm: AsyncLLM | None = None
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[HeadwayEngine, WorkerConfig]:
-        """The engine, not yet started, and how Dynamo should register it."""
+        """Return the engine, not yet started, and its registration with Dynamo."""
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--model", default="smollm2")
-        parser.add_argument("--served-model-name", help="default: the model's")
+        parser.add_argument("--served-model-name", help="default: the model's name")
         parser.add_argument(
-            "--option", action="append", default=[], metavar="NAME=VALUE", help="of AsyncLLM, as YAML; repeatable"
+            "--option",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help="option of AsyncLLM, with the value as YAML; repeatable",
         )
         parser.add_argument("--namespace", default="dynamo")
         parser.add_argument("--component", default="headway")
@@ -70,10 +74,10 @@ class HeadwayEngine(LLMEngine):
         return cls(asked.model, {"skip_tokenizer_init": True, **dict(map(_option, asked.option))}), config
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Load the model; Dynamo sends requests from then on."""
+        """Load the model. Dynamo sends requests afterwards."""
         del worker_id
         args = EngineArgs.of(self._model, **self._options)
-        # Its own interpreter: the engine's steps would wait for the lock while this one answers Dynamo, and the other way round.
+        # A separate process: otherwise the engine's steps and the handling of Dynamo's requests would compete for the GIL.
         self._llm = llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, own_process=True)
         facts = llm.facts
         return EngineConfig(
@@ -87,7 +91,7 @@ class HeadwayEngine(LLMEngine):
         )
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
-        """The tokens of one completion, as they come; the last chunk says why it ended."""
+        """Yield the tokens of a completion as they are generated. The last chunk has the finish reason."""
         assert self._llm is not None, "start comes first"
         prompt = token_ids_to_list(request["token_ids"])
         written: Counter[int] = Counter()
@@ -105,19 +109,19 @@ class HeadwayEngine(LLMEngine):
                 yield chunk
 
     async def abort(self, context: Context) -> None:
-        """The client has gone."""
+        """Abort a request whose client has disconnected."""
         if self._llm is not None:
             await self._llm.abort(context.id())
 
     async def cleanup(self) -> None:
-        """Free everything; called again it does nothing."""
+        """Shut the engine down. Further calls do nothing."""
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
 
 
 def params_of(request: GenerateRequest) -> SamplingParams:
-    """Headway's parameters of a request; what it does not say keeps its default."""
+    """Return the sampling parameters of a request, with defaults for missing options."""
     sampling, stop = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
     found = {name: sampling[name] for name in SAMPLING if sampling.get(name) is not None}
     found |= {name: stop[name] for name in ("min_tokens", "ignore_eos") if stop.get(name) is not None}

@@ -1,4 +1,4 @@
-"""A worker with a tiny model and Dynamo's own frontend, in processes of their own, found through a folder."""
+"""Test of a worker with a tiny model and Dynamo's frontend, in separate processes with file discovery."""
 
 from __future__ import annotations
 

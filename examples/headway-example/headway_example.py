@@ -9,11 +9,11 @@ from headway.contract import ALL_PHASES, AttentionBackend, BackendInfo, Capabili
 
 class Example(AttentionBackend):
     name = "example"
-    # exact_host_lengths: plan() slices by the lengths on the host.
+    # exact_host_lengths: plan() uses the lengths on the host.
     capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"), exact_host_lengths=True)
 
     def plan(self, metadata):
-        """Once a step: the slots of every sequence's keys, and who sees whom."""
+        """Once per step: return the slots of each sequence's keys, and its mask."""
         plan, start, size = [], 0, metadata.block_size
         for table, query_len, kv_len in zip(metadata.block_table, metadata.query_lens, metadata.kv_lens, strict=True):
             at = torch.arange(kv_len, device=table.device)
@@ -24,7 +24,7 @@ class Example(AttentionBackend):
         return plan
 
     def decode(self, q, cache, plan, out):
-        """Once a layer. q, out: [tokens, num_heads, head_dim]; this step's k and v are in the cache already."""
+        """Once per layer. q, out: [tokens, num_heads, head_dim]; this step's k and v are already in the cache."""
         for tokens, slots, mask in plan:
             if len(slots):  # a padding row has no keys
                 k, v = (rows.transpose(0, 1)[None] for rows in cache.gather(slots))
@@ -38,4 +38,4 @@ class Example(AttentionBackend):
 
 @hookimpl
 def headway_register_backends():
-    return [BackendInfo("example", "the smallest backend that really runs", lambda: Example, api_version=3)]
+    return [BackendInfo("example", "the smallest complete backend", lambda: Example, api_version=3)]

@@ -1,4 +1,4 @@
-"""A third-party kernel for layers of experts: weights gathered for each pair of token and expert, in three products of torch."""
+"""A third-party kernel for MoE layers: gathers the weights of each (token, expert) pair and computes with torch.einsum."""
 
 import torch
 from torch.nn.functional import silu
@@ -8,7 +8,7 @@ from headway.contract import ExpertsCapabilities, ExpertsKernel, ExpertsKernelIn
 
 
 class Gathered(ExpertsKernel):
-    """Right for any number of tokens, and fast for a few: more of them would gather the same expert many times."""
+    """Fast for few tokens only: with more tokens, the weights of the same expert are gathered many times."""
 
     name = "gathered"
     capabilities = ExpertsCapabilities(
@@ -17,10 +17,10 @@ class Gathered(ExpertsKernel):
         devices=("cpu", "cuda"),
         max_tokens=16,
     )
-    graph_level = GraphLevel.ANY  # nothing here waits for the GPU
+    graph_level = GraphLevel.ANY  # never waits for the GPU
 
     def apply(self, x, experts, scores, weights, out):
-        """Each step. x: [tokens, hidden], normed; experts, scores: [tokens, slots]; out: [tokens, hidden], added to."""
+        """Once per step. x: [tokens, hidden], normed; experts, scores: [tokens, slots]; adds to out: [tokens, hidden]."""
         chosen = experts.long()
         gate, up = torch.einsum("tsnk,tk->tsn", weights.gate_up[chosen], x).chunk(2, dim=2)
         parts = torch.einsum("tshn,tsn->tsh", weights.down[chosen], silu(gate) * up)
@@ -29,4 +29,4 @@ class Gathered(ExpertsKernel):
 
 @hookimpl
 def headway_register_kernels():
-    return [ExpertsKernelInfo("gathered", "weights of each pair gathered, for few tokens", lambda: Gathered, api_version=3)]
+    return [ExpertsKernelInfo("gathered", "MoE by gathered weights, for few tokens", lambda: Gathered, api_version=3)]

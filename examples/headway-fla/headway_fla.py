@@ -1,5 +1,5 @@
-"""fla-core (flash-linear-attention) as a backend for prompts of layers with a state: gated delta (arXiv 2412.06464), KDA
-(2510.26692) and, by gated linear attention, Mamba2 (2405.21060) and lightning attention (2401.04658)."""
+"""fla-core (flash-linear-attention) as a state backend for prompts: gated delta (arXiv 2412.06464), KDA (2510.26692) and, by
+gated linear attention, Mamba2 (2405.21060) and lightning attention (2401.04658)."""
 
 import inspect
 from collections import namedtuple
@@ -13,17 +13,18 @@ from torch.nn.functional import softplus
 from headway import hookimpl
 from headway.contract import KEY_VALUE, VALUE_KEY, Phase, StateBackend, StateBackendInfo, StateCapabilities, Support
 
-CHUNK = 64  # tokens of one of the library's
+CHUNK = 64  # tokens per chunk of the library
 DELTA = {"gated_delta": "fla.ops.gated_delta_rule.chunk_gated_delta_rule", "kda": "fla.ops.kda.chunk_kda"}
 KERNELS = {**DELTA, **dict.fromkeys(("mamba2", "lightning"), "fla.ops.simple_gla.chunk_simple_gla")}
 Plan = namedtuple("Plan", "slots empty calls")
 Call = namedtuple("Call", "rows starts chunks kept tokens starts_cpu slots")
-"""Pieces of sequences: rows of the plan's slots, starts, chunks, which last states are kept; packed tokens; slots of the kept."""
+"""One library call for segments of sequences. rows: indices in the plan's slots; kept: segments whose final state is stored in
+`slots`; tokens: packed tokens."""
 
 
 @memo
 def kernel(kind):
-    """:raises ImportError: no library, or a release whose function does not take what is passed below."""
+    """Return the library's function for a kind. :raises ImportError: if it is missing, or lacks an argument used below."""
     module, _, name = KERNELS[kind].rpartition(".")
     found = getattr(import_module(module), name)
     wanted = {"state_v_first", "cu_seqlens_cpu", *(("use_beta_sigmoid_in_kernel",) if kind in DELTA else ("g_gamma",))}
@@ -33,8 +34,8 @@ def kernel(kind):
 
 
 class Fla(StateBackend):
-    """The library returns a sequence's last state alone, so each runs up to a checkpoint in a call of its own, beside the others.
-    Its kernel that decodes the gated delta rule ends in an illegal memory access on an H200 (0.6.0): another backend decodes."""
+    """Prefill and extend with fla-core. The library returns only a sequence's final state, so sequences are split at checkpoints
+    into several calls. Decode needs another backend: fla-core 0.6.0's gated delta decode has an illegal access on an H200."""
 
     name = "fla"
     capabilities = StateCapabilities(
@@ -42,7 +43,7 @@ class Fla(StateBackend):
         layouts=(KEY_VALUE, VALUE_KEY),
         phases=frozenset({Phase.PREFILL, Phase.EXTEND}),
         convolution=False,
-        dtypes=(torch.bfloat16,),  # float32 is multiplied as TF32, far from what the contract accepts of it
+        dtypes=(torch.bfloat16,),  # float32 would use TF32, which is too imprecise for the contract
         state_dtypes=(torch.float32, torch.bfloat16),
         key_dims=(64, 128),
         value_dims=(64, 128),
@@ -70,14 +71,14 @@ class Fla(StateBackend):
         return support
 
     def workspace_bytes(self, max_num_tokens, max_num_seqs):
-        """States: each chunk's in 16 bits, each sequence's in float32; and copies of what a token brings."""
+        """Return the size of the states (16-bit per chunk, float32 per sequence) and of copies of the inputs, in bytes."""
         spec, states = self.spec, 2 * (max_num_tokens // CHUNK + max_num_seqs) + 12 * max_num_seqs
         return spec.num_heads * (spec.key_dim * spec.value_dim * states + 32 * max_num_tokens * (spec.key_dim + spec.value_dim))
 
     def plan(self, metadata):
         step, first, lens = metadata.step, metadata.step.query_start_loc_cpu.tolist(), metadata.step.query_lens
         live = [row for row, slot in enumerate(metadata.slots_cpu.tolist()) if slot >= 0 and lens[row]]
-        # Tokens after which a piece of a sequence ends, and the places in `targets` of the slots that get the state there.
+        # Number of tokens before the end of each segment -> indices in `targets` of the slots for the state there.
         cuts = {row: {lens[row]: [row] if metadata.out_slots_cpu[row, 0] >= 0 else []} for row in live}
         targets = metadata.out_slots[:, 0]
         if metadata.checkpoints is not None:
@@ -118,7 +119,7 @@ class Fla(StateBackend):
             pool.index_copy_(0, call.slots, last.index_select(0, call.kept).to(pool.dtype))
 
     def _run(self, x, *gates, parameters, call, states):
-        """The output [tokens, channels], and the states after each piece."""
+        """Return the output [tokens, channels], and the state after each segment."""
         spec, run, A_log, mamba = self.spec, kernel(self.spec.kind), parameters.A_log.float(), self.spec.kind == "mamba2"
         asked = {"initial_state": states, "output_final_state": True, "state_v_first": self.layout == VALUE_KEY}
         asked |= {"cu_seqlens": call.starts, "cu_seqlens_cpu": call.starts_cpu, "scale": 1.0 if mamba else spec.scale}
@@ -129,7 +130,7 @@ class Fla(StateBackend):
         if spec.kind in DELTA:
             asked |= {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": parameters.dt_bias.float().flatten()}
             asked |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": spec.beta_scale == 2.0}
-            # The others list chunks from starts_cpu themselves, and wait for the device while they copy that.
+            # The other functions derive chunk indices from cu_seqlens_cpu, which synchronises with the device.
             asked |= {"chunk_indices": call.chunks} if spec.kind == "gated_delta" else {}
             o, last = run(q, k, v, *(gate[None] for gate in gates), use_qk_l2norm_in_kernel=spec.qk_norm, **asked)
             return o.flatten(2)[0], last
@@ -139,7 +140,7 @@ class Fla(StateBackend):
             dt = softplus(gates[0].float() + parameters.dt_bias.float()).clamp(*spec.dt_limits)
             asked["g"] = (asked.pop("g_gamma") * dt)[None]
             value, skip = (v * dt[..., None]).to(v.dtype), v * parameters.D[:, None]
-        q, k = (part.repeat_interleave(spec.num_heads // spec.num_key_heads, 2) for part in (q, k))  # one for each head
+        q, k = (part.repeat_interleave(spec.num_heads // spec.num_key_heads, 2) for part in (q, k))  # one per head
         o, last = run(q, k, value, **asked)
         return (o + skip).to(x.dtype).flatten(2)[0], last
 

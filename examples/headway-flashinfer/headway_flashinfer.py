@@ -1,4 +1,4 @@
-"""FlashInfer (Ye et al. 2025, arXiv 2501.01005) as a backend: prompts, extensions, decode, and DeepSeek's latent attention."""
+"""FlashInfer (Ye et al. 2025, arXiv 2501.01005) as a backend: prefill, extend, decode, and DeepSeek's MLA."""
 
 import inspect
 from functools import cache as memo
@@ -11,7 +11,7 @@ from headway import HeadwayError, hookimpl
 from headway.contract import ALL_PHASES, HND, LATENT, NHD, AttentionBackend, BackendInfo, Capabilities, Phase, Support
 
 WORKSPACE = 256 * 2**20
-"""Bytes for partial results: twice what the library recommends, which is too little for long batches of many heads."""
+"""Size of the workspace in bytes: twice the library's recommendation, which is too small for long batches with many heads."""
 RAGGED, PAGED = "BatchPrefillWithRaggedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 DECODE, MLA = "BatchDecodeWithPagedKVCacheWrapper", "BatchMLAPagedAttentionWrapper"
 KERNELS = {"prefill": ("auto", "fa2", "fa3"), "decode": ("auto", "fa2", "fa3", "cuda_cores")}
@@ -19,7 +19,7 @@ KERNELS = {"prefill": ("auto", "fa2", "fa3"), "decode": ("auto", "fa2", "fa3", "
 
 @memo
 def wrapper_class(name):
-    """:raises ImportError: no library, or a release whose `plan` does not take what is used below."""
+    """Return a wrapper class. :raises ImportError: if the library is missing, or its `plan` lacks an argument used below."""
     found = getattr(import_module("flashinfer.mla" if name == MLA else "flashinfer"), name)
     wanted = {"sm_scale", "q_data_type", "kv_data_type"} | ({"kv_len_arr"} if name == MLA else {"window_left", "logits_soft_cap"})
     known = inspect.signature(found.plan).parameters
@@ -30,13 +30,13 @@ def wrapper_class(name):
 
 @memo
 def workspace(device):
-    """One for all layers of a device, whose kernels run one after the other."""
+    """Return a device's workspace, shared by all layers because their kernels run in sequence."""
     return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
 
 
 class FlashInfer(AttentionBackend):
-    """The library plans on the host, once a step, from exact lengths: before each replay of its own CUDA graphs too, when an
-    engine knows upper bounds alone. So no decode is captured."""
+    """All phases with FlashInfer. Decode is not captured in CUDA graphs: the library plans on the host from exact lengths, before
+    each replay too, and at that time the engine knows only upper bounds."""
 
     name = "flashinfer"
     capabilities = Capabilities(
@@ -58,7 +58,7 @@ class FlashInfer(AttentionBackend):
         for phase, chosen in self._kernels.items():
             if chosen not in KERNELS[phase]:
                 raise HeadwayError(f"--attn-opt flashinfer.{phase}: needs one of {', '.join(KERNELS[phase])}, got {chosen!r}")
-        self._wrapper = memo(self._make)  # each part of a step has its own, since both are planned before either runs
+        self._wrapper = memo(self._make)  # one per part of a step, since both are planned before either runs
 
     @classmethod
     def available(cls):
@@ -94,7 +94,7 @@ class FlashInfer(AttentionBackend):
         return wrapper_class(kind)(memory, layout, use_tensor_cores=tensor_cores, backend=kernels if tensor_cores else "auto")
 
     def plan(self, metadata):
-        """Once a step: which wrapper, the wrapper, and its tokens, after which rows of padding come; None without any key."""
+        """Once per step: return (kind, wrapper, number of tokens without padding), or None if no sequence has keys."""
         spec, size, phase = self.spec, self.block_size, metadata.phase
         live = int((metadata.seq_lens_cpu > 0).sum())
         if not live:
@@ -105,7 +105,7 @@ class FlashInfer(AttentionBackend):
         ends, last = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), lens - (counts - 1) * size
         heads, causal = (spec.num_heads, spec.num_kv_heads, spec.head_dim), {"causal": True}
         types = {"sm_scale": spec.scale, "q_data_type": spec.dtype, "kv_data_type": spec.cache_dtype}
-        # window_left: keys to the left of a query's own; -1 is all of them.
+        # window_left: number of keys to the left of the query; -1 means all.
         scores = {"window_left": (spec.sliding_window or 0) - 1, "logits_soft_cap": spec.softcap or 0.0, **types}
         if spec.value_in_key:
             dims = {"head_dim_ckv": spec.v_head_dim, "head_dim_kpe": spec.head_dim - spec.v_head_dim, "page_size": size}
@@ -122,7 +122,7 @@ class FlashInfer(AttentionBackend):
         return kind, wrapper, int(starts[-1])
 
     def decode(self, q, cache, plan, out):
-        """One or several of the newest tokens of each sequence."""
+        """Attend with the newest tokens of each sequence, one or several."""
         if plan is None:
             return
         kind, wrapper, count = plan
@@ -134,7 +134,7 @@ class FlashInfer(AttentionBackend):
             wrapper.run(q, (cache.key, cache.value), out=out)
 
     def prefill(self, q, k, v, cache, plan, out):
-        """Prompts from this step's k and v, whatever the layout; longer chunks over the cache."""
+        """Attend over this step's k and v for prompts without context, otherwise over the cache."""
         if plan is not None and plan[0] == RAGGED:
             plan[1].run(q, k, v, out=out)
         else:

@@ -1,7 +1,7 @@
-"""torch's FlexAttention over the paged cache as a backend: a block mask picks the pages, functions of positions do the rest.
+"""torch's FlexAttention over the paged cache as a backend: a block mask selects pages, and mask_mod and score_mod do the rest.
 
-The method is that of Dong et al. 2024 (arXiv 2412.05496, section on paged attention): the keys of the whole pool are one long
-sequence, the block mask lists the pages that a tile of queries reads, and a table leads from a page to its place in the sequence.
+The method follows Dong et al. 2024 (arXiv 2412.05496, section on paged attention): the keys of the whole pool are one long
+sequence, the block mask lists the pages that a query tile reads, and a table maps a page to its position in the sequence.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from headway import hookimpl
 from headway.contract import ALL_PHASES, NHD, AttentionBackend, BackendInfo, Capabilities, Support, announce_compilation
 
 Q_BLOCK = 128
-"""Queries of a block of the mask."""
+"""Number of queries per block of the mask."""
 
 
 class Step(NamedTuple):
-    """A step in tiles: up to `tile` queries of one sequence each."""
+    """Plan of a step, split into tiles of up to `tile` queries of one sequence."""
 
     mods: Any
-    """Number of pages of the pool -> block mask and score_mod."""
+    """Function from the number of pages in the pool to (block mask, score_mod)."""
     rows: Tensor
-    """int64 [num_tiles * tile]: the token whose query stands there; 0 where none does."""
+    """int64 [num_tiles * tile]: token of each query; 0 for padding."""
     places: Tensor
-    """int64 [num_tokens]: where in `rows` each token stands."""
+    """int64 [num_tokens]: index of each token in `rows`."""
     tile: int
 
 
 class Flex(AttentionBackend):
-    """One path for all phases. Sizes are rounded up, since torch compiles anew for each: in some four seconds on a CPU."""
+    """All phases by one method. Sizes are rounded up, since torch compiles for each size, about four seconds on a CPU."""
 
     name = "flex"
-    # exact_host_lengths: the tiles follow from the lengths on the host, so that no decode is captured in a CUDA graph.
+    # exact_host_lengths: tiles depend on the lengths on the host, so decode is not captured in a CUDA graph.
     capabilities = Capabilities(
         phases=ALL_PHASES,
         layouts=(NHD,),
@@ -68,7 +68,7 @@ class Flex(AttentionBackend):
     @classmethod
     def supports(cls, spec, layout, block_size, phase):
         support = super().supports(spec, layout, block_size, phase)
-        if (spec.device.type, spec.dtype) != ("cuda", torch.float32) or spec.head_dim <= 128:  # more exceeds shared memory
+        if (spec.device.type, spec.dtype) != ("cuda", torch.float32) or spec.head_dim <= 128:  # larger heads exceed shared memory
             return support
         return support & Support.no("head_dim", "at most 128 in float32 on a GPU", str(spec.head_dim), "--dtype bfloat16")
 
@@ -79,12 +79,12 @@ class Flex(AttentionBackend):
         return Support.no("cache", "blocks that follow one another in memory", "gaps between them", "--attn-backend sdpa")
 
     def plan(self, metadata):
-        """Once a step: which tokens are in which tile, and which pages a tile reads."""
+        """Once per step: return the tiles and the pages that each tile reads."""
         size, window, device = self.block_size, self.spec.sliding_window, metadata.block_table.device
-        # A tile of 1 would do for decode, but the CPU's code for it does not compile (torch 2.13).
+        # A tile of 1 would suffice for decode, but does not compile on a CPU (torch 2.13).
         tile = next(each for each in (2, 16, Q_BLOCK) if metadata.max_query_len <= each or each == Q_BLOCK)
         tiles = [(seq, first) for seq, n in enumerate(metadata.query_lens) for first in range(0, n, tile)]
-        shape = next(8**power for power in range(1, 9) if len(tiles) <= 8**power)  # a tile of padding reads no page
+        shape = next(8**power for power in range(1, 9) if len(tiles) <= 8**power)  # padding tiles read no page
         positions, rows = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, tile, dtype=torch.int64)
         starts, places, reads = metadata.query_start_loc_cpu.tolist(), [torch.zeros(0, dtype=torch.int64)], []
         for number, (seq, first) in enumerate(tiles):
@@ -92,14 +92,14 @@ class Flex(AttentionBackend):
             places.append(torch.arange(n) + number * tile)
             rows[number, :n] = torch.arange(n) + starts[seq] + first
             positions[number] = before = metadata.kv_lens[seq] - metadata.query_lens[seq] + first
-            oldest = 0 if window is None else max(before - window + 1, 0) // size  # pages behind the window are not read
+            oldest = 0 if window is None else max(before - window + 1, 0) // size  # pages before the window are not read
             reads.append((oldest, metadata.block_table_cpu[seq, oldest : max(-(-(before + n) // size), 0)]))
         positions = positions.to(device)
 
         @memo
         def mods(num_pages):
             counts, pages = torch.zeros(shape, 1, 1, dtype=torch.int32), torch.zeros(shape, 1, 1, num_pages, dtype=torch.int32)
-            back = torch.full((shape, num_pages), -1, dtype=torch.int32)  # page -> its place in the tile's sequence
+            back = torch.full((shape, num_pages), -1, dtype=torch.int32)  # page -> its index in the tile's sequence
             for number, (oldest, own) in enumerate(reads):
                 counts[number], pages[number, 0, 0, : len(own)] = len(own), own
                 back[number, own.long()] = torch.arange(oldest, oldest + len(own), dtype=torch.int32)
@@ -130,7 +130,7 @@ class Flex(AttentionBackend):
         return mask, None if softcap is None and slopes is None else changed
 
     def decode(self, q, cache, plan, out):
-        """Any number of the newest tokens of each sequence."""
+        """Attend with any number of new tokens per sequence."""
         mask, score_mod = plan.mods(len(cache.key))
         key, value = (each.flatten(0, 1).transpose(0, 1)[None] for each in (cache.key, cache.value))
         tiles = q.index_select(0, plan.rows).unflatten(0, (-1, plan.tile)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What the test imports lies beside it and in tests/support; `make test-ray` runs it."""
+"""Import paths for the test: its folder and tests/support. `make test-ray` runs it."""
 
 import os
 import sys
@@ -6,4 +6,4 @@ from pathlib import Path
 
 SUPPORT = Path(__file__).parents[2] / "tests" / "support"
 sys.path[:0] = [str(Path(__file__).parent), str(SUPPORT), *map(str, SUPPORT.glob("*/"))]
-os.environ["RAY_AUTH_MODE"] = "disabled"  # for a cluster of this process alone; else Ray leaves a token in the home folder
+os.environ["RAY_AUTH_MODE"] = "disabled"  # the cluster belongs to this process; otherwise Ray writes a token to the home folder

@@ -3,11 +3,10 @@
     pip install "headway[serve]" "ray[serve]" pyarrow
     serve run replicas:app model=Qwen/Qwen3-0.6B gpus=1 min_replicas=1 max_replicas=4
 
-A replica is a process with the whole OpenAI API, and has its model and engine in a child process, as `headway serve` does. In
-front of the replicas stands an ingress without a model: it reads a request's body once, so that Ray's router sees the prompt,
-and passes on what a replica answers. Ray starts a new replica for one that has died. What the dead one had not begun to answer
-goes to another replica; a stream that had begun ends with an error event, for nobody can know which of its tokens the client has
-read.
+A replica is a process with the whole OpenAI API and, as in `headway serve`, a child process for model and engine. An ingress
+without a model receives requests: it reads the body, so that Ray's router sees the prompt, and forwards the replica's response.
+Ray replaces a replica that has died. Requests that it had not begun to answer go to another replica. A stream that had begun
+ends with an error event, because it is unknown which of its tokens the client has read.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from starlette.responses import Response, StreamingResponse
 log = logging.getLogger("ray.serve")
 
 ATTEMPTS = 3
-"""Replicas that are asked before a request is given up."""
+"""Maximum number of replicas to try for a request."""
 Message = dict[str, Any]
-"""Of ASGI."""
+"""ASGI message."""
 
 
 @dataclass
 class Asked:
-    """A request on its way to a replica."""
+    """A request that is forwarded to a replica."""
 
     scope: dict[str, Any]
     body: bytes
     prompt: str
-    """What Ray's router compares: requests with the same beginning go to the same replica, which finds it in its prefix cache."""
+    """Text for Ray's router, which sends requests with a common prefix to the same replica, for prefix cache hits."""
 
 
 @serve.deployment
 class Replica:
-    """One engine, and the API over it."""
+    """One engine and its API."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        """options: those of AsyncLLM."""
+        """options: keyword arguments of AsyncLLM."""
         from headway import AsyncLLM, EngineArgs
         from headway.server.app import create_app
         from headway.server.options import ServerOptions
@@ -61,7 +60,7 @@ class Replica:
         self._name = serve.get_replica_context().replica_id.unique_id.encode()
 
     async def answer(self, asked: Asked) -> AsyncGenerator[Message, None]:
-        """The messages with which the API answers."""
+        """Yield the ASGI messages of the API's response."""
         told: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=64)
         unread, left = [{"type": "http.request", "body": asked.body, "more_body": False}], asyncio.Event()
 
@@ -83,13 +82,13 @@ class Replica:
                 if message["type"] == "http.response.start":
                     message = {**message, "headers": [*message["headers"], (b"x-replica", self._name)]}
                 yield message
-        finally:  # also where the client has gone: the engine must not go on for nobody
+        finally:  # also if the client has disconnected: stop generating
             left.set()
             await asyncio.sleep(0)
             running.cancel()
 
     async def check_health(self) -> None:
-        """Ray asks; a replica whose engine has ended is replaced."""
+        """Check the engine. Ray calls this and replaces a replica whose engine has stopped."""
         await self._llm.check_health()
 
     def __del__(self) -> None:
@@ -99,13 +98,13 @@ class Replica:
 
 @serve.deployment(max_ongoing_requests=1000)
 class Ingress:
-    """Passes requests on to replicas."""
+    """Entry point that forwards requests to replicas."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas.options(stream=True)
 
     async def __call__(self, request: Request) -> Response:
-        """Have a replica answer; another one, where it dies before it has begun."""
+        """Forward a request to a replica, and to another one if it dies before it has begun to answer."""
         body = await request.body()
         scope = {key: request.scope[key] for key in ("method", "path", "raw_path", "query_string", "headers", "http_version")}
         asked = Asked({**scope, "scheme": "http", "root_path": ""}, body, prompt_of(request.url.path, body))
@@ -132,7 +131,7 @@ def _with_headers(response: Response, start: Message) -> Response:
 
 
 async def _rest(messages: DeploymentResponseGenerator) -> AsyncIterator[bytes]:
-    """The parts of a stream; one that stops before its end says so, whatever the reason."""
+    """Yield the parts of a stream, and an error event if it stops before its end."""
     ended = False
     try:
         async for message in messages:
@@ -147,7 +146,7 @@ async def _rest(messages: DeploymentResponseGenerator) -> AsyncIterator[bytes]:
 
 
 def _ended(message: Message) -> bool:
-    """Whether a message is the last of its answer."""
+    """Return whether a message is the last of its response."""
     return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
@@ -156,19 +155,19 @@ def _error(text: str) -> bytes:
 
 
 def prompt_of(path: str, body: bytes) -> str:
-    """The text by which requests are compared, never empty: of a chat its messages one after the other, else the prompt."""
+    """Return the non-empty text by which the router compares requests: a chat's messages, or the prompt."""
     try:
         asked = json.loads(body)
         found = asked.get("messages", asked.get("prompt"))
     except (ValueError, AttributeError):
-        found = None  # a replica answers what is wrong with it
+        found = None  # the replica reports the error
     return path if not found else found if isinstance(found, str) else json.dumps(found)
 
 
 def router() -> RequestRouterConfig:
-    """Ray's router by common prefixes; where this Ray has none, its usual one."""
+    """Return Ray's prefix-aware router, or its default router if this version of Ray has none."""
     try:
-        from ray.serve.llm.request_router import PrefixCacheAffinityRouter  # needs vLLM or SGLang to be installed as well
+        from ray.serve.llm.request_router import PrefixCacheAffinityRouter  # also needs vLLM or SGLang to be installed
     except ImportError:
         try:
             from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
@@ -179,10 +178,10 @@ def router() -> RequestRouterConfig:
 
 
 def app(args: dict[str, Any]) -> Application:
-    """The application; `serve run` hands `name=value` over as args.
+    """Return the application. `serve run` passes `name=value` arguments as `args`.
 
-    model: as for `headway serve`. min_replicas, max_replicas. requests: how many a replica should have at once. cpus and gpus: of
-    each replica. All others are options of AsyncLLM; their texts are read as YAML, `deterministic=true` or `max_num_seqs=64`.
+    model: as for `headway serve`. min_replicas, max_replicas: numbers of replicas. requests: target number of concurrent requests
+    per replica. cpus, gpus: numbers per replica. Others are options of AsyncLLM with values as YAML, such as `max_num_seqs=64`.
     """
     args = {"model": "smollm2", "min_replicas": 1, "max_replicas": 2, "requests": 32, "cpus": 1, "gpus": 0, **args}
     model, least, most, requests, cpus, gpus = (

@@ -44,17 +44,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Answer(NamedTuple):
-    """What became of a request."""
+    """Outcome of a request."""
 
     tokens: list[int]
-    """Those that came before anything went wrong."""
+    """Tokens received before an error."""
     wrong: str
-    """What went wrong, or ""."""
+    """Error message, or ""."""
     replica: str
 
 
 def complete(prompt: str, streamed: bool = False, begun: list[str] | None = None) -> Answer:
-    """begun: where the replica of an answer that has begun is noted."""
+    """Send a request. begun: list to which the replica of a started response is appended."""
     body = {**LONG, "prompt": prompt, "stream": streamed}
     with httpx.stream("POST", f"{URL}/v1/completions", json=body, timeout=240) as answer:
         replica = answer.headers.get("x-replica", "")
@@ -73,7 +73,7 @@ def complete(prompt: str, streamed: bool = False, begun: list[str] | None = None
 
 
 def processes() -> list[psutil.Process]:
-    """The processes of this test's replicas."""
+    """Return the processes of this test's replicas."""
     own = psutil.Process().children(recursive=True)
     return [each for each in own if "Replica:headway:Replica" in " ".join(each.cmdline())]
 
@@ -99,7 +99,9 @@ def test_requests_go_on_when_a_replica_is_killed(model: str) -> None:
     with ThreadPoolExecutor(len(jobs)) as pool:
         begun: list[str] = []
         running = [pool.submit(complete, *job, begun) for job in jobs]
-        while len(set(begun)) < 2 or len(begun) < 12:  # streams of both replicas; what is not streamed begins with its end
+        while (
+            len(set(begun)) < 2 or len(begun) < 12
+        ):  # streams of both replicas; a response that is not streamed begins when it ends
             time.sleep(0.001)
         os.kill(before[0].pid, signal.SIGKILL)
         found = [each.result() for each in running]
@@ -123,7 +125,7 @@ def test_requests_go_on_when_a_replica_is_killed(model: str) -> None:
 
 
 def first_other(tokens: list[int], whole: list[int]) -> int | None:
-    """The first place at which tokens are not those of the whole answer that they begin; None: there is none."""
+    """Return the first index at which the tokens differ from the complete answer, or None if they are a prefix of it."""
     return next((at for at, token in enumerate(tokens) if whole[at : at + 1] != [token]), None)
 
 

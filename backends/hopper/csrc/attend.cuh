@@ -1,7 +1,8 @@
-// A warpgroup that multiplies: 64 rows of each item against its keys, from the last tile to the first.
+// An MMA warpgroup: processes 64 query rows of each item against its keys, from the last tile to the first.
 //
-// Two overlaps, both FlashAttention-3's (Shah et al. 2024): the scores of the next tile are computed while the weights of this one
-// multiply its values, and the warpgroups take turns, so that one multiplies while another exponentiates.
+// It overlaps work as FlashAttention-3 does (Shah et al. 2024): the next tile's scores are computed while this tile's weights are
+// multiplied
+// with its values, and warpgroups alternate, so that one uses the tensor cores while another computes exponentials.
 #pragma once
 
 #include "copy.cuh"
@@ -9,7 +10,7 @@
 
 namespace hopper {
 
-// q, k: where the warpgroup's 64 rows of queries and the tile of keys begin.
+// q, k: start of the warpgroup's 64 query rows and of the key tile.
 __device__ __forceinline__ void score_products(float (&scores)[KEYS / 2], u32 q, u32 k) {
   const u32 rows = operand(q, 0), keys = operand(k, 0);
 #pragma unroll
@@ -29,7 +30,7 @@ __device__ __forceinline__ void value_products(float (&sums)[V_HEAD_DIM / 2], co
   products_commit();
 }
 
-// Rows [present, KEYS) of a tile of values become zero: a weight of zero does not silence a NaN there.
+// Zero rows [present, KEYS) of a value tile: a weight of zero does not cancel NaN.
 __device__ __forceinline__ void clear_values(u32 v, int present, int group, int thread) {
 #pragma unroll 1
   for (int i = present * V_PANELS * 8 + thread; i < KEYS * V_PANELS * 8; i += 128) {
@@ -66,7 +67,7 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
       sight.high[r] = before + min(first_token + (row + 8 * r) / arguments.group, last_token) + 1;
       sight.low[r] = WINDOW ? sight.high[r] - arguments.window : 0;
     }
-    // Tiles below `clear` and from `inside` on need no mask: every row of the block of threads sees all of their keys.
+    // Tiles between `clear` and `inside` need no mask: every row of the thread block sees all of their keys.
     const int clear = (before + first_token + 1) / KEYS;
     const int inside = WINDOW ? (max(before + last_token + 1 - arguments.window, 0) + KEYS - 1) / KEYS : 0;
     const int lane_key = 2 * (lane % 4);
@@ -133,7 +134,7 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
       }
       add = 1;
     }
-    // Nobody reads the queries any more.
+    // The queries are not read any more.
     if (leads) barrier_arrive(base + Layout::q_empty + 8 * q.index);
     q.advance();
     wait_for_values(item.first);

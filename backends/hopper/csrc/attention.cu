@@ -1,7 +1,8 @@
-// Attention over packed sequences whose keys and values lie in this step's tensors or in a paged cache: prefill, extend, verification.
+// Attention over packed sequences with keys and values in this step's tensors or in a paged cache: prefill, extend, verification.
 //
-// Persistent: as many programs as multiprocessors, each taking items (shape.cuh) from a queue. In each, one warpgroup copies (copy.cuh) and
-// one to three multiply (attend.cuh).
+// Persistent: one program per SM, each taking items (shape.cuh) from a queue. For each item, one warpgroup copies (copy.cuh) and one to
+// three
+// run MMAs (attend.cuh).
 #include "attend.cuh"
 
 using namespace hopper;

@@ -1,12 +1,12 @@
-// The warpgroup that copies: one warp takes items from the queue and copies keys, one copies values, one copies queries.
+// The producer warpgroup: one warp takes items from the queue and copies keys, one copies values, one copies queries.
 #pragma once
 
 #include "shape.cuh"
 
 namespace hopper {
 
-// Copies tiles of keys or of values, lane by lane one box of BOX slots and 64 elements. Keys and values have a warp each: a warp starts
-// one box after the other, which for small blocks takes longer than the products.
+// Copies tiles of keys or of values; each lane copies one box of BOX slots x 64 elements. Keys and values have separate warps, because a
+// warp issues its boxes one after the other, which for small blocks takes longer than the MMAs.
 template <int PANELS>
 struct TileCopy {
   static_assert(BOXES * PANELS <= 32, "a lane for each box");
@@ -16,7 +16,7 @@ struct TileCopy {
   int lane;
   Ring<STAGES> ring;
 
-  // Which block a lane's box of a tile lies in: asked for one tile ahead, since the answer comes from memory.
+  // Block that contains a lane's box of a tile, loaded one tile ahead to hide memory latency.
   __device__ __forceinline__ int block(const Arguments& arguments, const Item& item, int tile) const {
     const int slot = tile * KEYS + lane % BOXES * BOX;
     if (!PAGED || tile < item.first || slot >= item.kv_len) return 0;
@@ -39,7 +39,7 @@ struct TileCopy {
   }
 };
 
-// Where an item of the queue lies: sections of kv heads one after the other, in each the longest items first, head by head.
+// Position of an item in the queue: sections of kv heads in turn; within a section the longest items first, head by head.
 __device__ __forceinline__ int item_of(const Arguments& arguments, int index, int& head) {
   const int whole = arguments.num_items * arguments.section, first = index / whole * arguments.section;
   const int heads = min(arguments.section, arguments.num_kv_heads - first), within = index % whole;
@@ -47,11 +47,11 @@ __device__ __forceinline__ int item_of(const Arguments& arguments, int index, in
   return within / heads;
 }
 
-// Takes items one by one, the longest first, until there are none, shows them to the other warps, and copies their keys. Each program
-// begins with the item of its own number.
+// Takes items, the longest first, until the queue is empty, publishes them to the other warps, and copies their keys. Each program begins
+// with the item that has its own index.
 __device__ __forceinline__ void copy_keys(u32 base, const TensorMap& map, const Arguments& arguments, int lane) {
   const int total = arguments.num_items * arguments.num_kv_heads;
-  // A lane's word of an item; the last lane's is the kv head, negative behind the end.
+  // A lane's word of an item. The last lane's is the kv head, negative after the end of the queue.
   const auto fetch = [&](int index) {
     if (index >= total) return lane == ITEM_INTS - 1 ? -1 : 0;
     int head;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void copy_keys(u32 base, const TensorMap& map, const 
     if (lane == 0) barrier_arrive(base + Layout::item_full + 8 * shown.index);
     shown.advance();
     if (item.head < 0) break;
-    // The next item is asked for when this one is nearly copied: whoever asked at once would take another long one beside a long one.
+    // The next item is taken when this one is nearly copied: taken earlier, a program with a long item would take another long one.
     const int asking = min(item.last - 1, item.first + 1);
     int next = 0, block = copy.block(arguments, item, item.last - 1);
 #pragma unroll 1
@@ -85,7 +85,7 @@ __device__ __forceinline__ void copy_keys(u32 base, const TensorMap& map, const 
     }
     word = fetch(__shfl_sync(~0u, next, 0));
   }
-  // The last program to end leaves the queue as it found it.
+  // The last program to finish resets the queue.
   if (lane == 0) {
     __threadfence();
     if (atomicAdd(arguments.queue + 1, 1) == static_cast<int>(gridDim.x) - 1) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void copy_keys(u32 base, const TensorMap& map, const 
   }
 }
 
-// Waits for the next item, and lets go of it when it is read. warp_leads: one thread of each warp.
+// Waits for the next item, and releases its buffer after reading. warp_leads: one thread per warp.
 __device__ __forceinline__ Item next_item(u32 base, Ring<2>& shown, bool warp_leads) {
   barrier_wait(base + Layout::item_full + 8 * shown.index, shown.parity);
   const Item item = read_item(base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)));
@@ -121,8 +121,8 @@ __device__ __forceinline__ void copy_values(u32 base, const TensorMap& map, cons
   }
 }
 
-// The queries of each item: of its tokens, the heads that share the kv head. Tokens of the next sequence may come along; their rows are
-// worked on and not stored.
+// Copies each item's queries: for its tokens, the heads that share the kv head. Tokens of the next sequence may be included; their rows are
+// computed but not stored.
 __device__ __forceinline__ void copy_queries(u32 base, const TensorMap& map, const Arguments& arguments, int lane) {
   Ring<2> shown;
   Ring<QUERY_STAGES> q;

@@ -1,11 +1,11 @@
-// Decode over a paged cache: one kernel reads, merges and writes. For few query rows the time is latency, and else that of reading keys.
+// Split-KV decode over a paged cache: one kernel reads, merges and writes. Few query rows are bound by latency, many by key loads.
 //
-// Grid: chunks of keys times kv heads (and tiles of query rows). The warps of a block take tiles of TILE keys in turn, each through a
-// ring of its own in shared memory, so that none waits for another before all sums are there. Queries are the narrow side of the products: scores
-// are [keys, rows] = K Q', sums [dim, rows] = V' P', eight rows at a time, where the usual way round would fill sixteen.
+// Grid: chunks of keys x kv heads (x tiles of query rows). The warps of a thread block take tiles of TILE keys in turn, each through its
+// own ring in shared memory, so warps wait for each other only before the final merge. Queries are the narrow operand of the MMAs: scores
+// are [keys, rows] = K Q', accumulators [dim, rows] = V' P', eight rows at a time; the usual orientation would need sixteen.
 //
-// What does not depend on the kernel before this one is done before the wait (programmatic dependent launch): the chunk and its blocks are read,
-// and the first keys and values are brought to the L2 cache. They are read after it, at once with the queries.
+// Before the programmatic-dependent-launch wait, the kernel does what does not depend on the previous kernel: it reads the chunk and its
+// block numbers and prefetches the first keys and values to L2. Keys and values are loaded after the wait, together with the queries.
 #include "warp.cuh"
 
 namespace hopper {
@@ -48,7 +48,7 @@ struct Chunk {
   }
 };
 
-// The tiles of one warp: where they begin, and in which blocks they lie.
+// The tiles of one warp: index of the first one, and the blocks that hold them.
 struct Tiles {
   const int* table;
   int first, count, known, blocks;  // blocks: of this lane's tile among the 32 from `known` on
@@ -65,7 +65,7 @@ struct Tiles {
     known = number;
     blocks = number + lane < count ? table[key(number + lane) / BLOCK_SIZE] : 0;
   }
-  // Every lane must ask for the same.
+  // All lanes must call this with the same argument.
   __device__ __forceinline__ int block(int number, int lane) {
     if (number >= known + 32) look_up(number, lane);
     return __shfl_sync(~0u, blocks, number - known);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void bring_near(const DecodeArguments& a, Tiles& tile
   }
 }
 
-// Ask for a tile; rows from `limit` on as zeros, for 0 times what lies there may be no number.
+// Start loading a tile. Rows from `limit` on are zero-filled, since their memory may hold NaN and 0 * NaN is NaN.
 __device__ __forceinline__ void copy_tile(const DecodeArguments& a, Tiles& tiles, u32 to, int number, int kv_head, int limit, int lane) {
   const int key = tiles.key(number), block = tiles.block(number, lane), slot = key % BLOCK_SIZE;
   const u16* const k = a.key + block * a.k_block + slot * a.k_slot + kv_head * a.k_head;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void copy_tile(const DecodeArguments& a, Tiles& tiles
   }
 }
 
-// The sums of one warp. Columns of scores and sums are query rows: of a thread 8 block + 2 (lane % 4) and the next.
+// Accumulators of one warp. Columns of scores and accumulators are query rows: a thread has columns 8 block + 2 (lane % 4) and the next.
 struct Sums {
   float acc[STEPS][ROW_BLOCKS][4];
   float largest[ROW_BLOCKS][2], total[ROW_BLOCKS][2];  // total: of this thread's keys alone
@@ -139,7 +139,7 @@ struct Queries {
   }
 };
 
-// Fold TILE keys from `key` on into the sums: in base 2, as the scale has log2(e) in it.
+// Update the accumulators with TILE keys from `key` on, in base 2 (the scale includes log2(e)).
 __device__ __forceinline__ void fold(
     const DecodeArguments& a, const Chunk& chunk, const Queries& queries, Sums& sums, u32 from, int key, int first_row, int lane) {
   float scores[ROW_BLOCKS][4] = {};
@@ -192,7 +192,7 @@ __device__ __forceinline__ void fold(
   }
 }
 
-// What is new of a sequence: a piece of its key, or of its value, for each lane.
+// A sequence's new key and value: one 16-byte chunk of either per lane.
 struct NewRow {
   uint4 piece[NEW_PIECES];
 
@@ -205,7 +205,7 @@ struct NewRow {
       if (c < 2 * PIECES) piece[i] = *reinterpret_cast<const uint4*>(from);
     }
   }
-  // Put it into a tile in shared memory, and into the cache.
+  // Write it to a tile in shared memory, and to the cache.
   __device__ __forceinline__ void store(const DecodeArguments& a, u32 tile, int block, int slot, int kv_head, int lane) const {
 #pragma unroll
     for (int i = 0; i < NEW_PIECES; ++i) {
@@ -221,7 +221,7 @@ struct NewRow {
   }
 };
 
-// What the warps of a block, and later the blocks of a sequence, add up: in shared memory, where the rings were.
+// Results to merge over the warps of a thread block, and then over a sequence's thread blocks; in shared memory, reusing the rings.
 struct Shared {
   float (*acc)[ROWS][SUM_ROW];  // [WARPS]
   float (*largest)[ROWS];       // [WARPS]
@@ -267,7 +267,7 @@ struct Merged {
   __device__ __forceinline__ float lse() const { return total > 0.0f ? largest + log2_approx(total) : NEVER; }
 };
 
-// Write four elements of a query row. column: of the row, in fours.
+// Write four elements of a query row. column: index of the group of four.
 __device__ __forceinline__ void finish(const DecodeArguments& a, const Chunk& chunk, Merged merged, int kv_head, int row, int column) {
   if (row >= chunk.query_len * GROUP) return;
   const int head = kv_head * GROUP + row % GROUP, token = chunk.token + row / GROUP;
@@ -300,7 +300,7 @@ __device__ __forceinline__ void merge_warps(
   }
 }
 
-// Merge what the blocks of a sequence have left, PARTS at a time so that their loads overlap.
+// Merge the partial results of a sequence's thread blocks, PARTS at a time so that their loads overlap.
 __device__ __forceinline__ void merge_chunks(const DecodeArguments& a, const Chunk& chunk, int item, int kv_head, int first_row) {
   constexpr int PARTS = 8;
   for (int v = threadIdx.x; v < ROWS * (HEAD_DIM / 4); v += THREADS) {

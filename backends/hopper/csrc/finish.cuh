@@ -1,14 +1,14 @@
-// What follows an item's last tile: the sums are divided and stored, or, where programs share the rows, left for the last of them to merge.
+// After an item's last tile: divide and store the accumulators or, with split keys, write a partial result, merged by the last program.
 #pragma once
 
 #include "softmax.cuh"
 
 namespace hopper {
 
-// Of each thread of a warpgroup: its sums, then the maximum and the sum of its two rows.
+// Per thread of a warpgroup: its accumulators, then the maximum and the sum of its two rows.
 constexpr int PARTIAL_FLOATS = 128 * (V_HEAD_DIM / 2 + 4);
 
-// Divide, and store the rows that exist. softmax.sum: of whole rows.
+// Divide, and store the existing rows. softmax.sum: sums over complete rows.
 __device__ __forceinline__ void store(const Arguments& arguments, const Item& item, int row, int lane, const Softmax& softmax,
                                       float (&sums)[V_HEAD_DIM / 2]) {
   constexpr float LN2 = 0.6931471805599453f;
@@ -49,8 +49,8 @@ __device__ __forceinline__ void store(const Arguments& arguments, const Item& it
   }
 }
 
-// Leave this split's sums; whoever is the last of the item's splits adds all of them, always in the same order.
-// Returns whether this warpgroup is the last, and then holds the result.
+// Write this split's accumulators. The last of the item's splits to arrive adds all of them, always in the same order.
+// Returns whether this warpgroup is the last; it then holds the result.
 __device__ __forceinline__ bool merge(const Arguments& arguments, const Item& item, int group, int thread, Softmax& softmax,
                                       float (&sums)[V_HEAD_DIM / 2]) {
   const auto place = [&](int split) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ bool merge(const Arguments& arguments, const Item& it
   int* ticket = arguments.tickets + (item.ticket * arguments.num_kv_heads + item.head) * GROUPS + group;
   int arrived = 0;
   if (thread % 32 == 0) arrived = thread == 0 ? atomicAdd(ticket, 1) : 0;
-  // Thread 0 tells the others through the barrier's reduction.
+  // Thread 0 informs the others through the barrier's reduction.
   int last;
   asm volatile(
       "{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbarrier.red.or.pred q, %2, 128, p;\nselp.s32 %0, 1, 0, q;\n}\n"

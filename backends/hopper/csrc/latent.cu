@@ -1,7 +1,8 @@
-// Attention over a latent cache: decode, verification and short extensions of DeepSeek's absorbed layers.
+// MLA over a paged latent cache: decode, verification and short extends of DeepSeek's absorbed layers.
 //
-// Grid (clusters: of each chunk of keys those of the tiles of query rows, CLUSTER). One warp copies, one warpgroup scores all 576 elements
-// of a tile of keys and multiplies half of its values, another the other half (FlashMLA and FlashAttention-3 divide them so).
+// Grid (clusters: chunks of keys x tiles of query rows / CLUSTER, CLUSTER). One warp copies. One warpgroup computes the scores over all 576
+// elements of a key tile and multiplies half of its values; the other warpgroup multiplies the other half (as FlashMLA and
+// FlashAttention-3).
 #include "latent_attend.cuh"
 #include "latent_copy.cuh"
 
@@ -12,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
            const __grid_constant__ LatentArguments arguments) {
   extern __shared__ __align__(1024) char dynamic[];
   const u32 base = (shared_address(dynamic) + 1023) & ~1023u;
-  // The same in all threads of a warp, as the compiler must know where warps part.
+  // Equal in all threads of a warp, so that the compiler sees warp-uniform branches.
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     prefetch_map(query_map);

@@ -1,11 +1,12 @@
-// Attention over latents: what a block of threads works on, and where things lie in its shared memory.
+// MLA: the work of a thread block, and its shared memory layout.
 //
-// A cached row of 576 elements is the key of all query heads and, its first 512, the value of all. A block of threads takes 64 query rows
-// (heads of one token, or all heads of neighbouring tokens) and a run of their sequence's keys. A tile of 64 keys is copied once, for key
-// and value, in three parts, each let go of as soon as it is read for the last time. Where a token has more heads than rows, the CLUSTER
-// blocks of its heads run together, and each copies a share of every tile into all of them.
+// A cached row of 576 elements is the key of all query heads; its first 512 elements are their value. A thread block takes 64 query rows
+// (heads of one token, or all heads of consecutive tokens) and a run of their sequence's keys. A tile of 64 keys is copied once, for key
+// and
+// value, in three parts; each part's buffer is released after its last read. If a token has more heads than rows, the CLUSTER thread blocks
+// of its heads run together, and each copies a share of every tile to all of them.
 //
-// Constants given by the compiler's command line, beside those of shape.cuh: HEADS and TOKENS (of a tile of query rows), CLUSTER.
+// Compile-time constants in addition to those of shape.cuh: HEADS and TOKENS (of a tile of query rows), CLUSTER.
 #pragma once
 
 #include "softmax.cuh"
@@ -36,7 +37,7 @@ struct LatentArguments {
   float scale;       // of scores, to the base-2 domain
 };
 
-// In bytes from a multiple of 1,024.
+// Byte offsets from a multiple of 1,024.
 struct LatentLayout {
   static constexpr u32 q = 0;
   static constexpr u32 k = q + K_PANELS * PANEL_BYTES;
@@ -47,7 +48,7 @@ struct LatentLayout {
 };
 static_assert(LatentLayout::bytes + 1023 <= SHARED_BYTES, "what the host asks for");
 
-// Named barriers between the two warpgroups that multiply.
+// Named barriers between the two MMA warpgroups.
 constexpr int TOLD = 7, HEARD = 8;
 
 __device__ __forceinline__ constexpr int first_panel(int part) { return part * HALF_PANELS; }
@@ -56,7 +57,7 @@ __device__ __forceinline__ u32 full_at(u32 base, int stage, int part) { return b
 __device__ __forceinline__ u32 empty_at(u32 base, int stage, int part) { return base + LatentLayout::empty + 8 * (stage * PARTS + part); }
 __device__ __forceinline__ u32 tile_at(u32 base, int stage) { return base + LatentLayout::k + stage * (K_PANELS * PANEL_BYTES); }
 
-// One thread of each warp tells all blocks that copy into this one that its warp reads a part of a tile no more.
+// One thread of each warp signals to all thread blocks that copy into this one that its warp has finished reading a part of a tile.
 __device__ __forceinline__ void let_go(u32 base, int stage, int part) {
   if (CLUSTER == 1) {
     barrier_arrive(empty_at(base, stage, part));
@@ -66,7 +67,7 @@ __device__ __forceinline__ void let_go(u32 base, int stage, int part) {
   }
 }
 
-// Blocks of a cluster work on the same tokens and the same keys, and differ in heads alone.
+// Thread blocks of a cluster work on the same tokens and keys, and differ only in heads.
 struct Work {
   int seq, kv_len;
   int first_token, last_token;  // of the sequence's query
@@ -77,7 +78,7 @@ struct Work {
   bool whole;                   // no other block has keys of these rows
   long long slot;               // number of the tile's first row among partial results
 
-  // Whether there is anything to do.
+  // Return whether there is any work.
   __device__ __forceinline__ bool read(const LatentArguments& arguments) {
     const int groups = arguments.tiles / CLUSTER, number = blockIdx.x / groups;
     const int tile = blockIdx.x % groups * CLUSTER + (CLUSTER > 1 ? blockIdx.y : 0), parts = arguments.heads / HEADS;

@@ -1,5 +1,5 @@
-// The two warpgroups that multiply. One scores a tile of keys, weighs it, and multiplies the first 256 columns of its values; the other is
-// told the weights and multiplies the other 256: the sums of 64 rows by 512 columns are too many for the registers of one.
+// The two MMA warpgroups. One computes the scores and weights of a key tile, and multiplies the first 256 columns of its values. The other
+// gets the weights and multiplies the other 256 columns: accumulators of 64 rows x 512 columns do not fit one warpgroup's registers.
 #pragma once
 
 #include "latent_store.cuh"
@@ -16,7 +16,7 @@ __device__ __forceinline__ void score_part(float (&scores)[KEYS / 2], u32 rows, 
   }
 }
 
-// Scores of a tile, part by part as they arrive.
+// Compute the scores of a tile, part by part as they arrive.
 __device__ __forceinline__ void score_products(float (&scores)[KEYS / 2], u32 base, const Ring<STAGES>& ring) {
   const u32 rows = operand(base + LatentLayout::q, 0), keys = operand(tile_at(base, ring.index), 0);
   const u32 full = full_at(base, ring.index, 0);
@@ -26,7 +26,7 @@ __device__ __forceinline__ void score_products(float (&scores)[KEYS / 2], u32 ba
   products_commit();
 }
 
-// sums += weights times the values of a warpgroup's columns.
+// acc += weights x values, for a warpgroup's columns.
 __device__ __forceinline__ void value_products(float (&sums)[HALF_COLUMNS / 2], const u32 (&weights)[KEYS / 4], u32 tile, int half) {
   const u32 values = operand(tile + half * (HALF_PANELS * PANEL_BYTES), PANEL_BYTES);
 #pragma unroll
@@ -34,7 +34,7 @@ __device__ __forceinline__ void value_products(float (&sums)[HALF_COLUMNS / 2], 
   products_commit();
 }
 
-// Rows of values behind the sequence's end become zero: a weight of zero does not silence a NaN there.
+// Zero the rows of values after the sequence's end: a weight of zero does not cancel NaN.
 __device__ __forceinline__ void clear_values(u32 tile, int present, int half, int thread) {
 #pragma unroll 1
   for (int i = present * (HALF_PANELS * 8) + thread; i < KEYS * (HALF_PANELS * 8); i += 128) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void rescale(float (&sums)[HALF_COLUMNS / 2], const f
   for (int i = 0; i < HALF_COLUMNS / 2; ++i) sums[i] *= keep[i / 2 % 2];
 }
 
-// What a thread of the scoring warpgroup tells its partner, which holds the same rows.
+// Data that a thread of the scoring warpgroup passes to the thread of the other warpgroup with the same rows.
 struct Told {
   u32 words;  // of this thread
 
@@ -77,8 +77,8 @@ struct Told {
   }
 };
 
-// The scores of the next tile follow the products of this tile's values without a gap; while they are weighed, the other warpgroup
-// multiplies (Shah et al. 2024).
+// The MMAs for the next tile's scores directly follow those for this tile's values. While the softmax runs, the other warpgroup uses the
+// tensor cores (Shah et al. 2024).
 __device__ __forceinline__ void score_and_multiply(u32 base, const LatentArguments& arguments, const Work& work, int thread) {
   const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
   const bool leads = lane == 0;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void score_and_multiply(u32 base, const LatentArgumen
     pin(weights);
     products_begin();
     value_products(sums, weights, tile_at(base, v.index), 0);
-    // Where the next tile is late, the memory decides: values are let go of before it is waited for, so that copies never pause.
+    // If the next tile is late, memory is the bottleneck: release the value buffers before waiting, so that copies never pause.
     const bool late = !__shfl_sync(~0u, static_cast<int>(barrier_passed(full_at(base, k.index, 1), k.parity)), 0);
     if (late) {
       products_wait<0>();
@@ -165,7 +165,7 @@ __device__ __forceinline__ void score_and_multiply(u32 base, const LatentArgumen
   store_columns(arguments, work, sums, total, 0, thread);
 }
 
-// The other 256 columns. Scores were complete before their weights were told, so that this warpgroup alone lets go of its part of a tile.
+// The other 256 columns. Scores are complete before their weights are passed on, so only this warpgroup releases its part of a tile.
 __device__ __forceinline__ void multiply_told(u32 base, const LatentArguments& arguments, const Work& work, int thread) {
   const Told partner{base + LatentLayout::words + 4 * thread};
   float sums[HALF_COLUMNS / 2] = {}, keep[2];

@@ -1,4 +1,4 @@
-// The warp that copies queries, and keys tile by tile.
+// The producer warp: copies queries once, and keys tile by tile.
 #pragma once
 
 #include "latent.cuh"
@@ -16,10 +16,10 @@ __device__ __forceinline__ void copy_latents(u32 base, const TensorMap& query_ma
     }
   }
   __syncwarp();
-  // Of each part this block copies every CLUSTER-th panel: to all blocks of the cluster.
+  // Of each part, this thread block copies every CLUSTER-th 64-column panel, to all thread blocks of the cluster.
   const int box = lane % BOXES, place = lane / BOXES * CLUSTER + (CLUSTER > 1 ? blockIdx.y : 0);
   const int* blocks = arguments.table + work.seq * arguments.table_row;
-  // Block numbers are asked for one tile ahead, since they come from memory.
+  // Block numbers are loaded one tile ahead to hide memory latency.
   const auto block_of = [&](int tile) {
     const int slot = tile * KEYS + box * BOX;
     return tile < work.last && slot < work.kv_len ? blocks[slot / BLOCK_SIZE] : 0;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void copy_latents(u32 base, const TensorMap& query_ma
   for (int tile = work.first; tile < work.last; ++tile) {
     const int below = block_of(tile + 1);
     const int key = tile * KEYS, slot = key + box * BOX, boxes = min(BOXES, (work.kv_len - key + BOX - 1) / BOX);
-    // In the order in which the parts of the tile before are let go of, and read.
+    // In the order in which the previous tile's parts are read and released.
 #pragma unroll 1
     for (int i = 0; i < PARTS; ++i) {
       const int part = i == 0 ? PARTS - 1 : i - 1, panel = first_panel(part) + place;

@@ -1,11 +1,11 @@
-// What follows the last tile: sums are divided and stored, as the answer or as a part of it.
+// After the last tile: divide the accumulators and store them, as the output or as a partial result.
 #pragma once
 
 #include "latent.cuh"
 
 namespace hopper {
 
-// 256 columns of the rows. total: of each row's weights.
+// 256 columns of the rows. total: each row's sum of weights.
 __device__ __forceinline__ void store_columns(const LatentArguments& arguments, const Work& work, float (&sums)[HALF_COLUMNS / 2],
                                               const float (&total)[2], int half, int thread) {
   const int lane = thread % 32;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_columns(const LatentArguments& arguments, 
   }
 }
 
-// The logarithm of each row's sum, by the first of the four threads that hold the row.
+// The logarithm of each row's sum, stored by the first of the row's four threads.
 __device__ __forceinline__ void store_lse(const LatentArguments& arguments, const Work& work, const Softmax& softmax, const float (&total)[2],
                                           int thread) {
   constexpr float LN2 = 0.6931471805599453f;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_lse(const LatentArguments& arguments, cons
   }
 }
 
-// A chunk of which these rows see nothing: no weight, and sums that are numbers.
+// For a chunk in which these rows see no key: weight zero, and finite accumulators.
 __device__ __forceinline__ void store_nothing(const LatentArguments& arguments, const Work& work, int half, int thread) {
   float sums[HALF_COLUMNS / 2] = {};
   const float total[2] = {};

@@ -1,5 +1,5 @@
-// The instructions of compute capability 9.0a that C++ has no name for (PTX ISA 8.0, "Asynchronous warpgroup level matrix
-// instructions", "Data movement and conversion: cp.async.bulk", "mbarrier"). One function for each, and nothing else.
+// PTX instructions of compute capability 9.0a without a C++ equivalent (PTX ISA 8.0, "Asynchronous warpgroup level matrix instructions",
+// "Data movement and conversion: cp.async.bulk", "mbarrier"), one function per instruction.
 #pragma once
 
 namespace hopper {
@@ -7,14 +7,14 @@ namespace hopper {
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// What cuTensorMapEncodeTiled fills.
+// The struct that cuTensorMapEncodeTiled fills.
 struct alignas(64) TensorMap {
   char opaque[128];
 };
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
-// --- barriers in shared memory that count arrivals and bytes ---
+// --- mbarriers in shared memory, which count arrivals and bytes ---
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -24,12 +24,12 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrive, and let the phase end only after so many bytes have been copied too.
+// Arrive, and add this number of bytes to those that must be copied before the phase ends.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Wait until the phase of this parity has ended.
+// Wait until the phase with this parity has ended.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n"
@@ -42,7 +42,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "}\n" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Whether the phase of this parity has ended; nobody waits.
+// Return whether the phase with this parity has ended, without waiting.
 __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
   u32 done;
   asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
@@ -52,7 +52,7 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
   return done;
 }
 
-// Arrive at the barrier that lies at the same place in another block of the cluster.
+// Arrive at the barrier with the same address in another thread block of the cluster.
 __device__ __forceinline__ void barrier_arrive_in(u32 barrier, u32 block) {
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -65,7 +65,7 @@ __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarr
 // Make ordinary writes to shared memory visible to the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// --- barriers among threads, by number ---
+// --- named barriers among threads ---
 
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -87,8 +87,8 @@ __device__ __forceinline__ void wait_for_earlier() { asm volatile("griddepcontro
 
 // --- copies ---
 
-// One box of a tensor with four axes into shared memory, the innermost first: (dim, slot, head, block) of keys and values, (dim, head of the
-// group, kv head, token) of queries. What is out of bounds is filled with zeros.
+// Copy one box of a 4-d tensor to shared memory, innermost axis first: (dim, slot, head, block) of keys and values, (dim, head of the
+// group, kv head, token) of queries. Elements out of bounds are zero-filled.
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x, int y, int z, int w, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
@@ -96,7 +96,7 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x, in
       : "memory");
 }
 
-// The same into several blocks of a cluster, at the same places in each; the barrier of each counts what it gets. blocks: a bit each.
+// Multicast copy to the same address in several thread blocks of a cluster; each one's barrier counts its bytes. blocks: a bit per block.
 __device__ __forceinline__ void copy_box_to(u32 to, const TensorMap& map, int x, int y, int z, int w, u32 barrier, unsigned short blocks) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], "
@@ -121,7 +121,7 @@ __device__ __forceinline__ void store_zeros(u32 to) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
 }
 
-// --- registers of a warpgroup ---
+// --- register allocation of a warpgroup ---
 
 template <int COUNT>
 __device__ __forceinline__ void give_registers() {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// --- products of a warpgroup ---
+// --- MMAs of a warpgroup (wgmma) ---
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -143,7 +143,7 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps the compiler from moving what reads or writes these registers across the products that use them.
+// Prevents the compiler from moving accesses to these registers across the MMAs that use them.
 template <int COUNT>
 __device__ __forceinline__ void pin(float (&values)[COUNT]) {
 #pragma unroll

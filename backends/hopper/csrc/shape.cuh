@@ -1,8 +1,9 @@
-// What one compilation is for, how a block of threads is laid out, and what it is launched with.
+// Compile-time constants of a variant, shared memory layout of a thread block, and kernel arguments.
 //
-// Constants given by the compiler's command line: HALF_IS_BF16, HEAD_DIM, V_HEAD_DIM, GROUPS (warpgroups that multiply), KEYS (of a
-// tile), STAGES (tiles of keys, and of values), QUERY_STAGES (tiles of queries), BOX (slots that one copy takes), BLOCK_SIZE (slots of a
-// block; 0: this step's own keys are read), TURNS, SOFTCAP, WINDOW, SHARED_BYTES (what the launch asks for).
+// Constants set on the compiler's command line: HALF_IS_BF16, HEAD_DIM, V_HEAD_DIM, GROUPS (MMA warpgroups), KEYS (per tile), STAGES (tiles
+// of keys, and of values), QUERY_STAGES (tiles of queries), BOX (slots per copy), BLOCK_SIZE (slots per block; 0 means this step's own
+// keys),
+// TURNS, SOFTCAP, WINDOW, SHARED_BYTES (dynamic shared memory of the launch).
 #pragma once
 
 #include "wgmma.cuh"
@@ -17,22 +18,23 @@ constexpr u32 K_BYTES = KEYS * K_PANELS * 128, V_BYTES = KEYS * V_PANELS * 128;
 constexpr int BOXES = KEYS / BOX;
 static_assert(KEYS % 16 == 0 && KEYS % BOX == 0 && BOX % 8 == 0 && HEAD_DIM % 16 == 0 && V_HEAD_DIM % 16 == 0, "whole products");
 
-// Where an operand of a product lies: the low half of its descriptor, which changes from product to product.
+// Location of an MMA operand: the low half of its matrix descriptor, which changes between MMAs.
 //
-// leading: bytes from one panel to the next, for an operand whose rows are summed over (the value); without meaning otherwise.
-// In a cluster, bits of an address beyond the 18 that the descriptor has room for are the block's number.
+// leading: bytes from one panel to the next, for an operand that is reduced over rows (the value); otherwise ignored.
+// In a cluster, address bits above the descriptor's 18 are the thread block's number.
 __device__ __forceinline__ u32 operand(u32 address, u32 leading) { return (leading >> 4) << 16 | (address & 0x3ffff) >> 4; }
 
-// One warpgroup copies, the others multiply. Registers of a thread: what a multiprocessor's 65,536 leave.
+// One warpgroup copies, the others run MMAs. Registers per thread are divided so that the SM's 65,536 suffice.
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int COPY_REGISTERS = GROUPS == 3 ? 32 : 40;
 constexpr int PRODUCT_REGISTERS = GROUPS == 3 ? 160 : 232;
 constexpr bool PAGED = BLOCK_SIZE > 0;
 
-// The unit of work: a tile of query rows and the tiles of keys [first, last) that it attends to.
+// A unit of work: a tile of query rows and the key tiles [first, last) that it attends to.
 //
-// A row is one query head of one token: the heads that share a kv head are neighbours, so keys are read once for all of them. A tile
-// holds whole tokens; rows that are left over idle.
+// A row is one query head of one token. Heads that share a kv head are adjacent, so keys are read once for all of them. A tile holds
+// complete
+// tokens; left-over rows are idle.
 struct Item {
   int token_start;  // packed token of the sequence's first query
   int query_len;
@@ -69,7 +71,7 @@ struct Arguments {
   float inner;  // with SOFTCAP: of scores before tanh
 };
 
-// Where things lie in shared memory, in bytes from a multiple of 1,024.
+// Byte offsets in shared memory, from a multiple of 1,024.
 struct Layout {
   static constexpr u32 q = 0;
   static constexpr u32 k = q + QUERY_STAGES * Q_BYTES;
@@ -83,12 +85,12 @@ struct Layout {
   static constexpr u32 bytes = v_empty + STAGES * 8;
 };
 
-// An element of queries, keys, values and answers.
+// Element type of queries, keys, values and output.
 struct Half {
   unsigned short bits;
 };
 
-// An item as the copying warp shows it.
+// An item, as published by the copying warp.
 __device__ __forceinline__ Item read_item(u32 at) {
   int words[ITEM_INTS];
 #pragma unroll
@@ -109,7 +111,7 @@ struct Ring {
   }
 };
 
-// Named barriers: 0 is __syncthreads'.
+// Named barriers; 0 is used by __syncthreads.
 constexpr int TURN = 1;   // one for each warpgroup that multiplies: its turn at the tensor cores
 constexpr int ALONE = 4;  // one for each: its own threads
 

@@ -1,5 +1,5 @@
-// Scores to weights: masks, and the softmax that is brought up to date tile by tile (Milakov and Gimelshein 2018, as FlashAttention uses
-// it), on the fragments that wgmma leaves: a thread holds columns 8 j + 2 (lane % 4) and the next one of rows lane / 4 and that plus 8.
+// Masks and online softmax (Milakov and Gimelshein 2018, as in FlashAttention) on wgmma accumulator fragments: a thread holds columns
+// 8 j + 2 (lane % 4) and the next one, of rows lane / 4 and lane / 4 + 8.
 #pragma once
 
 #include "shape.cuh"
@@ -8,7 +8,7 @@ namespace hopper {
 
 #define NEVER __int_as_float(0xff800000)  // minus infinity
 
-// Of the four threads that hold a row.
+// Reductions over the four threads that hold a row.
 __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -22,8 +22,9 @@ struct Softmax {
   float most[2] = {NEVER, NEVER};  // what the scores of each row are reduced by, before scaling: near the maximum
   float sum[2] = {0.0f, 0.0f};     // of this thread's columns
 
-  // Scores become weights, in place. keep[r]: what the sums of row r so far must be multiplied by.
-  // Returns, for the whole warp, whether any keep differs from 1: a maximum that grows by less than a factor of 2^8 is let stand, since
+  // Replace scores by weights in place. keep[r]: factor for row r's accumulators so far.
+  // Returns, per warp, whether any keep differs from 1. A maximum that grows by less than a factor of 2^8 is not updated, since float32
+  // accumulators have enough range (as in FlashAttention-4). MASKED: rows may have no visible key in this tile.
   // float32 sums have room for it (as FlashAttention-4 does). MASKED: rows may have no key in this tile.
   template <bool MASKED>
   __device__ __forceinline__ bool update(float (&scores)[KEYS / 2], float scale, float (&keep)[2]) {
@@ -60,11 +61,11 @@ struct Softmax {
   }
 };
 
-// The rows of a thread, and which keys they see: those in [low, high).
+// A thread's rows, and the range of keys [low, high) that each sees.
 struct Sight {
   int high[2], low[2];
 
-  // Scores of keys outside become NEVER. key: the first of this thread's in the tile.
+  // Set scores of keys outside the range to NEVER. key: the thread's first key in the tile.
   __device__ __forceinline__ void mask(float (&scores)[KEYS / 2], int key) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -86,7 +87,7 @@ __device__ __forceinline__ void pack_weights(const float (&weights)[KEYS / 2], u
   for (int i = 0; i < KEYS / 4; ++i) packed[i] = pack(weights[2 * i], weights[2 * i + 1]);
 }
 
-// Fragments that wgmma leaves: the four threads of a row exchange pieces, so that each stores 16 bytes: 4 x 4 words change places across and down.
+// Transpose wgmma fragments among the four threads of a row (4 x 4 words), so that each thread stores 16 bytes.
 __device__ __forceinline__ uint4 exchange(u32 a, u32 b, u32 c, u32 d, int lane) {
   const bool upper = lane & 2, odd = lane & 1;
   const u32 a2 = __shfl_xor_sync(~0u, upper ? a : c, 2), b2 = __shfl_xor_sync(~0u, upper ? b : d, 2);

@@ -1,5 +1,5 @@
-// The instructions by which one warp copies, multiplies and counts (PTX ISA 7.8: "cp.async", "ldmatrix", "movmatrix",
-// "mma.m16n8k16", "prefetch"). One function for each, and nothing else.
+// PTX instructions for copies, MMAs and counters of one warp (PTX ISA 7.8: "cp.async", "ldmatrix", "movmatrix", "mma.m16n8k16",
+// "prefetch"), one function per instruction.
 #pragma once
 
 #include "ptx.cuh"
@@ -18,19 +18,19 @@ using u16 = unsigned short;
 
 __device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-// 16 bytes to shared memory; bytes: 16, or 0: zeros are written, and nothing is read.
+// Copy 16 bytes to shared memory. bytes: 16, or 0 to write zeros without reading.
 __device__ __forceinline__ void copy_16(u32 to, const void* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait until all but the last MOST groups of this thread have arrived.
+// Wait until all but the latest MOST groups of this thread have arrived.
 template <int MOST>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(MOST) : "memory");
 }
 
-// What other multiprocessors have stored: not out of this one's own cache.
+// Load what other SMs have stored, bypassing this SM's L1 cache.
 __device__ __forceinline__ float4 load_stored(const float4* from) {
   float4 four;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -45,20 +45,20 @@ __device__ __forceinline__ float load_stored(const float* from) {
   return one;
 }
 
-// Count an arrival; what this thread has seen is seen by those that count later. Returns how many came before.
+// Count an arrival with acquire-release semantics. Returns the number of earlier arrivals.
 __device__ __forceinline__ int add_arrival(int* to) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(to) : "memory");
   return before;
 }
 
-// --- matrices of a warp ---
+// --- MMA operands of a warp ---
 
 struct Matrices {
   u32 part[4];
 };
 
-// Four matrices of 8 rows of 16 bytes; lane 8 i + r names row r of the i-th.
+// Load four matrices of 8 rows of 16 bytes. Lane 8 i + r has the address of row r of matrix i.
 __device__ __forceinline__ Matrices load_matrices(u32 from) {
   Matrices four;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -67,7 +67,7 @@ __device__ __forceinline__ Matrices load_matrices(u32 from) {
                : "memory");
   return four;
 }
-// The same, each turned.
+// Load four matrices and transpose each.
 __device__ __forceinline__ Matrices load_turned(u32 from) {
   Matrices four;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -76,7 +76,7 @@ __device__ __forceinline__ Matrices load_turned(u32 from) {
                : "memory");
   return four;
 }
-// A matrix of 8 x 8 that lies in registers, turned.
+// Transpose an 8 x 8 matrix in registers.
 __device__ __forceinline__ u32 turned(u32 part) {
   u32 out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(part));
@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const Matrices& a
 
 // --- numbers ---
 
-// {low, high} in half precision, each rounded to the nearest.
+// Return {low, high} in half precision, rounded to nearest.
 __device__ __forceinline__ u32 to_pair(float low, float high) {
   u32 out;
   asm("cvt.rn." WARP_ELEMENT "x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));

@@ -1,6 +1,6 @@
-// wgmma for each number of columns that the attention kernel uses: d [64, COLUMNS] += a [64, 16] b [16, COLUMNS], float32 sums.
+// wgmma for each number of columns that the attention kernel uses: d [64, COLUMNS] += a [64, 16] b [16, COLUMNS], float32 accumulators.
 //
-// Operands in shared memory lie in panels of 64 columns, 128 bytes a row, with the 128-byte swizzle; `descriptor` says where.
+// Operands in shared memory are in panels of 64 columns (128 bytes per row) with the 128-byte swizzle; `descriptor` encodes their location.
 // PTX ISA 8.0, "wgmma.mma_async" and "Matrix descriptor format".
 #pragma once
 
@@ -14,14 +14,14 @@
 
 namespace hopper {
 
-// Two elements out of float32.
+// Return two elements converted from float32.
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 both;
   asm("cvt.rn." HALF_NAME "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
 
-// operand: see `operand` in shape.cuh.
+// operand: result of `operand` in shape.cuh.
 __device__ __forceinline__ u64 descriptor(u32 operand, u32 bytes) {
   constexpr u32 SWIZZLE_128 = 1u << 30, ROW_GROUP = 1024 >> 4;  // eight rows of 128 bytes
   u64 both;
@@ -66,7 +66,7 @@ __device__ __forceinline__ u64 descriptor(u32 operand, u32 bytes) {
 template <int COLUMNS>
 struct Products;
 
-// LAST: COLUMNS / 16 - 1, the last group of eight sums; A0 to A3, DESC, ADD: the operands' numbers that follow the sums.
+// LAST: COLUMNS / 16 - 1, the last group of eight accumulators. A0 to A3, DESC, ADD: operand numbers after the accumulators.
 #define PRODUCTS(COLUMNS, LAST, N0, N1, N2, N3, N4, N5)                                                                  \
   template <>                                                                                                            \
   struct Products<COLUMNS> {                                                                                             \

@@ -1,4 +1,4 @@
-"""What the Triton kernels take of a layer with a state: constants of its spec and of where its states lie, and their tuning."""
+"""Arguments of the Triton kernels for layers with a state: constants of spec and state layout, and tuning parameters."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from headway.kernels.runtime.triton_launch import Launcher, aligned, specialised
 
 @dataclass(frozen=True, slots=True)
 class StateTuning:
-    """The cut of each kernel. None: chosen by the step's size."""
+    """Tile sizes and warps of each kernel. None means chosen from the step's size."""
 
     step_value: int | None = None
-    """Elements of a head's value that one program of `step` owns."""
+    """Number of elements of a head's value per program of `step`."""
     step_warps: int | None = None
     channels: int = 128
-    """Channels that one program of a convolution, or of `mamba1`, owns."""
+    """Number of channels per program of a convolution or `mamba1`."""
     channel_warps: int = 4
     rows: int = 32
-    """Tokens that one program of a prompt's convolution takes: 16, 32 or 64."""
+    """Number of tokens per program of a prompt's convolution: 16, 32 or 64."""
     run: int = 16
-    """Tokens of them that a thread takes one after another."""
+    """Number of these tokens that one thread processes in sequence."""
     row_warps: int = 2
     chunk_warps: int | None = None
-    """Warps of the kernel within chunks."""
+    """Number of warps of the kernel within chunks."""
     walk_turned: bool | None = None
-    """Whether the walk keeps values as rows of its state, so that its products take it from registers."""
+    """True if the scan keeps values as rows of its state, so that the MMAs read the state from registers."""
     walk_value: int | None = None
-    """Elements of a head's value that one program takes from chunk to chunk."""
+    """Number of elements of a head's value per program of the scan over chunks."""
     walk_warps: int | None = None
     walk_stages: int | None = None
-    """Chunks on their way from memory at a time."""
+    """Number of chunks in flight from memory."""
     token_channels: int = 32
-    """Channels of `mamba1` that one program takes from token to token."""
+    """Number of channels of `mamba1` per program of the scan over tokens."""
 
 
 def convolution_constants(spec: StateSpec, cache: StateCache, parameters: StateParameters) -> Mapping[str, Any]:
-    """Constants of a layer's convolution; WIDTH 0: it has none."""
+    """Return constants of a layer's convolution. WIDTH is 0 without a convolution."""
     strides = cache.logical_conv.stride() if spec.conv_channels else (0, 0, 0)
     return {
         "CONV_SLOT": strides[0],
@@ -56,7 +56,7 @@ def convolution_constants(spec: StateSpec, cache: StateCache, parameters: StateP
 
 
 def head_constants(spec: StateSpec, cache: StateCache) -> Mapping[str, Any]:
-    """Constants of a recurrence of heads: every kind but `mamba1`."""
+    """Return constants of a recurrence with heads: every kind except `mamba1`."""
     slot, head, key, value = cache.logical_recurrent.stride()
     return {
         "KIND": spec.kind,
@@ -72,7 +72,7 @@ def head_constants(spec: StateSpec, cache: StateCache) -> Mapping[str, Any]:
 
 
 def channel_constants(spec: StateSpec, cache: StateCache) -> Mapping[str, Any]:
-    """Constants of a layer whose channels know nothing of each other: `mamba1`, and a convolution alone."""
+    """Return constants of a layer with independent channels: `mamba1`, or only a convolution."""
     strides = cache.logical_recurrent.stride() if spec.recurrent else (0, 0, 0, 0)
     return {
         "CHANNELS": spec.num_heads if spec.recurrent else spec.conv_channels,
@@ -85,13 +85,13 @@ def channel_constants(spec: StateSpec, cache: StateCache) -> Mapping[str, Any]:
 
 
 def weights(parameters: StateParameters, instead: Tensor) -> tuple[Tensor, ...]:
-    """The five tensors of a layer's parameters in the kernels' order; instead: stands for those that there are not."""
+    """Return a layer's five parameter tensors in the kernels' order. instead: placeholder for missing tensors."""
     listed = (parameters.conv_weight, parameters.conv_bias, parameters.A_log, parameters.dt_bias, parameters.D)
     return tuple(instead if each is None else each for each in listed)
 
 
 def states(cache: StateCache, instead: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrent and the convolution's states; instead: stands for those that there are not."""
+    """Return the recurrent and the convolution states. instead: placeholder for missing tensors."""
     return cache.tensors.get("recurrent", instead), cache.tensors.get("conv", instead)
 
 
@@ -100,8 +100,10 @@ def launch(
     constants: Mapping[str, Any], num_warps: int, num_stages: int = 3, spills: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel that takes tensors, then numbers.
-    spills: its numbers do not fit into a thread's registers. ptxas then takes 32 registers and spills 10 to 34 KB, unless it is
-    told how many there are; the driver reserves that memory for each thread that the GPU can hold, several gigabytes."""
+
+    spills: True if the kernel needs more registers than a thread has. Without an explicit limit, ptxas then uses 32 registers and
+    spills 10 to 34 KB; the driver reserves that memory for every resident thread, several gigabytes.
+    """
     key = (
         *constants.values(), num_warps, num_stages, *(each.dtype for each in tensors),
         aligned(*(each.data_ptr() for each in tensors)), specialised(*(each for each in numbers if isinstance(each, int))),

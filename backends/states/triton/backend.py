@@ -1,4 +1,4 @@
-"""The state backend `triton`."""
+"""The state backend `triton`: linear attention and SSM layers in Triton."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from headway.core.contract.support import Support
 from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch, shared_memory
 
 LONGEST_KEY = 256
-"""Elements of a key: the kernels hold a whole column of the state in registers."""
+"""Maximum key_dim: the kernels hold a whole column of the state in registers."""
 
 
 class TritonStates(StateBackend):
-    """Convolution and recurrence of a decode in one launch, prompts in chunks; every kind, every layout; needs no build."""
+    """Convolution and recurrence of a decode in one launch; chunked prompts. Every kind and layout; needs no build step."""
 
     name = "triton"
     capabilities: ClassVar[StateCapabilities] = StateCapabilities(
@@ -56,7 +56,7 @@ class TritonStates(StateBackend):
 
     @classmethod
     def supports(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
-        """Return whether the capabilities, the longest key and the GPU's shared memory allow a layer."""
+        """Return whether capabilities, key_dim and the GPU's shared memory allow a layer."""
         support = super().supports(spec, layout, phase)
         if spec.key_dim > LONGEST_KEY:
             support &= Support.no("key_dim", f"at most {LONGEST_KEY}", spec.key_dim)

@@ -1,4 +1,4 @@
-"""Kernels over prompts in chunks: the convolution of inputs; and gates, products and the delta rule's inverse within a chunk."""
+"""Chunk kernels for prompts: the convolution; and gates, GEMMs and the delta rule's matrix inverse within a chunk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import triton.language as tl
 from headway.backends.states.triton.window_kernels import activated, softplus, store_window, window_of
 
 CHUNK_FIELDS = tl.constexpr(4)
-"""int32 numbers of a chunk: its sequence's slot (-1: from zeros), first packed token, new tokens before it, and its own."""
+"""Number of int32 fields per chunk: slot of its sequence (-1 means zeros), first packed token, new tokens before it, its
+tokens."""
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -23,12 +24,12 @@ def convolve_chunks(
     stride_out,
     scale,
     CHANNELS: tl.constexpr,
-    KEY_UNITS: tl.constexpr,  # first come so many heads of KEY_DIM channels: q, and as many of k
+    KEY_UNITS: tl.constexpr,  # number of leading units with KEY_DIM channels: heads of q, then of k
     KEY_DIM: tl.constexpr,
-    UNIT: tl.constexpr,  # channels of a unit after those
-    BLOCK_C: tl.constexpr,  # the longer of both, rounded up to a power of two
-    ROWS: tl.constexpr,  # tokens of a program
-    RUN: tl.constexpr,  # tokens that a thread takes one after another
+    UNIT: tl.constexpr,  # channels of the following units
+    BLOCK_C: tl.constexpr,  # the larger of both, rounded up to a power of two
+    ROWS: tl.constexpr,  # tokens per program
+    RUN: tl.constexpr,  # tokens that a thread processes in sequence
     CONV_SLOT: tl.constexpr,
     CONV_CHANNEL: tl.constexpr,
     CONV_TIME: tl.constexpr,
@@ -38,7 +39,7 @@ def convolve_chunks(
     SILU: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):
-    """Grid (units, chunks, 64 / ROWS). q is scaled. The inputs under the taps stay in registers from token to token."""
+    """Grid (units, chunks, 64 / ROWS). q is scaled. Inputs under the taps stay in registers from token to token."""
     unit = tl.program_id(0)
     slot = tl.load(chunks_ptr + tl.program_id(1) * CHUNK_FIELDS)
     first = tl.load(chunks_ptr + tl.program_id(1) * CHUNK_FIELDS + 1).to(tl.int64)
@@ -50,7 +51,7 @@ def convolve_chunks(
     within = tl.arange(0, BLOCK_C)
     key = unit < KEY_UNITS
     channels = tl.where(key, unit * KEY_DIM, KEY_UNITS * KEY_DIM + (unit - KEY_UNITS) * UNIT) + within
-    # A mask that Triton cannot prove to be the same for neighbours makes it read element by element.
+    # Triton loads element by element unless it can prove that a mask is equal for adjacent elements.
     if BLOCK_C == UNIT and (KEY_UNITS == 0 or KEY_DIM == UNIT) and CHANNELS % UNIT == 0:
         inside = within >= 0
     else:
@@ -66,7 +67,7 @@ def convolve_chunks(
             there = (token < 0)[:, None] & inside[None, :]
             old = conv_ptr + slot.to(tl.int64) * CONV_SLOT
             ptrs = old + channels[None, :] * CONV_CHANNEL + (WIDTH - 1 + token)[:, None] * CONV_TIME
-            held += tl.load(ptrs, mask=there, other=0.0).to(held.dtype)  # one of both is zero
+            held += tl.load(ptrs, mask=there, other=0.0).to(held.dtype)  # one of the two is zero
         window = window + (held,)
     for step in tl.static_range(RUN):
         there = (start + step < count)[:, None] & inside[None, :]
@@ -101,7 +102,7 @@ def convolve_chunks(
 def leave_inputs(
     x_ptr,  # [num_tokens, CHANNELS]
     conv_ptr,
-    places_ptr,  # int32 [places, 4]: a sequence's first token, its new tokens up to there, the slot read or -1, the slot written
+    places_ptr,  # int32 [places, 4]: a sequence's first token, new tokens before the state, slot to read or -1, slot to write
     stride_x,
     CHANNELS: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -111,7 +112,8 @@ def leave_inputs(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Grid (cdiv(CHANNELS, BLOCK_C), places): the conv state after some token. Runs when every convolution has read its slot."""
+    """Grid (cdiv(CHANNELS, BLOCK_C), places): convolution state after a token. Runs after all convolutions have read their
+    slots."""
     first = tl.load(places_ptr + tl.program_id(1) * 4).to(tl.int64)
     tokens = tl.load(places_ptr + tl.program_id(1) * 4 + 1)
     slot = tl.load(places_ptr + tl.program_id(1) * 4 + 2)
@@ -124,15 +126,15 @@ def leave_inputs(
     remembered = tl.arange(0, BLOCK_W) + tokens - WIDTH >= tl.where(slot >= 0, -WIDTH, 0)
     window = tl.where(
         remembered[None, :], window, 0.0
-    )  # a sequence without a context has zeros before it, whatever the slot holds
-    tl.debug_barrier()  # all of it is read before any of it is written over
+    )  # without a context, inputs before the sequence are zeros, whatever the slot contains
+    tl.debug_barrier()  # all reads precede all writes
     ptr = conv_ptr + target * CONV_SLOT
     store_window(ptr, window, channels, inside, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W)
 
 
 @triton.jit
 def diagonal(blocks):
-    """A matrix [64, 64] that has four blocks [4, 16, 16] on its diagonal."""
+    """Return the block-diagonal matrix [64, 64] of four blocks, [4, 16, 16]."""
     b = tl.arange(0, 4)
     same = b[:, None, None, None] == b[None, None, :, None]
     spread = tl.where(same, tl.broadcast_to(blocks[:, :, None, :], (4, 16, 4, 16)), 0.0)
@@ -141,14 +143,14 @@ def diagonal(blocks):
 
 @triton.jit
 def inverse_of(a, scratch_ptr, BLOCKS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 of a strictly lower triangle [64, 64]; scratch: 2,048 float32 numbers.
+    """Return (I + a)^-1 for a strictly lower triangular a [64, 64]. scratch: 2,048 float32 elements.
 
-    The four blocks of 16 on the diagonal are inverted by forward substitution, a thread to a column: with BLOCKS twice the warps
-    the tile's last axis lies within a thread, and nothing is exchanged. What the threads of a block need of a row, memory has.
+    The four diagonal blocks of 16 are inverted by forward substitution, one thread per column. With BLOCKS twice the number of
+    warps, the tile's last axis lies within a thread and nothing is exchanged; rows that all threads of a block need go through
+    memory.
 
-    With D their inverses and N = D times what lies below them, the whole is (I + N)^-1 D, and since N^4 = 0,
-    (I + N)^-1 = (I - N)(I + N^2). To double so from the start would raise a to the 32nd power, whose elements overflow where keys
-    are alike.
+    With D the blocks' inverses and N = D times the part of a below the blocks, the result is (I + N)^-1 D. Since N^4 = 0, (I +
+    N)^-1 = (I - N)(I + N^2). Applying this doubling to a itself would compute a^32, which overflows if keys are similar.
     """
     n = tl.arange(0, 64)
     own = n[:, None] // 16 == n[None, :] // 16
@@ -179,15 +181,15 @@ def inverse_of(a, scratch_ptr, BLOCKS: tl.constexpr, DOT: tl.constexpr, PRECISIO
 def channel_products(
     q,  # [64, K] float32
     k,  # [64, K] float32
-    sums,  # [64, K] float32 or float64: decays' logarithms, summed up
+    sums,  # [64, K] float32 or float64: cumulative log decays
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Products k k^T and q k^T [64, 64] of a chunk whose every channel decays by itself, with exp(sum_i - sum_j) inside.
+    """Return k k^T and q k^T [64, 64] of a chunk with a decay per key channel: exp(sum_i - sum_j) is inside the products.
 
-    A decay over many tokens has no inverse in float32. Between blocks of 16 both factors are taken from where the later block
-    begins, so that neither grows; within a block each pair has its own.
+    A decay over many tokens cannot be inverted in float32. Between blocks of 16, both factors are relative to the start of the
+    later block, so neither exceeds 1; within a block, each pair of tokens has its own decay.
     """
     row = tl.arange(0, 64)
     kk = tl.zeros([64, 64], tl.float32)
@@ -219,14 +221,14 @@ def channel_products(
 
 @triton.jit(do_not_specialize=["stride_a", "stride_b", "beta_scale", "dt_least", "dt_most"])
 def cut_chunks(
-    x_ptr,  # [num_tokens, channels], convolved, normed and scaled
+    x_ptr,  # [num_tokens, channels]: convolved, normed and scaled
     a_ptr,
     b_ptr,
     a_log_ptr,
     dt_bias_ptr,
     chunks_ptr,  # see CHUNK_FIELDS
-    sums_ptr,  # [chunks, HEADS, 64]: decays' logarithms up to a token; kda: [chunks, HEADS, KEY_DIM], of the chunk.
-    # float32; float64 beside float32 products, where the difference of two large sums must be right to the last bit
+    sums_ptr,  # [chunks, HEADS, 64]: cumulative log decays; kda: [chunks, HEADS, KEY_DIM], over the chunk.
+    # float32; float64 for float32 layers, since differences of large sums must be exact to the last bit
     put_ptr,  # float32 [chunks, HEADS, 64]: dt of mamba2
     inverse_ptr,  # [chunks, HEADS, 64, 64]: (I + A)^-1 diag(beta), of gated_delta and kda
     inner_ptr,  # [chunks, HEADS, 64, 64]: q k^T with decays
@@ -243,8 +245,8 @@ def cut_chunks(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PIECE: tl.constexpr,  # elements of the keys taken at a time; products without matrix units hold both operands in registers
-    BLOCKS: tl.constexpr,  # twice the warps, at least 4: see `inverse_of`
+    PIECE: tl.constexpr,  # number of key elements per dot product; without tensor cores both operands are in registers
+    BLOCKS: tl.constexpr,  # twice the number of warps, at least 4; see `inverse_of`
     DOT: tl.constexpr,
     INVERSE_DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -322,7 +324,7 @@ def cut_chunks(
         b = tl.load(b_ptr + (first + row) * stride_b + head, mask=live, other=0.0).to(tl.float32)
         beta = tl.where(live, beta_scale * tl.sigmoid(b), 0.0)
         lower = tl.where(row[:, None] > row[None, :], kk * beta[:, None], 0.0)
-        # What the inverse itself will take, or half of it.
+        # The memory of the result (or half of it) is used as scratch first.
         scratch = (inverse_ptr + place * 64 * 64).to(tl.pointer_type(tl.float32))
         inverse = inverse_of(lower, scratch, BLOCKS, INVERSE_DOT, PRECISION) * beta[None, :]
         tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty))

@@ -1,4 +1,4 @@
-"""`scan` of the Triton state backend: its plan, convolution, products within chunks, and a walk from chunk to chunk."""
+"""`scan` of the Triton state backend: its plan, convolution, GEMMs within chunks, and the scan over chunks."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from headway.core.contract.state import (
 from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, shared_memory
 
 CHUNK = CHECKPOINT_TOKENS
-"""Tokens of a chunk: states are known at its multiples."""
+"""Number of tokens per chunk. States are available at its multiples."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPlan:
-    """One step of prompts; all tensors are int32 on the device. For their fields see the kernels."""
+    """Plan of one prefill or extend step; all tensors are int32 on the device. The kernels define their fields."""
 
     chunks: Tensor
     seqs: Tensor
@@ -55,7 +55,7 @@ class ChunkedPlan:
 
 
 def plan_scan(metadata: StateMetadata, device: torch.device) -> ChunkedPlan:
-    """Plan a view of sequences that prefill or extend."""
+    """Return the plan for sequences in PREFILL or EXTEND."""
     step = metadata.step
     query = numpy.asarray(step.query_lens, dtype=numpy.int64)
     slots = metadata.slots_cpu.numpy().astype(numpy.int64)
@@ -73,7 +73,7 @@ def plan_scan(metadata: StateMetadata, device: torch.device) -> ChunkedPlan:
         marks = metadata.checkpoints_cpu.numpy().astype(numpy.int64)
         marks = marks[live[marks[:, 0]] & (marks[:, 2] >= 0)]
     ends = numpy.stack([numpy.arange(num_seqs), query, targets], 1)
-    parts = numpy.concatenate([marks, ends])  # sequence, new tokens up to its end, slot
+    parts = numpy.concatenate([marks, ends])  # sequence, number of new tokens up to its end, slot
     parts = parts[numpy.lexsort((parts[:, 1], parts[:, 0]))]
     seq, tokens, slot = parts.T
     first_parts = numpy.searchsorted(seq, numpy.arange(num_seqs + 1))
@@ -105,22 +105,22 @@ _COPY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class _WalkCut:
-    turned: bool  # Whether the state lies with its values as rows: its products then take it from registers
-    block_v: int  # Elements of the value that a program takes
+    turned: bool  # True if the state has values as rows: the MMAs then read it from registers
+    block_v: int  # Number of elements of the value per program
     warps: int
-    stages: int  # Chunks on their way from memory at a time
+    stages: int  # Number of chunks in flight from memory
 
 
-_KNOWN_MULTIPLE = 16  # Elements; Triton specialises a kernel by whether a number is a multiple of 16
+_KNOWN_MULTIPLE = 16  # In elements; Triton specialises a kernel by whether a number is a multiple of 16
 
 
 def _aligned(spec: StateSpec) -> bool:
-    """Return whether every head's rows can be copied ahead: heads of 72 with values of 136 or 5 are computed wrong on Hopper."""
+    """Return whether every head's rows can be prefetched. On Hopper, prefetching heads of 72 with values of 136 or 5 is wrong."""
     return spec.key_dim % _KNOWN_MULTIPLE == 0 and spec.value_dim % _KNOWN_MULTIPLE == 0
 
 
 def shared_bytes(spec: StateSpec) -> int:
-    """Return the least shared memory of a prompt, in bytes: `walk_chunks` keeps float32 keys and inner products there."""
+    """Return the minimum shared memory of a prompt in bytes: `walk_chunks` keeps float32 keys and inner products there."""
     if spec.dtype != torch.float32 or not spec.recurrent or spec.kind == MAMBA1:
         return 0
     return CHUNK * ((3 if spec.kind == KDA else 2) * _key_block(spec) + CHUNK) * spec.dtype.itemsize
@@ -131,7 +131,7 @@ def _key_block(spec: StateSpec) -> int:
 
 
 class StateScan:
-    """Launches the prompts of one kind of layer."""
+    """Launches of prefill and extend for one kind of layer."""
 
     def __init__(self, spec: StateSpec, multiprocessors: int) -> None:
         self._spec = spec
@@ -139,18 +139,22 @@ class StateScan:
         self._shared = shared_memory(spec.device)
         kernels = convolve_chunks, leave_inputs, cut_chunks, walk_chunks, walk_tokens
         self._convolve, self._leave, self._cut, self._walk, self._walk_tokens = map(Launcher, kernels)
-        whole = spec.dtype == torch.float32  # products without matrix units keep both operands in registers: they take 8 warps
+        whole = (
+            spec.dtype == torch.float32
+        )  # without tensor cores, both operands of a product are in registers, which takes 8 warps
         exact = whole or INTERPRETED
         self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
         unit = _COPY_BYTES // spec.dtype.itemsize
-        self._row = -(-spec.input_channels // unit) * unit  # each row begins at a multiple of 16 bytes, for copies ahead
+        self._row = -(-spec.input_channels // unit) * unit  # rows begin at multiples of 16 bytes, for asynchronous copies
         self._aligned = _aligned(spec)
         self._hopper = spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device)[0] == 9
         self._sum = torch.float64 if whole else torch.float32
-        self._inverse_dot = tl.float32 if exact else tl.float16  # its elements are at most about 2, and float16 has more digits
+        self._inverse_dot = (
+            tl.float32 if exact else tl.float16
+        )  # its elements are at most about 2, and float16 is more precise than bfloat16
 
     def workspace_bytes(self, num_tokens: int, num_seqs: int) -> int:
-        """Bytes that a call takes from torch's allocator."""
+        """Return the number of bytes that a call takes from torch's allocator."""
         spec, chunks = self._spec, num_tokens // CHUNK + num_seqs
         size = spec.dtype.itemsize
         total = num_tokens * self._row * size
@@ -256,11 +260,11 @@ class StateScan:
         block_v = min(tuning.walk_value or (16 if exact else 128 if turned else 32), whole)
         keys = 3 if spec.kind == KDA else 2
         stage = CHUNK * (keys * block_k + block_v + 2 * CHUNK) * spec.dtype.itemsize
-        rest = (block_k + 2 * CHUNK) * block_v * spec.dtype.itemsize  # the state and the values as operands, the output
+        rest = (block_k + 2 * CHUNK) * block_v * spec.dtype.itemsize  # state and values as operands, and the output
         stages = tuning.walk_stages or max(1, min(2 if turned else 3, (self._shared - rest) // stage))
         warps = tuning.walk_warps or (8 if exact or block_v > 64 else 4)
         if self._hopper and (stages < 2 or not self._aligned) and not exact:
-            warps = min(warps, 2)  # wgmma of operands that are not on their way: Triton 3.6 compiles wrong programs on Hopper
+            warps = min(warps, 2)  # Triton 3.6 miscompiles wgmma on Hopper if its operands are not pipelined
         return _WalkCut(turned, block_v, warps, stages)
 
     def _run_tokens(

@@ -1,4 +1,4 @@
-"""The kernels that walk along sequences: from chunk to chunk with a tile of the state in registers, or from token to token."""
+"""Scan kernels over sequences: chunk by chunk with a tile of the state in registers, or token by token."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import triton.language as tl
 from headway.backends.states.triton.window_kernels import softplus
 
 SEQ_FIELDS = tl.constexpr(8)
-"""int32 numbers of a sequence: its first chunk, its chunks (0: a padding row), its first token, its new tokens, the slot read
-(-1: it begins with zeros), its first part and its parts."""
+"""Number of int32 fields per sequence: first chunk, number of chunks (0 in a padding row), first token, number of new tokens,
+slot to read (-1 means zeros), first part and number of parts."""
 PART_FIELDS = tl.constexpr(2)
-"""int32 numbers of a part of a sequence: the sequence's chunks up to its end, and the slot that gets the state there (-1: none).
-A loop over chunks that has no other loop in it is one whose reads Triton takes ahead."""
+"""Number of int32 fields per part of a sequence: number of the sequence's chunks up to its end, and slot for the state there (-1
+means none). Parts exist because Triton pipelines loads only in innermost loops."""
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def walk_chunks(
-    x_ptr,  # [num_tokens, channels], convolved, normed and scaled
+    x_ptr,  # [num_tokens, channels]: convolved, normed and scaled
     out_ptr,  # [num_tokens, HEADS * VALUE_DIM]
     state_ptr,
     d_ptr,
     seqs_ptr,  # see SEQ_FIELDS
     parts_ptr,  # see PART_FIELDS
-    sums_ptr,  # what `cut_chunks` made
+    sums_ptr,  # output of `cut_chunks`
     put_ptr,
     inverse_ptr,
     inner_ptr,
@@ -42,16 +42,16 @@ def walk_chunks(
     STATE_HEAD: tl.constexpr,
     STATE_KEY: tl.constexpr,
     STATE_VALUE: tl.constexpr,
-    TURNED: tl.constexpr,  # values are the rows of the state in registers, so that products take it from there
+    TURNED: tl.constexpr,  # values are the rows of the state in registers, so that MMAs read the state from registers
     HAS_D: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (cdiv(VALUE_DIM, BLOCK_V), HEADS, num_seqs).
 
-    With S the state at a chunk's start and G the decays' sums up to each token: the values that the delta rule writes are
-    v' = T (v - exp(G) K S), where T is (I + A)^-1 diag(beta); other rules write dt v, or v. The output is exp(G) Q S + P v', with
-    P the decayed products of q and k, and the next state exp(G_64) S + K^T (exp(G_64 - G) v'). No chunk's state goes to memory.
+    Let S be the state at a chunk's start and G the cumulative log decays. The delta rule writes the values v' = T (v - exp(G) K
+    S), with T = (I + A)^-1 diag(beta); other rules write dt v, or v. The output is exp(G) Q S + P v', with P the decayed scores
+    of q and k. The next state is exp(G_64) S + K^T (exp(G_64 - G) v'). Chunk states are not written to memory.
     """
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -95,14 +95,14 @@ def walk_chunks(
     if HAS_D:
         direct = tl.load(d_ptr + head)
 
-    # Offsets within a chunk are 32 bits wide and the same for all chunks: one instruction makes an address of one.
+    # Offsets within a chunk are 32-bit and equal in all chunks, so an address takes one instruction.
     of_keys = row[:, None] * stride_x + i[None, :]
     of_values = row[:, None] * stride_x + (v_at + j)[None, :]
     of_square = row[:, None] * 64 + row[None, :]
     of_rows = row[:, None] * KEY_DIM + i[None, :]
     of_out = row[:, None] * stride_out + (head * VALUE_DIM + j)[None, :]
     for part in range(first_part, first_part + parts):
-        # Not carried from part to part: Triton 3.6 begins the inner loop at 0 again where a number goes into its range so.
+        # Recomputed for each part: with a loop-carried value in the range, Triton 3.6 restarts the inner loop at 0.
         begin = tl.load(parts_ptr + (part - 1) * PART_FIELDS, mask=part > first_part, other=0)
         end = tl.load(parts_ptr + part * PART_FIELDS)
         for n in range(begin, end):
@@ -183,7 +183,7 @@ def walk_chunks(
 
 @triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_b", "stride_c", "stride_out"])
 def walk_tokens(
-    x_ptr,  # [num_tokens, CHANNELS], convolved
+    x_ptr,  # [num_tokens, CHANNELS]: convolved
     dt_ptr,  # [num_tokens, CHANNELS]
     b_ptr,  # [num_tokens, KEY_DIM]
     c_ptr,  # [num_tokens, KEY_DIM]
@@ -208,7 +208,7 @@ def walk_tokens(
     STATE_KEY: tl.constexpr,
     HAS_D: tl.constexpr,
 ):
-    """Grid (cdiv(CHANNELS, BLOCK_C), num_seqs): mamba1, whose every channel and key decays by itself at every token."""
+    """Grid (cdiv(CHANNELS, BLOCK_C), num_seqs): mamba1, in which every channel and key element has its own decay."""
     seq = tl.program_id(1)
     chunks = tl.load(seqs_ptr + seq * SEQ_FIELDS + 1)
     first = tl.load(seqs_ptr + seq * SEQ_FIELDS + 2).to(tl.int64)
@@ -232,7 +232,7 @@ def walk_tokens(
     if HAS_D:
         direct = tl.load(d_ptr + c, mask=live, other=0.0).to(tl.float32)
     for part in range(first_part, first_part + parts):
-        # Not carried from part to part: Triton 3.6 begins the inner loop at 0 again where a number goes into its range so.
+        # Recomputed for each part: with a loop-carried value in the range, Triton 3.6 restarts the inner loop at 0.
         begin = tl.load(parts_ptr + (part - 1) * PART_FIELDS, mask=part > first_part, other=0)
         end = tl.load(parts_ptr + part * PART_FIELDS)
         for t in range(begin * 64, tl.minimum(end * 64, tokens)):

@@ -37,7 +37,7 @@ def step_heads(
     a_log_ptr,
     dt_bias_ptr,
     d_ptr,
-    slots_ptr,  # int32 [num_seqs], -1: a padding row
+    slots_ptr,  # int32 [num_seqs]; -1 marks a padding row
     out_slots_ptr,  # int32 [num_seqs, OUT_WIDTH]
     query_start_ptr,  # int32 [num_seqs + 1]
     recomputed_ptr,  # int64 [num_seqs], with RECOMPUTED
@@ -46,20 +46,20 @@ def step_heads(
     stride_a,
     stride_b,
     stride_out,
-    stride_slots,  # of the rows of out_slots
+    stride_slots,  # stride of the rows of out_slots
     scale,
     beta_scale,
     dt_least,
     dt_most,
     KIND: tl.constexpr,
     SINGLE: tl.constexpr,  # every sequence has one new token
-    RECOMPUTED: tl.constexpr,  # a sequence's first tokens may be no new ones
+    RECOMPUTED: tl.constexpr,  # the first tokens of a sequence may be recomputed ones
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,  # KEY_DIM rounded up to a power of two
-    BLOCK_V: tl.constexpr,  # elements of the value that a program owns
+    BLOCK_V: tl.constexpr,  # number of value elements per program
     STATE_SLOT: tl.constexpr,  # strides of the states
     STATE_HEAD: tl.constexpr,
     STATE_KEY: tl.constexpr,
@@ -67,7 +67,7 @@ def step_heads(
     CONV_SLOT: tl.constexpr,
     CONV_CHANNEL: tl.constexpr,
     CONV_TIME: tl.constexpr,
-    WIDTH: tl.constexpr,  # taps; 0: the input is convolved already
+    WIDTH: tl.constexpr,  # taps; 0 means the input is already convolved
     BLOCK_W: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -78,11 +78,11 @@ def step_heads(
 ):
     """Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program keeps a tile [BLOCK_K, BLOCK_V] of a state in registers.
 
-    Both products with the state, S^T k and S^T q, are taken of the state as it was read: with decay a, S' = aS + k d^T, so
-    S'^T q = S^T (aq) + (k . q) d. Nothing waits for one before the other begins.
+    Both S^T k and S^T q are computed from the state as it was read: with decay a, S' = aS + k d^T, so S'^T q = S^T (aq) + (k . q)
+    d. Neither product waits for the other.
 
-    The programs of a key head all read its channels' conv state, which may be written in place: each adds 1 to the key head's
-    counter once it has read, and the one that finds itself the last writes, for all.
+    All programs of a key head read its convolution state, which may be updated in place. Each adds 1 to the key head's counter
+    after reading; the last one writes the new state for all.
     """
     if PDL:
         gdc_wait()
@@ -188,7 +188,8 @@ def step_heads(
         last = True
         if GROUP * TILES > 1:
             counter = arrived_ptr + seq * KEY_HEADS + key_head
-            # What each has read has arrived, since it computed with it; no write of one needs be seen by another: `relaxed` does.
+            # `relaxed` suffices: a program that has computed with its reads has finished them, and no program reads another's
+            # writes.
             last = tl.atomic_add(counter, 1, sem="relaxed") == GROUP * TILES - 1
         leave_windows(
             rows_ptr, conv_ptr, out_slots_ptr, slot, count, v_at, in_value, stride_x,
@@ -221,7 +222,7 @@ def step_channels(
     a_log_ptr,  # [CHANNELS, KEY_DIM]
     dt_bias_ptr,
     d_ptr,
-    slots_ptr,  # int32 [num_seqs], -1: a padding row
+    slots_ptr,  # int32 [num_seqs]; -1 marks a padding row
     out_slots_ptr,  # int32 [num_seqs, OUT_WIDTH]
     query_start_ptr,  # int32 [num_seqs + 1]
     recomputed_ptr,  # int64 [num_seqs], with RECOMPUTED
@@ -230,12 +231,12 @@ def step_channels(
     stride_b,
     stride_c,
     stride_out,
-    stride_slots,  # of the rows of out_slots
+    stride_slots,  # stride of the rows of out_slots
     SINGLE: tl.constexpr,  # every sequence has one new token
-    RECOMPUTED: tl.constexpr,  # a sequence's first tokens may be no new ones
+    RECOMPUTED: tl.constexpr,  # the first tokens of a sequence may be recomputed ones
     CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr,  # channels of a program
-    KEY_DIM: tl.constexpr,  # 0: the convolution alone
+    BLOCK_C: tl.constexpr,  # channels per program
+    KEY_DIM: tl.constexpr,  # 0 means only the convolution
     BLOCK_K: tl.constexpr,
     STATE_SLOT: tl.constexpr,
     STATE_CHANNEL: tl.constexpr,
@@ -251,7 +252,8 @@ def step_channels(
     HAS_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (cdiv(CHANNELS, BLOCK_C), num_seqs). Channels that know nothing of each other: a convolution, and mamba1 after it."""
+    """Grid (cdiv(CHANNELS, BLOCK_C), num_seqs). Layers with independent channels: a convolution, optionally followed by
+    mamba1."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -318,7 +320,7 @@ def step_channels(
 
 @dataclass(frozen=True, slots=True)
 class StatesStepPlan:
-    """One decode step: the slots of its sequences, and how many new tokens they have."""
+    """Plan of one decode step: the slots of its sequences, and their numbers of new tokens."""
 
     slots: Tensor
     out_slots: Tensor
@@ -326,16 +328,16 @@ class StatesStepPlan:
     recomputed: Tensor | None
     num_seqs: int
     single: bool
-    """Whether every sequence has one new token."""
+    """True if every sequence has one new token."""
 
     @property
     def recomputed_tokens(self) -> Tensor:
-        """What the kernel takes for `recomputed`, also where it does not look at it."""
+        """Tensor for the kernel's `recomputed` argument; a placeholder if it is not used."""
         return self.slots if self.recomputed is None else self.recomputed
 
 
 class StateStep:
-    """Launches the decode of one kind of layer."""
+    """Launches of decode for one kind of layer."""
 
     def __init__(self, spec: StateSpec, workspace: Workspace) -> None:
         self._spec = spec
@@ -345,7 +347,7 @@ class StateStep:
         self._channels = Launcher(step_channels)
 
     def plan(self, metadata: StateMetadata) -> StatesStepPlan:
-        """Plan a view of sequences that decode. Nothing is copied: a graph finds each step's values in the same tensors."""
+        """Return the plan for sequences in DECODE. Nothing is copied: a graph reads each step's values from the same tensors."""
         step = metadata.step
         if self._spec.recurrent and self._spec.conv_channels:
             self._workspace.counters(step.num_seqs * self._spec.num_key_heads)
@@ -420,7 +422,7 @@ class StateStep:
         launch(self._channels, grid, tensors, strides, constants, tuning.channel_warps)
 
     def _cut(self, plan: StatesStepPlan, tuning: StateTuning) -> tuple[int, int]:
-        """Elements of the value that a program owns, and its warps: a state's tile takes 32 or 64 registers of a thread."""
+        """Return (value elements per program, warps): a state's tile takes 32 or 64 registers per thread."""
         spec = self._spec
         chosen = 64 if plan.num_seqs * spec.num_heads >= 256 else 32
         block_v = min(tuning.step_value or chosen, triton.next_power_of_2(spec.value_dim))

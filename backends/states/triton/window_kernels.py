@@ -1,4 +1,4 @@
-"""Device functions that kernels of layers with a state share: a convolution's window, its output and its states, and gates."""
+"""Device functions for layers with a state: a convolution's window, output and states, and gate functions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import triton.language as tl
 
 @triton.jit
 def window_of(
-    x_ptr,  # the sequence's first new token
-    conv_ptr,  # the conv state of the slot that is read
-    t,  # the new token, counted from the sequence's first
+    x_ptr,  # pointer to the sequence's first new token
+    conv_ptr,  # convolution state of the slot to read
+    t,  # index of the new token in its sequence
     channels,  # [C]
     inside,  # bool [C]
-    stride_x,  # of tokens
+    stride_x,  # stride of tokens
     CONV_CHANNEL: tl.constexpr,  # stride of a channel in the conv state
     CONV_TIME: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,  # WIDTH rounded up to a power of two
 ):
-    """Return the inputs [C, BLOCK_W] under a token's taps, float32, oldest first, 0 past WIDTH; before the sequence's first new
-    token they come from the conv state, which holds the last WIDTH - 1 of them."""
+    """Return the convolution's inputs at a token, float32 [C, BLOCK_W], oldest first, 0 after WIDTH.
+
+    Inputs before the sequence's first new token come from the convolution state, which holds the last WIDTH - 1 inputs.
+    """
     tap = tl.arange(0, BLOCK_W)
     token = t - (WIDTH - 1) + tap
     new = x_ptr + token.to(tl.int64)[None, :] * stride_x + channels[:, None]
@@ -31,21 +33,21 @@ def window_of(
 
 @triton.jit
 def convolved(
-    x_ptr,  # the sequence's first new token
-    conv_ptr,  # the conv state of the slot that is read
+    x_ptr,  # pointer to the sequence's first new token
+    conv_ptr,  # convolution state of the slot to read
     weight_ptr,
     bias_ptr,
-    t,  # the new token, counted from the sequence's first
+    t,  # index of the new token in its sequence
     channels,  # [C]
     inside,  # bool [C]
-    stride_x,  # of tokens
+    stride_x,  # stride of tokens
     CONV_CHANNEL: tl.constexpr,
     CONV_TIME: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Return the convolution's output [C] at a token, float32, tap by tap: an axis of taps would spread the tile's layout."""
+    """Return the convolution's output at a token, float32 [C]. Taps are added one by one, to keep the tile's register layout."""
     y = tl.zeros([channels.shape[0]], tl.float32)
     if HAS_BIAS:
         y += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
@@ -60,12 +62,12 @@ def convolved(
 
 @triton.jit
 def convolved_once(
-    x_ptr,  # the token
-    conv_ptr,  # all slots
+    x_ptr,  # pointer to the token
+    conv_ptr,  # states of all slots
     weight_ptr,
     bias_ptr,
-    slot,  # that is read
-    target,  # slot that is written, -1: none
+    slot,  # slot to read
+    target,  # slot to write; -1 means none
     channels,  # [C]
     inside,  # bool [C]
     CONV_SLOT: tl.constexpr,
@@ -75,7 +77,7 @@ def convolved_once(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Return the convolution's output [C] at a sequence's only token and move its conv state on, which no other program reads."""
+    """Return the convolution's output [C] at a sequence's only token, and update its state, which no other program may read."""
     old = conv_ptr + slot.to(tl.int64) * CONV_SLOT + channels * CONV_CHANNEL
     new = conv_ptr + target.to(tl.int64) * CONV_SLOT + channels * CONV_CHANNEL
     y = tl.zeros([channels.shape[0]], tl.float32)
@@ -88,7 +90,7 @@ def convolved_once(
     for tap in tl.static_range(WIDTH):
         weight = tl.load(weight_ptr + channels * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
         y += inputs[tap].to(tl.float32) * weight
-    tl.debug_barrier()  # all of it is read before any of it is written over
+    tl.debug_barrier()  # all reads precede all writes
     if target >= 0:
         for tap in tl.static_range(1, WIDTH):
             tl.store(new + (tap - 1) * CONV_TIME, inputs[tap].to(conv_ptr.dtype.element_ty), mask=inside)
@@ -97,9 +99,9 @@ def convolved_once(
 
 @triton.jit
 def activated(y, SILU: tl.constexpr):
-    """The activation after a convolution."""
+    """Return the activation after a convolution."""
     if SILU:
-        # y sigmoid(y), in two functions that the GPU has as such: a division would be eight instructions.
+        # y sigmoid(y) in two native GPU functions; a division would take eight instructions.
         half = tl.rsqrt(1.0 + tl.exp2(y * -1.4426950408889634))
         y = y * half * half
     return y
@@ -107,9 +109,9 @@ def activated(y, SILU: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), also where exp(x) overflows or vanishes beside 1."""
-    # log(1 + s) = 2 artanh(s / (2 + s)), whose series needs seven terms where s <= 1. The GPU's own logarithm errs by
-    # 2^-22 of 1, not of the result, and Mamba's dt is often near 1e-3.
+    """Return log(1 + exp(x)), accurate also if exp(x) overflows or is negligible compared with 1."""
+    # log(1 + s) = 2 artanh(s / (2 + s)), whose series needs seven terms for s <= 1. The GPU's logarithm has an absolute error of
+    # 2^-22, too large for Mamba's dt, which is often near 1e-3.
     s = tl.exp(-tl.abs(x))
     z = s / (2.0 + s)
     w = z * z
@@ -119,7 +121,7 @@ def softplus(x):
 
 @triton.jit
 def store_window(
-    conv_ptr,  # the slot that is written
+    conv_ptr,  # state of the slot to write
     window,  # [C, BLOCK_W]
     channels,
     inside,
@@ -128,7 +130,7 @@ def store_window(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the conv state after the newest token of a window: its inputs but the oldest."""
+    """Write the convolution state after the newest token of a window: all its inputs except the oldest."""
     tap = tl.arange(0, BLOCK_W)
     there = inside[:, None] & ((tap > 0) & (tap < WIDTH))[None, :]
     ptrs = conv_ptr + channels[:, None] * CONV_CHANNEL + (tap - 1)[None, :] * CONV_TIME
@@ -137,15 +139,15 @@ def store_window(
 
 @triton.jit
 def leave_windows(
-    x_ptr,  # the sequence's first new token
-    conv_ptr,  # all slots
-    out_slots_ptr,  # of the sequence
-    slot,  # that is read
-    count,  # new tokens
+    x_ptr,  # pointer to the sequence's first new token
+    conv_ptr,  # states of all slots
+    out_slots_ptr,  # out_slots of the sequence
+    slot,  # slot to read
+    count,  # number of new tokens
     channels,
     inside,
     stride_x,
-    SINGLE: tl.constexpr,  # there is one new token
+    SINGLE: tl.constexpr,  # True if there is one new token
     OUT_WIDTH: tl.constexpr,
     CONV_SLOT: tl.constexpr,
     CONV_CHANNEL: tl.constexpr,
@@ -153,7 +155,8 @@ def leave_windows(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the conv state after each new token to its slot, the source slot last; no other program may use the channels."""
+    """Write the convolution state after each new token to its slot, the source slot last. No other program may use the
+    channels."""
     base = conv_ptr + slot.to(tl.int64) * CONV_SLOT
     for place in tl.static_range(1 if SINGLE else 2):
         for t in range(count):
@@ -163,14 +166,14 @@ def leave_windows(
                 wanted = wanted & ((target == slot) == (place == 1))
             if wanted:
                 window = window_of(x_ptr, base, t, channels, inside, stride_x, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W)
-                tl.debug_barrier()  # all of it is read before any of it is written over
+                tl.debug_barrier()  # all reads precede all writes
                 out_ptr = conv_ptr + target.to(tl.int64) * CONV_SLOT
                 store_window(out_ptr, window, channels, inside, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W)
 
 
 @triton.jit
 def out_slot_of(out_slots_ptr, t, count, OUT_WIDTH: tl.constexpr):
-    """The slot that gets the state after a token, -1: none. With one column that is the state after the last token."""
+    """Return the slot for the state after a token; -1 means none. A single column is for the state after the last token."""
     if OUT_WIDTH == 1:
         wanted = t == count - 1
         target = tl.load(out_slots_ptr, mask=wanted, other=-1)

@@ -1,5 +1,5 @@
-// Moving whole blocks, of any layout whose outermost axis is the block.
-// Grid (num_pairs, parts of a block, key or value). No block may be both a source and a destination.
+// Copies of whole blocks, in any layout whose outermost axis is the block.
+// Grid (num_pairs, parts per block, key or value). No block may be both a source and a destination.
 extern "C" __global__ void __launch_bounds__(256) copy_blocks(
     const uint4* from_key,  // in device memory, or in pinned host memory, which a GPU reads and writes in place
     const uint4* from_value, uint4* to_key, uint4* to_value,

@@ -1,6 +1,6 @@
-// Writing the vllm_5d cache, and moving its blocks.
+// Cache writer and block copies for the vllm_5d layout.
 //
-// Compiled for one set of -D: TYPE (k and v), KV_TYPE (cache), HEAD_DIM, BLOCK_SIZE.
+// Compiled per set of -D: TYPE (k and v), KV_TYPE (cache), HEAD_DIM, BLOCK_SIZE.
 #include "layout.cuh"
 #include "types.cuh"
 
@@ -29,9 +29,10 @@ union Vector {
 
 using namespace headway;
 
-// Grid (kv_heads, cdiv(num_tokens, TILE)): the rows of TILE tokens are read along the head, turned in shared memory, and written
-// along the slots: 16 bytes of a key are X dims of one slot, 16 bytes of a value X slots of one dim where X tokens in a row go to
-// X slots in a row from a multiple of X on; elsewhere (a token of a decode) a value's elements go one by one.
+// Grid (kv_heads, cdiv(num_tokens, TILE)). Rows of TILE tokens are loaded along the head, transposed in shared memory, and stored along the
+// slots. 16 bytes of a key are X dims of one slot. 16 bytes of a value are X slots of one dim if X consecutive tokens go to X consecutive
+// slots
+// that begin at a multiple of X; otherwise (such as a decode token) a value's elements are stored one by one.
 extern "C" __global__ void __launch_bounds__(256) reshape_and_cache(
     const TYPE* new_k,  // [num_tokens, kv_heads, HEAD_DIM], the rows of a head contiguous and aligned to 16 bytes
     const TYPE* new_v, KV_TYPE* key, KV_TYPE* value,

@@ -1,4 +1,4 @@
-// One warp's share of attention in float32, which tensor cores do not multiply at full precision: as MmaWarp, with 8 rows.
+// One warp's share of attention in float32, for which tensor cores are not precise enough: as MmaWarp, with 8 rows.
 #pragma once
 
 #include "layout.cuh"

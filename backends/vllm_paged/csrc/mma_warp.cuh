@@ -1,8 +1,8 @@
 // One warp's share of attention on the tensor cores: up to 16 query rows against tiles of 16 keys.
 //
-// heads x keys = Q K^T, then heads x dims = P V, both mma.m16n8k16. The query heads of a group are the rows, so K and V are read
-// once for all of them; the key's 16-byte pieces and the transposed value are what the products want as their right operand as
-// they lie, and the accumulator of the first product is the left operand of the second (FlashAttention-2's register reuse).
+// heads x keys = Q K^T, then heads x dims = P V, both with mma.m16n8k16. The query heads of a group are the rows, so K and V are read once
+// for all of them. The key's 16-byte chunks and the transposed value already have the layout of a right operand, and the accumulator of the
+// first MMA is the left operand of the second (FlashAttention-2's register reuse).
 #pragma once
 
 #include "layout.cuh"
@@ -10,7 +10,7 @@
 
 namespace headway {
 
-// Right operands from a staged tile. `slot` says which slot stands at column 2 * (lane % 4) + e of the n-th 8 keys.
+// Right operands from a staged tile. `slot` returns the slot in column 2 * (lane % 4) + e of the n-th group of 8 keys.
 template <class KV, int DIM>
 struct Operands {  // 16-bit elements: ldmatrix reads them as they lie
   typedef KV Product;
@@ -60,7 +60,7 @@ struct MmaWarp {
   float slope[2], undo[2];    // undo: what q was divided by to fit into Product
   int position[2], lane;
 
-  // q: [tokens, heads, DIM] from the sequence's first token on.
+  // q: [tokens, heads, DIM], beginning with the sequence's first token.
   __device__ void start(const T* q, long long stride_token, long long stride_head, const Rows& rows, const float* slopes) {
     lane = threadIdx.x % 32;
 #pragma unroll
@@ -150,7 +150,7 @@ struct MmaWarp {
     }
   }
 
-  // row_m, row_l: [ROWS], this warp's.
+  // row_m, row_l: [ROWS], of this warp.
   __device__ void store_state(float* row_m, float* row_l) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -163,7 +163,7 @@ struct MmaWarp {
     }
   }
 
-  // sums: [ROWS, pitch], this warp's, relative to the largest score in row_m; only the first `used` rows.
+  // sums: [ROWS, pitch], of this warp, relative to the largest score in row_m; only the first `used` rows.
   __device__ void store_sums(float* sums, int pitch, const float* row_m, int used) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -1,10 +1,11 @@
-// Paged decode on the vllm_5d layout: v1 (one block of threads a sequence and kv head) and v2 (the context in partitions, then
-// `reduce_partitions`), after vLLM's PagedAttention kernels (Kwon et al. 2023). Unlike those, all query heads of a kv head are
-// served by one read of K and V, and each warp keeps its own pipeline of tiles: warps meet only once, at the end.
+// Paged decode on the vllm_5d layout: v1 (one thread block per sequence and kv head) and v2 (context in partitions, then
+// `reduce_partitions`), after vLLM's PagedAttention kernels (Kwon et al. 2023). Unlike those, K and V are read once for all query heads of
+// a
+// kv head, and each warp has its own pipeline of tiles: warps synchronise only once, at the end.
 //
-// The two kernels of v2 overlap (programmatic dependent launch): the second waits where it first reads what the first has written.
+// The two kernels of v2 overlap (programmatic dependent launch): the second waits before it first reads the first one's output.
 //
-// Compiled for one set of -D: TYPE (q and out), KV_TYPE (cache), HEAD_DIM, BLOCK_SIZE, STAGES (tiles a warp has under way).
+// Compiled per set of -D: TYPE (q and out), KV_TYPE (cache), HEAD_DIM, BLOCK_SIZE, STAGES (tiles in flight per warp).
 #include "fma_warp.cuh"
 #include "mma_warp.cuh"
 
@@ -28,8 +29,8 @@ constexpr int TILE_BYTES = TILE * HEAD_DIM * sizeof(KV_TYPE);  // of the key, an
 
 static_assert(ROWS * SUM_PITCH * 4 <= STAGES * 2 * TILE_BYTES, "the merged sums use the stages' memory");
 
-// The part of a sequence's tiles that one partition has. The host fixes the number of partitions and the sequence's length their
-// size, so a captured graph is right at any length.
+// One partition's range of a sequence's tiles. The number of partitions is fixed by the host; their size follows from the sequence's length
+// on the device, so a captured graph is correct for any length.
 struct Range {
   int first, end;
 
@@ -42,15 +43,15 @@ struct Range {
   }
 };
 
-// The query rows that a block of threads serves; token: the sequence's first.
+// The query rows of a thread block. token: the sequence's first token.
 __device__ __forceinline__ Rows rows_of(const int* query_start_loc, const int* seq_lens, int kv_heads, int group, int seq,
                                         int item, int& token) {
   token = query_start_loc[seq];
   return Rows{item / kv_heads * ROWS, group, query_start_loc[seq + 1] - token, seq_lens[seq], item % kv_heads * group};
 }
 
-// The physical blocks of a warp's tiles, two where blocks are half a tile: lane i holds those of its i-th tile of 32, and the next
-// 32 are under way, so that nobody waits for the table.
+// Physical blocks of a warp's tiles, two per tile if blocks are half a tile. Lane i holds the blocks of tile i of 32, and the next 32 are
+// already being loaded, so that no tile waits for the table.
 struct Lookup {
   const int* table;
   int last_tile, last_block, step, lane;
@@ -65,7 +66,7 @@ struct Lookup {
     next_first = table[at];
     next_second = BLOCK_SIZE < TILE ? table[min(at + 1, last_block)] : next_first;
   }
-  // Blocks of the count-th tile; to be called for 0, 1, 2, ...
+  // Blocks of tile number `count`. Call for 0, 1, 2, ...
   __device__ void operator()(int count, int tile, int& one, int& two) {
     if (count % 32 == 0) {
       first = next_first, second = next_second;
@@ -76,7 +77,7 @@ struct Lookup {
   }
 };
 
-// Start copying a tile's key and value to shared memory; the lanes of a warp take neighbouring chunks.
+// Start copying a tile's key and value to shared memory; adjacent lanes copy adjacent chunks.
 __device__ __forceinline__ void fetch(const KV_TYPE* key, const KV_TYPE* value, int kv_heads, u32 staged, int block, int second,
                                       int tile, int kv_head, int lane) {
   const int first_slot = tile * TILE % BLOCK_SIZE;
@@ -100,7 +101,7 @@ __device__ __forceinline__ void fetch(const KV_TYPE* key, const KV_TYPE* value, 
   }
 }
 
-// Tell the next kernel that it may start, and wait for the one before, where both were launched to overlap.
+// Let the next kernel start, and wait for the previous one, if launches overlap.
 __device__ __forceinline__ void release_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -116,7 +117,7 @@ __device__ __forceinline__ void await_previous() {
 
 using namespace headway;
 
-// Grid (kv heads * row tiles, partitions, num_seqs), blocks of 1 .. MAX_WARPS warps, 2 * TILE_BYTES * STAGES bytes a warp.
+// Grid (kv heads * row tiles, partitions, num_seqs), thread blocks of 1 .. MAX_WARPS warps, 2 * TILE_BYTES * STAGES bytes per warp.
 extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS) paged_attention(
     const TYPE* q,  // [num_tokens, num_heads, HEAD_DIM], rows of a head contiguous
     long long q_stride_token, long long q_stride_head, const KV_TYPE* key, const KV_TYPE* value,
@@ -143,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS) paged_attention(
   const int used = rows.used(ROWS);
   if (range.first >= range.end || used <= 0) return;  // also every padding row
 
-  // The warp's tiles: first + warp, + warps, ... so that the warps together read neighbouring slots of large blocks.
+  // The warp's tiles: first + warp, + warps, ..., so that the warps together read adjacent slots of large blocks.
   const int first_tile = range.first + warp_id;
   char* stages = shared + warp_id * STAGES * 2 * TILE_BYTES;
   Lookup lookup(block_table + seq * table_stride, rows, range, first_tile, warps);
@@ -207,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS) paged_attention(
   }
 }
 
-// Grid (kv heads * row tiles, rows in use of a tile, num_seqs), HEAD_DIM threads: out = sum of parts, each at its own scale.
+// Grid (kv heads * row tiles, rows in use of a tile, num_seqs), HEAD_DIM threads: out = sum of parts, each scaled.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM) reduce_partitions(
     TYPE* out, long long out_stride_token, long long out_stride_head, const int* seq_lens, const int* query_start_loc,
     const float* sinks, const float* partials, const float* states, int kv_heads, int group, int partitions, float v_scale,

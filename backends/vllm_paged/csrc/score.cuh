@@ -1,11 +1,11 @@
-// What the two kinds of warp share: the rows of the query, and how a product q.k becomes a score.
+// Code shared by both kinds of warp: query rows, and the transformation of q.k to a score.
 #pragma once
 
 #include "types.cuh"
 
 namespace headway {
 
-// One query row a (token, head); row r of a sequence is token r / group, head r % group.
+// A query row is a (token, head) pair; row r of a sequence is token r / group, head r % group.
 struct Rows {
   int first;      // of this block's rows
   int group;      // query heads a kv head
@@ -20,7 +20,7 @@ struct Rows {
   __device__ int position(int row) const { return kv_len - query_len + token(row); }
 };
 
-// In the base-2 domain: log2(e) is folded into all of it by the host.
+// In base 2: the host multiplies all parameters by log2(e).
 struct Scoring {
   float scale;     // log2(e) * scale; scale / softcap where there is a soft-cap
   float cap;       // log2(e) * softcap; 0: none
@@ -36,13 +36,13 @@ struct Scoring {
   }
 };
 
-// The recurrence of Milakov and Gimelshein (2018): takes the largest score of a tile, returns what earlier sums shrink by.
+// Online softmax (Milakov and Gimelshein 2018): takes the largest score of a tile, returns the factor for earlier sums.
 __device__ __forceinline__ float raise(float& m, float largest) {
   const float before = m;
   m = fmaxf(m, largest);
   return m == -INF ? 1.0f : exp2_fast(before - m);
 }
-// exp2(score - m), 0 where nothing has been seen yet.
+// exp2(score - m), or 0 if no key has been seen yet.
 __device__ __forceinline__ float weight(float score, float m) { return m == -INF ? 0.0f : exp2_fast(score - m); }
 
 }  // namespace headway

@@ -1,4 +1,4 @@
-// Element types and the few machine instructions that the kernels need. No header is included, so that NVRTC compiles this alone.
+// Element types and machine instructions of the kernels. Includes no header, so that NVRTC can compile it alone.
 #pragma once
 
 namespace headway {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void from_float(e4m3& y, float x) {  // saturates at 
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
   y.bits = pair & 0xff;
 }
-// Four e4m3 numbers to two pairs of float16, exactly.
+// Convert four e4m3 numbers to two pairs of float16, exactly.
 __device__ __forceinline__ void unpack(u32 four, u32& low, u32& high) {
   asm("{.reg .b16 a, b;\n mov.b32 {a, b}, %2;\n cvt.rn.f16x2.e4m3x2 %0, a;\n cvt.rn.f16x2.e4m3x2 %1, b;}"
       : "=r"(low), "=r"(high)
@@ -59,7 +59,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// 16 bytes from global to shared memory, past the registers.
+// Asynchronous copy of 16 bytes from global to shared memory.
 __device__ __forceinline__ void copy_async(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+// Load four 8x8 matrices of 16-bit elements. Lane i has the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])

@@ -227,7 +227,7 @@ def test_an_unwritable_folder_is_replaced(
     paths = compiled()
     assert found() == FILES
     assert not any(Path(path).is_relative_to(tmp_path) for path in paths.values())
-    assert caplog.text.count("cannot be written (Not a directory): every process compiles its kernels again") == 1
+    assert caplog.text.count("cannot be written (Not a directory): every process recompiles its kernels") == 1
 
 
 def test_a_read_only_folder_is_read(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
