@@ -1,6 +1,8 @@
-"""Experts of several tokens over quantised weights by wgmma (compute capability 9.0): variants and launches of expert_lots.cu.
+"""Grouped GEMM in CUDA C++ (expert_lots.cu) over tiles of one expert's rows, for quantized weights on Hopper (wgmma).
 
-Warps lie side by side along the rows of a weight and share the rows of x, of which they can take more than those of cuda_rows.py.
+The kernels are named cuda.lots8 to cuda.lots64. Warps split the weight's rows and share the tile's rows of x, of which they
+can
+handle more than cuda_rows.py.
 """
 
 from __future__ import annotations
@@ -32,20 +34,24 @@ from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, CompiledK
 from headway.kernels.runtime.nvrtc.store import load
 
 MOST_TOKENS = 256
-"""Tokens up to which the kernel computes."""
+"""Maximum number of tokens."""
 _MULTIPROCESSOR_BYTES, _KEPT_BYTES = 228 * 1024, 5 * 1024
-"""Shared memory of a multiprocessor, and what of it a block of threads has besides its ring."""
+"""Shared memory of an SM, and the part that a thread block uses besides its ring, in bytes."""
 _MOST_STAGES = 12
-"""Steps of a ring beyond which no form's bytes would cover more of the memory's latency."""
+"""Maximum stages of a ring; more would not hide more memory latency in any format."""
 _STEP_COLUMNS = 128
 
 
 def expert_lots_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
-    """Cut a product: blocks of threads of 128 rows of the weight, and of 64 where those would be a tenth more than there are.
+    """Return the tiling of a GEMM: thread blocks of 128 weight rows, or of 64 if 128 would pad more than a tenth.
 
-    Larger ones copy x fewer times. Two blocks of eight warps, or four of four, have the most warps that are busy to the end: an
-    H100 took 252 us for 16 tokens of gpt-oss-20b by three of four warps, of two parts each, and 224 by two of eight. Beyond 16
-    rows a warp has two parts of 16, for which it reads x once, and as many blocks as registers allow are on a multiprocessor.
+    Larger thread blocks copy x fewer times. Two thread blocks of eight warps, or four of four, keep the most warps busy to
+    the end. For
+    16 tokens of gpt-oss-20b, an H100 took 252 us with three thread blocks of four warps with two parts each, and 224 us with
+    two of
+    eight. Above 16 rows, a warp has two parts of 16 rows, for which it reads x once, and an SM runs as many thread blocks as
+    registers
+    allow.
     """
     if product.lot <= 16:
         eight = product.weight.half or product.lot == 16
@@ -59,27 +65,27 @@ def expert_lots_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
 
 @dataclass(frozen=True, slots=True)
 class LotsVariant:
-    """All that the kernel is compiled for."""
+    """Everything that the kernel is compiled for."""
 
     of: ExpertVariant
     following: WeightBytes | None
-    """The second product's weight, which the first writes x for; None: this is the second."""
+    """The second GEMM's weight, for which the first one lays out its output. None if this is the second GEMM."""
 
     @property
     def outputs(self) -> int:
-        """Columns of y of a tile: OUT."""
+        """Columns of y per tile (OUT)."""
         each = self.of.each
         return PART_ROWS * each.cut.tiles * each.cut.warps // (2 if each.gated else 1)
 
     @property
     def groups(self) -> int:
-        """Groups of a slice whose scales are copied; 0: each row has one scale, or each block, and none is."""
+        """Groups of a slice whose scales are copied. 0 if the scales are per row or per block, which are not copied."""
         weight = self.of.each.weight
         return 0 if weight.scale_rows > 1 or weight.scale_span >= weight.row else max(1, SLICE_BYTES // weight.scale_span)
 
     @property
     def box(self) -> int:
-        """Rows of the weight that one copy moves: as many as end with the rows of an expert."""
+        """Rows of the weight per copy: the largest number that does not cross an expert's last row."""
         box = self.outputs
         while self.of.each.out_features % box:
             box //= 2
@@ -87,7 +93,7 @@ class LotsVariant:
 
     @property
     def step_bytes(self) -> int:
-        """Shared memory of a step of the ring, as expert_lots.cu adds it up."""
+        """Shared memory of one ring stage in bytes, matching expert_lots.cu."""
         each = self.of.each
         pieces, places, halves = 2 if each.gated else 1, self.groups * self.outputs, 2 if each.weight.half else 1
         scales = -(-places * each.scale_dtype.itemsize // 128) * 128
@@ -97,27 +103,27 @@ class LotsVariant:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory, beginning at a multiple of 1,024."""
+        """Dynamic shared memory in bytes, including the alignment to 1,024."""
         return self.of.each.cut.stages * self.step_bytes + 1024
 
     @property
     def threads(self) -> int:
-        """Threads of a block: of the warps that multiply, and of one that copies."""
+        """Threads per block: the warps that multiply, and one that copies."""
         return 32 * (self.of.each.cut.warps + 1)
 
     @property
     def row_columns(self) -> int:
-        """Columns of a row of x as it is arranged, with the zeros at its end."""
+        """Columns of a row of permuted x, including the zeros at its end."""
         return arranged_columns(self.of.each.weight)
 
     @property
     def table_words(self) -> int:
-        """Words of `struct Table`."""
+        """Size of `struct Table` in 32-bit words."""
         return self.of.most_lots + 2 + self.of.tokens * self.of.slots
 
     @property
     def source(self) -> Variant:
-        """What the compiler is given."""
+        """Source and constants for the compiler."""
         constants = {**self.of.constants, "RESIDENT": self.of.each.cut.per_multiprocessor, "BOX": self.box}
         if self.following is not None:
             half = self.following.half
@@ -132,7 +138,7 @@ class LotsVariant:
 
 
 def arranged_columns(weight: WeightBytes) -> int:
-    """Columns of a row of x for a weight, as it is arranged: whole steps."""
+    """Return the columns of a row of permuted x for a weight, rounded up to whole steps."""
     return -(-weight.row * (2 if weight.half else 1) // _STEP_COLUMNS) * _STEP_COLUMNS
 
 
@@ -146,7 +152,9 @@ def lots_variant(
     multiprocessors: int,
     rule: ExpertCutRule = expert_lots_cut,
 ) -> LotsVariant:
-    """Return what is compiled for one of a layer's two products. lot: most rows. dtype: of x. See LotsVariant."""
+    """Return the variant for one of a layer's two GEMMs. lot: maximum rows per tile. dtype: type of x. following: see
+    LotsVariant.
+    """
     of = expert_variant(config, weight, dtype, lot, following is not None, bias, multiprocessors, rule)
     variant = LotsVariant(replace(of, most_tokens=MOST_TOKENS), following)
     cut = of.each.cut
@@ -156,13 +164,13 @@ def lots_variant(
 
 
 _ARRANGING = 256
-"""Threads of a block that arranges a row, or adds to 4 columns each."""
+"""Threads of a block that permutes a row, or that adds slots in 4 columns per thread."""
 _MOST_SLOTS = 24
-"""Slots with which what arrange_lots counts by finds room in 48 KiB."""
+"""Maximum number of slots for which arrange_lots's counters fit 48 KiB."""
 
 
 class _Launcher:
-    """One compiled product with its arguments, and the launch that stands before the first or behind the second."""
+    """A compiled GEMM with its arguments, and the extra launch before the first or after the second GEMM."""
 
     def __init__(self, variant: LotsVariant, device: torch.device, multiprocessors: int) -> None:
         specific = architecture(device, specific=True)
@@ -178,7 +186,7 @@ class _Launcher:
         self._beside_launch = cache(partial(Launch, threads=_ARRANGING, overlaps=True))
 
     def multiply(self, x: Tensor, weight: ArrangedWeight, bias: Tensor | None, y: Tensor, table: Tensor) -> None:
-        """Launch the product."""
+        """Launch the GEMM."""
         variant, blank = self.variant, bytes(MAP_BYTES)
         boxes = (variant.box, SLICE_BYTES), (max(1, variant.groups), variant.outputs)
         scales = tensor_map(weight.scales, boxes[1], 0) if variant.groups else blank
@@ -188,16 +196,18 @@ class _Launcher:
         self._kernel(self._launch, self._arguments)
 
     def beside(self, grid: tuple[int, int, int], *tensors: Tensor) -> None:
-        """Launch what stands before or behind it."""
+        """Launch the extra kernel before or after the GEMM."""
         self._beside_arguments.set(*[tensor.data_ptr() for tensor in tensors])
         self._beside(self._beside_launch(grid), self._beside_arguments)
 
 
 class CudaLots(CudaExperts):
-    """Lots of rows of one expert whose x is arranged before: five launches a layer, for up to MOST_TOKENS tokens.
+    """Grouped GEMM over tiles of one expert's rows, with inputs permuted first: five launches per layer, up to MOST_TOKENS
+    tokens.
 
-    What experts give a token is added in the order of its slots, in float32: its bits are the same in every run, whatever the
-    other tokens are. One thread at a time.
+    Experts' outputs are added in the order of a token's slots, in float32. A token's bits are the same in every run,
+    whatever the other
+    tokens are. Not thread-safe.
     """
 
     capabilities = replace(CudaExperts.capabilities, max_tokens=MOST_TOKENS)
@@ -220,7 +230,7 @@ class CudaLots(CudaExperts):
         (num_tokens, hidden), pairs = out.shape, routed.experts.numel()
         up, down = self._products(weights)
         rows = most_blocks(pairs, self._config.num_all, self.lot) * self.lot
-        x = out.new_empty(rows * up.variant.row_columns)  # rows that are missing are never read
+        x = out.new_empty(rows * up.variant.row_columns)  # padding rows are never read
         between = out.new_empty(rows * down.variant.row_columns)
         table = torch.empty(up.variant.table_words, dtype=torch.int32, device=out.device)
         parts = torch.empty((pairs, hidden), dtype=torch.float32, device=out.device)
@@ -231,7 +241,7 @@ class CudaLots(CudaExperts):
         down.beside((num_tokens, -(-hidden // columns), 1), parts, table, routed.weights, out)
 
     def prepare(self, weights: ExpertsWeights) -> ExpertsWeights:
-        """Arrange a layer's weights, and compile the kernels that multiply them."""
+        """Repack a layer's scales, and compile the kernels."""
         self._products(weights)
         return weights
 
@@ -245,14 +255,14 @@ class CudaLots(CudaExperts):
 
 
 def cuda_lots(lot: int) -> type[CudaLots]:
-    """Return the class of a kernel of CUDA_LOTS."""
+    """Return the kernel class with tiles of `lot` rows, from CUDA_LOTS."""
     return type("CudaLots", (CudaLots,), {"name": f"cuda.lots{lot}", "lot": lot})
 
 
 def suits(lot: int, num_tokens: int, config: ExpertsConfig) -> bool:
-    """Whether lots of up to so many rows may be the best for so many tokens.
+    """Return whether tiles of up to `lot` rows may be the fastest for this number of tokens.
 
-    Those that hardly an expert fills by half are left to smaller ones, and experts of more than four to larger ones.
+    Smaller tiles are better if experts hardly fill half a tile, and larger tiles if experts fill more than four.
     """
     pairs = num_tokens * config.num_slots / config.num_all
     filled = lot == CUDA_LOTS[0] or (num_tokens > lot // 2 and pairs >= lot / 8)

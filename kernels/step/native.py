@@ -1,4 +1,6 @@
-"""A decoder's steps on a CPU by our C: each is one call and one parallel region; small steps are recorded and run as one call."""
+"""Decoder steps on a CPU by the C kernels, one call and one parallel region each. Small steps are recorded and replayed as
+one call.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
-"""All layers of a decoder: x [num_tokens, hidden_size], used up, and cos and sin of each rotary embedding."""
+"""All layers of a decoder: x [num_tokens, hidden_size], which is overwritten, and cos and sin of each rotary embedding."""
 
 _MOST_ROWS = 32
-"""Tokens of a step up to which its calls are recorded: of more, Python's share is small, and what lies between calls is large."""
+"""Maximum number of tokens of a recorded step. Larger steps spend little time in Python and need much memory between calls."""
 _MOST_STEPS = 64
 _ALLOCATE = frozenset(
     (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_strided.default)
@@ -36,25 +38,28 @@ class _RecordedStep:
     ropes: tuple[Rope, ...]
     out: Tensor
     held: Sequence[Tensor]
-    """What the calls read and write between x and out."""
+    """Tensors that the calls read and write between x and out."""
 
 
 class RecordedLayers:
-    """Runs layers in Python the first time that a kind of step comes, and repeats the calls of our C from then on.
+    """Layers that run in Python for the first step of a kind, and replay the recorded C calls afterwards.
 
-    That is right where the layers do nothing else, which is watched while the calls are noted: an operation of torch's that
-    computes, or an attention that is not one call of our C, and the kind of step is run in Python for good.
+    Replaying is correct only if the layers do nothing else, which is checked while recording. After an operation of torch
+    that computes,
+    or an attention that is not one C call, that kind of step always runs in Python.
     """
 
     def __init__(self, functions: Functions) -> None:
-        """functions: those that the layers call."""
+        """Start without recordings. functions: the C functions that the layers call."""
         self._functions = functions
         self._steps: dict[Hashable, _RecordedStep | None] = {}
         self.repeated = 0
-        """Steps that were not run in Python."""
+        """Number of steps that were replayed."""
 
     def __call__(self, layers: Layers, kind: Hashable, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
-        """Return what `layers` would, always the same ones; the next step overwrites it. kind: `WatchedAttention.step_kind`."""
+        """Return the result of `layers`, always the same function. The next step overwrites it. kind:
+        `WatchedAttention.step_kind`.
+        """
         if len(x) > _MOST_ROWS:
             return layers(x, ropes, attention)
         key = (kind, len(x), x.dtype)
@@ -68,7 +73,7 @@ class RecordedLayers:
             recorded[0].copy_(rope[0])
             recorded[1].copy_(rope[1])
         if torch._C._autograd._profiler_enabled():
-            with record_function("headway.layers"):  # no operation of torch's would be seen
+            with record_function("headway.layers"):  # replayed calls are invisible to torch's profiler
                 step.calls.repeat()
         else:
             step.calls.repeat()
@@ -89,7 +94,9 @@ class RecordedLayers:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation of torch's: memory that is allocated is held, and views change nothing."""
+    """Dispatch mode that watches every operation of torch: it keeps allocated memory alive and notes whether all others are
+    views.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,11 +105,11 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: the wrapper that torch puts around a mode otherwise imports torch._dynamo (0.9 s) in the first step."""
+        """Return False: torch's wrapper around a mode would import torch._dynamo (0.9 s) in the first step."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
+        """Run an operation and note what it is."""
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATE:
             self.held.append(result)
@@ -120,7 +127,7 @@ def _is_view(func: Any, result: Any, args: Any) -> bool:
 
 
 class _CountedAttention:
-    """Sees whether each layer's attention is one call of our C."""
+    """Attention that checks whether each layer makes exactly one C call."""
 
     def __init__(self, attention: WatchedAttention, calls: Recording) -> None:
         self._attention = attention
@@ -128,7 +135,6 @@ class _CountedAttention:
         self.one_call_each = True
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attention`."""
         before = len(self._calls)
         out = self._attention.compute(layer, q, k, v)
         self.one_call_each &= len(self._calls) == before + 1
@@ -144,7 +150,7 @@ _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2
 
 
 class NativeOperations(TorchOperations):
-    """Steps whose product is over a weight in panels; torch's functions compute the others."""
+    """Operations that use the C kernels for layers with packed weights, and torch's functions for others."""
 
     def __init__(self, inv_freq: Tensor, factors: Tensor, functions: Functions, experts: ExpertsOptions | None = None) -> None:
         super().__init__(inv_freq, factors, experts)
@@ -234,7 +240,9 @@ class NativeOperations(TorchOperations):
         return residual
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-        """x normed, and no norm, where the norm is of a kind that our C does not compute."""
+        """Return the input for a C kernel: x is normed first, and the norm dropped, if the C kernel does not support the
+        norm.
+        """
         return (x, norm) if norm is None or norm.by_length is not None else (self.norm(x, norm), None)
 
     def _store(
@@ -264,17 +272,17 @@ class NativeOperations(TorchOperations):
 
 
 def _panels(x: Tensor, linear: Linear) -> Panels | None:
-    """A layer's weight in panels; None where it has none, or x is not what our C reads."""
+    """Return a layer's packed weight, or None if it has none or the C kernels cannot read x."""
     return linear.panels if linear.panels is not None and x.dtype == linear.dtype and x.stride(1) == 1 else None
 
 
 def _normed(norm: Norm | None) -> bool:
-    """Whether our C computes a norm: none, or RMSNorm on one rank."""
+    """Return whether the C kernels support a norm: none, or RMSNorm on one rank."""
     return norm is None or norm.by_length is not None
 
 
 def _norm(norm: Norm | None) -> tuple[int | None, float]:
-    """Address of a norm's factors, and what is added to the squared length."""
+    """Return the address of a norm's factors, and the term added to the squared length."""
     if norm is None:
         return None, 0.0
     assert norm.by_length is not None
