@@ -1,6 +1,7 @@
-"""What kernels read of a quantised weight: how its bytes lie, and the blocks of .gguf files.
+"""Byte layouts of quantized weights as kernels read them, and the block formats of .gguf files, with their dequantize
+functions.
 
-Blocks are weights of 4 to 8 bits, as llama.cpp's types lay them out (ggml-common.h, ggml-quants.c).
+Blocks hold values of 4 to 8 bits in llama.cpp's layouts (ggml-common.h, ggml-quants.c).
 """
 
 from __future__ import annotations
@@ -21,39 +22,39 @@ from headway.kernels.runtime.native.library import SCALE_D, SCALE_DM, SCALE_SUPE
 _GROUP = 32
 _SUPER = 256
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the codes of IQ4_NL and IQ4_XS stand for."""
+"""Integers that the 4-bit values of IQ4_NL and IQ4_XS mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of blocks."""
+    """A block type of .gguf files."""
 
     columns: int
-    """Columns of a row in one block."""
+    """Columns per block."""
     num_bytes: int
-    """Bytes of a block."""
+    """Bytes per block."""
     decode: Callable[[Tensor], Coded]
-    """From blocks uint8 [rows, blocks, num_bytes] to codes and scales."""
+    """Decodes blocks uint8 [rows, blocks, num_bytes] to quantized values and scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufWeight(QuantizedWeight):
-    """Rows of blocks as they lie in the file; rows of several types one after the other, where products of one input differ."""
+    """Rows of .gguf blocks in the file's layout. Merged layers may have consecutive rows of several types."""
 
     types: tuple[str, ...]
-    """Names of BLOCK_TYPES, one for each part."""
+    """Names in BLOCK_TYPES, one for each run of rows."""
     blocks: tuple[Tensor, ...]
-    """uint8 [rows, blocks, num_bytes]"""
+    """uint8 [rows, blocks, num_bytes], one tensor for each run of rows."""
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[str, Tensor]]) -> GgufWeight:
-        """Rows one after the other; neighbours of one type become one part."""
+        """Concatenate runs of rows. Adjacent runs of one type are merged."""
         runs = [(name, [blocks for _, blocks in run]) for name, run in groupby(parts, key=lambda part: part[0])]
         return cls(tuple(name for name, _ in runs), tuple(torch.cat(blocks) for _, blocks in runs))
 
     @property
     def kind(self) -> str:
-        """The types in words."""
+        """Types of the blocks, for messages."""
         return f"gguf {' and '.join(dict.fromkeys(self.types))}"
 
     @property
@@ -62,23 +63,23 @@ class GgufWeight(QuantizedWeight):
 
     @property
     def spans(self) -> Mapping[str, int]:
-        """Return none: the blocks are no such tensors."""
+        """Return an empty mapping: blocks have no tensors with scales."""
         return {}
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The blocks of each part."""
+        """Blocks of each run of rows."""
         return self.blocks
 
     def coded(self) -> list[Coded]:
-        """Codes and scales of each part."""
+        """Return the quantized values and scales of each run of rows."""
         return [BLOCK_TYPES[name].decode(blocks) for name, blocks in zip(self.types, self.blocks, strict=True)]
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         return torch.cat([_expanded(coded).to(dtype) for coded in self.coded()])
 
     def rows(self, rows: range | Tensor) -> GgufWeight:
-        """In another order, each row becomes a part of its own where they have several types."""
+        """Select rows. If the weight has several types, a tensor of indices makes each row a separate run."""
         if not isinstance(rows, range):
             if len(self.types) == 1:
                 return GgufWeight(self.types, (self.blocks[0][rows],))
@@ -120,22 +121,22 @@ def _expanded(coded: Coded) -> Tensor:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """A float16 of each block: [rows, blocks]."""
+    """Return the float16 at byte `at` of each block: [rows, blocks]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
 
 
 def _nibbles(octets: Tensor) -> Tensor:
-    """Low halves of bytes, then the high ones: [..., n] to [..., 2 n]."""
+    """Return the low halves of bytes, then the high halves: [..., n] -> [..., 2 n]."""
     return torch.cat([octets & 15, octets >> 4], dim=-1)
 
 
 def _parts(octets: Tensor, *sizes: int) -> Tensor:
-    """Bytes of a block in parts: [..., n] to [..., *sizes]."""
+    """Reshape the bytes of a block: [..., n] -> [..., *sizes]."""
     return octets.reshape(*octets.shape[:-1], *sizes)
 
 
 def _fifth_bits(octets: Tensor) -> Tensor:
-    """32 bits of 4 bytes, shifted to the place of a fifth bit: [..., 4] to [..., 32]."""
+    """Return 32 bits from 4 bytes, each shifted to bit 4: [..., 4] -> [..., 32]."""
     bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(-2) << 4
 
@@ -170,7 +171,7 @@ def _q8_0(blocks: Tensor) -> Coded:
 
 
 def _six_bits(octets: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and mins of 6 bits out of 12 bytes: each uint8 [rows, 8 blocks]."""
+    """Return 6-bit scales and minimums from 12 bytes: uint8 [rows, 8 blocks] each."""
     low, middle, high = octets.tensor_split([4, 8], dim=-1)
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], dim=-1)
     mins = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=-1)
@@ -223,60 +224,62 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "IQ4_NL": BlockType(_GROUP, 18, _iq4_nl),
     "IQ4_XS": BlockType(_SUPER, 136, _iq4_xs),
 }
-"""The types that our C multiplies; a tensor of another one is expanded when the file is converted."""
+"""Types that our C library multiplies. Tensors of other types are dequantized when the file is converted."""
 
 
 @dataclass(slots=True, eq=False)
 class Operand:
-    """What our kernels read of a layer."""
+    """A layer's weight and bias, as Headway's kernels read them."""
 
     weight: Any
-    """As the kernel arranges it."""
+    """Weight in the kernel's layout."""
     bias: Tensor | None
     out_features: int
     in_features: int
     order: Tensor | None = None
-    """int32 [in_features]: the input that belongs to each column; None: column k belongs to input k."""
+    """int32 [in_features]: input feature of each column. None means that column k is input k."""
 
     @classmethod
     def of(cls, weight: Any, bias: Tensor | None, arranged: Any = None) -> Operand:
-        """Make what a kernel reads of a weight. arranged: in the kernel's order, if it has one of its own."""
+        """Make the operand for a weight. arranged: the weight in the kernel's layout, if it has a special one."""
         rows, columns = weight.shape
         return cls(weight if arranged is None else arranged, bias, rows, columns, getattr(weight, "order", None))
 
 
 def sample_of(spec: LinearSpec) -> QuantizedWeight:
-    """Return a quantised weight as a layer's, without elements."""
+    """Return a quantized weight like the layer's, without elements."""
     sample = spec.weight.sample(spec.out_features, spec.in_features)
     assert sample is not None
     return sample
 
 
 _LEAST_SPAN = 16
-"""Columns of a product that the matrix units take at least."""
+"""Minimum columns per tensor-core instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """What the kernel must know of a weight's form: lengths in bytes of a row."""
+    """Byte layout of a quantized weight for the kernels. Lengths are bytes of a row."""
 
     kind: str
     row: int
     half: int
-    """Half a group, where a byte holds two codes; 0: a byte is a code."""
+    """Bytes of half a group, for two values per byte. 0 means one value per byte."""
     scales: int
-    """Scales of a row."""
+    """Scales per row."""
     scale_span: int
-    """Bytes under one scale."""
+    """Bytes per scale."""
     scale_rows: int
     """Rows that share scales."""
     zeros: bool
     span: int
-    """Bytes that a slice can have at most: they lie under one scale."""
+    """Maximum bytes of a slice, which must share a scale."""
 
 
 def weight_bytes(weight: QuantizedWeight) -> WeightBytes | None:
-    """How the kernel reads a weight; None where it cannot: too few columns share a scale, or they do not fill a row."""
+    """Return the byte layout of a weight. None if kernels cannot read it: too few columns share a scale, or groups do not
+    fill a row.
+    """
     columns = weight.shape[1]
     if isinstance(weight, Int4Weight | Float4Weight):
         group = weight.group_size if isinstance(weight, Int4Weight) else MX_GROUP
@@ -294,7 +297,7 @@ def weight_bytes(weight: QuantizedWeight) -> WeightBytes | None:
 
 
 def tensors_of(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes, scales and zeros, each contiguous; something else where there are no zeros."""
+    """Return bytes, scales and zeros, each contiguous. If there are no zeros, the last tensor is arbitrary."""
     if isinstance(weight, Int4Weight):
         return weight.packed, weight.scales, weight.scales if weight.zeros is None else weight.zeros
     if isinstance(weight, Float4Weight):
