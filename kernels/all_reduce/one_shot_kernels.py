@@ -1,12 +1,10 @@
 """One-shot all-reduce: in one launch, each rank writes its tensor to all others, waits for theirs, and sums them.
 
 Each rank has three buffers, used in rotation, with room for every other rank's tensor; the other ranks write into them. An
-element
-that has not arrived holds a reserved bit pattern, so the data itself is the flag, and neither a separate flag nor a fence is
-needed
-(Lamport's mailbox, as in low-latency kernels of NCCL and TensorRT-LLM). A rank resets the previous call's buffer to that
-pattern.
-The others write there two calls later. For this they need this rank's data of the next call, which follows the reset.
+element that has not arrived holds a reserved bit pattern, so the data itself is the flag, and neither a separate flag nor a fence
+is needed (Lamport's mailbox, as in low-latency kernels of NCCL and TensorRT-LLM). A rank resets the previous call's buffer to
+that pattern. The others write there two calls later. For this they need this rank's data of the next call, which follows the
+reset.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ def sum_over_ranks(
     """
     program = tl.program_id(0)
     at = program * BLOCK + tl.arange(0, BLOCK)
-    # The multiplication shows the compiler that the mask never splits a word, so that it copies whole words. tl.multiple_of on
-    # an argument has no effect here: single elements were copied, and 512 KB took two H100 18 us.
+    # The multiplication shows the compiler that the mask never splits a word, so that it copies whole words. tl.multiple_of on an
+    # argument has no effect here: single elements were copied, and 512 KB took two H100 18 us.
     count = words * EACH
     inside = at < count
     if PDL:
@@ -164,10 +162,8 @@ class OneShotAllReduce(AllReduceKernel):
         """Prepare the state of a rank.
 
         addresses: address of every rank's shared memory on this device, filled with NOTHING. keeps: object that owns the
-            memory. side: a
-        stream without other work, so that `abort` can run while a launch waits; required on a GPU. block_bytes: bytes per
-        program, a power
-        of two.
+            memory. side: a stream without other work, so that `abort` can run while a launch waits; required on a GPU.
+            block_bytes: bytes per program, a power of two.
         """
         self._block_bytes = block_bytes
         self._rank = rank
@@ -185,9 +181,7 @@ class OneShotAllReduce(AllReduceKernel):
         return super().takes(x) and x.nbytes > 0 and x.nbytes % _WORD == 0 and x.is_contiguous()
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the sum of x over ranks, in place. With `onto`, add the sum to `onto` in place, rounded once, and return
-        it.
-        """
+        """Return the sum of x over ranks, in place. With `onto`, add the sum to `onto` in place, rounded once, and return it."""
         adds = onto is not None
         launch = self._launchers.get((x.dtype, adds))
         if launch is None:

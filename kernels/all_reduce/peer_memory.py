@@ -1,7 +1,6 @@
 """GPU memory that all ranks can read and write, shared between processes through CUDA IPC handles.
 
-The driver is called through ctypes: the signatures of these functions have not changed since CUDA 4. torch's symmetric
-memory
+The driver is called through ctypes: the signatures of these functions have not changed since CUDA 4. torch's symmetric memory
 numbers its exchanges per process, so a process that starts its second engine would not find the ranks of new processes.
 """
 

@@ -38,9 +38,7 @@ class ExpertsOptions:
     loaded.
     """
     requested: str = AUTO
-    """Name of the kernel that the user requested. auto means the fastest measured kernel, or a rule's if nothing was
-    measured.
-    """
+    """Name of the kernel that the user requested. auto means the fastest measured kernel, or a rule's if nothing was measured."""
     refusals: dict[ExpertsSpec, Support] = field(default_factory=dict)
     """Reasons why the requested kernel does not support some layers."""
     specs: Counter[ExpertsSpec] = field(default_factory=Counter)
@@ -49,9 +47,7 @@ class ExpertsOptions:
     """True if third parties' kernels are used only if they are batch-invariant (deterministic mode)."""
 
     def reads(self, weight_format: str, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether a third party's kernel claims a weight format, so that such weights stay in the checkpoint's
-        format.
-        """
+        """Return whether a third party's kernel claims a weight format, so that such weights stay in the checkpoint's format."""
         claims = [each.capabilities for each in self.able(device.type) if not is_own(each)]
         return any(weight_format in each.formats and dtype in each.dtypes and device.type in each.devices for each in claims)
 
@@ -170,9 +166,8 @@ class ExpertsKind:
     ) -> None:
         """Prepare the kind.
 
-        kernels: the candidates, in order of preference. refused: reasons against the other kernels. fixed: True if
-            measured times are
-        ignored (deterministic mode).
+        kernels: the candidates, in order of preference. refused: reasons against the other kernels. fixed: True if measured
+            times are ignored (deterministic mode).
         """
         self.fixed = fixed
         self.spec = spec
@@ -332,9 +327,7 @@ class BoundExperts:
         self._calls: dict[int, Call] = {}
 
     def settle(self, serving: Iterable[ExpertsKernel]) -> None:
-        """Prepare the weights for the selected kernels. On a CPU, the last kernel has its own copy and the original is
-        freed.
-        """
+        """Prepare the weights for the selected kernels. On a CPU, the last kernel has its own copy and the original is freed."""
         for kernel in serving:
             self.prepared(kernel)
         if not self.kind.chooses and self.kind.device.type == "cpu":
@@ -411,8 +404,7 @@ class BoundExperts:
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Add the experts' output for the normed rows of x to `onto`, or to x itself, in place, and return the sum.
 
-        x: [num_tokens, hidden_size], the residual stream. A third party's kernel that raises is replaced by the next
-            candidate.
+        x: [num_tokens, hidden_size], the residual stream. A third party's kernel that raises is replaced by the next candidate.
         :raises BackendError: if the requested kernel raised.
         """
         out, count = x if onto is None else onto, len(x)

@@ -1,7 +1,6 @@
 """Grouped GEMM in CUDA C++ (expert_lots.cu) over tiles of one expert's rows, for quantized weights on Hopper (wgmma).
 
-The kernels are named cuda.lots8 to cuda.lots64. Warps split the weight's rows and share the tile's rows of x, of which they
-can
+The kernels are named cuda.lots8 to cuda.lots64. Warps split the weight's rows and share the tile's rows of x, of which they can
 handle more than cuda_rows.py.
 """
 
@@ -45,13 +44,10 @@ _STEP_COLUMNS = 128
 def expert_lots_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
     """Return the tiling of a GEMM: thread blocks of 128 weight rows, or of 64 if 128 would pad more than a tenth.
 
-    Larger thread blocks copy x fewer times. Two thread blocks of eight warps, or four of four, keep the most warps busy to
-    the end. For
-    16 tokens of gpt-oss-20b, an H100 took 252 us with three thread blocks of four warps with two parts each, and 224 us with
-    two of
-    eight. Above 16 rows, a warp has two parts of 16 rows, for which it reads x once, and an SM runs as many thread blocks as
-    registers
-    allow.
+    Larger thread blocks copy x fewer times. Two thread blocks of eight warps, or four of four, keep the most warps busy to the
+    end. For 16 tokens of gpt-oss-20b, an H100 took 252 us with three thread blocks of four warps with two parts each, and 224 us
+    with two of eight. Above 16 rows, a warp has two parts of 16 rows, for which it reads x once, and an SM runs as many thread
+    blocks as registers allow.
     """
     if product.lot <= 16:
         eight = product.weight.half or product.lot == 16
@@ -205,9 +201,8 @@ class CudaLots(CudaExperts):
     """Grouped GEMM over tiles of one expert's rows, with inputs permuted first: five launches per layer, up to MOST_TOKENS
     tokens.
 
-    Experts' outputs are added in the order of a token's slots, in float32. A token's bits are the same in every run,
-    whatever the other
-    tokens are. Not thread-safe.
+    Experts' outputs are added in the order of a token's slots, in float32. A token's bits are the same in every run, whatever the
+    other tokens are. Not thread-safe.
     """
 
     capabilities = replace(CudaExperts.capabilities, max_tokens=MOST_TOKENS)

@@ -1,5 +1,4 @@
-"""MoE kernels in CUDA C++ (expert_rows.cu) for few tokens and quantized weights: compilation and launches of the skinny
-GEMMs.
+"""MoE kernels in CUDA C++ (expert_rows.cu) for few tokens and quantized weights: compilation and launches of the skinny GEMMs.
 
 A decode step takes the time of reading the selected experts' weights. Each is read once if an expert's tokens fit one tile.
 """
@@ -62,8 +61,7 @@ ExpertCutRule = Callable[[ExpertProduct, int], CudaCut]
 def expert_rows_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
     """Return the tiling of a GEMM: as many warps along K as there are slices for, and rings as deep as fit.
 
-    The preferred values were measured on an H100 with Qwen3-30B-A3B in block FP8 and gpt-oss-20b in MXFP4:
-    docs/notes/kernels.md.
+    The preferred values were measured on an H100 with Qwen3-30B-A3B in block FP8 and gpt-oss-20b in MXFP4: docs/notes/kernels.md.
     """
     weight, lot, out_features = product.weight, product.lot, product.out_features
     slices = -(-weight.row // SLICE_BYTES)
@@ -182,9 +180,7 @@ def expert_variant(
     multiprocessors: int,
     rule: ExpertCutRule = expert_rows_cut,
 ) -> ExpertVariant:
-    """Return the variant for one of a layer's two GEMMs. lot: maximum rows per tile; 1 means a single token. dtype: type of
-    x.
-    """
+    """Return the variant for one of a layer's two GEMMs. lot: maximum rows per tile; 1 means a single token. dtype: type of x."""
     gated, rows = first and config.gated, len(weight.codes) // config.num_all
     out_features = rows // 2 if gated else rows
     each = CudaVariant(
@@ -262,8 +258,7 @@ class CudaExperts(RoutedKernel):
 
 
 class CudaRows(CudaExperts):
-    """Skinny GEMMs over tiles of one expert's rows, in the order of experts: three launches per layer, up to MOST_TOKENS
-    tokens.
+    """Skinny GEMMs over tiles of one expert's rows, in the order of experts: three launches per layer, up to MOST_TOKENS tokens.
 
     A token's bits do not depend on the other tokens or their number. Not thread-safe.
     """

@@ -47,8 +47,8 @@ class RoutedKernel(ExpertsKernel):
     """True if the kernel sorts pairs by expert; the router then counts them if there are many."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
-        """Prepare the kernel. shared: objects that the kernels of one kind of layers share, by any key. None means that
-        nothing is shared.
+        """Prepare the kernel. shared: objects that the kernels of one kind of layers share, by any key. None means that nothing
+        is shared.
         """
         super().__init__(spec)
         self.shared = {} if shared is None else shared
@@ -81,8 +81,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """Pairs (token, slot) sorted by expert; stable, so an expert's tokens keep their order. Pair p is slot p % num_slots of
-    token p // num_slots.
+    """Pairs (token, slot) sorted by expert; stable, so an expert's tokens keep their order. Pair p is slot p % num_slots of token
+    p // num_slots.
     """
 
     pairs: Tensor
@@ -160,9 +160,7 @@ class TorchExperts(ExpertsKernel):
     )
 
     def __init__(self, spec: ExpertsSpec, product: Product | None = None, gate: Matrix = silu) -> None:
-        """Prepare the kernel. product: computes a linear layer; None means that `Linear` computes it. gate: SiLU of a
-        matrix.
-        """
+        """Prepare the kernel. product: computes a linear layer; None means that `Linear` computes it. gate: SiLU of a matrix."""
         super().__init__(spec)
         self._product = product or _multiplied
         self._gate = gate

@@ -56,8 +56,8 @@ def choose(logits_ptr, correction_ptr, experts_ptr, weights_ptr, token, live, NU
     ranked = tl.where(routed, ranked, -float("inf"))
     if GROUPS > 1:
         ranked = _of_best_groups(ranked, e, NUM_EXPERTS // GROUPS, GROUPS, BLOCK_G, TOP_GROUPS, GROUP_SCORE)
-    # One integer key per expert: the score's bits in sortable order above, and the expert below, with lower experts greater.
-    # The maximum of such keys is one reduction; scores with separate positions would need two.
+    # One integer key per expert: the score's bits in sortable order above, and the expert below, with lower experts greater. The
+    # maximum of such keys is one reduction; scores with separate positions would need two.
     bits = ranked.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (bits.to(tl.int64) << 32) | (BLOCK_E - 1 - e)
@@ -232,11 +232,9 @@ def route_tiles(
     SHARED_GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Route many tokens: a program computes BLOCK_L logits of BLOCK_T tokens (GEMM); a tile's last program selects their
-    experts.
+    """Route many tokens: a program computes BLOCK_L logits of BLOCK_T tokens (GEMM); a tile's last program selects their experts.
 
-    There, the norm is a factor of the sums. Programs beyond LOGIT_TILES write the normed rows for the experts, BLOCK_R rows
-    each.
+    There, the norm is a factor of the sums. Programs beyond LOGIT_TILES write the normed rows for the experts, BLOCK_R rows each.
     Grid (LOGIT_TILES + BLOCK_T / BLOCK_R, cdiv(num_tokens, BLOCK_T)).
     """
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
@@ -351,8 +349,7 @@ def order_few_pairs(
     """Sort few pairs like `order_pairs`. Grid (cdiv(num_pairs, BLOCK_P) + cdiv(NUM_ALL, BLOCK_P)).
 
     A pair's position is the number of pairs before it, so each program compares its own pairs with all. No program waits for
-    another, and
-    no load depends on another.
+    another, and no load depends on another.
     """
     num_blocks = (num_pairs + BLOCK_P - 1) // BLOCK_P
     at = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)

@@ -1,12 +1,10 @@
 """Triton GEMV kernels for experts of few tokens: each pair of token and expert separately, its weights streamed through
 registers.
 
-A decode step takes the time of reading the selected experts' weights. Nothing is sorted: two tokens that selected the same
-expert read
-it twice, the second time mostly from the L2 cache. There is no split-K across programs, so every run gives the same bits.
-Quantized weights are read in slices of 16 bytes, which a thread loads at once and which share a scale. The thread multiplies
-and adds
-a slice's values in float32, and multiplies the sum by the scale.
+A decode step takes the time of reading the selected experts' weights. Nothing is sorted: two tokens that selected the same expert
+read it twice, the second time mostly from the L2 cache. There is no split-K across programs, so every run gives the same bits.
+Quantized weights are read in slices of 16 bytes, which a thread loads at once and which share a scale. The thread multiplies and
+adds a slice's values in float32, and multiplies the sum by the scale.
 """
 
 from __future__ import annotations
@@ -106,9 +104,8 @@ def down_rows(
 ):
     """y += the weighted sum of W_e x + bias over a token's slots (GEMV). Grid (num_tokens, cdiv(HIDDEN, BLOCK_N)).
 
-    The experts were selected two kernels earlier, and the kernel between waited for that before it let this one start. So
-    the weights of
-    the experts can be loaded before x is there.
+    The experts were selected two kernels earlier, and the kernel between waited for that before it let this one start. So the
+    weights of the experts can be loaded before x is there.
     """
     CHUNKS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     pair = tl.program_id(0) * SLOTS
@@ -449,9 +446,7 @@ class RowCut:
     """Split of a GEMV over one token into small programs, many of which keep the memory busy."""
 
     rows: int
-    """Rows of the weight per program: of gate and up each for one pair, or of the down projection for all experts of a
-    token.
-    """
+    """Rows of the weight per program: of gate and up each for one pair, or of the down projection for all experts of a token."""
     warps: int
     depth: int
     """Chunks that are loaded ahead."""

@@ -1,10 +1,8 @@
 """Triton kernels for experts of many tokens: grouped GEMM over pairs sorted by expert, and the sum over a token's slots.
 
-A program computes a tile of one expert's rows. Only the device knows the number of rows of an expert, so the grid has the
-maximum
+A program computes a tile of one expert's rows. Only the device knows the number of rows of an expert, so the grid has the maximum
 number of tiles. Each program finds its tile from the ends of the experts' rows; programs beyond the last tile do nothing.
-Quantized
-values are unpacked in registers and are the left operand (W x^T), so a weight's scales apply to rows of the sums.
+Quantized values are unpacked in registers and are the left operand (W x^T), so a weight's scales apply to rows of the sums.
 """
 
 import triton
@@ -92,8 +90,8 @@ def grouped_product(
 def find_tile(pairs_ptr, ends_ptr, num_blocks, NUM_N: tl.constexpr, NUM_ALL: tl.constexpr, BLOCK_E: tl.constexpr,
               SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, WHOLE: tl.constexpr,
               BLOCK_S: tl.constexpr):  # fmt: skip
-    """Return a program's tile: its expert, its block of outputs, its rows [BLOCK_M] in x's order, which rows exist, and
-    whether there is anything to do.
+    """Return a program's tile: its expert, its block of outputs, its rows [BLOCK_M] in x's order, which rows exist, and whether
+    there is anything to do.
     """
     if WHOLE:
         expert = tl.program_id(0) // NUM_N
@@ -250,9 +248,7 @@ def add_slots(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y += the weighted sum of the experts' outputs, in the order of a token's slots. Grid (num_tokens, cdiv(HIDDEN,
-    BLOCK)).
-    """
+    """y += the weighted sum of the experts' outputs, in the order of a token's slots. Grid (num_tokens, cdiv(HIDDEN, BLOCK))."""
     token = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < HIDDEN

@@ -101,8 +101,8 @@ class TileKernel(SortingKernel):
         return support
 
     def runs(self, num_tokens: int) -> bool:
-        """Return whether the tiles suit this number of tokens. Tall tiles need several pairs per expert; short ones are slow
-        for very many.
+        """Return whether the tiles suit this number of tokens. Tall tiles need several pairs per expert; short ones are slow for
+        very many.
         """
         pairs, rows = num_tokens * self._config.num_slots / self._config.num_all, self._tiling.block_m
         if self._tiling.whole:
@@ -253,8 +253,7 @@ _LEAST_PAIRS = 16
 class DequantizingKernel(RoutedKernel):
     """Two launches that dequantize all experts' weights to half precision, followed by a kernel over dense weights.
 
-    Their memory is allocated by torch during the layer, so all layers reuse it. The engine's trial step counts it as
-    activations.
+    Their memory is allocated by torch during the layer, so all layers reuse it. The engine's trial step counts it as activations.
     """
 
     capabilities = ExpertsCapabilities(

@@ -18,10 +18,8 @@ class ExpertsCut:
     """Shard of the experts on one rank: some columns of each expert, or some experts whole.
 
     By columns if the ranks divide an expert's inner size, so every rank reads the same number of bytes whichever experts are
-    selected.
-    Otherwise by expert, if the ranks divide the number of experts. Shared experts, used by every token, are always split by
-    columns. The
-    router is replicated, so all ranks select the same experts.
+    selected. Otherwise by expert, if the ranks divide the number of experts. Shared experts, used by every token, are always
+    split by columns. The router is replicated, so all ranks select the same experts.
     """
 
     def __init__(self, config: ExpertsConfig, division: Division | None = None) -> None:
@@ -92,9 +90,8 @@ def each_expert(stacked: Tensor | QuantizedWeight, count: int) -> list[Weight]:
 def reads_experts(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether MoE kernels read a quantized weight [experts * out, in] directly: on a GPU, for x in half precision.
 
-    On a CPU, experts are computed one by one over dense weights, and other element types are rare on GPUs. There, weights
-    are dequantized
-    when they are loaded; the log reports the memory for that.
+    On a CPU, experts are computed one by one over dense weights, and other element types are rare on GPUs. There, weights are
+    dequantized when they are loaded; the log reports the memory for that.
     """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False

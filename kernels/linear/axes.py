@@ -16,8 +16,8 @@ Item = TypeVar("Item")
 class Axis:
     """An axis of a tensor in a checkpoint, and the ranges of it that a rank holds (its shard), one after the other.
 
-    Axes may count any unit, and are multiplied and added like the tensor is laid out. For axes of heads,
-    `(heads + kv_heads + kv_heads) * head_dim` is the axis of a merged qkv weight's rows, with the rank's shard of it.
+    Axes may count any unit, and are multiplied and added like the tensor is laid out. For axes of heads, `(heads + kv_heads +
+    kv_heads) * head_dim` is the axis of a merged qkv weight's rows, with the rank's shard of it.
     """
 
     whole: int
@@ -60,8 +60,8 @@ class Axis:
         return Axis(self.whole + other.whole, _merged([*self.held, *moved]))
 
     def rounded(self, size: int) -> Axis:
-        """Widen the held ranges, which must be in increasing order, to complete units of `size` elements. The last unit may
-        be shorter.
+        """Widen the held ranges, which must be in increasing order, to complete units of `size` elements. The last unit may be
+        shorter.
         """
         wide = [range(each.start // size * size, min(-(-each.stop // size) * size, self.whole)) for each in self.held]
         apart = [range(max(each.start, before.stop), each.stop) for before, each in zip([range(0), *wide], wide, strict=False)]

@@ -87,16 +87,16 @@ def rule(rows: int, able: Collection[str]) -> str:
 WORTH = 1.05
 """Minimum speedup of a kernel that rounds x over one that does not."""
 LEAST_SHARED = 8
-"""Maximum rows for `few_rows`. On an H200, a 4-bit layer of an 8B model takes 55 us instead of 67 at 8 rows, 73 instead of
-65 at 16.
+"""Maximum rows for `few_rows`. On an H200, a 4-bit layer of an 8B model takes 55 us instead of 67 at 8 rows, 73 instead of 65 at
+16.
 """
 FEW_ROWS = 32
-"""Maximum rows for the fused kernels if `torch._scaled_mm` is available. H200, FP8 28672 x 4096, 64 rows: 91 us, scaled_mm
-63 us.
+"""Maximum rows for the fused kernels if `torch._scaled_mm` is available. H200, FP8 28672 x 4096, 64 rows: 91 us, scaled_mm 63
+us.
 """
 MORE_ROWS = 256
-"""Maximum rows for the fused kernels if only `dequantize` is available. H200, 4-bit 28672 x 4096, 256 rows: 209 us,
-dequantize 202 us.
+"""Maximum rows for the fused kernels if only `dequantize` is available. H200, 4-bit 28672 x 4096, 256 rows: 209 us, dequantize
+202 us.
 """
 
 
@@ -116,10 +116,9 @@ class LinearChoice:
         """Prepare the choice.
 
         name: format, shape and whatever else distinguishes choices. kernels: candidates by label, in order of preference
-            without
-        measurements. refused: reasons against the other kernels. guests: names of third parties' kernels. named: the kernel
-        that the user
-        requested, which is used wherever it can run. fixed: True if measured times are ignored (deterministic mode).
+            without measurements. refused: reasons against the other kernels. guests: names of third parties' kernels. named: the
+            kernel that the user requested, which is used wherever it can run. fixed: True if measured times are ignored
+            (deterministic mode).
         """
         self.name = name
         self.fixed = fixed
@@ -129,8 +128,8 @@ class LinearChoice:
         self.compute: Callable[[str, Tensor, Layer], Tensor] = self._alone
         """Computes a layer for x [rows, in_features] by the named kernel.
 
-        If gated and the device's operations fuse it: RMSNorm (weight 1, epsilon 1e-6), both GEMMs, and SiLU of the first
-        times the second.
+        If gated and the device's operations fuse it: RMSNorm (weight 1, epsilon 1e-6), both GEMMs, and SiLU of the first times
+        the second.
         """
         self._layers: WeakSet[Layer] = WeakSet()
         self.guests = frozenset(guests)
@@ -277,11 +276,9 @@ class LinearKernels:
     ) -> None:
         """Prepare the kernels.
 
-        names: names in the order of registration. load: imports a kernel's class. supports: returns whether a kernel
-            supports a layer.
-        guests: names of third parties' kernels. named: the requested kernel; None means auto. invariant: use third
-            parties' kernels only if
-        they are batch-invariant (deterministic mode).
+        names: names in the order of registration. load: imports a kernel's class. supports: returns whether a kernel supports
+            a layer. guests: names of third parties' kernels. named: the requested kernel; None means auto. invariant: use third
+            parties' kernels only if they are batch-invariant (deterministic mode).
         """
         self._invariant = invariant
         self.device = device
@@ -328,8 +325,7 @@ class LinearKernels:
         return (kernel if support else None), support
 
     def reads(self, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-        """Return whether a kernel reads a quantized weight directly, so that it is not dequantized at loading. dtype: type
-        of x.
+        """Return whether a kernel reads a quantized weight directly, so that it is not dequantized at loading. dtype: type of x.
 
         Kernels are asked once for each kind of weight. True for a weight without elements (torch's device `meta`).
         """

@@ -23,9 +23,7 @@ from headway.kernels.runtime.native.library import TYPES, Panels, coded_panels, 
 SMALL = 2**17
 """Maximum elements of a weight for which torch.mm was no slower than a packed weight when measured, at 1 to 256 rows."""
 _PACK_ROWS = 16
-"""Rows that oneDNN's packing is tuned for: a decode batch. Other row counts are correct too, and were no slower when
-measured.
-"""
+"""Rows that oneDNN's packing is tuned for: a decode batch. Other row counts are correct too, and were no slower when measured."""
 _GROUPS = (32, 64, 128, 256)
 """Group sizes in columns that torch's int4 GEMM supports."""
 
@@ -71,9 +69,8 @@ class Native(FusedKernel):
 class Int4Pack(FusedKernel):
     """torch's GEMM of bfloat16 x over int4 weights in groups of 32, 64, 128 or 256.
 
-    Two to three times as fast as the dequantized weight at one row, and as fast at 16. In float32 it is 5 times slower.
-    torch's int8 GEMM
-    is also 5 times slower in float32; in bfloat16 it is as fast at one row and 2 to 3 times slower at 16
+    Two to three times as fast as the dequantized weight at one row, and as fast at 16. In float32 it is 5 times slower. torch's
+    int8 GEMM is also 5 times slower in float32; in bfloat16 it is as fast at one row and 2 to 3 times slower at 16
     (docs/notes/cpu.md).
     """
 
@@ -96,8 +93,8 @@ class Int4Pack(FusedKernel):
         return support
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]:
-        """Return quantized values, scales with zeros, group size, column order and bias. torch computes (value - 8) * scale
-        + zero.
+        """Return quantized values, scales with zeros, group size, column order and bias. torch computes (value - 8) * scale +
+        zero.
         """
         assert isinstance(weight, Int4Weight)
         group = weight.group_size
@@ -160,8 +157,8 @@ class OneDnn(FusedKernel):
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies packed weights of a type fast and correctly: float32, and bfloat16 if the CPU
-    supports it.
+    """Return whether oneDNN multiplies packed weights of a type fast and correctly: float32, and bfloat16 if the CPU supports
+    it.
     """
     return (dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16())) and _packs(dtype)
 

@@ -1,9 +1,7 @@
-"""CUDA C++ GEMM kernels over quantized weights for few rows: GEMV (few_rows.cu), split-K GEMM (shared_rows.cu), FP8
-(w8a8.cu).
+"""CUDA C++ GEMM kernels over quantized weights for few rows: GEMV (few_rows.cu), split-K GEMM (shared_rows.cu), FP8 (w8a8.cu).
 
-This module repacks scales into the kernels' order and launches the kernels. They are not in Triton because Triton cannot
-express that a
-thread multiplies the very bytes that it copied, on which csrc/product.cuh is based.
+This module repacks scales into the kernels' order and launches the kernels. They are not in Triton because Triton cannot express
+that a thread multiplies the very bytes that it copied, on which csrc/product.cuh is based.
 """
 
 from __future__ import annotations
@@ -186,9 +184,7 @@ class Float8Launcher(ClusterLauncher):
 _COPY = 16
 """Bytes that a thread copies at a time."""
 _NARROW_EXPONENT, _NARROW_SCALE = 128, 128.0
-"""Largest MXFP4 exponent, and largest FP8 scale, that half precision can represent with the exponent correction of
-unpacking.
-"""
+"""Largest MXFP4 exponent, and largest FP8 scale, that half precision can represent with the exponent correction of unpacking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +276,8 @@ def arranged(weight: QuantizedWeight) -> ArrangedWeight:
 class CudaKernel(FusedKernel):
     """Base of the CUDA C++ GEMM kernels, compiled by NVRTC, for x in half precision over quantized weights.
 
-    Sums are float32. The tiling depends on the shape and on the number of rows, rounded up to 1 or a power of two from 8 on.
-    A row's
-    result does not depend on the other rows. Not thread-safe.
+    Sums are float32. The tiling depends on the shape and on the number of rows, rounded up to 1 or a power of two from 8 on. A
+    row's result does not depend on the other rows. Not thread-safe.
     """
 
     arrangement = "cuda"

@@ -19,8 +19,8 @@ PART_ROWS = 16
 SHARED_BYTES = 112 * 1024
 """Maximum shared memory of a thread block in bytes so that two fit on an SM."""
 ALONE_BYTES = 114 * 1024
-"""Shared memory of a thread block in bytes that excludes a second one of the same launch, but not one with SHARED_BYTES of
-the next launch.
+"""Shared memory of a thread block in bytes that excludes a second one of the same launch, but not one with SHARED_BYTES of the
+next launch.
 """
 
 
@@ -86,9 +86,7 @@ def few_rows_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut, scale_byte
 
 
 def warps_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut, scale_bytes: int = 4) -> int:
-    """Return the shared memory of warp_step.cuh in bytes: rings, x if kept, and sums. scale_bytes: bytes per scale, at most
-    4.
-    """
+    """Return the shared memory of warp_step.cuh in bytes: rings, x if kept, and sums. scale_bytes: bytes per scale, at most 4."""
     rows, halves, groups = PART_ROWS * cut.tiles, 2 if weight.half else 1, max(1, SLICE_BYTES // weight.scale_span)
     if weight.scale_rows > 1:
         scales = -(-cut.tiles * 4 // 16) * 16
@@ -169,11 +167,9 @@ def _splits(blocks: int, steps: int, most_blocks: int, multiprocessors: int) -> 
 def _clusters(size: int, multiprocessors: int) -> int:
     """Return the maximum number of clusters that run at once with one thread block per SM.
 
-    A cluster must fit into one GPC, whose (even) number of SMs differs between GPCs and chips. Clusters of 2 leave no SM
-    idle; an H100 runs
-    30 clusters of 4 or 15 of 8 (cuOccupancyMaxActiveClusters). More clusters wait until others end: 4096 x 14336 took twice
-    as long in 32
-    clusters of 4.
+    A cluster must fit into one GPC, whose (even) number of SMs differs between GPCs and chips. Clusters of 2 leave no SM idle; an
+    H100 runs 30 clusters of 4 or 15 of 8 (cuOccupancyMaxActiveClusters). More clusters wait until others end: 4096 x 14336 took
+    twice as long in 32 clusters of 4.
     """
     return multiprocessors // 2 if size == 2 else (multiprocessors - 2 * _GROUPS) // size
 
@@ -205,8 +201,7 @@ def _float8_cut(
 ) -> CudaCut:
     """Complete a tiling of w8a8.cu with stages and splits, like _shared_cut.
 
-    A ring of sufficient depth leaves shared memory for a thread block of the next launch, which can then load its first
-    weights.
+    A ring of sufficient depth leaves shared memory for a thread block of the next launch, which can then load its first weights.
     """
     most, columns = max(most_rows_of(rows), 8), 2 * SLICE_BYTES
     cut = _split(cut, rows, out_features, gated, weight.row // columns, most_blocks, multiprocessors)
@@ -218,8 +213,7 @@ def _float8_cut(
 def float8_two_fit(cut: CudaCut, most_rows: int, by_row: bool) -> bool:
     """Return whether two thread blocks of w8a8.cu fit an SM's registers.
 
-    An SM has four partitions, among which the warps of both are distributed. by_row: rows of x and the weight have one
-    scale.
+    An SM has four partitions, among which the warps of both are distributed. by_row: rows of x and the weight have one scale.
     """
     sums = (1 if cut.tiles * most_rows > 2 * _MANY else cut.tiles) + cut.tiles
     warps = -(-2 * (cut.warps + 1) // 4)

@@ -1,5 +1,4 @@
-"""Byte layouts of quantized weights as kernels read them, and the block formats of .gguf files, with their dequantize
-functions.
+"""Byte layouts of quantized weights as kernels read them, and the block formats of .gguf files, with their dequantize functions.
 
 Blocks hold values of 4 to 8 bits in llama.cpp's layouts (ggml-common.h, ggml-quants.c).
 """
@@ -277,8 +276,8 @@ class WeightBytes:
 
 
 def weight_bytes(weight: QuantizedWeight) -> WeightBytes | None:
-    """Return the byte layout of a weight. None if kernels cannot read it: too few columns share a scale, or groups do not
-    fill a row.
+    """Return the byte layout of a weight. None if kernels cannot read it: too few columns share a scale, or groups do not fill a
+    row.
     """
     columns = weight.shape[1]
     if isinstance(weight, Int4Weight | Float4Weight):

@@ -17,8 +17,8 @@ from headway.kernels.step.operations import Heads
 
 
 class FusedKernel(LinearKernel):
-    """A linear kernel that can fuse operations around its GEMM. `compute` accepts the arguments that its capabilities list
-    as fused.
+    """A linear kernel that can fuse operations around its GEMM. `compute` accepts the arguments that its capabilities list as
+    fused.
     """
 
     graph_level = GraphLevel.ANY
@@ -34,13 +34,10 @@ class FusedKernel(LinearKernel):
     compute: Callable[..., Tensor]
     """Return a linear layer's output for x [rows, in_features]: [rows, out_features], or half of the columns if gated.
 
-    All arguments except x and weight are optional, and only passed to kernels that fuse them. weight: result of `prepare`.
-    norm: `Norm`
-    (RMSNorm) of x. activation: applied to the output, or if gated to its first half, which multiplies the second. add_to:
-    tensor to which
-    the output is added, in place. rotated: `Heads` of q and k to be normed and rotated (RoPE), with cos and sin. out:
-    contiguous tensor for
-    the output, unless add_to is given.
+    All arguments except x and weight are optional, and only passed to kernels that fuse them. weight: result of `prepare`. norm:
+    `Norm` (RMSNorm) of x. activation: applied to the output, or if gated to its first half, which multiplies the second. add_to:
+    tensor to which the output is added, in place. rotated: `Heads` of q and k to be normed and rotated (RoPE), with cos and sin.
+    out: contiguous tensor for the output, unless add_to is given.
     """
 
     @cached_property

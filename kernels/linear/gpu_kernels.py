@@ -1,6 +1,4 @@
-"""GEMM kernels of linear layers on a GPU by torch: scaled_mm with x rounded to FP8, and cuBLAS after dequantizing the
-weight.
-"""
+"""GEMM kernels of linear layers on a GPU by torch: scaled_mm with x rounded to FP8, and cuBLAS after dequantizing the weight."""
 
 from __future__ import annotations
 

@@ -108,16 +108,12 @@ class Buckets:
 class Linear:
     """y = x W^T + b with constant weights.
 
-    On a GPU, the weight keeps its layout, and the device's operations bind the layer to kernels (`choice`). Called directly,
-    the layer is
-    torch.mm, which dequantizes a quantized weight in every call.
-    On a CPU, the layer is bound when it is made. If only Headway's kernels can compute it, the first one repacks the weight:
-    our C library,
-    torch's int4 GEMM, oneDNN (both faster than torch.mm at the 1 to 64 rows of decode, docs/benchmarks.md), or torch.mm. A
-    weight that none
-    of them reads is dequantized once. If a third party's kernel is a candidate, the original weight stays until measured
-    times decide
-    (`settle`).
+    On a GPU, the weight keeps its layout, and the device's operations bind the layer to kernels (`choice`). Called directly, the
+    layer is torch.mm, which dequantizes a quantized weight in every call.
+    On a CPU, the layer is bound when it is made. If only Headway's kernels can compute it, the first one repacks the weight: our
+    C library, torch's int4 GEMM, oneDNN (both faster than torch.mm at the 1 to 64 rows of decode, docs/benchmarks.md), or
+    torch.mm. A weight that none of them reads is dequantized once. If a third party's kernel is a candidate, the original weight
+    stays until measured times decide (`settle`).
     """
 
     def __init__(
@@ -132,13 +128,11 @@ class Linear:
     ) -> None:
         """Make the layer.
 
-        weight: [out_features, in_features]. bias: [out_features]. summed: True if the weight is a column shard, whose
-            results
-        `RankedOperations` sums over ranks. dtype: type of x for a quantized weight; None means the bias's type, else float32
-        on a CPU and
-        bfloat16 on a GPU. kept: True leaves a quantized weight unchanged on a CPU too, for operations that multiply it
-        themselves. origin:
-        modules of the weight; None if adapters do not need it. kernels: kernels of the model; None means Headway's own.
+        weight: [out_features, in_features]. bias: [out_features]. summed: True if the weight is a column shard, whose results
+            `RankedOperations` sums over ranks. dtype: type of x for a quantized weight; None means the bias's type, else float32
+            on a CPU and bfloat16 on a GPU. kept: True leaves a quantized weight unchanged on a CPU too, for operations that
+            multiply it themselves. origin: modules of the weight; None if adapters do not need it. kernels: kernels of the model;
+            None means Headway's own.
         """
         self.number = next(_NUMBERS)
         self.summed = summed
@@ -226,8 +220,7 @@ class Linear:
     def settle(self) -> None:
         """Prepare the layer for the selected kernels, after measured times have decided.
 
-        If one of Headway's kernels is selected for every number of rows on a CPU, the weight stays only in that kernel's
-        layout.
+        If one of Headway's kernels is selected for every number of rows on a CPU, the weight stays only in that kernel's layout.
         """
         choice = self.choice
         assert choice is not None
@@ -316,8 +309,8 @@ class Linear:
         return self._transposed is not None
 
     def followed_by(self, rows: int) -> Linear:
-        """Move a dense weight to memory with `rows` additional rows of zeros. Return a layer over all rows, for the caller
-        to fill.
+        """Move a dense weight to memory with `rows` additional rows of zeros. Return a layer over all rows, for the caller to
+        fill.
 
         Both layers share the memory.
         """

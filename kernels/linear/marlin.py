@@ -1,11 +1,9 @@
 """GEMM kernels of vLLM's library over weights of 4 and 8 bits: Marlin, and CUTLASS for FP8.
 
 Marlin (Frantar et al. 2024, arXiv 2408.11743), as extended by vLLM, needs a repacked weight. Quantized values are passed to
-`gptq_marlin_repack` in GPTQ's format, whose words hold adjacent columns of one weight row. Scales and zeros are permuted
-into the order
-in which a warp's threads use them. If scales change along a row, these are rows with distance eight. With one scale per row,
-which is
-applied when results are stored, these are pairs of adjacent rows with distance eight.
+`gptq_marlin_repack` in GPTQ's format, whose words hold adjacent columns of one weight row. Scales and zeros are permuted into the
+order in which a warp's threads use them. If scales change along a row, these are rows with distance eight. With one scale per
+row, which is applied when results are stored, these are pairs of adjacent rows with distance eight.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""Triton GEMV and skinny GEMM over dense weights for 1 to 16 rows: the time is that of reading the weights, so loads start
-early.
+"""Triton GEMV and skinny GEMM over dense weights for 1 to 16 rows: the time is that of reading the weights, so loads start early.
 
-A program holds BLOCK_N complete rows of the weight, in chunks of BLOCK_K. It loads the first DEPTH chunks before it waits
-for x, so
-they arrive while the previous kernel still runs (PDL, see step_kernels.py). There is no split-K: a sum over K belongs to one
-program and
-has one order, whatever the number of rows.
-A fused RMSNorm needs no extra pass over x: its weight multiplies x, and the sum is multiplied by 1 / sqrt(mean of squares),
-which is
-known by then. QK-norm and rotary embedding (RoPE) need whole heads: the program that completes a head (programs count
-arrivals) reads
-it back and rotates it, which saves a launch.
+A program holds BLOCK_N complete rows of the weight, in chunks of BLOCK_K. It loads the first DEPTH chunks before it waits for x,
+so they arrive while the previous kernel still runs (PDL, see step_kernels.py). There is no split-K: a sum over K belongs to one
+program and has one order, whatever the number of rows.
+A fused RMSNorm needs no extra pass over x: its weight multiplies x, and the sum is multiplied by 1 / sqrt(mean of squares), which
+is known by then. QK-norm and rotary embedding (RoPE) need whole heads: the program that completes a head (programs count
+arrivals) reads it back and rotates it, which saves a launch.
 """
 
 from __future__ import annotations
@@ -176,8 +171,8 @@ def few_rows(
     EARLY: tl.constexpr,  # the next kernel may start at once, not only when x is there
     PDL: tl.constexpr,
 ):
-    """y = W norm(x) + bias for `rows` rows on tensor cores (skinny GEMM, W x^T), with warps side by side along K. Grid
-    (cdiv(N, BLOCK_N)).
+    """y = W norm(x) + bias for `rows` rows on tensor cores (skinny GEMM, W x^T), with warps side by side along K. Grid (cdiv(N,
+    BLOCK_N)).
     """
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     STEP: tl.constexpr = BLOCK_K // SLICES
@@ -282,9 +277,7 @@ def head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constexp
 def turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, eps, rows, N: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                      HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
-    """Norm and rotate this program's head of q or k in all rows of y, if the program was the last to store a part of the
-    head.
-    """
+    """Norm and rotate this program's head of q or k in all rows of y, if the program was the last to store a part of the head."""
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.program_id(0) * BLOCK_N // HEAD_DIM
     if head < HEADS + KV_HEADS:
@@ -311,9 +304,8 @@ MAX_ROWS = 16
 MAX_WEIGHT = 2**24
 """Maximum elements of the weight for several rows, or twice the maximum for more than half of MAX_ROWS.
 
-cuBLAS reads larger weights as fast or faster. With 16 rows on an H100, cuBLAS takes 16 us for 5120 x 2880 and for 2880 x
-4096, and these
-kernels 22 us, in a step of gpt-oss-20b, including the operations before and after the GEMM.
+cuBLAS reads larger weights as fast or faster. With 16 rows on an H100, cuBLAS takes 16 us for 5120 x 2880 and for 2880 x 4096,
+and these kernels 22 us, in a step of gpt-oss-20b, including the operations before and after the GEMM.
 """
 HEAD_MULTIPLE = 16
 """Divisor of the head dimension for fused RoPE, in rows of the weight."""
@@ -458,11 +450,9 @@ class Gemv(TritonProducts):
     ) -> Tensor:
         """Return the layer's output for x [rows, in_features]: [rows, out_features], or half of the columns if gated.
 
-        norm: RMSNorm of x. activation: applied to the output, or if gated to its first half, which multiplies the
-            second. add_to: tensor to
-        which the output is added, in place. rotated: q and k heads to be normed and rotated. out: contiguous tensor for the
-        output, unless add_to
-        is given.
+        norm: RMSNorm of x. activation: applied to the output, or if gated to its first half, which multiplies the second.
+            add_to: tensor to which the output is added, in place. rotated: q and k heads to be normed and rotated. out:
+            contiguous tensor for the output, unless add_to is given.
         """
         rows, case = x.shape[0], ProductCase.of(x, weight, norm, gated, activation, add_to, rotated)
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, case.out_features)
@@ -489,8 +479,8 @@ class Gemv(TritonProducts):
 
 
 def _launcher(device: torch.device, case: ProductCase, block_m: int) -> tuple[FixedLauncher, int]:
-    """Return the kernel for a case, and its number of programs. block_m: rows, rounded up to a tensor-core size; 1 uses no
-    tensor cores.
+    """Return the kernel for a case, and its number of programs. block_m: rows, rounded up to a tensor-core size; 1 uses no tensor
+    cores.
     """
     block_k = min(max(triton.next_power_of_2(case.in_features), 128), _BLOCK_K)
     chunks = triton.cdiv(case.in_features, block_k)

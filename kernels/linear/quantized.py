@@ -47,8 +47,8 @@ CutRule = Callable[[WeightBytes, int, int, bool, int], QuantizedCut]
 def quantized_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> QuantizedCut:
     """Return the tiling of a GEMM, by the number of rows.
 
-    Up to 16 rows, warps are side by side along K, and chunks of a row are long. Above, they are side by side along the
-    weight's rows.
+    Up to 16 rows, warps are side by side along K, and chunks of a row are long. Above, they are side by side along the weight's
+    rows.
     """
     block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
     few = block_m <= 16
@@ -75,8 +75,8 @@ class InOrder:
         """Norm weight of each layer and its reordered copy, made once."""
 
     def __call__(self, x: Tensor, norm: Norm | None, weight: Operand) -> tuple[Tensor, Tensor | None]:
-        """Return x and the norm's weight, unchanged if columns are in the order of the inputs; else reordered, with one
-        launch for x.
+        """Return x and the norm's weight, unchanged if columns are in the order of the inputs; else reordered, with one launch
+        for x.
         """
         order, plain = weight.order, None if norm is None else norm.weight
         if order is None:
@@ -101,9 +101,8 @@ CHANGES: Final[Mapping[str, Callable[[QuantizedCut], QuantizedCut]]] = {
 class TritonKernel(TritonProducts):
     """Triton GEMM over quantized weights, for x in half precision, one launch. Its variants use other tiles.
 
-    Only weights are quantized: x keeps its type, and sums are float32. The tiling depends on the shape and the number of
-    rows, rounded up. A
-    row's result does not depend on the other rows.
+    Only weights are quantized: x keeps its type, and sums are float32. The tiling depends on the shape and the number of rows,
+    rounded up. A row's result does not depend on the other rows.
     """
 
     name = KERNEL

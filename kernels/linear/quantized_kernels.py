@@ -1,19 +1,12 @@
-"""Triton kernels for GEMMs over quantized weights with fused dequantize: with few rows, the time is that of reading the
-weight.
+"""Triton kernels for GEMMs over quantized weights with fused dequantize: with few rows, the time is that of reading the weight.
 
-A program multiplies BLOCK_N rows of the weight, or with split-K (SPLITS) a part of each row. BLOCK_N must be large, or x
-would be read
-more often than the weight. With split-K, the last program to arrive adds the parts, in a fixed order. The next chunks are
-copied to
-shared memory during the computation, and unpacked on the way to the tensor cores, which compute W x^T: the weight is the
-operand in
-registers. Before x is there (PDL, see step_kernels.py), the program reads its first scales and prefetches its first chunks
-to L2.
-A chunk is divided along K into SLICES, side by side on the warps. A slice of a row has one scale, so values are multiplied
-unscaled,
-exact in half precision, and scales multiply float32 sums. Only with groups of 32 columns, values are scaled first. Two 4-bit
-values in a
-byte are half a group apart: one load gives two tiles, for two parts of x.
+A program multiplies BLOCK_N rows of the weight, or with split-K (SPLITS) a part of each row. BLOCK_N must be large, or x would be
+read more often than the weight. With split-K, the last program to arrive adds the parts, in a fixed order. The next chunks are
+copied to shared memory during the computation, and unpacked on the way to the tensor cores, which compute W x^T: the weight is
+the operand in registers. Before x is there (PDL, see step_kernels.py), the program reads its first scales and prefetches its
+first chunks to L2. A chunk is divided along K into SLICES, side by side on the warps. A slice of a row has one scale, so values
+are multiplied unscaled, exact in half precision, and scales multiply float32 sums. Only with groups of 32 columns, values are
+scaled first. Two 4-bit values in a byte are half a group apart: one load gives two tiles, for two parts of x.
 """
 
 # Triton reads annotations at compile time, so they must not be deferred here.
@@ -194,8 +187,8 @@ def _codes(weight_ptr, u, end, n, i, above, N: tl.constexpr, ROW: tl.constexpr, 
 @triton.jit
 def _scales(scales_ptr, zeros_ptr, u, end, n, above, N: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr,
             SCALES: tl.constexpr, SCALE_SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Load scales and zeros of the slices: [SLICES, BLOCK_N], or [SLICES, BLOCK_N, groups]; without the first axis if SLICES
-    is 1.
+    """Load scales and zeros of the slices: [SLICES, BLOCK_N], or [SLICES, BLOCK_N, groups]; without the first axis if SLICES is
+    1.
     """
     row = (n + above) // SCALE_ROWS * SCALES
     if SLICES > 1:

@@ -1,12 +1,10 @@
 """Triton split-K GEMM over dense weights for 9 to 128 rows, on tensor cores, with fused operations after it.
 
 At these sizes, latencies matter more than bandwidth. So programs start while the previous kernel still runs (PDL, see
-step_kernels.py). If there are too few tiles for the GPU, several programs split the sum over K (split-K): each stores its
-part, and the
-last to arrive adds them, in a fixed order.
-SWAPPED: up to 16 rows of x are the columns of a tile, and rows of W its rows. The tensor cores take 64 rows of W and 8 or
-more of x,
-and read W from shared memory as it was copied.
+step_kernels.py). If there are too few tiles for the GPU, several programs split the sum over K (split-K): each stores its part,
+and the last to arrive adds them, in a fixed order.
+SWAPPED: up to 16 rows of x are the columns of a tile, and rows of W its rows. The tensor cores take 64 rows of W and 8 or more of
+x, and read W from shared memory as it was copied.
 """
 
 from __future__ import annotations
@@ -149,9 +147,8 @@ MAX_WEIGHT = 2**23
 MOST_SWAPPED = 16
 """Maximum rows for SWAPPED tiles, for weights of up to twice MAX_WEIGHT elements.
 
-With 16 rows on an H100, for 5120 x 2880 and 2880 x 4096, `few_rows` takes 22 to 25 us and cuBLAS 16 us. Reading the bytes
-takes 9.7 and
-7.7 us.
+With 16 rows on an H100, for 5120 x 2880 and 2880 x 4096, `few_rows` takes 22 to 25 us and cuBLAS 16 us. Reading the bytes takes
+9.7 and 7.7 us.
 """
 BUSY = 0.7
 """Programs per SM that keep the GPU busy. Tiles become smaller, and sums are split, until there are this many."""
@@ -205,8 +202,8 @@ def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int)
 class Tiles(TritonProducts):
     """Split-K GEMM over dense weights in tiles, for up to MAX_ROWS rows in half precision, one launch.
 
-    The tiling depends on the shape and on whether there are more than 16 or 64 rows. A row's result does not depend on the
-    other rows.
+    The tiling depends on the shape and on whether there are more than 16 or 64 rows. A row's result does not depend on the other
+    rows.
     """
 
     name = TILES
@@ -247,9 +244,8 @@ class Tiles(TritonProducts):
     ) -> Tensor:
         """Return the layer's output for x [rows, in_features]: [rows, out_features], or half of the columns if gated.
 
-        activation: applied to the output, or if gated to its first half, which multiplies the second. add_to: tensor to
-            which the output is
-        added, in place. out: contiguous tensor for the output, unless add_to is given.
+        activation: applied to the output, or if gated to its first half, which multiplies the second. add_to: tensor to which
+            the output is added, in place. out: contiguous tensor for the output, unless add_to is given.
         """
         rows, in_features = x.shape
         case = ProductCase.of(x, weight, None, gated, activation, add_to, None)

@@ -41,9 +41,8 @@ def compile_with_triton() -> Iterator[None]:
 class BuildLaunchers(Executor):
     """Threads that compile a Triton kernel together with its launcher.
 
-    Some releases of Triton compile the launcher with a C compiler at the first launch, a third of a second each. The
-    launcher is cached
-    on disk next to the kernel, where the first launch finds it.
+    Some releases of Triton compile the launcher with a C compiler at the first launch, a third of a second each. The launcher is
+    cached on disk next to the kernel, where the first launch finds it.
     """
 
     def __init__(self, pool: Executor) -> None:

@@ -46,12 +46,9 @@ class BoundOperator:
         """Bind an operator by its schema.
 
         needed: arguments that the operator must have. given: arguments that the caller always passes if the operator has
-            them. at_rest:
-        values that disable an argument which declares no default; optional arguments are disabled by None. other_names: map
-        from a
-        release's argument name to the caller's name.
-        :raises BackendError: if a needed argument is missing, or the operator requires an argument that Headway does not
-            know.
+            them. at_rest: values that disable an argument which declares no default; optional arguments are disabled by None.
+            other_names: map from a release's argument name to the caller's name.
+        :raises BackendError: if a needed argument is missing, or the operator requires an argument that Headway does not know.
         """
         place, values, unknown = {}, [], []
         rest, given = at_rest or {}, {*needed, *given}
@@ -140,9 +137,7 @@ class LibrarySearch:
                     yield LibraryCandidate(home.name, path)
 
     def verdict(self, candidate: LibraryCandidate) -> dict[str, str]:
-        """Return the child process's verdict on a library: {"namespace": ...} or {"error": ...}. A success is cached on
-        disk.
-        """
+        """Return the child process's verdict on a library: {"namespace": ...} or {"error": ...}. A success is cached on disk."""
         try:
             stat = candidate.path.stat()
         except OSError as error:
@@ -163,8 +158,7 @@ class LibrarySearch:
         """Return the result of `load` for the first library that works, or (None, the reason why each library failed).
 
         what, need: the library and the requirement, for messages. load: called with the namespace that the child process
-            reported. It may
-        raise OSError or BackendError if this process has loaded another build with the same name.
+            reported. It may raise OSError or BackendError if this process has loaded another build with the same name.
         """
         refused = YES
         for candidate in self.candidates():

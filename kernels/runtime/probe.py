@@ -1,6 +1,4 @@
-"""Capability checks: functions of libraries, found by importing them instead of by version, and the GPU's compute
-capability.
-"""
+"""Capability checks: functions of libraries, found by importing them instead of by version, and the GPU's compute capability."""
 
 from __future__ import annotations
 
@@ -24,9 +22,8 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) -> tuple[Any, Support]:
     """Import a function and check its parameters. Return (function, support), or (None, the reason).
 
-    The function is imported because an installed package does not prove that it exists: a package without its compiled part
-    is still
-    listed as installed, and flash-attn-4 leaves a folder `flash_attn` that is not flash-attn 2.
+    The function is imported because an installed package does not prove that it exists: a package without its compiled part is
+    still listed as installed, and flash-attn-4 leaves a folder `flash_attn` that is not flash-attn 2.
     """
     try:
         found = getattr(import_module(module), name)

@@ -29,9 +29,8 @@ def use_kernel_cache() -> None:
 class KernelCache(FileCacheManager):  # type: ignore[misc]
     """Cache manager for the files of one compilation, with three differences from Triton's own manager.
 
-    Files are found next to the list that names them, so the folder may be moved. Files whose content does not match the
-    stored digest
-    count as missing. If the folder is not writable, files go to a temporary folder of this process, with a warning.
+    Files are found next to the list that names them, so the folder may be moved. Files whose content does not match the stored
+    digest count as missing. If the folder is not writable, files go to a temporary folder of this process, with a warning.
     """
 
     spare_folders: ClassVar[tuple[Path, ...]] = ()

@@ -31,9 +31,8 @@ class Compiled:
     def __call__(self, grid: Grid, *arguments: Any) -> None:
         """Launch on the current stream.
 
-        arguments: arguments in the kernel's order. A tensor may be replaced by its address, which saves the launcher a
-            Python call and a
-        pointer lookup in the driver.
+        arguments: arguments in the kernel's order. A tensor may be replaced by its address, which saves the launcher a Python
+            call and a pointer lookup in the driver.
         """
         kernel = self._kernel
         if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler is attached
@@ -61,8 +60,7 @@ class BoundKernel:
 class Launcher:
     """A Triton kernel with a cache of its compiled variants by `key`.
 
-    The caller guarantees that equal keys mean equal compile-time constants, equal integer arguments (except those that are
-    not
+    The caller guarantees that equal keys mean equal compile-time constants, equal integer arguments (except those that are not
     specialised) and equal pointer alignment. Triton compiles one variant for each combination of these.
     """
 
@@ -82,9 +80,8 @@ class Launcher:
     ) -> BoundKernel | None:  # fmt: skip
         """Run the kernel like `__call__` and return a `BoundKernel`.
 
-        None if nothing was launched by address: under the interpreter, and while kernels are compiled ahead. first, rest:
-        all arguments.
-        pointers: the addresses of `first`, with which the bound kernel is launched.
+        None if nothing was launched by address: under the interpreter, and while kernels are compiled ahead. first, rest: all
+        arguments. pointers: the addresses of `first`, with which the bound kernel is launched.
         """
         known = self.known(key)
         if known is None:
@@ -99,10 +96,8 @@ class Launcher:
         """Run the kernel, compiling it first if needed.
 
         arguments: arguments in the kernel's order. constants: all compile-time constants by name. options: num_warps,
-            num_stages. If the
-        constant PDL is true, the kernel uses programmatic dependent launch and waits for its predecessors itself. FMA fusion
-        is always
-        enabled, because Triton's default changes in release 3.10.
+            num_stages. If the constant PDL is true, the kernel uses programmatic dependent launch and waits for its predecessors
+            itself. FMA fusion is always enabled, because Triton's default changes in release 3.10.
         """
         known = self.known(key)
         if known is not None:
@@ -123,8 +118,7 @@ class Launcher:
 class FixedLauncher:
     """A kernel with one set of compile-time constants, for one kind of layer.
 
-    The kernel is compiled once for each combination of argument types and alignments. Its integer arguments, if any, must
-    not be
+    The kernel is compiled once for each combination of argument types and alignments. Its integer arguments, if any, must not be
     specialised.
     """
 
@@ -135,8 +129,8 @@ class FixedLauncher:
         self._constants = {**constants, "PDL": launches_early(device)}
 
     def __call__(self, grid: Grid, **arguments: Tensor | float) -> None:
-        """Run the kernel. arguments: named like the kernel's first parameters and in their order; later launches use only
-        the order.
+        """Run the kernel. arguments: named like the kernel's first parameters and in their order; later launches use only the
+        order.
         """
         values = arguments.values()
         key = (*arguments, *[(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None for a in values])
@@ -199,8 +193,8 @@ def launches_early(device: torch.device) -> bool:
 
 
 class Workspace:
-    """Buffers for partial results that grow on demand. Outgrown buffers stay allocated, because a captured graph may still
-    use them.
+    """Buffers for partial results that grow on demand. Outgrown buffers stay allocated, because a captured graph may still use
+    them.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,10 +1,8 @@
 """vLLM's kernel library `_C_stable_libtorch`: search, trial in a child process, loading, and binding of its operators.
 
-The library uses torch's stable ABI, so it loads without vLLM and into other releases of torch. A library built for another
-torch
-may still crash the process that loads it. `python -m headway.kernels.runtime.vllm_library PATH` therefore loads a library,
-calls it
-once, and prints one line of JSON. The trial is a GEMM whose result does not depend on the weight's layout.
+The library uses torch's stable ABI, so it loads without vLLM and into other releases of torch. A library built for another torch
+may still crash the process that loads it. `python -m headway.kernels.runtime.vllm_library PATH` therefore loads a library, calls
+it once, and prints one line of JSON. The trial is a GEMM whose result does not depend on the weight's layout.
 """
 
 from __future__ import annotations

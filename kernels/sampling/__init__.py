@@ -1,9 +1,8 @@
 """Triton kernels for sampling on CUDA devices: greedy, temperature, top_k, top_p, min_p and verification of draft tokens.
 
-Unlike FlashInfer's kernels, they make a token depend only on its row's logits, filters and key. Probability masses are added
-as
-integers, and noise is a hash of key and column. The batch and the path of a step (eager, graph, verify) therefore do not
-change it.
+Unlike FlashInfer's kernels, they make a token depend only on its row's logits, filters and key. Probability masses are added as
+integers, and noise is a hash of key and column. The batch and the path of a step (eager, graph, verify) therefore do not change
+it.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ class Fused(Operations):
     """Operations of one model, on a GPU or under Triton's interpreter.
 
     No call synchronises or reads values on the host, so all of them can be captured in a CUDA graph. A graph runs the same
-    kernels as an
-    eager step with the same number of rows. The residual stream has the model's dtype, as in vLLM.
+    kernels as an eager step with the same number of rows. The residual stream has the model's dtype, as in vLLM.
     """
 
     def __init__(
@@ -52,9 +51,8 @@ class Fused(Operations):
     ) -> None:
         """Prepare the operations.
 
-        inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. kernels: kernels for linear layers.
-            experts: options for
-        MoE layers. None means Headway's own kernels.
+        inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. kernels: kernels for linear layers. experts:
+            options for MoE layers. None means Headway's own kernels.
         """
         self.kernels = kernels or builtin_kernels(inv_freq.device, ON_GPU)
         self._inv_freq = inv_freq
@@ -79,8 +77,8 @@ class Fused(Operations):
         return choice
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """Return the choices to measure. Dense weights are included only if a third party's kernel is a candidate; else a
-        rule chooses.
+        """Return the choices to measure. Dense weights are included only if a third party's kernel is a candidate; else a rule
+        chooses.
         """
         choices = []
         for linear, gated in products:
@@ -104,8 +102,8 @@ class Fused(Operations):
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """Fold the norm's weight into the linear layer; a later kernel scales each row. Saves a launch from 17 rows on.
 
-        Only for bfloat16, whose range fits unnormalised rows, and for rows so short that each program of the later kernel
-        can read one.
+        Only for bfloat16, whose range fits unnormalised rows, and for rows so short that each program of the later kernel can
+        read one.
         """
         dense = isinstance(linear.weight, Tensor) and linear.weight.dtype == torch.bfloat16
         if not dense or linear.in_features > _SHORT or linear.bias is not None or norm.bias is not None:
@@ -188,8 +186,8 @@ class Fused(Operations):
         return self._turned(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
 
     def _turned(self, qkv: Tensor, heads: Heads, rope: Rope | None, alone: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v as views of `qkv`. rope: None means no rotation is left to apply. alone: heads are normed in
-        separate launches.
+        """Return q, k and v as views of `qkv`. rope: None means no rotation is left to apply. alone: heads are normed in separate
+        launches.
         """
         if alone:
             heads = self._norm_heads(qkv, heads)
@@ -216,8 +214,8 @@ class Fused(Operations):
         return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
     def rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: RowScale | None) -> None:
-        """Norm and rotate heads in one launch, in place (RoPE). scaled_by: rows whose RMSNorm factor is still to be applied,
-        and epsilon.
+        """Norm and rotate heads in one launch, in place (RoPE). scaled_by: rows whose RMSNorm factor is still to be applied, and
+        epsilon.
         """
         num_tokens, dim = qkv.shape[0], heads.head_dim
         num_heads, all_heads = heads.num_heads, qkv.shape[1] // dim

@@ -25,9 +25,8 @@ from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, R
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Rows of a GEMM, by device type.
 
-On a CPU, the rows that the packed weights are made for. On a GPU, about the point at which a GEMM limited by memory
-bandwidth also
-saturates the tensor cores, so that neither decode nor prefill pays more than it must.
+On a CPU, the rows that the packed weights are made for. On a GPU, about the point at which a GEMM limited by memory bandwidth
+also saturates the tensor cores, so that neither decode nor prefill pays more than it must.
 """
 
 log = logging.getLogger("headway")
@@ -37,9 +36,8 @@ Softcap = Callable[[Tensor, float], Tensor]
 class InvariantOperations:
     """Operations whose GEMMs always have the same number of rows: inputs are padded with rows of zeros.
 
-    A library selects a GEMM kernel, and so the order of summation, by shape: one shape means one order. A row's position in
-    a tile must
-    not matter, which `check` tests. All other operations are independent per row anyway.
+    A library selects a GEMM kernel, and so the order of summation, by shape: one shape means one order. A row's position in a
+    tile must not matter, which `check` tests. All other operations are independent per row anyway.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class InvariantOperations:
         return norm, linear
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """Return the choices with a third party's kernel as a candidate, to try it at the start. Nothing is chosen by
-        measured times.
+        """Return the choices with a third party's kernel as a candidate, to try it at the start. Nothing is chosen by measured
+        times.
         """
         return [choice for choice in self._inner.linear_choices((linear, False) for linear, _ in products) if choice.is_open]
 
@@ -207,8 +205,7 @@ def invariant_operations(
 ) -> Operations:
     """Wrap a device's operations so that the rows of the given linear layers keep their bits in any batch.
 
-    Each quantized layer uses one kernel, selected by the rule for a tile's rows regardless of cached times; the log names
-    it.
+    Each quantized layer uses one kernel, selected by the rule for a tile's rows regardless of cached times; the log names it.
     :raises ModelError: if a GEMM's rows depend on their position (`InvariantOperations.check`).
     """
     activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, softcap)

@@ -1,5 +1,4 @@
-"""Triton kernels around latent attention (MLA), one launch each: norm and RoPE, query absorption, projection of attended
-latents.
+"""Triton kernels around latent attention (MLA), one launch each: norm and RoPE, query absorption, projection of attended latents.
 
 Sums are float32. PDL: see step_kernels.py. Weights are loaded before the wait, since no kernel writes them.
 """

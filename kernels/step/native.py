@@ -1,5 +1,5 @@
-"""Decoder steps on a CPU by the C kernels, one call and one parallel region each. Small steps are recorded and replayed as
-one call.
+"""Decoder steps on a CPU by the C kernels, one call and one parallel region each. Small steps are recorded and replayed as one
+call.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ class _RecordedStep:
 class RecordedLayers:
     """Layers that run in Python for the first step of a kind, and replay the recorded C calls afterwards.
 
-    Replaying is correct only if the layers do nothing else, which is checked while recording. After an operation of torch
-    that computes,
-    or an attention that is not one C call, that kind of step always runs in Python.
+    Replaying is correct only if the layers do nothing else, which is checked while recording. After an operation of torch that
+    computes, or an attention that is not one C call, that kind of step always runs in Python.
     """
 
     def __init__(self, functions: Functions) -> None:
@@ -240,9 +239,7 @@ class NativeOperations(TorchOperations):
         return residual
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-        """Return the input for a C kernel: x is normed first, and the norm dropped, if the C kernel does not support the
-        norm.
-        """
+        """Return the input for a C kernel: x is normed first, and the norm dropped, if the C kernel does not support the norm."""
         return (x, norm) if norm is None or norm.by_length is not None else (self.norm(x, norm), None)
 
     def _store(

@@ -175,8 +175,7 @@ class Operations(Protocol):
     """
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """Prepare a norm and the next linear layer once, before any step. The returned pair computes the same as the given
-        pair.
+        """Prepare a norm and the next linear layer once, before any step. The returned pair computes the same as the given pair.
 
         Only for `norm_qkv` with a rotary embedding, and for `norm_gated_product`.
         """
@@ -223,9 +222,8 @@ class Operations(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply a norm (if any) and the merged qkv linear layer, then norm and rotate the heads of q and k (RoPE).
 
-        x: [num_tokens, hidden_size]. linear: has (num_heads + 2 num_kv_heads) head_dim outputs, and may have further
-            heads after v. rope:
-        result of `embed`; None means no rotation.
+        x: [num_tokens, hidden_size]. linear: has (num_heads + 2 num_kv_heads) head_dim outputs, and may have further heads
+            after v. rope: result of `embed`; None means no rotation.
         Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim]; rows may be strided.
         """
 
@@ -246,8 +244,7 @@ class Operations(Protocol):
         """Rotate the last elements of each query head, norm the latents, and rotate the key elements after them (RoPE).
 
         q: [num_tokens, num_heads q_dim]. latent: [num_tokens, kv_dim]. Rows may be strided, and both may be overwritten.
-            norm: has
-        kv_lora_rank elements. rope: result of `embed`; None means no rotation.
+            norm: has kv_lora_rank elements. rope: result of `embed`; None means no rotation.
         Returns q [num_tokens, num_heads, q_dim] and latents [num_tokens, 1, kv_dim].
         """
 
@@ -369,9 +366,7 @@ class BoundSteps(list[Step]):
 
 
 def bound_step(ops: Any, linear: Linear, kernel: LinearKernel, heads: Heads | None, rows: int) -> Step:
-    """Return a layer bound to a kernel, with extra launches for operations that it does not fuse. rows: maximum of its
-    bucket.
-    """
+    """Return a layer bound to a kernel, with extra launches for operations that it does not fuse. rows: maximum of its bucket."""
 
     def again(other: LinearKernel) -> Step:
         return bound_step(ops, linear, other, heads, rows)
@@ -449,9 +444,8 @@ class TorchOperations(Operations):
     def __init__(self, inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None = None) -> None:
         """Prepare the operations.
 
-        inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. experts: options for MoE layers. None
-            means Headway's own
-        kernels.
+        inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. experts: options for MoE layers. None means
+            Headway's own kernels.
         """
         self._inv_freq = inv_freq
         self._factors = factors

@@ -2,8 +2,7 @@
 
 Each is one launch that reads its input once. Sums are float32 whatever the tensors' type, and nothing is rounded between the
 operations of one kernel.
-PDL: programmatic dependent launch (compute capability 9.0). The next kernel's programs may start while this one runs. They
-wait
+PDL: programmatic dependent launch (compute capability 9.0). The next kernel's programs may start while this one runs. They wait
 (`gdc_wait`) before they touch anything that an earlier kernel writes.
 """
 

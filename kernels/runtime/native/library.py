@@ -39,8 +39,7 @@ VARIABLE = "HEADWAY_CC"
 ROUNDS = "HEADWAY_CPU_ROUNDS_ACTIVATIONS"
 """Environment variable for the precision of activations in GEMMs over .gguf weights.
 
-By default, activations are rounded to 16 bits if the CPU has AVX-512 VNNI. 1 rounds them to 8 bits, which is faster. 0
-disables
+By default, activations are rounded to 16 bits if the CPU has AVX-512 VNNI. 1 rounds them to 8 bits, which is faster. 0 disables
 rounding.
 """
 _X_BITS = {"0": "-DX_BITS=0", "1": "-DX_BITS=8"}
@@ -149,9 +148,7 @@ def _built(compiler: CCompiler, runtime: Path) -> Path:
 
 
 def _compile(compiler: CCompiler, runtime: Path, target: Path) -> None:
-    """Compile and link, naming the OpenMP runtime by its path: -fopenmp at the link step would add the compiler's own
-    runtime.
-    """
+    """Compile and link, naming the OpenMP runtime by its path: -fopenmp at the link step would add the compiler's own runtime."""
     objects = {str(source): str(target.with_name(f"{source.stem}.o")) for source in sorted(SOURCES.glob("*.c"))}
     commands = [[compiler.path, *_flags(), "-c", source, "-o", compiled] for source, compiled in objects.items()]
     with ThreadPoolExecutor(len(commands)) as pool:
@@ -322,8 +319,8 @@ def is_recording() -> bool:
 
 
 def _recorded(kind: int, function: Any) -> Callable[[ctypes.Structure], None]:
-    """Return a wrapper that calls a C function and records the call if a recording is active. kind: number of the function
-    in steps.c.
+    """Return a wrapper that calls a C function and records the call if a recording is active. kind: number of the function in
+    steps.c.
     """
     function.argtypes = [c_void_p]
 

@@ -95,9 +95,7 @@ def _driver_loads(compiler: Compiler) -> Support:
 
 
 def cuda_major() -> str:
-    """Return the major CUDA version that torch was built for, whose driver can load the kernels; 13 for a CPU build of
-    torch.
-    """
+    """Return the major CUDA version that torch was built for, whose driver can load the kernels; 13 for a CPU build of torch."""
     return (torch.version.cuda or "13").split(".")[0]
 
 

@@ -25,8 +25,7 @@ class Arguments:
     """Values of a kernel's parameters, in their order, in the form that the driver takes.
 
     A launch copies the values, so they may be changed as soon as it returns; `set` writes them directly to memory. Not
-    thread-safe: only
-    one thread at a time may set and launch.
+    thread-safe: only one thread at a time may set and launch.
     """
 
     __slots__ = ("_formats", "_memory", "_pointers", "_start", "address", "values")
@@ -94,11 +93,9 @@ _MAX_BOX = 256
 def tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> bytes:
     """Return the tensor map of a tensor whose last axis is contiguous. Pass it by value, as `const __grid_constant__`.
 
-    box: extents of one copy, in the tensor's axis order (the kernel's coordinates start with the innermost axis).
-        Elements outside the
-    tensor are read as zero and not written. swizzle: 0, 32, 64 or 128, the bytes within which 16-byte chunks are permuted in
-    shared
-    memory; a row of the box must not be longer.
+    box: extents of one copy, in the tensor's axis order (the kernel's coordinates start with the innermost axis). Elements
+        outside the tensor are read as zero and not written. swizzle: 0, 32, 64 or 128, the bytes within which 16-byte chunks are
+        permuted in shared memory; a row of the box must not be longer.
     Results are cached by address and arguments: a repeated call takes about 1 us.
     :raises BackendError: if the hardware does not support the map, with the violated rule.
     """
@@ -176,9 +173,8 @@ class Launch:
     ) -> None:
         """Configure a launch.
 
-        overlaps: True lets the kernel start while its predecessor runs; it waits by itself before it reads its
-            predecessor's results
-        (programmatic dependent launch). cluster: thread blocks per cluster in each direction of the grid.
+        overlaps: True lets the kernel start while its predecessor runs; it waits by itself before it reads its predecessor's
+            results (programmatic dependent launch). cluster: thread blocks per cluster in each direction of the grid.
         """
         from cuda.bindings import driver
 

@@ -49,9 +49,8 @@ def compiled_path(variant: Variant, arch: str, compiler: Compiler) -> Path:
 def build(variant: Variant, arch: str, compiler: Compiler) -> Built:
     """Return the cubin from the disk cache, or compile and cache it.
 
-    The file appears atomically: processes that compile the same variant at once waste half a second, but never read a
-    partial file. A
-    damaged file is compiled again. If the folder is not writable (read-only, full), every process compiles, with one
+    The file appears atomically: processes that compile the same variant at once waste half a second, but never read a partial
+    file. A damaged file is compiled again. If the folder is not writable (read-only, full), every process compiles, with one
     warning.
     :raises BackendError: if the source does not compile.
     """
