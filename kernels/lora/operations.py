@@ -139,6 +139,7 @@ class AdaptedOperations:
         return norm, linear
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
+        """Return the choices of the inner operations."""
         return self._inner.linear_choices(products)
 
     def _adapted(self, x: Tensor, linear: Linear) -> tuple[AdaptedProduct, Tensor] | None:
@@ -173,6 +174,7 @@ class AdaptedOperations:
         return self._inner.product(x if norm is None else self._inner.norm(x, norm), joined)
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """Return the linear layer's output plus adapters."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.product(x, linear, out)
@@ -180,6 +182,7 @@ class AdaptedOperations:
         return y if out is None else out.copy_(y)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """Return norm, linear layer plus adapters, and activation."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_product(x, norm, linear, activation)
@@ -187,6 +190,7 @@ class AdaptedOperations:
         return y if activation is None else self._inner.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """Return norm, linear layer plus adapters, and gated activation."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_gated_product(x, norm, linear, activation)
@@ -205,12 +209,14 @@ class AdaptedOperations:
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of a linear layer plus adapters."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_qkv(x, norm, linear, heads, rope)
         return self._inner.turn_heads(self._added(x, norm, linear, adapted), heads, rope)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
+        """Return residual + linear layer plus adapters."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.add_product(residual, x, linear)
@@ -221,6 +227,7 @@ class AdaptedOperations:
         return self._additions.add(self._inner.add_product(residual, x, linear), x, product, slots)
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """Return residual + linear layers plus adapters, added one by one if any has adapters."""
         if all(self._adapted(x, linear) is None for x, linear in terms):
             return self._inner.add_products(residual, terms)
         return add_one_by_one(self, residual, terms)

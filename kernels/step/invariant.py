@@ -77,6 +77,7 @@ class InvariantOperations:
         return [choice for choice in self._inner.linear_choices((linear, False) for linear, _ in products) if choice.is_open]
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """Return the linear layer's output, computed in tiles of a fixed number of rows."""
         if linear.choice is not None and linear.choice.is_invariant:
             return self._inner.product(x, linear, out)
         expanded = isinstance(linear.weight, Tensor)
@@ -85,13 +86,16 @@ class InvariantOperations:
         return whole if out is None else out.copy_(whole)  # the last tile may be longer than what is left of `out`
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """Return norm, linear layer and activation, computed in tiles."""
         y = self.product(self._normed(x, norm), linear)
         return y if activation is None else self.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """Return norm and gated linear layer, computed in tiles."""
         return self.activated(self.product(self._normed(x, norm), linear), activation, gated=True)
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
+        """Return the activation, or the activation of the first half times the second."""
         if not gated:
             return self._activate[activation](y)
         gate, up = y.chunk(2, dim=1)
@@ -100,9 +104,11 @@ class InvariantOperations:
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, computed in tiles."""
         return self._by_tile(lambda rows, turn: self._inner.norm_qkv(rows, norm, linear, heads, turn), x, rope)
 
     def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of a linear layer's output, normed and rotated in tiles."""
         return self._by_tile(lambda rows, turn: self._inner.turn_heads(rows, heads, turn), qkv, rope)
 
     def _by_tile(
@@ -121,9 +127,11 @@ class InvariantOperations:
         return x if norm is None else self.norm(x, norm)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
+        """Return residual + linear layer, computed in tiles."""
         return residual + self.product(x, linear)
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """Return residual + the linear layers, added one by one."""
         return add_one_by_one(self, residual, terms)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
